@@ -1,0 +1,333 @@
+"""Layer: a frozen description of a computation whose arrays live in plain dicts outside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from fnet.layers import _spec
+from fnet.layers._scope import Place, Run, Scope, describe, quote, written
+from fnet.layers._spec import Spec
+
+_RESERVED = ("key", "state", "train")
+
+
+@typing.dataclass_transform(frozen_default=True)
+class Layer:
+    """A model, or a part of one: a value that is a pure function of its parameters.
+
+    Subclasses name their options as dataclass fields and write one method, `forward(self, scope, *inputs)`:
+
+        class MLP(nn.Layer):
+            widths: tuple[int, ...]
+
+            def forward(self, scope, x):                                   # [batch, features]
+                for i, width in enumerate(self.widths[:-1]):
+                    x = jax.nn.relu(nn.Dense(width)(scope[f"fc{i}"], x))
+                return nn.Dense(self.widths[-1])(scope["head"], x)
+
+        model = MLP((128, 10))
+        params, state = model.init(jax.random.key(0), x)
+        logits = model(params, x)
+
+    A layer is frozen, hashable, comparable, picklable and a static pytree: list fields become tuples, arrays and
+    dicts are refused. A fresh lambda as a field is a new value each time, so that `jax.jit` traces anew: define the
+    function once.
+    """
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        for name in inspect.get_annotations(cls):
+            if name in _METHODS:
+                raise TypeError(f"{cls.__name__}.{name}: a field can't be named like a Layer's method; rename it")
+        for name, function in vars(cls).items():
+            if name == "forward" or getattr(function, "is_layer_method", False):
+                _check_inputs(f"{cls.__name__}.{name}", function)
+        dataclasses.dataclass(frozen=True, repr=False)(cls)
+        jax.tree_util.register_static(cls)
+        construct = cls.__init__
+
+        @functools.wraps(construct)
+        def __init__(self, *args, **kwargs):
+            construct(self, *args, **kwargs)
+            if type(self) is cls:
+                _freeze(self)
+
+        cls.__init__ = __init__
+
+    def forward(self, scope: Scope, *inputs):
+        """What the layer computes. Its arrays are asked of `scope`; it is called through `layer(scope, ...)`."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward(self, scope, ...)")
+
+    def __call__(self, where, *inputs, **options):
+        """`layer(scope, *inputs)` inside a model, `model(params, *inputs, state=, key=, train=)` outside.
+
+        Args:
+            where: a Scope (a place in a running model) or a dict of parameters (a whole model).
+            inputs: what `forward` takes; `options` likewise.
+            state: outside only. None: the output alone comes back. A dict, `{}` included: `(y, state)` comes back,
+                and that state has the structure, shapes and dtypes of the one passed in.
+            key: outside only; a `jax.random.key`, for layers that draw random numbers.
+            train: outside only; whether this is a training step (dropout drops, batch statistics move).
+
+        Raises:
+            TypeError: where the first argument is neither.
+            ValueError: where params or state do not fit the input, naming the path and both shapes.
+        """
+        return _call(self, type(self).forward, where, inputs, options)
+
+    def spec(self, *inputs, train: bool = False, **options) -> Spec:
+        """What `init` makes: `(params, state)`, two trees of `ParamSpec`.
+
+        Traces `forward` once without computing anything; inputs may be arrays or `jax.ShapeDtypeStruct`s.
+        """
+        record = self._record(inputs, options, train)
+        return Spec(record["params"], record["state"])
+
+    def init(self, key, *inputs, train: bool = False, **options) -> tuple[dict, dict]:
+        """Makes `(params, state)`, plain nested dicts, without running the model.
+
+        Every array's key is `key` folded along the array's path, so that adding a layer moves no other's numbers.
+
+        Args:
+            key: a `jax.random.key`.
+            inputs: what `forward` takes; arrays or `jax.ShapeDtypeStruct`s.
+        """
+        _check_key("init", key)
+        record = self._record(inputs, options, train)
+        return (_spec.make(record["params"], _spec.fold(key, "params")),
+                _spec.make(record["state"], _spec.fold(key, "state")))
+
+    def cache(self, *inputs, **options) -> dict:
+        """Makes the key/value caches for inputs of shape [batch, max_length, ...], empty.
+
+        A cache is passed and comes back inside `state` (merged with the model's own, where it has one):
+
+            logits, cache = model(params, prompt, state=model.cache(jax.ShapeDtypeStruct((batch, 1024), jnp.int32)))
+        """
+        cache = self._record(inputs, options, False)["cache"]
+        if not cache:
+            raise ValueError(f"{type(self).__name__} has nothing to cache: no layer of it is a causal Attention")
+        return _spec.make(cache, jax.random.key(0))
+
+    def check(self, params, *inputs, state=None, **options) -> None:
+        """Holds `params` (and `state`, where given) to what the inputs need, name by name.
+
+        Raises:
+            ValueError: listing every array that is missing, has another shape, or that nothing uses.
+        """
+        record = self._record(inputs, options, False)
+        wrong = _differences("params", record["params"], params)
+        if state is not None:
+            wrong += _differences("state", record["state"], state)
+        if wrong:
+            raise ValueError(f"{type(self).__name__}: {len(wrong)} of its arrays do not fit: {'; '.join(wrong)}")
+
+    def _record(self, inputs, options, train, path=()):
+        """The specs of all that a call with these inputs touches, by kind. Paths in errors begin with `path`."""
+        _check_train(train)
+        arrays, rebuild = _spec.partition((inputs, options))
+        record = {"params": {}, "state": {}, "cache": {}}
+
+        def trace(arrays):
+            inputs, options = rebuild(arrays)
+            run = Run(stateful=True, train=train, record=record, base=path)
+            return self.forward(Scope(Place(run, None, path, None, None), type(self).__name__), *inputs, **options)
+
+        jax.eval_shape(trace, arrays)
+        return record
+
+    def __repr__(self):
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in _options(self).items())})"
+
+    def __reduce__(self):
+        # By the options that differ from the defaults: JAX's initialisers are closures, which do not pickle.
+        return _restore, (type(self), _options(self))
+
+
+_METHODS = {name for name in vars(Layer) if not name.startswith("__")}
+
+
+def method(function: Callable) -> Callable:
+    """Gives a further method of a layer the double call of `forward`: with a scope inside, with params outside.
+
+        class Embed(nn.Layer):
+            @nn.method
+            def attend(self, scope, x): ...
+
+        logits = embed.attend(scope, x)       # inside a model
+        logits = embed.attend(params, x)      # outside
+    """
+
+    @functools.wraps(function)
+    def called(self, where, *inputs, **options):
+        return _call(self, function, where, inputs, options)
+
+    called.is_layer_method = True
+    return called
+
+
+def layer(function: Callable) -> type[Layer]:
+    """Makes a Layer class of a function: keyword-only parameters are its fields, the rest its inputs.
+
+        @nn.layer
+        def residual_block(scope, x, *, channels, stride=1): ...
+
+        block = residual_block(channels=64)        # constructs; nothing runs
+        y = block(scope["block1"], x)
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    name = function.__name__
+    if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
+        raise TypeError(f"@layer: {name} needs a scope as its first argument: def {name}(scope, x, *, ...)")
+    _check_inputs(name, function, first=0)
+    fields = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+    @functools.wraps(function)
+    def forward(self, scope, *inputs, **options):
+        return function(scope, *inputs, **options, **{f.name: getattr(self, f.name) for f in fields})
+
+    namespace = {
+        "__doc__": function.__doc__, "__module__": function.__module__, "__qualname__": function.__qualname__,
+        "__annotations__": {f.name: typing.Any if f.annotation is f.empty else f.annotation for f in fields},
+        "forward": forward,
+    }
+    for f in fields:
+        namespace[f.name] = dataclasses.field(kw_only=True, **({} if f.default is f.empty else {"default": f.default}))
+    made = type(name, (Layer,), namespace)
+    construct = made.__init__
+
+    @functools.wraps(construct)
+    def __init__(self, *args, **options):
+        if args:
+            raise TypeError(f"{name}(...) only constructs a layer, and takes its options by keyword: "
+                            f"write {name}(...)(scope, x)")
+        construct(self, **options)
+
+    made.__init__ = __init__
+    return made
+
+
+def _call(layer, function, where, inputs, options):
+    name = type(layer).__name__
+    if isinstance(where, Scope):
+        if options and any(word in options for word in _RESERVED):
+            raise TypeError(f"{name} at {quote(where._place.path)}: inside a model state, key and train come with the "
+                            "scope; leave them out of the call")
+        place, run = where._place, where._place.run
+        outer, path = run.here, place.path
+        # Named scopes only nest, so a scope shared from elsewhere in the tree enters its whole path.
+        new = path[len(outer):] if path[:len(outer)] == outer else path
+        run.here = path
+        try:
+            if new:
+                with jax.named_scope("/".join(new)):
+                    return function(layer, Scope(place, name), *inputs, **options)
+            return function(layer, Scope(place, name), *inputs, **options)
+        finally:
+            run.here = outer
+    if not isinstance(where, Mapping):
+        hint = ": unpack what init returned (params, state = model.init(...))" if isinstance(where, tuple) else ""
+        what = f"an array {where.shape}" if hasattr(where, "shape") else describe(where)
+        raise TypeError(f"{name} is called with a Scope inside a model and with a dict of parameters outside, as its "
+                        f"first argument; got {what}{hint}")
+    state, key, train = options.pop("state", None), options.pop("key", None), options.pop("train", False)
+    _check_train(train)
+    if key is not None:
+        _check_key(name, key)
+        key = _spec.fold(key, "draws")
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(f"{name}: state= is the dict that model.init returned second, or {{}}; got "
+                        f"{describe(state)}")
+    run = Run(stateful=state is not None, key=key, train=train)
+    root = Place(run, None, (), where, state)
+    y = function(layer, Scope(root, name), *inputs, **options)
+    return y if state is None else (y, written(root))
+
+
+def _freeze(layer):
+    """List fields become tuples; what cannot be hashed is refused by name."""
+    for field in dataclasses.fields(layer):
+        value = getattr(layer, field.name)
+        if value is None or type(value) in (int, float, bool, str):
+            continue
+        if isinstance(value, list):
+            value = _tuples(value)
+            object.__setattr__(layer, field.name, value)
+        what = _unhashable(value)
+        if what:
+            raise TypeError(f"{type(layer).__name__}.{field.name} is {what}: a layer's fields are numbers, strings, "
+                            "functions, layers and tuples of them; arrays live in params")
+
+
+def _tuples(value):
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _unhashable(value):
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return f"an array {value.shape}"
+    if isinstance(value, tuple):
+        return next((what for item in value if (what := _unhashable(item))), None)
+    try:
+        hash(value)
+    except TypeError:
+        return f"a {type(value).__name__}"
+    return None
+
+
+def _options(layer):
+    """The fields that differ from their defaults."""
+    options = {}
+    for field in dataclasses.fields(layer):
+        value = getattr(layer, field.name)
+        if field.default is dataclasses.MISSING or value != field.default or type(value) is not type(field.default):
+            options[field.name] = value
+    return options
+
+
+def _restore(cls, options):
+    made = object.__new__(cls)
+    for field in dataclasses.fields(cls):
+        object.__setattr__(made, field.name, options.get(field.name, field.default))
+    return made
+
+
+def _check_inputs(name, function, first=1):
+    for parameter in list(inspect.signature(function).parameters)[first:]:
+        if parameter in _RESERVED:
+            raise TypeError(f"{name}: an input can't be named {parameter!r}, the model's own word: rename it, or ask "
+                            f"the scope (scope.key(), scope.state(...), scope.train)")
+
+
+def _check_train(train):
+    if not isinstance(train, (bool, np.bool_)):
+        raise TypeError(f"train= is True or False, known when the model is traced; got {describe(train)} "
+                        "(with jax.jit: static_argnames='train')")
+
+
+def _check_key(who, key):
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not (jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
+        given = repr(key) if dtype is None else f"an array {key.shape} of {dtype}"
+        raise TypeError(f"{who}: the key is a jax.random.key(seed); got {given}")
+
+
+def _differences(kind, spec, held):
+    if not isinstance(held, Mapping):
+        return [f"{kind} is {describe(held)}, not a dict"]
+    needed, found = dict(_spec.leaves(spec)), dict(_spec.leaves(held))
+    wrong = []
+    for path, leaf in needed.items():
+        if path not in found:
+            wrong.append(f"{quote(path)} {leaf.shape} is missing")
+        elif np.shape(found[path]) != leaf.shape:
+            wrong.append(f"{quote(path)} needs {leaf.shape}, {kind} hold {np.shape(found[path])}")
+    wrong += [f"{quote(path)} {np.shape(leaf)} is used by nothing" for path, leaf in found.items() if path not in needed]
+    return wrong

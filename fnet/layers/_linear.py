@@ -1,0 +1,104 @@
+"""Affine maps of the last axis: Dense and Maxout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import KW_ONLY
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.nn import initializers
+
+from fnet.layers._core import Layer
+from fnet.layers._scope import Scope
+
+lecun_normal = initializers.lecun_normal()
+zeros = initializers.zeros
+ones = initializers.ones
+
+
+class Dense(Layer):
+    """An affine map of the last axis: `y = x @ kernel + bias`.
+
+    Parameters: kernel [in, features], bias [features].
+
+    Args:
+        features: the length of the output's last axis.
+        use_bias: whether to add the bias.
+        kernel_init, bias_init: as in `jax.nn.initializers`.
+
+    Input [..., in], output [..., features], in the input's dtype.
+
+    >>> params, _ = Dense(3).init(jax.random.key(0), jnp.ones((2, 4)))
+    >>> Dense(3)(params, jnp.ones((2, 4))).shape
+    (2, 3)
+    """
+
+    features: int
+    _: KW_ONLY
+    use_bias: bool = True
+    kernel_init: Callable = lecun_normal
+    bias_init: Callable = zeros
+
+    def forward(self, scope: Scope, x):
+        x = floating(x, scope, "Dense")
+        kernel = scope.param("kernel", (*x.shape[-1:], self.features), self.kernel_init, ("in", "out"))
+        if not self.use_bias:
+            return linear(x, kernel)
+        return affine(x, kernel, scope.param("bias", (self.features,), self.bias_init, ("out",)))
+
+
+class Maxout(Layer):
+    """The maximum of `pieces` affine maps (Goodfellow et al., 2013, Maxout Networks, eq. 1).
+
+    Parameters: kernel [in, features, pieces], bias [features, pieces].
+
+    Input [..., in], output [..., features].
+    """
+
+    features: int
+    pieces: int = 2
+    _: KW_ONLY
+    use_bias: bool = True
+    kernel_init: Callable = initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0,
+                                                         out_axis=1, batch_axis=2)
+    bias_init: Callable = zeros
+
+    def forward(self, scope: Scope, x):
+        x = floating(x, scope, "Maxout")
+        shape = (self.features, self.pieces)
+        kernel = scope.param("kernel", (*x.shape[-1:], *shape), self.kernel_init, ("in", "out", None))
+        y = linear(x, kernel.reshape(*x.shape[-1:], -1)).reshape(*x.shape[:-1], *shape)    # [..., features, pieces]
+        if self.use_bias:
+            y = y + align(scope.param("bias", shape, self.bias_init, ("out", None)), y)
+        return y.max(-1)
+
+
+def floating(x, scope: Scope, name: str):
+    """`x` as an array of real or complex floating point; anything else is an error that names the place."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"{name} at {scope!r} takes floating-point input; got {x.dtype}{list(x.shape)}: convert it "
+                        "first, e.g. x.astype(jnp.float32) / 255 for images")
+    if not x.ndim:
+        raise ValueError(f"{name} at {scope!r} needs at least one axis; got a scalar")
+    return x
+
+
+def align(vector, x):
+    """`vector` in x's dtype with leading axes of length 1, so that it broadcasts over x's trailing ones."""
+    return lax.expand_dims(vector, range(x.ndim - vector.ndim)).astype(x.dtype)
+
+
+# Inlined when traced; in eager mode one dispatch instead of one for each operation.
+@functools.partial(jax.jit, inline=True)
+def linear(x, kernel):
+    return lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
+
+
+@functools.partial(jax.jit, inline=True)
+def affine(x, kernel, bias):
+    y = lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
+    return y + align(bias, y)
