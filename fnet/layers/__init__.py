@@ -1,4 +1,29 @@
+"""What models are made of.
+
+A layer is a frozen value; its arrays live in plain nested dicts outside it:
+
+    model = nn.Sequential(nn.Conv(32, 3), jax.nn.relu, nn.MaxPool(2), nn.Flatten(), nn.Dense(10))
+    params, state = model.init(jax.random.key(0), x)
+    logits = model(params, x)
+
+Activation functions are `jax.nn`'s: `sigmoid`, `leaky_relu`, `tanh`, `relu`, `elu`, `gelu`, `silu`, ... Losses are
+Optax's: `optax.squared_error` (square), `optax.sigmoid_binary_cross_entropy` and
+`optax.softmax_cross_entropy_with_integer_labels` (log), `optax.hinge_loss` (hinge).
+"""
+
+from fnet.layers._compose import Parallel, Remat, Residual, Sequential, Stack
+from fnet.layers._conv import Conv, ConvTranspose, DepthwiseConv
 from fnet.layers._core import Layer, layer, method
+from fnet.layers._dropout import Dropout
+from fnet.layers._embed import Embed
 from fnet.layers._linear import Dense, Maxout
+from fnet.layers._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from fnet.layers._pool import AvgPool, Flatten, GlobalAvgPool, MaxPool
 from fnet.layers._scope import Scope
 from fnet.layers._spec import ParamSpec, Spec
+
+__all__ = [
+    "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv", "Dropout", "Embed", "Flatten",
+    "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel", "ParamSpec", "RMSNorm",
+    "Remat", "Residual", "Scope", "Sequential", "Spec", "Stack", "layer", "method",
+]

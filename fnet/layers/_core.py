@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Mapping
 
@@ -41,6 +43,8 @@ class Layer:
     function once.
     """
 
+    _varargs: typing.ClassVar[bool] = False    # whether the class or a base of it writes its own __init__
+
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
         for name in inspect.get_annotations(cls):
@@ -49,7 +53,8 @@ class Layer:
         for name, function in vars(cls).items():
             if name == "forward" or getattr(function, "is_layer_method", False):
                 _check_inputs(f"{cls.__name__}.{name}", function)
-        dataclasses.dataclass(frozen=True, repr=False)(cls)
+        cls._varargs = getattr(cls, "_varargs", False) or "__init__" in vars(cls)
+        dataclasses.dataclass(frozen=True, repr=False, init=not cls._varargs)(cls)
         jax.tree_util.register_static(cls)
         construct = cls.__init__
 
@@ -148,7 +153,7 @@ class Layer:
 
     def __reduce__(self):
         # By the options that differ from the defaults: JAX's initialisers are closures, which do not pickle.
-        return _restore, (type(self), _options(self))
+        return _restore, (type(self), {name: _portable(value) for name, value in _options(self).items()})
 
 
 _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
@@ -292,10 +297,33 @@ def _options(layer):
     return options
 
 
+class _Public(typing.NamedTuple):
+    """A function by its public name: JAX's own (`jax.nn.relu`) do not pickle, being wrapped after their definition."""
+
+    module: str
+    name: str
+
+
+def _portable(value):
+    if isinstance(value, tuple):
+        return tuple(_portable(item) for item in value)
+    name = getattr(value, "__name__", None)
+    for module in ("jax.nn", "jax.numpy", "jax.lax") if name else ():
+        if getattr(sys.modules[module], name, None) is value:
+            return _Public(module, name)
+    return value
+
+
+def _portable_back(value):
+    if isinstance(value, _Public):
+        return getattr(importlib.import_module(value.module), value.name)
+    return tuple(_portable_back(item) for item in value) if isinstance(value, tuple) else value
+
+
 def _restore(cls, options):
     made = object.__new__(cls)
     for field in dataclasses.fields(cls):
-        object.__setattr__(made, field.name, options.get(field.name, field.default))
+        object.__setattr__(made, field.name, _portable_back(options.get(field.name, field.default)))
     return made
 
 
@@ -329,5 +357,5 @@ def _differences(kind, spec, held):
             wrong.append(f"{quote(path)} {leaf.shape} is missing")
         elif np.shape(found[path]) != leaf.shape:
             wrong.append(f"{quote(path)} needs {leaf.shape}, {kind} hold {np.shape(found[path])}")
-    wrong += [f"{quote(path)} {np.shape(leaf)} is used by nothing" for path, leaf in found.items() if path not in needed]
-    return wrong
+    unused = [path for path in found if path not in needed]
+    return wrong + [f"{quote(path)} {np.shape(found[path])} is used by nothing" for path in unused]

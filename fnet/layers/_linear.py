@@ -80,11 +80,16 @@ def floating(x, scope: Scope, name: str):
     """`x` as an array of real or complex floating point; anything else is an error that names the place."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"{name} at {scope!r} takes floating-point input; got {x.dtype}{list(x.shape)}: convert it "
+        raise TypeError(f"{name} at {scope} takes floating-point input; got {x.dtype}{list(x.shape)}: convert it "
                         "first, e.g. x.astype(jnp.float32) / 255 for images")
     if not x.ndim:
-        raise ValueError(f"{name} at {scope!r} needs at least one axis; got a scalar")
+        raise ValueError(f"{name} at {scope} needs at least one axis; got a scalar")
     return x
+
+
+def wide(x):
+    """`x` in float32 where its own dtype is narrower: what statistics are taken in."""
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 def align(vector, x):

@@ -122,6 +122,9 @@ class Scope:
     def __repr__(self):
         return f"Scope({quote(self._place.path)})"
 
+    def __str__(self):
+        return quote(self._place.path)
+
     def __getitem__(self, name: str) -> Scope:
         """The place of the child `name`."""
         self._use(name, "scope")
@@ -344,4 +347,5 @@ def _check_copies(kind, tree, count, path, owner):
     for below, leaf in _spec.leaves(tree or {}):
         shape = jnp.shape(leaf)
         if shape[:1] != (count,):
-            raise ValueError(f"{quote((*path, *below))}: {count} copies of {owner} need ({count}, ...), {kind} hold {shape}")
+            raise ValueError(f"{quote((*path, *below))}: {count} copies of {owner} need ({count}, ...), {kind} hold "
+                             f"{shape}")

@@ -1,0 +1,42 @@
+"""Dropout: zeros at random while training."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+
+import jax
+import jax.numpy as jnp
+
+from fnet.layers._core import Layer
+from fnet.layers._linear import floating
+from fnet.layers._scope import Scope
+
+
+class Dropout(Layer):
+    """Zeros a share of the input at random with `train=True`, and scales the rest by 1 / (1 - rate).
+
+    Without `train=True`, or with rate 0, the input passes through and no key is needed.
+
+    Args:
+        rate: the share to zero, in [0, 1].
+        broadcast: axes along which one draw serves for all, e.g. `(1, 2)` on images drops whole channels.
+
+    Source: Srivastava et al. (2014), Dropout.
+    """
+
+    rate: float
+    _: KW_ONLY
+    broadcast: tuple[int, ...] = ()
+
+    def forward(self, scope: Scope, x):
+        if not 0 <= self.rate <= 1:
+            raise ValueError(f"Dropout at {scope}: the rate is a share between 0 and 1; got {self.rate}")
+        x = floating(x, scope, "Dropout")
+        if not scope.train or self.rate == 0:
+            return x
+        if self.rate == 1:
+            return jnp.zeros_like(x)
+        along = {axis % x.ndim for axis in self.broadcast}
+        shape = [1 if axis in along else size for axis, size in enumerate(x.shape)]
+        keep = jnp.broadcast_to(jax.random.bernoulli(scope.key(), 1 - self.rate, shape), x.shape)
+        return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))

@@ -1,0 +1,100 @@
+"""Pooling: the maximum or mean over windows, or over all of space; and Flatten."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fnet.layers._conv import Padding, geometry, pads
+from fnet.layers._core import Layer
+from fnet.layers._linear import floating, wide
+from fnet.layers._scope import Scope
+
+
+class MaxPool(Layer):
+    """The maximum over each window.
+
+    Args:
+        window: one number for all dimensions or one for each.
+        strides: steps of the window; None: the window, so that windows do not overlap.
+        padding: "VALID" (windows that fit), "SAME", or explicit as in `Conv`; padding never wins.
+
+    Input [batch, *space, channels], output [batch, *space', channels].
+    """
+
+    window: int | tuple[int, ...]
+    strides: int | tuple[int, ...] | None = None
+    _: KW_ONLY
+    padding: Padding = "VALID"
+
+    def forward(self, scope: Scope, x):
+        x = jnp.asarray(x)
+        lowest = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+        return _windows(self, scope, x, np.array(lowest, x.dtype), lax.max)[0]
+
+
+class AvgPool(Layer):
+    """The mean over each window.
+
+    Args:
+        window, strides, padding: as in `MaxPool`.
+        count_padding: whether padding counts as zeros in the mean (PyTorch's default) or not (Keras' and this one's).
+
+    Input [batch, *space, channels], output [batch, *space', channels]; the mean is taken in float32 at least.
+    """
+
+    window: int | tuple[int, ...]
+    strides: int | tuple[int, ...] | None = None
+    _: KW_ONLY
+    padding: Padding = "VALID"
+    count_padding: bool = False
+
+    def forward(self, scope: Scope, x):
+        x = floating(x, scope, "AvgPool")
+        values = wide(x)
+        zero = np.array(0, values.dtype)
+        total, window, padded = _windows(self, scope, values, zero, lax.add)
+        if self.count_padding or not padded:
+            return (total / math.prod(window)).astype(x.dtype)
+        inside = jnp.ones((1, *x.shape[1:-1], 1), values.dtype)
+        count, _, _ = _windows(self, scope, inside, zero, lax.add)
+        return (total / jnp.broadcast_to(count, total.shape)).astype(x.dtype)
+
+
+class GlobalAvgPool(Layer):
+    """The mean over all of space: [batch, *space, channels] to [batch, channels], taken in float32 at least."""
+
+    def forward(self, scope: Scope, x):
+        x = floating(x, scope, "GlobalAvgPool")
+        if x.ndim < 3:
+            raise ValueError(f"GlobalAvgPool at {scope} needs [batch, *space, channels]; got shape {x.shape}")
+        return wide(x).mean(range(1, x.ndim - 1)).astype(x.dtype)
+
+
+class Flatten(Layer):
+    """All axes but the first in one: [batch, ...] to [batch, features]."""
+
+    def forward(self, scope: Scope, x):
+        if jnp.ndim(x) < 1:
+            raise ValueError(f"Flatten at {scope} needs [batch, ...]; got a scalar")
+        return jnp.reshape(x, (x.shape[0], math.prod(x.shape[1:])))
+
+
+def _windows(pool, scope, x, start, reduce):
+    """(reduced windows, the window, whether anything was padded)."""
+    who = type(pool).__name__
+    strides = pool.window if pool.strides is None else pool.strides
+    window, strides, _ = geometry(who, scope, x, pool.window, strides)
+    padding = pads(who, scope, pool.padding, window)
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(x.shape[1:-1], window, strides, padding)
+    if any(pad >= size for size, pair in zip(window, padding) for pad in pair):
+        raise ValueError(f"{who} at {scope}: padding {list(padding)} must be smaller than the window {window}")
+    if any(low + size + high < k for k, size, (low, high) in zip(window, x.shape[1:-1], padding)):
+        raise ValueError(f"{who} at {scope}: the window {window} does not fit into the input's {x.shape[1:-1]}")
+    y = lax.reduce_window(x, start, reduce, (1, *window, 1), (1, *strides, 1), ((0, 0), *padding, (0, 0)))
+    return y, window, any(pad for pair in padding for pad in pair)
