@@ -11,6 +11,7 @@ Optax's: `optax.squared_error` (square), `optax.sigmoid_binary_cross_entropy` an
 `optax.softmax_cross_entropy_with_integer_labels` (log), `optax.hinge_loss` (hinge).
 """
 
+from fnet.layers._attention import Attention, Rotary
 from fnet.layers._compose import Parallel, Remat, Residual, Sequential, Stack
 from fnet.layers._conv import Conv, ConvTranspose, DepthwiseConv
 from fnet.layers._core import Layer, layer, method
@@ -23,7 +24,7 @@ from fnet.layers._scope import Scope
 from fnet.layers._spec import ParamSpec, Spec
 
 __all__ = [
-    "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv", "Dropout", "Embed", "Flatten",
-    "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel", "ParamSpec", "RMSNorm",
-    "Remat", "Residual", "Scope", "Sequential", "Spec", "Stack", "layer", "method",
+    "Attention", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv", "Dropout", "Embed",
+    "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel", "ParamSpec",
+    "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack", "layer", "method",
 ]

@@ -28,6 +28,7 @@ class Dense(Layer):
         features: the length of the output's last axis.
         use_bias: whether to add the bias.
         kernel_init, bias_init: as in `jax.nn.initializers`.
+        axes: logical names of the kernel's two axes, hints for sharding.
 
     Input [..., in], output [..., features], in the input's dtype.
 
@@ -41,13 +42,14 @@ class Dense(Layer):
     use_bias: bool = True
     kernel_init: Callable = lecun_normal
     bias_init: Callable = zeros
+    axes: tuple[str | None, str | None] = ("in", "out")
 
     def forward(self, scope: Scope, x):
         x = floating(x, scope, "Dense")
-        kernel = scope.param("kernel", (*x.shape[-1:], self.features), self.kernel_init, ("in", "out"))
+        kernel = scope.param("kernel", (*x.shape[-1:], self.features), self.kernel_init, self.axes)
         if not self.use_bias:
             return linear(x, kernel)
-        return affine(x, kernel, scope.param("bias", (self.features,), self.bias_init, ("out",)))
+        return affine(x, kernel, scope.param("bias", (self.features,), self.bias_init, self.axes[1:]))
 
 
 class Maxout(Layer):

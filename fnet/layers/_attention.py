@@ -1,0 +1,230 @@
+"""Attention: multi-head, grouped-query, rotary, causal, sliding window, with a key/value cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import KW_ONLY
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fnet.layers._core import Layer
+from fnet.layers._dropout import Dropout
+from fnet.layers._linear import Dense, floating, wide, zeros
+from fnet.layers._scope import Scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding: turns pairs of features by angles that grow with the position.
+
+        angle(position, i) = position * base ** (-2 i / head_dim),  i = 0 .. head_dim / 2 - 1
+
+    Args:
+        base: the slowest pair turns once in about 2 pi base positions.
+        interleaved: pairs are (0, 1), (2, 3), ... as in the paper and llama2.c; otherwise (i, i + head_dim / 2), as in
+            GPT-NeoX and Hugging Face's Llama.
+
+    Call: x [batch, time, heads, head_dim], positions [batch, time] -> x's shape and dtype; angles in float32.
+
+    Source: Su et al. (2021), RoFormer, eq. 34.
+    """
+
+    base: float = 10000.0
+    _: KW_ONLY
+    interleaved: bool = False
+
+    def __call__(self, x, positions):
+        dim = x.shape[-1]
+        if dim % 2:
+            raise ValueError(f"Rotary turns pairs of features: head_dim must be even; got {dim}")
+        rates = np.float32(self.base) ** (-np.arange(0, dim, 2, dtype=np.float32) / dim)
+        angles = lax.expand_dims(positions.astype(jnp.float32), (2, 3)) * rates[None, None, None]    # [b, t, 1, dim/2]
+        sin, cos = jnp.sin(angles), jnp.cos(angles)
+        y = wide(x)
+        pairs = y.reshape(*y.shape[:-1], dim // 2, 2) if self.interleaved else y.reshape(*y.shape[:-1], 2, dim // 2)
+        axis = -1 if self.interleaved else -2
+        a, b = (lax.index_in_dim(pairs, i, axis % pairs.ndim, keepdims=False) for i in (0, 1))
+        sin, cos = sin.astype(y.dtype), cos.astype(y.dtype)
+        turned = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis)
+        return turned.reshape(x.shape).astype(x.dtype)
+
+
+class Attention(Layer):
+    """Scaled dot-product attention with several heads.
+
+        out = concat_h softmax(q_h k_h^T / sqrt(head_dim) + mask) v_h
+
+    Glossary: b batch, t time of the queries, s time of the keys, f features, h heads, g key/value heads, d head_dim.
+
+    Parameters: query/kernel [f, h d], key/kernel and value/kernel [f, g d], out/kernel [h d, f], and biases.
+    State of kind "cache", from `model.cache(x)`: cached_key and cached_value [b, max_length, g, d], index [b].
+
+    Args:
+        heads: query heads.
+        kv_heads: key/value heads, each shared by heads / kv_heads query heads (Ainslie et al., 2023); None: heads.
+        head_dim: None: f / heads.
+        causal: a query sees no later key.
+        rotary: a `Rotary` for queries and keys, or None.
+        window: with causal, a query sees the last `window` keys, its own included; without, keys less than `window`
+            away (Beltagy et al., 2020).
+        use_bias: biases in all four projections.
+        dropout: the rate of dropout on the attention weights.
+
+    Inputs:
+        x: [b, t, f].
+        context: [b, s, f'], what keys and values are made of; None: x.
+        mask: True where a query may see a key: [t, s], [b, t, s], [b, 1, t, s] or [b, h, t, s].
+        lengths: [b], how many of each row's keys are real; the rest is not seen.
+        positions: [b, t] or [t], for the rotary embedding; None: 0, 1, ..., after what the cache holds.
+
+    Output [b, t, f]; 0 for a query that sees no key. The softmax is taken in float32 at least.
+
+    With a cache in `state`, the keys and values of x are appended to it (`lengths` of them, where given, so that
+    prompts of unequal length are padded on the right), and every query sees what the cache holds of its row. A row
+    that outgrows its cache turns into NaN.
+
+    Source: Vaswani et al. (2017), Attention Is All You Need, section 3.2.
+    """
+
+    heads: int
+    _: KW_ONLY
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    causal: bool = False
+    rotary: Rotary | None = None
+    window: int | None = None
+    use_bias: bool = True
+    dropout: float = 0.0
+
+    def forward(self, scope: Scope, x, context=None, *, mask=None, lengths=None, positions=None):
+        x = floating(x, scope, "Attention")
+        source = x if context is None else floating(context, scope, "Attention")
+        groups, dim = self._sizes(scope, x, source)
+        q = self._project(scope, "query", x, self.heads, dim)            # [b, t, h, d]
+        k = self._project(scope, "key", source, groups, dim)             # [b, s, g, d]
+        v = self._project(scope, "value", source, groups, dim)
+        cache = self._cache(scope, k) if self.causal and context is None else None
+        start = jnp.zeros(len(x), jnp.int32) if cache is None else cache[2]
+        order = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]      # [b, t]
+        if self.rotary is not None:
+            if context is not None:
+                raise ValueError(f"Attention at {scope}: rotary positions are for self-attention, without context=")
+            turn = order if positions is None else self._positions(scope, positions, x)
+            q, k = self.rotary(q, turn), self.rotary(k, turn)
+        if cache is not None:
+            k, v, fits = self._append(scope, cache, k, v, lengths)
+            lengths = None
+        seen = self._seen(scope, x, k, order, mask, lengths, cached=cache is not None)
+        # A causal query sees itself at least; only a mask or a length of 0 can leave one with nothing.
+        blind = mask is not None or lengths is not None
+        y = self._attend(scope, q, k, v, seen, blind)                    # [b, t, h, d]
+        if cache is not None:
+            y = jnp.where(fits[:, None, None, None], y, jnp.nan)
+        y = y.reshape(*x.shape[:2], self.heads * dim)
+        return Dense(x.shape[-1], use_bias=self.use_bias, axes=("heads", "embed"))(scope["out"], y)
+
+    def _sizes(self, scope, x, source):
+        if x.ndim != 3 or source.ndim != 3 or len(x) != len(source):
+            raise ValueError(f"Attention at {scope} needs [batch, time, features]; got {x.shape}"
+                             + ("" if source is x else f" with context {source.shape}"))
+        groups = self.kv_heads or self.heads
+        if self.heads % groups:
+            raise ValueError(f"Attention at {scope}: {groups} key/value heads do not divide {self.heads} heads")
+        if self.head_dim is None and x.shape[-1] % self.heads:
+            raise ValueError(f"Attention at {scope}: {self.heads} heads do not divide {x.shape[-1]} features; "
+                             "give head_dim")
+        return groups, self.head_dim or x.shape[-1] // self.heads
+
+    def _project(self, scope, name, x, heads, dim):
+        y = Dense(heads * dim, use_bias=self.use_bias, axes=("embed", "heads"))(scope[name], x)
+        return y.reshape(*x.shape[:2], heads, dim)
+
+    def _positions(self, scope, positions, x):
+        positions = jnp.asarray(positions)
+        if positions.shape not in (x.shape[:2], x.shape[1:2]):
+            raise ValueError(f"Attention at {scope}: positions are [batch, time] {x.shape[:2]} or [time]; got "
+                             f"{positions.shape}")
+        return jnp.broadcast_to(positions if positions.ndim == 2 else positions[None], x.shape[:2])
+
+    def _cache(self, scope, k):
+        """(keys, values, index) of the cache, or None where the caller passed none."""
+        cache = (scope.state("cached_key", k.shape, zeros, "cache", dtype=k.dtype),
+                 scope.state("cached_value", k.shape, zeros, "cache", dtype=k.dtype),
+                 scope.state("index", k.shape[:1], zeros, "cache", dtype=jnp.int32))
+        if cache[0] is None:
+            return None
+        held = cache[0].shape
+        if held[0] != k.shape[0] or held[2:] != k.shape[2:]:
+            raise ValueError(f"Attention at {scope}: keys {k.shape} do not fit the cache {held}: make it with "
+                             "model.cache for inputs of this batch size")
+        return cache
+
+    def _append(self, scope, cache, k, v, lengths):
+        """The cache's keys and values with the new ones behind them, and which rows still fit."""
+        keys, values, index = cache
+        new = jnp.full(index.shape, k.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+        rows = jnp.arange(len(index), dtype=jnp.int32)[:, None]
+        columns = index[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+        keys = keys.at[rows, columns].set(k.astype(keys.dtype), mode="drop")
+        values = values.at[rows, columns].set(v.astype(values.dtype), mode="drop")
+        for name, value in ("cached_key", keys), ("cached_value", values), ("index", index + new):
+            scope.update(name, value)
+        return keys.astype(k.dtype), values.astype(v.dtype), index + new <= keys.shape[1]
+
+    def _seen(self, scope, x, k, order, mask, lengths, cached):
+        """Which key each query sees, [b or 1, h or 1, t, s], or None for all."""
+        t, s = x.shape[1], k.shape[1]
+        seen = None
+        if self.causal or self.window is not None:
+            rows = order if cached else jnp.arange(t, dtype=jnp.int32)[None]    # [b or 1, t]
+            ahead = rows[:, :, None] - jnp.arange(s, dtype=jnp.int32)[None, None]
+            if self.causal:
+                seen = ahead >= 0
+            if self.window is not None:
+                near = ahead < self.window if self.causal else jnp.abs(ahead) < self.window
+                seen = near if seen is None else seen & near
+            seen = seen[:, None]                                                # [b or 1, 1, t, s]
+        if lengths is not None:
+            lengths = jnp.asarray(lengths)
+            if lengths.shape != x.shape[:1]:
+                raise ValueError(f"Attention at {scope}: lengths are [batch] {x.shape[:1]}; got {lengths.shape}")
+            real = (jnp.arange(s, dtype=lengths.dtype)[None] < lengths[:, None])[:, None, None]
+            seen = real if seen is None else seen & real
+        if mask is not None:
+            mask = self._mask(scope, jnp.asarray(mask), (len(x), self.heads, t, s))
+            seen = mask if seen is None else seen & mask
+        return seen
+
+    def _mask(self, scope, mask, shape):
+        full = (1,) * (4 - mask.ndim) + mask.shape if mask.ndim in (2, 4) else (mask.shape[0], 1, *mask.shape[1:])
+        fits = len(full) == 4 and all(have in (1, need) for have, need in zip(full, shape))
+        if not fits or mask.dtype != jnp.bool_:
+            raise ValueError(f"Attention at {scope}: a mask is boolean, True where a query may see a key, and "
+                             f"[t, s], [b, t, s] or [b, h, t, s] of {shape}; got {mask.dtype}{list(mask.shape)}")
+        return mask.reshape(full)
+
+    def _attend(self, scope, q, k, v, seen, blind):
+        """[b, t, h, d]. Query heads of one group stand one after the other, so that keys are never repeated."""
+        b, t, heads, dim = q.shape
+        groups, s = k.shape[2], k.shape[1]
+        q = q.reshape(b, t, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4).reshape(b, groups, -1, dim)
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)          # [b, g, s, d]
+        batch = (0, 1), (0, 1)
+        narrow = jnp.finfo(q.dtype).bits < 32
+        wider = jnp.float32 if narrow else None
+        logits = lax.dot_general(q, k, (((3,), (3,)), batch), preferred_element_type=wider)    # [b, g, h/g t, s]
+        logits = logits.reshape(b, heads, t, s) * (1 / math.sqrt(dim))
+        if seen is not None:
+            logits = jnp.where(seen, logits, jnp.finfo(logits.dtype).min)
+        weights = jax.nn.softmax(logits)
+        if blind:
+            weights = jnp.where(seen, weights, 0)
+        if self.dropout:
+            weights = Dropout(self.dropout)(scope["dropout"], weights)
+        weights = weights.astype(v.dtype).reshape(b, groups, -1, s)
+        y = lax.dot_general(weights, v, (((3,), (2,)), batch))                                 # [b, g, h/g t, d]
+        return y.reshape(b, heads, t, dim).transpose(0, 2, 1, 3)
