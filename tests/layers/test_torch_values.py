@@ -1,0 +1,159 @@
+"""Every layer with a twin in PyTorch, against PyTorch's numbers: outputs, state and gradients.
+
+The numbers stand in tests/reference/torch_<family>.npz; tests/reference/README.md says how they were made.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fnet import layers as nn
+
+REFERENCE = pathlib.Path(__file__).parents[1] / "reference"
+
+# A fixture that is lost, or a case dropped from the table, fails here.
+LEAST = {
+    "linear": {"Dense": 6},
+    "conv": {"Conv": 22, "DepthwiseConv": 4},
+    "conv_transpose": {"ConvTranspose": 17},
+    "embed": {"Embed": 3, "tied": 1},
+    "norm": {"LayerNorm": 6, "RMSNorm": 5, "GroupNorm": 7},
+    "batch_norm": {"BatchNorm": 10},
+    "pool": {"MaxPool": 11, "AvgPool": 14, "GlobalAvgPool": 3},
+}
+
+
+@nn.layer
+def tied(scope, tokens, *, vocab_size, features):
+    """A language model of nothing but its table."""
+    embed, at = nn.Embed(vocab_size, features), scope["embed"]
+    return embed.attend(at, jnp.tanh(embed(at, tokens)))
+
+
+@functools.cache
+def fixture(family):
+    """{case: {"config": ..., "params/kernel": array, ...}}"""
+    cases = {}
+    with np.load(REFERENCE / f"torch_{family}.npz") as arrays:
+        for path, array in arrays.items():
+            case, name = path.split("/", 1)
+            cases.setdefault(case, {})[name] = json.loads(str(array)) if name == "config" else array
+    return cases
+
+
+def case_ids():
+    return [pytest.param(family, case, id=case) for family in LEAST for case in fixture(family)]
+
+
+def part(case, kind):
+    return {name.removeprefix(f"{kind}/"): array for name, array in case.items() if name.startswith(f"{kind}/")}
+
+
+def nested(flat):
+    """{"query/kernel": a} as {"query": {"kernel": a}}."""
+    tree = {}
+    for path, leaf in flat.items():
+        *above, name = path.split("/")
+        node = tree
+        for step in above:
+            node = node.setdefault(step, {})
+        node[name] = leaf
+    return tree
+
+
+def options_of(config):
+    tuples = lambda value: tuple(map(tuples, value)) if isinstance(value, list) else value
+    return {name: tuples(value) for name, value in config["options"].items()}
+
+
+def build(config):
+    options = options_of(config)
+    if config["layer"] == "tied":
+        return tied(**options)
+    return getattr(nn, config["layer"])(**options)
+
+
+def run(config, params, inputs):
+    """The layer's outputs by the names that the fixture gives them."""
+    layer, call = build(config), config["call"]
+    params = nested(params)
+    if config["layer"] == "tied":
+        params = {"embed": params}
+    x, *others = inputs.items()
+    if call.get("steps"):
+        state, ys = {name: jnp.asarray(value, jnp.float32) for name, value in call["state"].items()}, []
+        for step in x[1]:
+            y, state = layer(params, step, state=state, train=call["train"])
+            ys.append(y)
+        return {"y": jnp.stack(ys)} | {f"state/{name}": value for name, value in state.items()}
+    function = getattr(layer, call["method"]) if "method" in call else layer
+    return {"y": function(params, x[1], **dict(others))}
+
+
+def relative(got, want):
+    """max|got - want| / max|want|"""
+    assert got.shape == want.shape and got.dtype == want.dtype, (got.shape, got.dtype, want.shape, want.dtype)
+    return np.max(np.abs(got - want)) / np.max(np.abs(want))
+
+
+@pytest.mark.parametrize(("family", "name"), case_ids())
+def test_layer_equals_torch(family, name):
+    case = fixture(family)[name]
+    config, cotangents = case["config"], part(case, "cotangents")
+    leaves = {f"{kind}/{name}": array for kind in ("params", "inputs") for name, array in part(case, kind).items()}
+    varied = {name: array for name, array in leaves.items() if array.dtype == np.float32}
+
+    @jax.jit
+    def forward_and_backward(varied, cotangents):
+        def forward(varied):
+            outputs = run(config, part(leaves | varied, "params"), part(leaves | varied, "inputs"))
+            moved = {name: outputs[name] for name in cotangents}
+            return moved, outputs
+
+        _, pull, outputs = jax.vjp(forward, varied, has_aux=True)
+        return outputs, pull(cotangents)[0]
+
+    outputs, gradients = forward_and_backward(varied, cotangents)
+
+    want_outputs = {name: y for name, y in part(case, "outputs").items() if not name.startswith("torch/")}
+    assert outputs.keys() == want_outputs.keys()
+    wrong = {name: error for name, y in want_outputs.items() if not (error := relative(outputs[name], y)) <= 1e-5}
+    want_gradients = part(case, "gradients")
+    assert gradients.keys() == want_gradients.keys()
+    largest = max(np.max(np.abs(gradient)) for gradient in want_gradients.values())
+    for leaf, gradient in want_gradients.items():
+        if leaf in config["zero"]:    # zero in exact arithmetic: held to the other gradients' rounding
+            error = np.max(np.abs(gradients[leaf])) / largest
+        else:
+            error = relative(gradients[leaf], gradient)
+        if not error <= 1e-5:
+            wrong[f"gradient of {leaf}"] = error
+    assert not wrong, {name: float(error) for name, error in wrong.items()}
+
+
+@pytest.mark.parametrize("family", LEAST)
+def test_fixture_holds_params_the_layer_would_make(family):
+    """No leaf is missing, superfluous or of another shape, so that no parameter goes unchecked."""
+    for case in fixture(family).values():
+        config, inputs = case["config"], part(case, "inputs")
+        if config["call"].get("steps"):
+            inputs["x"] = inputs["x"][0]
+        if config["call"].get("method") == "attend":
+            continue
+        x, *others = inputs.items()
+        spec = build(config).spec(x[1], **dict(others))
+        params = nested(part(case, "params"))
+        params = {"embed": params} if config["layer"] == "tied" else params
+        assert jax.tree.map(lambda leaf: leaf.shape, spec.params) == jax.tree.map(np.shape, params)
+
+
+@pytest.mark.parametrize("family", LEAST)
+def test_no_case_is_missing(family):
+    layers = [case["config"]["layer"] for case in fixture(family).values()]
+    for layer, least in LEAST[family].items():
+        assert layers.count(layer) >= least, f"torch_{family}.npz has {layers.count(layer)} cases of {layer}"

@@ -1,0 +1,178 @@
+"""PyTorch's layers as functions of parameters and inputs in fnet's layout: batch first, channels last.
+
+Every function permutes what it is given into PyTorch's layout, calls PyTorch, and permutes the result back. Autograd
+goes through the permutations, so gradients come out in fnet's layout without a conversion of their own.
+"""
+
+import torch
+import torch.nn.functional as F
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVG_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+GLOBAL_POOL = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
+
+
+def each(value, dims):
+    return [value] * dims if isinstance(value, int) else list(value)
+
+
+def first(x):
+    """[batch, *space, channels] to [batch, channels, *space]."""
+    return x.movedim(-1, 1)
+
+
+def last(x):
+    """[batch, channels, *space] to [batch, *space, channels]."""
+    return x.movedim(1, -1)
+
+
+def pairs(padding, size, window, strides, dilation):
+    """(before, after) for each dimension. "SAME" is ceil(size / stride) windows, the odd row of padding behind."""
+    if padding == "VALID":
+        return [(0, 0)] * len(window)
+    if padding == "CAUSAL":
+        return [(d * (k - 1), 0) for k, d in zip(window, dilation)]
+    if padding == "SAME":
+        totals = [max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
+                  for n, k, s, d in zip(size, window, strides, dilation)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(pad, pad) if isinstance(pad, int) else tuple(pad) for pad in each(padding, len(window))]
+
+
+def pad(x, padding, value=0.0):
+    """Pads the space of [batch, channels, *space]; F.pad takes the last dimension first."""
+    return F.pad(x, [number for pair in reversed(padding) for number in pair], value=value)
+
+
+def symmetric(padding):
+    return all(low == high for low, high in padding)
+
+
+def dense(p, x):
+    return {"y": F.linear(x, p["kernel"].T, p.get("bias"))}
+
+
+def conv(p, x, *, kernel_size, strides=1, padding="SAME", dilation=1, groups=1):
+    dims = x.ndim - 2
+    window, strides, dilation = (each(value, dims) for value in (kernel_size, strides, dilation))
+    weight = p["kernel"].movedim((-1, -2), (0, 1))                     # [features, in // groups, *window]
+    options = dict(stride=strides, dilation=dilation, groups=groups)
+    if padding == "SAME" and strides == [1] * dims:
+        y = CONV[dims](first(x), weight, p.get("bias"), padding="same", **options)
+    else:
+        padding = pairs(padding, x.shape[1:-1], window, strides, dilation)
+        if symmetric(padding):
+            y = CONV[dims](first(x), weight, p.get("bias"), padding=[low for low, _ in padding], **options)
+        else:
+            y = CONV[dims](pad(first(x), padding), weight, p.get("bias"), **options)
+    return {"y": last(y)}
+
+
+def depthwise_conv(p, x, **options):
+    return conv(p, x, groups=x.shape[-1], **options)
+
+
+def conv_transpose(p, x, *, kernel_size, strides=1, padding="SAME", output_padding=0, dilation=1, groups=1):
+    """fnet's kernel is PyTorch's weight with its axes moved: no flip in space, the groups along the features.
+
+    "SAME" (which PyTorch lacks) gives size * stride: the full transpose, cut by what the convolution that it
+    transposes would have padded, max(reach - stride, 0) with the odd row behind, or filled up to size * stride.
+    """
+    dims = x.ndim - 2
+    window, strides, dilation = (each(value, dims) for value in (kernel_size, strides, dilation))
+    *_, within, features = p["kernel"].shape
+    weight = p["kernel"].reshape(*window, within, groups, features // groups)
+    weight = weight.movedim((-2, -3, -1), (0, 1, 2)).reshape(groups * within, features // groups, *window)
+    options = dict(stride=strides, dilation=dilation, groups=groups)
+    if padding != "SAME":
+        padding = pairs(padding, x.shape[1:-1], window, strides, dilation)
+        if symmetric(padding):
+            y = CONV_TRANSPOSE[dims](first(x), weight, p.get("bias"), padding=[low for low, _ in padding],
+                                     output_padding=output_padding, **options)
+            return {"y": last(y)}
+    assert output_padding == 0
+    y = CONV_TRANSPOSE[dims](first(x), weight, **options)
+    for axis, (k, s, d) in enumerate(zip(window, strides, dilation)):
+        reach = d * (k - 1) + 1
+        low, high = padding[axis] if padding != "SAME" else divmod_pair(reach - s)
+        y = y.movedim(axis + 2, -1)
+        y = F.pad(y, (-low, -high)).movedim(-1, axis + 2)
+    y = last(y)
+    return {"y": y + p["bias"] if "bias" in p else y}
+
+
+def divmod_pair(total):
+    """What to cut before and after; a negative total is filled up behind."""
+    return (total // 2, total - total // 2) if total > 0 else (0, total)
+
+
+def embed(p, tokens):
+    return {"y": F.embedding(tokens, p["embedding"])}
+
+
+def attend(p, x):
+    return {"y": F.linear(x, p["embedding"])}
+
+
+def tied(p, tokens):
+    """A language model of nothing but its table: logits of what follows each token."""
+    return {"y": F.linear(torch.tanh(F.embedding(tokens, p["embedding"])), p["embedding"])}
+
+
+def layer_norm(p, x, *, epsilon=1e-5):
+    return {"y": F.layer_norm(x, x.shape[-1:], p.get("scale"), p.get("bias"), epsilon)}
+
+
+def rms_norm(p, x, *, epsilon=1e-6):
+    y = F.rms_norm(x, x.shape[-1:], p.get("scale"), epsilon)
+    return {"y": y + p["bias"] if "bias" in p else y}
+
+
+def group_norm(p, x, *, groups, epsilon=1e-5):
+    scale = p.get("scale", x.new_ones(x.shape[-1]))    # a bias without a scale breaks PyTorch's backward pass
+    return {"y": last(F.group_norm(first(x), groups, scale, p.get("bias"), epsilon))}
+
+
+def batch_norm(p, x, *, momentum=0.9, epsilon=1e-5, train, mean, var):
+    """One step for each x[i], the running statistics carried from one to the next.
+
+    PyTorch's momentum is 1 minus fnet's. PyTorch's running variance averages the unbiased variances (divided by
+    n - 1), fnet's, like Flax's and Keras', the biased ones (by n) that both normalise with. The update is linear, so
+    the difference comes out in closed form: after k steps `var = m^k * first + (running_var - m^k * first) * (n-1)/n`.
+    The fixture holds both: `state/var`, and PyTorch's own as `torch/running_var`.
+    """
+    running_mean, running_var, first_var = mean.clone(), var.clone(), var
+    ys = [last(F.batch_norm(first(step), running_mean, running_var, p.get("scale"), p.get("bias"), train,
+                            1 - momentum, epsilon)) for step in x]
+    count = x[0][..., 0].numel()
+    kept = momentum ** len(x) * first_var if train else running_var
+    return {"y": torch.stack(ys), "state/mean": running_mean, "torch/running_var": running_var,
+            "state/var": kept + (running_var - kept) * (count - 1) / count}
+
+
+def max_pool(p, x, *, window, strides=None, padding="VALID"):
+    dims = x.ndim - 2
+    window, strides = each(window, dims), each(window if strides is None else strides, dims)
+    padding = pairs(padding, x.shape[1:-1], window, strides, [1] * dims)
+    if symmetric(padding) and all(2 * low <= k for (low, _), k in zip(padding, window)):
+        return {"y": last(MAX_POOL[dims](first(x), window, strides, [low for low, _ in padding]))}
+    return {"y": last(MAX_POOL[dims](pad(first(x), padding, -torch.inf), window, strides))}
+
+
+def avg_pool(p, x, *, window, strides=None, padding="VALID", count_padding=False):
+    dims = x.ndim - 2
+    window, strides = each(window, dims), each(window if strides is None else strides, dims)
+    padding = pairs(padding, x.shape[1:-1], window, strides, [1] * dims)
+    if symmetric(padding):
+        return {"y": last(AVG_POOL[dims](first(x), window, strides, [low for low, _ in padding],
+                                         count_include_pad=count_padding))}
+    y = AVG_POOL[dims](pad(first(x), padding), window, strides)
+    if not count_padding:    # the mean over the window, padding and all, over the part of the window that is inside
+        y = y / AVG_POOL[dims](pad(torch.ones_like(first(x)), padding), window, strides)
+    return {"y": last(y)}
+
+
+def global_avg_pool(p, x):
+    return {"y": GLOBAL_POOL[x.ndim - 2](first(x), 1).flatten(1)}
