@@ -250,7 +250,77 @@ def pool():
     ]
 
 
+def attention():
+    def case(what, shape, heads, twin, context=None, **options):
+        """x is [b, t, f], context [b, s, f']; masks, lengths and positions are lists."""
+        *_, features = shape
+        inputs = {"x": normal(*shape)} | ({"context": normal(*context)} if context else {})
+        inputs |= {name: given(options.pop(name)) for name in ("mask", "lengths", "positions") if name in options}
+        dim, source = options.get("head_dim") or features // heads, (context or shape)[-1]
+        outs = {name: count * dim for name, count in (
+            ("query", heads), ("key", options.get("kv_heads") or heads), ("value", options.get("kv_heads") or heads))}
+        sizes = {"query": features, "key": source, "value": source}
+        params = {f"{name}/kernel": normal(sizes[name], out, scale=sizes[name] ** -0.5) for name, out in outs.items()}
+        params["out/kernel"] = normal(heads * dim, features, scale=(heads * dim) ** -0.5)
+        if options.get("use_bias", True):
+            params |= {f"{name}/bias": normal(out, scale=0.5) for name, out in {**outs, "out": features}.items()}
+        # A bias on all keys adds the same to every logit of a query, which softmax takes no notice of, unless
+        # positions turn it. Where there is one key to see, it takes no notice of anything.
+        zero = ("params/key/bias",) if options.get("use_bias", True) and "rotary" not in options else ()
+        zero += ("params/query/kernel", "params/key/kernel") if options.get("window") == 1 else ()
+        return Case(f"attention-{what}", "Attention", {"heads": heads, **options}, params, inputs, twin,
+                    {"heads": heads, **options}, zero=zero)
+
+    def multihead(what, shape, heads, **options):
+        return case(f"multihead-{what}", shape, heads, twins.multihead_attention, **options)
+
+    def grouped(what, shape, heads, **options):
+        return case(f"grouped-{what}", shape, heads, twins.grouped_attention, **options)
+
+    def rotary(what, shape, positions, **options):
+        return Case(f"rotary-{what}", "Rotary", options, {}, {"x": normal(*shape), "positions": given(positions)},
+                    twins.rotate, options)
+
+    square = [[True, False, True, True, True], [True, True, False, False, True], [False, False, True, False, False],
+              [True, True, True, True, True], [False, True, False, True, False]]
+    oblong = [[*row[:3], True] for row in square]
+    flipped = [row[::-1] for row in square]
+    return [
+        multihead("self", (2, 5, 8), 2),
+        multihead("one-head-no-bias", (2, 5, 8), 1, use_bias=False),
+        multihead("causal", (2, 5, 8), 4, causal=True),
+        multihead("cross", (2, 5, 8), 2, context=(2, 4, 8)),
+        multihead("cross-other-width", (2, 5, 8), 2, context=(2, 4, 6)),
+        multihead("cross-lengths", (3, 5, 8), 2, context=(3, 4, 8), lengths=[4, 1, 3]),
+        multihead("cross-mask", (2, 5, 8), 2, context=(2, 4, 8), mask=oblong),
+        multihead("lengths", (3, 5, 8), 2, lengths=[5, 2, 1]),
+        multihead("causal-lengths", (3, 5, 8), 2, causal=True, lengths=[5, 3, 1]),
+        multihead("mask", (2, 5, 8), 2, mask=square),
+        multihead("mask-each-row", (2, 5, 8), 2, mask=[square, flipped]),
+        multihead("mask-each-head", (1, 5, 8), 2, mask=[[square, flipped]]),
+        multihead("causal-mask", (2, 5, 8), 2, causal=True, use_bias=False, mask=[[True, *row[1:]] for row in square]),
+        grouped("kv-heads", (2, 5, 8), 4, kv_heads=2),
+        grouped("one-kv-head-causal", (2, 5, 8), 4, kv_heads=1, causal=True),
+        grouped("head-dim", (2, 5, 6), 4, kv_heads=2, head_dim=5, use_bias=False),
+        grouped("causal-window", (2, 7, 8), 2, causal=True, window=3),
+        grouped("causal-window-of-one", (1, 4, 8), 2, causal=True, window=1, use_bias=False),
+        grouped("window", (2, 7, 8), 2, window=2),
+        grouped("kv-heads-lengths-mask", (2, 5, 8), 4, kv_heads=2, lengths=[5, 3],
+                mask=[[True, *row[1:]] for row in square]),
+        grouped("blind-query", (1, 5, 8), 2, mask=[[False] * 5, *square[1:]]),
+        grouped("rotary", (2, 6, 8), 2, rotary={}),
+        grouped("rotary-interleaved", (2, 6, 8), 2, rotary={"interleaved": True}),
+        grouped("rotary-positions", (2, 4, 8), 2, rotary={"base": 500.0}, causal=True, use_bias=False,
+                positions=[[3, 4, 5, 6], [0, 1, 2, 9]]),
+        grouped("everything", (2, 7, 12), 6, kv_heads=3, head_dim=4, causal=True, window=4, rotary={"base": 100.0},
+                lengths=[7, 5]),
+        rotary("halves", (2, 6, 3, 8), [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 30]]),
+        rotary("interleaved", (2, 6, 3, 8), [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 30]], interleaved=True),
+        rotary("base", (1, 4, 1, 6), [[0, 10, 20, 30]], base=50.0),
+    ]
+
+
 FAMILIES = {
     "linear": linear, "conv": conv, "conv_transpose": conv_transpose, "embed": embed, "norm": norm,
-    "batch_norm": batch_norm, "pool": pool,
+    "batch_norm": batch_norm, "pool": pool, "attention": attention,
 }

@@ -176,3 +176,85 @@ def avg_pool(p, x, *, window, strides=None, padding="VALID", count_padding=False
 
 def global_avg_pool(p, x):
     return {"y": GLOBAL_POOL[x.ndim - 2](first(x), 1).flatten(1)}
+
+
+def projections(p, *, use_bias):
+    """PyTorch's [out, in] weights, and biases or None, of query, key, value and out."""
+    names = "query", "key", "value", "out"
+    return ({name: p[f"{name}/kernel"].T for name in names},
+            {name: p[f"{name}/bias"] if use_bias else None for name in names})
+
+
+def multihead_attention(p, x, context=None, mask=None, lengths=None, *, heads, causal=False, use_bias=True):
+    """`torch.nn.MultiheadAttention`, whose masks are True where a query may *not* see a key."""
+    source = x if context is None else context
+    features, t, s = x.shape[-1], x.shape[1], source.shape[1]
+    weights, biases = projections(p, use_bias=use_bias)
+    same = source.shape[-1] == features
+    module = torch.nn.MultiheadAttention(features, heads, bias=use_bias, kdim=source.shape[-1], vdim=source.shape[-1],
+                                         batch_first=True, dtype=x.dtype)
+    arrays = {"out_proj.weight": weights["out"]}
+    if same:
+        arrays["in_proj_weight"] = torch.cat([weights[name] for name in ("query", "key", "value")])
+    else:
+        arrays |= {f"{name[0]}_proj_weight": weights[name] for name in ("query", "key", "value")}
+    if use_bias:
+        arrays["in_proj_bias"] = torch.cat([biases[name] for name in ("query", "key", "value")])
+        arrays["out_proj.bias"] = biases["out"]
+    assert arrays.keys() == dict(module.named_parameters()).keys()
+    hidden = torch.ones(t, s, dtype=torch.bool).triu(1) if causal else None
+    if mask is not None:
+        mask = ~mask.broadcast_to(len(x), heads, t, s) if mask.ndim == 4 else ~mask
+        if mask.ndim > 2:
+            mask = mask.reshape(-1, t, s) if mask.ndim == 4 else mask.repeat_interleave(heads, 0)    # [b heads, t, s]
+        hidden = mask if hidden is None else mask | hidden
+    padding = None if lengths is None else torch.arange(s)[None] >= lengths[:, None]
+    y, _ = torch.func.functional_call(module, arrays, (x, source, source), dict(
+        attn_mask=hidden, key_padding_mask=padding, need_weights=False))
+    return {"y": y}
+
+
+def grouped_attention(p, x, mask=None, lengths=None, positions=None, *, heads, kv_heads=None, head_dim=None,
+                      causal=False, rotary=None, window=None, use_bias=True):
+    """`scaled_dot_product_attention` with grouped heads, between four linear maps.
+
+    A window is that of Mistral 7B (Jiang et al., 2023) where causal: query i sees the keys j with i - window < j <= i;
+    else the same on both sides.
+    """
+    (b, t, features), groups = x.shape, kv_heads or heads
+    dim = head_dim or features // heads
+    weights, biases = projections(p, use_bias=use_bias)
+    q, k, v = (F.linear(x, weights[name], biases[name]).reshape(b, t, count, dim)
+               for name, count in (("query", heads), ("key", groups), ("value", groups)))
+    if rotary is not None:
+        positions = torch.arange(t) if positions is None else positions
+        q, k = (rotate(None, y, positions, **rotary)["y"] for y in (q, k))
+    ahead = torch.arange(t)[:, None] - torch.arange(t)[None]
+    seen = torch.ones(1, 1, t, t, dtype=torch.bool)
+    if causal:
+        seen = seen & (ahead >= 0)
+    if window is not None:
+        seen = seen & (ahead.abs() < window)
+    if lengths is not None:
+        seen = seen & (torch.arange(t)[None] < lengths[:, None])[:, None, None]
+    if mask is not None:
+        seen = seen & (mask[:, None] if mask.ndim == 3 else mask)
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen,
+                                       enable_gqa=groups != heads)
+    y = y.transpose(1, 2).reshape(b, t, heads * dim)
+    return {"y": F.linear(y, weights["out"], biases["out"])}
+
+
+def rotate(p, x, positions, *, base=10000.0, interleaved=False):
+    """The rotary embedding as a multiplication of complex numbers (Su et al., 2021, eq. 13, made of d/2 planes).
+
+    x [batch, time, heads, head_dim], positions [batch, time] or [time]. Pairs of features are neighbours in the
+    paper; GPT-NeoX and its heirs pair feature i with i + head_dim / 2.
+    """
+    dim = x.shape[-1]
+    rates = base ** (-2 * torch.arange(dim // 2, dtype=torch.float64) / dim)
+    angles = positions.double()[..., None] * rates                     # [.., time, head_dim / 2]
+    turn = torch.polar(torch.ones_like(angles), angles)[..., None, :]
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    return {"y": (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)}
