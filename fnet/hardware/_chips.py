@@ -1,0 +1,196 @@
+"""The catalogue: every chip a row, read from chips.json when first asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from typing import Any
+
+from fnet.hardware._chip import Chip, FrozenTable, Links, Price, Quote
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """Several chips sold or rented as one thing: a DGX-1, a TPU board, a pod.
+
+    `flops(dtype)` is the sum over its chips; `quoted` what was printed about it.
+    """
+
+    name: str
+    chip: Chip
+    count: int
+    year: int | None = None
+    quoted: tuple[Quote, ...] = ()
+    prices: tuple[Price, ...] = ()
+    power_watts: float | None = None
+    power_source: str = ""
+
+    def flops(self, dtype: Any) -> float | None:
+        """FLOP/s of all its chips together, or None where the chip has no rate for `dtype`."""
+        peak = self.chip.peak(dtype)
+        return peak and peak.flops * self.count
+
+
+class _Catalogue(Mapping):
+    """A lazily read mapping from names to rows, forgiving about case and about the words in parentheses."""
+
+    def __init__(self, what: str, read):
+        self._what, self._read = what, read
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, Any]:
+        return {row.name: row for row in self._read()}
+
+    @functools.cached_property
+    def _index(self) -> dict[str, str]:
+        index: dict[str, str] = {}
+        for name, row in self._rows.items():
+            for key in (name, re.sub(r"\s*\(.*\)", "", name), *getattr(row, "aliases", ()),
+                        *getattr(row, "device_kinds", ())):
+                index.setdefault(key.lower(), name)
+        return index
+
+    def __getitem__(self, name: str):
+        try:
+            return self._rows[self._index[name.strip().lower()]]
+        except KeyError:
+            raise KeyError(self._unknown(name)) from None
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.strip().lower() in self._index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} {self._what}s: {', '.join(self)}>"
+
+    def nearest(self, name: str, n: int = 3) -> list[str]:
+        """The names of the rows that read most like `name`, best first."""
+        want = name.strip().lower()
+        score = {key: difflib.SequenceMatcher(None, want, key).ratio() + 0.5 * (want in key) for key in self._index}
+        best = sorted(self._index, key=score.__getitem__, reverse=True)
+        return list(dict.fromkeys(self._index[key] for key in best))[:n]
+
+    def _unknown(self, name: str) -> str:
+        return (f"no {self._what} is called {name!r} in the catalogue; the nearest names are "
+                f"{', '.join(repr(near) for near in self.nearest(name))}")
+
+
+class Chips(_Catalogue):
+    """The catalogue of chips: a mapping from names to `Chip`, in the order of the file.
+
+    `chips["TPU v5e"]` takes a row's name, a short name, or a device kind, and `chips.find(kind)` what a device calls
+    itself, slices of a chip included.
+    """
+
+    def find(self, kind: str) -> Chip:
+        """The chip behind what `jax.Device.device_kind` says.
+
+        A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is the chip scaled to the slice's multiprocessors and memory;
+        "VF" at the end of AMD names (a virtual function) is ignored.
+
+        Raises:
+          KeyError: no chip calls itself that. The message names the nearest. (No other chip stands in for it.)
+
+        >>> from fnet import hardware as hw
+        >>> hw.chips.find("NVIDIA H100 80GB HBM3").name
+        'H100 SXM5 80GB'
+        """
+        plain, slice_ = split_mig(kind)
+        candidates = (plain, re.sub(r"\s+VF$", "", plain), f"NVIDIA {plain}", plain.removeprefix("NVIDIA "))
+        for candidate in candidates:
+            if candidate in self:
+                chip = self[candidate]
+                return _slice(chip, slice_) if slice_ else chip
+        raise KeyError(self._unknown(kind))
+
+
+def split_mig(kind: str) -> tuple[str, tuple[int, float, str] | None]:
+    """Splits the MIG suffix off a device kind: ("NVIDIA ...", (slices of compute, GiB, suffix) or None)."""
+    match = re.search(r"\s+MIG\s+((?:(\d+)c\.)?(\d+)g\.(\d+)gb\S*)$", kind)
+    if not match:
+        return kind.strip(), None
+    compute = int(match[2] or match[3])
+    return kind[:match.start()].strip(), (compute, float(match[4]), f"MIG {match[1]}")
+
+
+def _slice(chip: Chip, slice_: tuple[int, float, str]) -> Chip:
+    g, gib, suffix = slice_
+    table = raw()["mig_multiprocessors"].get(chip.architecture or "", {})
+    total = chip.units.get("multiprocessors")
+    visible = table.get(str(g))
+    compute = visible / total if visible and total else g / 7
+    memory = gib * _GIB / chip.memory_bytes if chip.memory_bytes else g / 8
+    memory = max(1, round(memory * 8)) / 8      # memory and its bandwidth are cut in eighths
+    why = f"{visible} of {total} multiprocessors" if visible else f"{g} of 7 compute slices"
+    units = {**chip.units, "multiprocessors": visible} if visible else chip.units
+    return dataclasses.replace(
+        chip.scaled(compute, memory, basis="estimated"), name=f"{chip.name} {suffix}", prices=(), quoted=(), links=None,
+        power_watts=None, units=FrozenTable(units), notes=f"A slice: {why}, {memory:.3g} of the memory. {chip.notes}")
+
+
+@functools.cache
+def raw() -> dict[str, Any]:
+    """chips.json as it is written, in vendors' units."""
+    return json.loads(resources.files("fnet.hardware").joinpath("chips.json").read_text(encoding="utf-8"))
+
+
+def _read_chips() -> Iterator[Chip]:
+    return (_chip(row) for row in raw()["chips"])
+
+
+def _read_systems() -> Iterator[System]:
+    for row in raw()["systems"]:
+        yield System(
+            name=row["name"], chip=chips[row["chip"]], count=row["count"], year=row.get("year"),
+            quoted=_quotes(row), prices=_prices(row), power_watts=row.get("power_watts"),
+            power_source=row.get("power_source", ""))
+
+
+def _chip(row: dict[str, Any]) -> Chip:
+    fields = {"memory_bytes", "bandwidth", "links", "power_watts", "clock", "units", "device_kinds", "year"}
+    bases = {name: "published" for name in row["peak_tflops"]}
+    bases |= {name: "derived" for name in row.get("derived", ())}
+    weak = row.get("unverified", ())
+    bases |= {name: "unverified" for name in (fields | bases.keys() if "all" in weak else weak)}
+    units = dict(row["units"])
+    if "flop_per_cycle" in units:
+        units["flop_per_cycle"] = FrozenTable(units["flop_per_cycle"])
+    links = row.get("links")
+    giga = lambda key, table: table[key] * 1e9 if table.get(key) is not None else None
+    return Chip(
+        name=row["name"], kind=row["kind"], vendor=row["vendor"], known=True, year=row.get("year"),
+        device_kinds=tuple(row["device_kinds"]), aliases=tuple(row.get("aliases", ())),
+        architecture=row.get("architecture") or units.get("isa"),
+        peaks=FrozenTable({name: tera * 1e12 for name, tera in row["peak_tflops"].items()}),
+        memory_bytes=row["memory_gib"] * _GIB if "memory_gib" in row else None, bandwidth=giga("bandwidth_gbs", row),
+        links=links and Links(links["type"], links.get("count"), giga("each_way_gbs", links), giga("total_gbs", links),
+                              links.get("topology")),
+        jax_devices_per_chip=row["jax_devices_per_chip"], power_watts=row.get("power_watts"),
+        power_source=row.get("power_source", ""), prices=_prices(row), quoted=_quotes(row),
+        explained=FrozenTable(row.get("explained", {})), units=FrozenTable(units), bases=FrozenTable(bases),
+        sources=tuple(row["sources"]), notes=row.get("notes", ""))
+
+
+def _prices(row: dict[str, Any]) -> tuple[Price, ...]:
+    return tuple(Price(**price) for price in row.get("prices", ()))
+
+
+def _quotes(row: dict[str, Any]) -> tuple[Quote, ...]:
+    return tuple(Quote(quote["dtype"], quote["tflops"] * 1e12, quote["source"], quote.get("explanation", ""))
+                 for quote in row.get("quoted", ()))
+
+
+chips = Chips("chip", _read_chips)
+systems = _Catalogue("system", _read_systems)

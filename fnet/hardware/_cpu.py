@@ -1,0 +1,152 @@
+"""What this process may use of the CPU it runs on: cores, instruction set, clock, memory. Linux; elsewhere unknown."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+_SHOWN_FLAGS = ("amx_fp16", "amx_bf16", "amx_int8", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni",
+                "avx2", "fma", "avx", "sse4_2", "asimd", "sve", "sve2", "bf16", "i8mm")
+
+
+@dataclasses.dataclass(frozen=True)
+class CPU:
+    """What this process may use of a CPU.
+
+    Attributes:
+      model: the CPU's own name. vendor: "Intel", "AMD", "ARM" or "unknown".
+      cores: physical cores that affinity and cgroup quota leave to this process (a quota may be a fraction).
+      threads: hardware threads in the affinity mask. quota: CPUs' worth of time per second, or None.
+      isa: a row of the catalogue's table of FLOP per cycle, or None.
+      flags: the vector and matrix extensions that matter here.
+      clock_ghz: what the system reports, None if nothing; virtual: whether a hypervisor is in between, in which case
+        the clock may be off by a factor of two.
+      memory_bytes: what the machine and the cgroup leave, or None.
+    """
+
+    model: str
+    vendor: str
+    cores: float | None
+    threads: int | None
+    quota: float | None
+    isa: str | None
+    flags: tuple[str, ...]
+    clock_ghz: float | None
+    virtual: bool
+    memory_bytes: float | None
+
+
+def read_cpu(root: str | os.PathLike = "/", affinity: Collection[int] | None = None) -> CPU:
+    """Reads /proc and /sys under `root`, for the logical CPUs in `affinity` (by default this process's mask)."""
+    root = Path(root)
+    if affinity is None:
+        affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    blocks = _blocks(_text(root / "proc/cpuinfo"))
+    mine = [b for b in blocks if int(b.get("processor", -1)) in affinity] or blocks
+    first = mine[0] if mine else {}
+    flags = set((first.get("flags") or first.get("Features") or "").replace("avx512bf16", "avx512_bf16").split())
+    quota = _quota(root)
+    cores = _physical(mine) if mine else None
+    if cores is not None and quota is not None:
+        cores = min(float(cores), quota)
+    vendor = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}.get(
+        first.get("vendor_id", ""), "ARM" if "CPU implementer" in first else "unknown")
+    isa = _isa(first, flags, vendor)
+    kept = tuple(f for f in _SHOWN_FLAGS if f in flags)
+    return CPU(
+        model=first.get("model name") or platform.processor() or platform.machine() or "unknown CPU", vendor=vendor,
+        cores=cores, threads=len(mine) or None, quota=quota, isa=isa, flags=kept, clock_ghz=_clock(root, first),
+        virtual="hypervisor" in flags, memory_bytes=_memory(root))
+
+
+def _blocks(text: str) -> list[dict[str, str]]:
+    blocks = []
+    for part in text.strip().split("\n\n"):
+        pairs = (line.split(":", 1) for line in part.splitlines() if ":" in line)
+        block = {key.strip(): value.strip() for key, value in pairs}
+        if "processor" in block:
+            blocks.append(block)
+    return blocks
+
+
+def _physical(blocks: list[dict[str, str]]) -> int:
+    """Distinct (package, core) pairs: hardware threads of one core share its arithmetic units."""
+    return len({(b.get("physical id", "0"), b.get("core id", b["processor"])) for b in blocks})
+
+
+def _isa(block: dict[str, str], flags: set[str], vendor: str) -> str | None:
+    family = int(block.get("cpu family", 0) or 0)
+    model = block.get("model name", "")
+    if "avx512f" in flags:
+        if vendor == "AMD":
+            return "avx512_zen5" if family >= 26 else "avx512_zen4"
+        # One 512-bit FMA pipe in Intel's client parts and small Xeons, two in the larger ones.
+        return "avx512_one_fma" if re.search(r"Core\(TM\)|Bronze|Silver|Xeon.* D-", model) else "avx512_two_fma"
+    if "avx2" in flags and "fma" in flags:
+        zen1 = vendor == "AMD" and family == 23 and int(block.get("model", 0) or 0) < 0x30
+        return "avx2_zen1" if zen1 else "avx2"
+    if "avx" in flags:
+        return "avx"
+    if "sse4_2" in flags:
+        return "sse4"
+    if "asimd" in flags:
+        return "sve_wide" if "sve" in flags else "neon"
+    return None
+
+
+def _clock(root: Path, block: dict[str, str]) -> float | None:
+    limit = _text(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
+    if limit.isdigit():
+        return int(limit) / 1e6
+    named = re.search(r"@\s*([\d.]+)\s*GHz", block.get("model name", ""))
+    if named:
+        return float(named[1])
+    return float(block["cpu MHz"]) / 1e3 if block.get("cpu MHz") else None
+
+
+def _quota(root: Path) -> float | None:
+    """CPUs' worth of time that the cgroup of this process, or one above it, allows (version 2, then version 1)."""
+    quotas = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        steps = [Path(*Path(path).parts[1:i + 1]) for i in range(len(Path(path).parts))]
+        for step in steps:
+            if not controllers:
+                text = _text(root / "sys/fs/cgroup" / step / "cpu.max").split()
+                if len(text) == 2 and text[0].isdigit():
+                    quotas.append(int(text[0]) / int(text[1]))
+            elif "cpu" in controllers.split(","):
+                for mount in ("cpu", "cpu,cpuacct"):
+                    quota = _text(root / "sys/fs/cgroup" / mount / step / "cpu.cfs_quota_us").strip()
+                    period = _text(root / "sys/fs/cgroup" / mount / step / "cpu.cfs_period_us").strip()
+                    if quota.isdigit() and period.isdigit():
+                        quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _memory(root: Path) -> float | None:
+    total = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"))
+    limits = [int(total[1]) * 1024.0] if total else []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        step = Path(*Path(path).parts[1:])
+        if not controllers:
+            value = _text(root / "sys/fs/cgroup" / step / "memory.max").strip()
+        elif "memory" in controllers.split(","):
+            value = _text(root / "sys/fs/cgroup/memory" / step / "memory.limit_in_bytes").strip()
+        else:
+            continue
+        if value.isdigit():
+            limits.append(float(value))
+    return min(limits, default=None)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

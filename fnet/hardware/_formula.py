@@ -1,0 +1,138 @@
+"""Peaks computed from what a chip is made of, beside the peaks that are quoted, and what a dollar buys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fnet.hardware._chip import Chip, Price
+from fnet.hardware._chips import System, raw
+
+YEAR_OF_USE = 365.25 * 24 * 3600
+
+
+class Computed(NamedTuple):
+    """A peak by formula: the type, FLOP/s, and the formula with its numbers in it."""
+
+    dtype: str
+    flops: float
+    formula: str
+
+
+class Check(NamedTuple):
+    """A quoted peak beside the computed one; `deviation` is quoted / computed - 1, `explanation` why they differ."""
+
+    dtype: str
+    quoted: float
+    source: str
+    computed: float
+    formula: str
+    deviation: float
+    explanation: str
+
+
+class Value(NamedTuple):
+    """What money buys: `flop_per_dollar` at the peak of `dtype`, for a price and under an assumption in words."""
+
+    dtype: str
+    flop_per_dollar: float
+    price: Price
+    assumption: str
+
+
+def computed(chip: Chip | System) -> tuple[Computed, ...]:
+    """Peaks from the number of units, what each does per cycle, and the clock.
+
+        GPU, vector:  multiprocessors x FP32 cores x 2 x clock
+        GPU, tensor:  multiprocessors x tensor cores x FLOP per cycle x clock
+        TPU:          cores x matrix units x dim^2 x 2 x clock
+        CPU:          cores x FLOP per cycle x clock
+
+    Returns:
+      One entry per type; none where the catalogue lacks the units or the clock.
+
+    >>> from fnet import hardware as hw
+    >>> [c.formula for c in hw.computed(hw.chips["Titan RTX"])]
+    ['72 SM x 64 cores x 2 x 1.77 GHz', '72 SM x 8 tensor cores x 128 x 1.77 GHz']
+    """
+    if isinstance(chip, System):
+        return tuple(Computed(c.dtype, c.flops * chip.count, f"{chip.count} chips x {c.formula}")
+                     for c in computed(chip.chip))
+    units, giga = chip.units, 1e9
+    clock = units.get("clock_ghz")
+    if not clock:
+        return ()
+    per_cycle = raw()["per_cycle"]
+    rows = []
+    if "multiprocessors" in units:
+        sm, cores, tensor = units["multiprocessors"], units["fp32_cores"], units["tensor_cores"]
+        rows.append(Computed("fp32", sm * cores * 2 * clock * giga, f"{sm} SM x {cores} cores x 2 x {clock} GHz"))
+        rate = per_cycle["nvidia_tensor_core_fp16"].get(chip.architecture, 0)
+        if tensor and rate:
+            rate //= 2 if units.get("half_rate_fp32_accumulate") else 1
+            clock = units.get("tensor_clock_ghz", clock)
+            rows.append(Computed("fp16", sm * tensor * rate * clock * giga,
+                                 f"{sm} SM x {tensor} tensor cores x {rate} x {clock} GHz"))
+    elif "compute_units" in units:
+        n = units["compute_units"]
+        for dtype, rate in per_cycle["amd_compute_unit"].get(chip.architecture, {}).items():
+            rows.append(Computed(dtype, n * rate * clock * giga, f"{n} CU x {rate} x {clock} GHz"))
+    elif "mxu_dim" in units:
+        n, mxus, dim = units["cores"], units["mxus_per_core"], units["mxu_dim"]
+        rows.append(Computed("bf16", n * mxus * dim**2 * 2 * clock * giga,
+                             f"{n} cores x {mxus} MXU x {dim} x {dim} x 2 x {clock} GHz"))
+    elif "flop_per_cycle" in units:
+        for dtype, rate in units["flop_per_cycle"].items():
+            rows.append(Computed(dtype, units["cores"] * rate * clock * giga,
+                                 f"{units['cores']:g} cores x {rate} x {clock} GHz"))
+    return tuple(rows)
+
+
+def checks(chip: Chip | System) -> tuple[Check, ...]:
+    """Every quoted peak beside the computed one, with the explanation where they disagree.
+
+    Quoted are the catalogue's own peak (unless it is itself computed) and what other people printed about the chip.
+    """
+    formulas = {c.dtype: c for c in computed(chip)}
+    rows = []
+    if isinstance(chip, Chip):
+        for dtype, formula in formulas.items():
+            if dtype in chip.peaks and chip.basis(dtype) not in ("derived", "estimated", "measured"):
+                rows.append((dtype, chip.peaks[dtype], "the catalogue", chip.explained.get(dtype, ""), formula))
+    for quote in chip.quoted:
+        if quote.dtype in formulas:
+            rows.append((quote.dtype, quote.flops, quote.source, quote.explanation, formulas[quote.dtype]))
+    return tuple(Check(dtype, quoted, source, formula.flops, formula.formula, quoted / formula.flops - 1, why)
+                 for dtype, quoted, source, why, formula in rows)
+
+
+def flop_per_dollar(chip: Chip | System, dtype: str | None = None, *, years: float = 3.0) -> tuple[Value, ...]:
+    """What a dollar buys at peak: per hour of rent, and of the launch price over `years` of use day and night.
+
+        rent:      peak x 3600 s / price of an hour
+        purchase:  peak x years x 31.56e6 s / launch price      (no electricity, no host, no resale)
+
+    Args:
+      dtype: the type whose peak is meant; by default the fastest of bf16, fp16 and fp32.
+      years: how long a bought chip is used.
+
+    Returns:
+      One `Value` per price the catalogue knows, each with its date and source; empty where there is none.
+    """
+    one = chip.chip if isinstance(chip, System) else chip
+    count = chip.count if isinstance(chip, System) else 1
+    if dtype is None:
+        present = [name for name in ("bf16", "fp16", "fp32") if name in one.peaks]
+        if not present:
+            return ()
+        dtype = max(present, key=one.peaks.__getitem__)
+    if dtype not in one.peaks:
+        return ()
+    flops = one.peaks[dtype] * count
+    rows = []
+    for price in chip.prices:
+        if price.per == "hour":
+            rows.append(Value(dtype, flops * 3600 / price.usd, price, "rented by the hour"))
+        else:
+            rows.append(Value(dtype, flops * years * YEAR_OF_USE / price.usd, price,
+                              f"bought, {years:g} years of use, without electricity or host"))
+    return tuple(rows)

@@ -1,0 +1,195 @@
+"""Which types a chip should compute in, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from fnet.hardware._chip import Chip
+from fnet.hardware._detect import detect
+
+LOSS_SCALE = 2.0**15    # 2^16 overflows a float16 loss above 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The types of a mixed-precision computation.
+
+    Attributes:
+      param: in which the parameters are kept (the master copy).
+      compute: of the operands of matrix products and convolutions.
+      accum: in which they sum, and in which reductions, norms and softmax work.
+      output: of what the function returns.
+      loss_scale: the initial dynamic loss scale, or None where gradients fit the range of `compute`.
+      rules: pairs (pattern of a scope path, type) that override `compute`, first match first.
+      reason: why, in words.
+    """
+
+    param: Any = "float32"
+    compute: Any = "float32"
+    accum: Any = "float32"
+    output: Any = "float32"
+    loss_scale: float | None = None
+    rules: tuple[tuple[str, Any], ...] = ()
+    reason: str = ""
+
+    def __post_init__(self):
+        for field in ("param", "compute", "accum", "output"):
+            object.__setattr__(self, field, jnp.dtype(getattr(self, field)))
+        object.__setattr__(self, "rules", tuple((pattern, jnp.dtype(dtype)) for pattern, dtype in self.rules))
+
+    def __str__(self) -> str:
+        scaling = f"dynamic loss scaling from {self.loss_scale:g}" if self.loss_scale else "no loss scaling"
+        return (f"parameters {self.param}, compute {self.compute}, sums {self.accum}, output {self.output}, {scaling}: "
+                f"{self.reason}")
+
+
+class _Family(NamedTuple):
+    """Types in order of preference; the first is the default, the rest serve intersections."""
+
+    name: str
+    train: tuple[str, ...]
+    why: str
+    inference: tuple[str, ...] | None = None
+    why_inference: str | None = None
+
+
+_BF16 = ("bfloat16", "float16", "float32")
+_FP8 = "fp8 is there on request, never by default: it needs scales or calibration"
+_MXU = "its matrix units multiply bfloat16 and sum in float32; it has no float16"
+_FAMILIES = {
+    "pascal": _Family("Pascal", ("float32",), "it has no tensor cores, and float16 arithmetic gains nothing for "
+                      "training (1/64 of the rate on 6.1; twice on 6.0, but summing in float16)"),
+    "volta": _Family("Volta", ("float16", "float32"), "its tensor cores take float16 only and bfloat16 is emulated; "
+                     "float16's narrow range needs dynamic loss scaling",
+                     why_inference="its tensor cores take float16 only and bfloat16 is emulated"),
+    "turing": _Family("Turing", ("float16", "float32"), "its tensor cores take float16 and int8, bfloat16 is emulated; "
+                      "float16's narrow range needs dynamic loss scaling",
+                      why_inference="its tensor cores take float16 and int8 and bfloat16 is emulated; int8 only on "
+                      "request"),
+    "ampere": _Family("Ampere", _BF16, "its tensor cores take bfloat16, whose range is float32's: no loss scaling"),
+    "ada": _Family("Ada", _BF16, f"its tensor cores take bfloat16, whose range is float32's: no loss scaling; {_FP8}"),
+    "hopper": _Family("Hopper", _BF16,
+                      f"its tensor cores take bfloat16, whose range is float32's: no loss scaling; {_FP8}"),
+    "blackwell": _Family("Blackwell", _BF16, "its tensor cores take bfloat16, whose range is float32's: no loss "
+                         "scaling; MXFP8 and FP4 are there on request, never by default"),
+    "mi100": _Family("MI100, gfx908", _BF16, "its matrix cores take bfloat16 at half the rate of float16, still twice "
+                     "float32's, and without the narrow range"),
+    "mi200": _Family("MI200, gfx90a", _BF16, "its matrix cores take bfloat16 and float16 alike but flush 16-bit "
+                     "subnormals, which hurts float16 most"),
+    "mi300": _Family("MI300, gfx942", _BF16, "its matrix cores take bfloat16: no loss scaling; fp8 (FNUZ) "
+                     "only on request"),
+    "mi350": _Family("MI350, gfx950", _BF16, "its matrix cores take bfloat16: no loss scaling; fp8 (OCP) "
+                     "only on request"),
+    "rdna3": _Family("RDNA3, gfx11", ("float16", "float32"), "bfloat16 was reported to run at float32's speed (jax issue "
+                     "21074); float16 runs on WMMA and needs dynamic loss scaling",
+                     why_inference="bfloat16 was reported to run at float32's speed (jax issue 21074); float16 runs on "
+                     "WMMA"),
+    "tpu": _Family("TPU", ("bfloat16", "float32"), _MXU),
+    "tpu_int8": _Family("TPU", ("bfloat16", "float32"), f"{_MXU}; int8 runs at twice the rate, on request only"),
+    "tpu_v6e": _Family("TPU", ("bfloat16", "float32"),
+                       f"{_MXU}; fp8 runs at bfloat16's rate (no gain), int8 at twice, on request only"),
+    "tpu_fp8": _Family("TPU", ("bfloat16", "float32"), f"{_MXU} and no int8 rate is listed; {_FP8}"),
+    "cpu": _Family("CPU", ("float32",), "float32 is the sure choice on a CPU; whether bfloat16 is faster here was not "
+                   "measured"),
+    "cpu_amx": _Family("CPU with AMX", ("float32",),
+                       "AMX multiplies bfloat16 several times faster than float32, but whether training gains was not "
+                       "measured here",
+                       ("bfloat16", "float32"),
+                       "AMX multiplies bfloat16 about four times faster than float32 (xla issue 10556); not measured "
+                       "here"),
+    "unknown": _Family("unknown", ("float32",), "nothing is known of what it accelerates, and float32 runs everywhere"),
+}
+_FROM_NAME = (      # what a name gives away when no device is at hand to ask
+    (r"GTX 10\d\d|\bP100|\bP40\b|\bP4\b|TITAN X", "pascal"), (r"V100|TITAN V|GV100", "volta"),
+    (r"RTX 20\d\d|GTX 16\d\d|TITAN RTX|\bT4\b|Quadro RTX", "turing"),
+    (r"RTX 30\d\d|RTX A\d000|\bA(2|10|10G|16|30|40|100|800)\b", "ampere"),
+    (r"RTX 40\d\d|\bL(4|20|40|40S)\b|RTX \d000 Ada", "ada"), (r"\bG?H(20|100|200|800)\b", "hopper"),
+    (r"RTX 50\d\d|\bG?B(100|200|300)\b|RTX PRO .*Blackwell", "blackwell"),
+    (r"MI100\b", "mi100"), (r"MI2\d\dX?\b", "mi200"), (r"MI3[02]\d[AX]?\b", "mi300"), (r"MI35\dX?\b", "mi350"),
+    (r"RX 7\d\d\d", "rdna3"),
+)
+
+
+def policy(chip: Any = None, mode: str = "train") -> Policy:
+    """The types in which a chip trains, or infers, well, and the reason.
+
+    Nothing is measured and nothing narrower than 16 bits is ever chosen: fp8, int8 and fp4 need scales or calibration.
+
+    Args:
+      chip: a `Chip`, a `jax.Device`, what its `device_kind` says ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or several
+        of them, for which types are chosen that all of them accelerate. By default the chip that `detect` finds.
+      mode: "train" or "inference". Inference keeps its parameters in the compute type.
+
+    Raises:
+      ValueError: another mode, or no chip in the sequence.
+
+    >>> from fnet import hardware as hw
+    >>> hw.policy("TPU v3").reason
+    'TPU v3: its matrix units multiply bfloat16 and sum in float32; it has no float16'
+    """
+    if mode not in ("train", "inference"):
+        raise ValueError(f"mode is {mode!r}; it is either 'train' or 'inference'")
+    if isinstance(chip, Sequence) and not isinstance(chip, str):
+        if not chip:
+            raise ValueError("policy was given an empty sequence of chips; give one, or none to detect it")
+        found = list({(c.name, c.architecture): c for c in map(detect, chip)}.values())
+    else:
+        found = [detect(chip)]
+    options = [_options(c, mode) for c in found]
+    if len(found) == 1:
+        types, why = options[0]
+        return _make(types[0], mode, f"{_label(found[0])}: {why}")
+    shared = [t for t in ("bfloat16", "float16", "float32") if all(t in types for types, _ in options)]
+    each = "; ".join(f"{_label(c)} takes {types[0]}" for c, (types, _) in zip(found, options))
+    return _make(shared[0], mode, f"{shared[0]} is what all of these chips run well ({each})")
+
+
+def _options(chip: Chip, mode: str) -> tuple[tuple[str, ...], str]:
+    family = _FAMILIES[_family(chip)]
+    if mode == "train":
+        types, why = family.train, family.why
+    else:
+        types, why = family.inference or family.train, family.why_inference or family.why
+    if not chip.known and _family(chip) not in ("unknown", "cpu"):
+        why = f"not in the catalogue, but {'a TPU' if chip.kind == 'tpu' else f'of the {family.name} family'}: {why}"
+    return types, why
+
+
+def _make(compute: str, mode: str, reason: str) -> Policy:
+    return Policy(
+        param="float32" if mode == "train" else compute, compute=compute,
+        loss_scale=LOSS_SCALE if compute == "float16" and mode == "train" else None, reason=reason)
+
+
+def _label(chip: Chip) -> str:
+    family = _FAMILIES[_family(chip)].name
+    return chip.name if family in ("TPU", "CPU", "unknown") or family.lower() in chip.name.lower() else \
+        f"{chip.name} ({family})"
+
+
+def _family(chip: Chip) -> str:
+    if chip.kind == "tpu":
+        if "v6" in chip.name:
+            return "tpu_v6e"
+        if "v5" in chip.name:
+            return "tpu_int8"
+        return "tpu_fp8" if re.search(r"TPU ?v?7|TPU ?v?8", chip.name) else "tpu"
+    if chip.kind == "cpu":
+        flags = chip.units.get("flags", ())
+        return "cpu_amx" if "amx_bf16" in flags or chip.architecture == "amx" else "cpu"
+    architecture = chip.architecture or ""
+    if architecture.startswith("gfx"):
+        return {"gfx908": "mi100", "gfx90a": "mi200", "gfx942": "mi300", "gfx950": "mi350"}.get(
+            architecture, "rdna3" if architecture.startswith("gfx11") else "unknown")
+    if re.fullmatch(r"\d+\.\d+", architecture) and chip.vendor in ("NVIDIA", "unknown"):
+        major, minor = map(int, architecture.split("."))
+        if major < 6:
+            return "unknown"
+        return {6: "pascal", 7: "turing" if minor >= 5 else "volta", 8: "ada" if minor == 9 else "ampere",
+                9: "hopper"}.get(major, "blackwell")
+    return next((family for pattern, family in _FROM_NAME if re.search(pattern, chip.name, re.IGNORECASE)), "unknown")
