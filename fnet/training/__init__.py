@@ -1,0 +1,58 @@
+"""Training: the state, the loop and what surrounds it.
+
+The step is a pure function that the user writes and reads, `(state, batch) -> (state, metrics)`;
+`fit` adds what everybody needs and nobody wants to write: progress, logs, evaluation, checkpoints,
+exact resume.
+"""
+
+from fnet.training import _datasets as datasets
+from fnet.training._augment import cutout, random_affine, random_crop, random_flip, random_shift
+from fnet.training._batches import Batches
+from fnet.training._checkpoint import CheckpointError, Checkpoints
+from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
+from fnet.training._early_stop import EarlyStop
+from fnet.training._logs import Logger, read_metrics
+from fnet.training._loop import Diverged, Interrupted, fit
+from fnet.training._metrics import Mean, Total, confusion, evaluator, mean
+from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
+from fnet.training._progress import Progress, duration
+from fnet.training._state import TrainState
+from fnet.training._utilization import Utilization, utilization
+
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "Batches",
+    "CheckpointError",
+    "Checkpoints",
+    "ConfigError",
+    "Diverged",
+    "EarlyStop",
+    "Interrupted",
+    "Logger",
+    "Mean",
+    "Progress",
+    "Total",
+    "TrainState",
+    "Utilization",
+    "confusion",
+    "cutout",
+    "datasets",
+    "decays",
+    "duration",
+    "evaluator",
+    "fit",
+    "from_dict",
+    "load_config",
+    "mean",
+    "optimizer",
+    "random_affine",
+    "random_crop",
+    "random_flip",
+    "random_shift",
+    "read_metrics",
+    "same_config",
+    "save_config",
+    "schedule",
+    "utilization",
+]

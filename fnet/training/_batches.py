@@ -1,0 +1,79 @@
+"""Batches of arrays in memory: batch i is a pure function of (seed, i)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+
+class Batches:
+    """Shuffled batches of arrays in memory, addressed by the step.
+
+    The examples come in the order of one random permutation per epoch, laid end to end, and batch i
+    is the i-th stretch of `batch_size` of them. So every example is seen once per epoch, no batch is
+    short, and a run resumed at step i needs no iterator's state to go on with the same batches.
+
+    Args:
+      data: equally long arrays by name, such as {"image": [n, ...], "label": [n]}.
+      batch_size: examples in a batch.
+      seed: decides every permutation.
+      shuffle: False keeps the arrays' own order, epoch after epoch.
+
+    Raises:
+      ValueError: no arrays, arrays of different lengths, or batch_size < 1.
+
+    Example:
+      >>> batches = Batches({"x": np.arange(10)}, batch_size=4, seed=0)
+      >>> sorted(np.concatenate([batches(0)["x"], batches(1)["x"], batches(2)["x"][:2]]).tolist())
+      [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, np.ndarray],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+    ):
+        self.data = {name: np.asarray(array) for name, array in data.items()}
+        lengths = {name: len(array) for name, array in self.data.items()}
+        if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) == 0:
+            raise ValueError(
+                f"Batches needs one or more arrays of one length, at least 1, got lengths {lengths}"
+            )
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: a batch needs at least one example")
+        self.length = next(iter(lengths.values()))
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._order: tuple[int, np.ndarray] = (-1, np.arange(self.length))
+
+    def __call__(self, step: int) -> dict[str, np.ndarray]:
+        """The batch of step `step`, counted from 0."""
+        index = self.index(step)
+        return {name: array[index] for name, array in self.data.items()}
+
+    def index(self, step: int) -> np.ndarray:
+        """Which examples batch `step` holds: [batch_size], int."""
+        first = step * self.batch_size
+        parts, missing = [], self.batch_size
+        while missing:
+            epoch, offset = divmod(first, self.length)
+            part = self._permutation(epoch)[offset : offset + missing]
+            parts.append(part)
+            first += len(part)
+            missing -= len(part)
+        return np.concatenate(parts)
+
+    def steps(self, epochs: float) -> int:
+        """How many batches it takes to see every example `epochs` times."""
+        return -int(-epochs * self.length // self.batch_size)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if self.shuffle and self._order[0] != epoch:       # a cache: the value depends on epoch alone
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            self._order = (epoch, generator.permutation(self.length))
+        return self._order[1]

@@ -1,0 +1,115 @@
+"""A run's configuration: a frozen dataclass, and the same as JSON in the run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+Config = TypeVar("Config")
+CONFIG = "config.json"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is one sentence for the user."""
+
+
+def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "") -> Config:
+    """An instance of the dataclass `cls`; fields left out keep their defaults.
+
+    Args:
+      cls: a dataclass whose fields are bool, int, float, str, or one of them | None.
+      values: by field name.
+      source: where they come from, for the error message.
+
+    Raises:
+      ConfigError: a name that is no field, a value of another type, a field without value.
+
+    Example:
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Run:
+      ...     steps: int = 100
+      >>> from_dict(Run, {"steps": 5})
+      Run(steps=5)
+    """
+    where = f"{source}: " if source else ""
+    hints = get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    checked = {}
+    for name, value in values.items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            meant = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(fields)}"
+            raise ConfigError(f"{where}{cls.__name__} has no field '{name}': {meant}")
+        kinds = get_args(hints[name]) or (hints[name],)
+        if float in kinds and type(value) is int:
+            value = float(value)
+        if type(value) not in kinds:
+            wanted = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
+            raise ConfigError(f"{where}'{name}' is {value!r}, it has to be {wanted}")
+        checked[name] = value
+    for name, field in fields.items():
+        no_default = dataclasses.MISSING is field.default and (
+            dataclasses.MISSING is field.default_factory
+        )
+        if name not in checked and no_default:
+            raise ConfigError(f"{where}{cls.__name__} needs a value for '{name}'")
+    return cls(**checked)
+
+
+def load_config(cls: type[Config], path: str | Path) -> Config:
+    """The configuration in a JSON file.
+
+    Raises:
+      ConfigError: no such file, not a JSON object, or what `from_dict` raises.
+    """
+    path = Path(path)
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a JSON {type(values).__name__}, it has to be an object")
+    return from_dict(cls, values, source=str(path))
+
+
+def save_config(config: Any, workdir: str | Path) -> Path:
+    """Writes `workdir/config.json` and returns its path."""
+    folder = Path(workdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    new, path = folder / f"{CONFIG}.new", folder / CONFIG
+    new.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    os.replace(new, path)
+    return path
+
+
+def same_config(config: Any, workdir: str | Path, *, but: tuple[str, ...] = ()) -> None:
+    """Makes sure that a run goes on as it was begun, if it was begun.
+
+    Args:
+      config: the configuration now.
+      workdir: the run's folder, in which `save_config` may have left the one it was begun with.
+      but: fields that may differ: those that do not decide the result.
+
+    Raises:
+      ConfigError: naming each field that differs, with both values.
+    """
+    path = Path(workdir) / CONFIG
+    if not path.exists():
+        return
+    old = dataclasses.asdict(load_config(type(config), path))
+    new = dataclasses.asdict(config)
+    changed = [
+        f"{k} was {old[k]!r}, is {new[k]!r}" for k in new if k not in but and old[k] != new[k]
+    ]
+    if changed:
+        raise ConfigError(
+            f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "
+            "go on with the old values, choose another workdir, or restart"
+        )

@@ -1,0 +1,183 @@
+"""Metrics that stay on the device: small pytrees that are added up there and fetched when logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+
+@struct.dataclass
+class Mean:
+    """A weighted mean in the making: `total / count`, both float32 scalars. Add two with `+`."""
+
+    total: jax.Array
+    count: jax.Array
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def result(self) -> Any:
+        """The mean, NaN over nothing."""
+        if isinstance(self.total, jax.Array):
+            return self.total / self.count
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.divide(self.total, self.count)
+
+
+@struct.dataclass
+class Total:
+    """A sum over all batches, of any shape, such as a confusion matrix. Add two with `+`."""
+
+    total: jax.Array
+
+    def __add__(self, other: Total) -> Total:
+        return Total(self.total + other.total)
+
+    def result(self) -> Any:
+        return self.total
+
+
+def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
+    """The mean of `values` over examples, exact over any number of batches.
+
+        sum_i weight_i values_i / sum_i weight_i
+
+    Args:
+      values: any shape, numbers or bools.
+      weight: same shape, or None for all ones. Padding has weight 0, and what stands in `values`
+        there does not matter, NaN included.
+
+    Raises:
+      ValueError: the shapes differ.
+
+    Example:
+      >>> halves = mean(jnp.array([1.0, 2.0])) + mean(jnp.array([6.0]))
+      >>> float(halves.result())
+      3.0
+    """
+    values = jnp.asarray(values).astype(jnp.float32)
+    if weight is None:
+        return Mean(values.sum(), jnp.asarray(values.size, jnp.float32))
+    weight = jnp.asarray(weight).astype(jnp.float32)
+    if weight.shape != values.shape:
+        raise ValueError(
+            f"mean needs one weight per value: values {values.shape}, weight {weight.shape}"
+        )
+    return Mean(jnp.where(weight != 0, values * weight, 0.0).sum(), weight.sum())
+
+
+def confusion(
+    label: jax.Array, prediction: jax.Array, classes: int, weight: jax.Array | None = None
+) -> Total:
+    """Counts of (label, prediction) pairs: [classes, classes], rows are labels.
+
+    Args:
+      label: [batch], int.
+      prediction: [batch], int.
+      classes: how many there are.
+      weight: [batch], or None for all ones.
+    """
+    weight = jnp.ones(label.shape) if weight is None else weight
+    counts = jnp.zeros((classes, classes)).at[label, prediction].add(weight.astype(jnp.float32))
+    return Total(counts)
+
+
+def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain scalars as means over the steps, Mean and Total as they are."""
+    out = {}
+    for name, value in metrics.items():
+        if not isinstance(value, Mean | Total):
+            if jnp.ndim(value) != 0:
+                raise ValueError(
+                    f"metric '{name}' has shape {jnp.shape(value)}: return a scalar, or "
+                    "training.mean(values, weight) for a mean over examples"
+                )
+            value = mean(value)
+        out[name] = value
+    return out
+
+
+def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """Two dicts of metrics, added name by name."""
+    return {name: left[name] + right[name] for name in left}
+
+
+def zeros(function: Callable[..., Mapping[str, Any]], *inputs: Any) -> dict[str, Any]:
+    """The metrics that `function(*inputs)` would return, all zero: where a sum starts."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, *inputs))
+
+
+def results(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Host values of a dict of metrics: floats for scalars, NumPy arrays for the rest.
+
+    This is the one place where the host waits for the device.
+    """
+    out = {}
+    for name, metric in jax.device_get(dict(metrics)).items():
+        value = np.asarray(metric.result())
+        out[name] = float(value) if value.ndim == 0 else value
+    return out
+
+
+def evaluator(
+    metrics: Callable[[Any, Mapping[str, jax.Array]], Mapping[str, Any]],
+    data: Mapping[str, np.ndarray],
+    *,
+    batch_size: int,
+) -> Callable[[Any], dict[str, Any]]:
+    """A function that measures a state on a whole data set, exactly.
+
+    The last, partial batch is padded to full size, and every batch carries `weight`, 1.0 for an
+    example and 0.0 for padding, so that one compiled program serves all of them.
+
+    Args:
+      metrics: pure, `metrics(state, batch) -> dict` of `mean(values, batch["weight"])` and other
+        metrics of this module. A plain scalar would give the padding a say and is refused.
+      data: equally long arrays by name.
+      batch_size: examples at a time.
+
+    Returns:
+      `evaluate(state) -> dict` of floats and arrays on the host.
+
+    Raises:
+      ValueError: arrays of different lengths, or a metric that is a plain scalar.
+    """
+    data = {name: np.asarray(array) for name, array in data.items()}
+    lengths = {name: len(array) for name, array in data.items()}
+    if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) == 0:
+        raise ValueError(f"evaluator needs arrays of one length, at least 1, got lengths {lengths}")
+    length = next(iter(lengths.values()))
+    size = min(batch_size, length)
+
+    def measured(state, batch):
+        values = metrics(state, batch)
+        for name, value in values.items():
+            if not isinstance(value, Mean | Total):
+                raise ValueError(
+                    f"evaluation metric '{name}' is a plain value, in which padding counts: "
+                    "return training.mean(values, batch['weight'])"
+                )
+        return dict(values)
+
+    more = jax.jit(lambda state, total, batch: add(total, measured(state, batch)))
+
+    def batches():
+        for start in range(0, length, size):
+            rows = np.arange(start, start + size)
+            yield {name: array[np.minimum(rows, length - 1)] for name, array in data.items()} | {
+                "weight": (rows < length).astype(np.float32)
+            }
+
+    def evaluate(state):
+        total = None
+        for batch in batches():
+            total = zeros(measured, state, batch) if total is None else total
+            total = more(state, total, batch)
+        return results(total)
+
+    return evaluate

@@ -1,0 +1,154 @@
+"""Optimisers and step-size schedules by name, all of them Optax's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Schedule = Callable[[Any], Any]
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "sgd": optax.sgd,
+    "momentum": partial(optax.sgd, momentum=0.9),
+    "nesterov": partial(optax.sgd, momentum=0.9, nesterov=True),
+    "adam": optax.adam,
+    "adamw": optax.adamw,
+    "nadamw": optax.nadamw,
+    "adagrad": optax.adagrad,
+    "rmsprop": optax.rmsprop,
+    "lion": optax.lion,
+    "lamb": optax.lamb,
+    "lars": optax.lars,
+}
+SCHEDULES = ("constant", "cosine", "linear", "step", "one_cycle")
+
+
+def _usual_promotion(function: Schedule) -> Schedule:
+    """Optax divides integer counts by floats, which strict promotion forbids."""
+
+    def rate(count):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(count)
+
+    return rate
+
+
+def schedule(
+    name: str, peak: float, steps: int, *, warmup: float = 0.0, final: float = 0.0
+) -> Schedule:
+    """A step-size schedule over a run of known length, by name.
+
+    With t = step / steps, after a linear warm-up from 0 over the first `warmup` of the run:
+
+        constant    peak
+        cosine      final + (peak - final) (1 + cos(pi s)) / 2,  s in [0, 1] over the rest of the run
+        linear      peak + (final - peak) s
+        step        peak, a tenth of it from t = 1/2, a hundredth from t = 3/4
+        one_cycle   a cosine rise over the first 30 % and a cosine fall (Smith & Topin 2018)
+
+    Args:
+      name: one of `SCHEDULES`.
+      peak: the largest step size.
+      steps: updates in the whole run.
+      warmup: fraction of the run, in [0, 1); one_cycle has its own.
+      final: the last step size, as a fraction of peak (cosine and linear).
+
+    Returns:
+      A function of the step, for `optimizer` or any Optax optimiser.
+
+    Raises:
+      ValueError: an unknown name, or a fraction outside [0, 1).
+
+    Example:
+      >>> rate = schedule("linear", 1.0, 10, warmup=0.2)
+      >>> [round(float(rate(i)), 2) for i in (0, 1, 2, 6, 10)]
+      [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    if not 0 <= warmup < 1:
+        raise ValueError(f"warmup={warmup}: it is the fraction of the run spent rising, in [0, 1)")
+    if steps < 1:
+        raise ValueError(f"steps={steps}: a schedule needs the run's length, at least 1")
+    rise = round(warmup * steps)
+    rest = max(steps - rise, 1)
+    match name:
+        case "constant":
+            body = optax.constant_schedule(peak)
+        case "cosine":
+            body = optax.cosine_decay_schedule(peak, rest, alpha=final)
+        case "linear":
+            body = optax.linear_schedule(peak, final * peak, rest)
+        case "step":
+            drops = {max(round(f * steps) - rise, 1): 0.1 for f in (0.5, 0.75)}
+            body = optax.piecewise_constant_schedule(peak, drops)
+        case "one_cycle":
+            return _usual_promotion(optax.cosine_onecycle_schedule(steps, peak))
+        case _:
+            raise ValueError(f"no schedule is called '{name}'; there are {', '.join(SCHEDULES)}")
+    if rise:
+        body = optax.join_schedules([optax.linear_schedule(0.0, peak, rise), body], [rise])
+    return _usual_promotion(body)
+
+
+def decays(params: Any) -> Any:
+    """Which leaves weight decay applies to: a tree of bools, False for biases and norm scales.
+
+    A leaf is left alone if it is called `bias` or `scale` or has fewer than two axes. Names come
+    first because the scale of a stacked layer has two axes.
+    """
+
+    def wanted(path, leaf) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True) if path else ""
+        return name not in ("bias", "scale") and jnp.ndim(leaf) > 1
+
+    return jax.tree_util.tree_map_with_path(wanted, params)
+
+
+def optimizer(
+    name: str,
+    learning_rate: float | Schedule,
+    *,
+    weight_decay: float = 0.0,
+    decay_all: bool = False,
+    clip: float | None = None,
+    **options: Any,
+) -> optax.GradientTransformation:
+    """An Optax optimiser by name, with weight decay and clipping where they belong.
+
+    Args:
+      name: one of `OPTIMIZERS`. momentum and nesterov are SGD with momentum 0.9.
+      learning_rate: a number or a schedule.
+      weight_decay: decoupled for adamw, nadamw, lion, lamb and lars (Loshchilov & Hutter 2019);
+        for the others it is added to the gradient, which is L2 regularisation.
+      decay_all: decay biases and norm scales too (see `decays`).
+      clip: largest global norm of the gradient, or None.
+      **options: handed to the Optax optimiser (`b1=`, `momentum=`, `eps=`, ...).
+
+    Raises:
+      ValueError: an unknown name, an option Optax does not have, or adam with weight decay.
+
+    Example:
+      >>> tx = optimizer("adamw", schedule("cosine", 1e-3, 1000, warmup=0.05), weight_decay=0.01)
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"no optimiser is called '{name}'; there are {', '.join(OPTIMIZERS)}")
+    if name == "adam" and weight_decay:
+        raise ValueError("adam with weight_decay is called adamw: ask for that, or weight_decay=0")
+    make = OPTIMIZERS[name]
+    known = inspect.signature(make).parameters
+    for option in options:
+        if option not in known or option == "learning_rate":
+            raise ValueError(f"{name} has no option '{option}'; it has {', '.join(known)}")
+    mask = None if decay_all else decays
+    chain = [optax.clip_by_global_norm(clip)] if clip is not None else []
+    if "weight_decay" in known:
+        options |= {"weight_decay": weight_decay}
+        options |= {"weight_decay_mask" if name == "lars" else "mask": mask or True}
+    elif weight_decay:
+        chain.append(optax.add_decayed_weights(weight_decay, mask))
+    return optax.chain(*chain, make(learning_rate, **options))

@@ -1,0 +1,100 @@
+"""What a person sees of a run: one line now and then in a log, a bar on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+def duration(seconds: float) -> str:
+    """7.2 s, 3:05, 2:03:05.
+
+    Example:
+      >>> duration(7.24), duration(185), duration(7385)
+      ('7.2 s', '3:05', '2:03:05')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def _text(values: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+class Progress:
+    """Reports a run to a stream. `fit` is silent without one.
+
+    Args:
+      stream: where to; the standard output if None.
+      bar: True for a bar under the lines, False for lines alone, None for a bar on a terminal.
+      refresh: the bar is redrawn at most this many times a second.
+    """
+
+    def __init__(self, stream: Any = None, *, bar: bool | None = None, refresh: float = 4.0):
+        self._stream = sys.stdout if stream is None else stream
+        self._wants_bar = self._stream.isatty() if bar is None else bar
+        self._refresh = refresh
+        self._bar: Any = None
+        self._drawn = 0.0
+
+    def start(self, step: int, steps: int) -> None:
+        """A run of `steps` begins, or goes on, at `step`."""
+        self._steps = steps
+        if self._wants_bar:
+            from rich import progress
+            from rich.console import Console
+
+            self._bar = progress.Progress(
+                progress.BarColumn(),
+                progress.TaskProgressColumn(),
+                progress.TextColumn("{task.description}"),
+                console=Console(file=self._stream),
+                auto_refresh=False,
+                transient=True,
+            )
+            self._task = self._bar.add_task("compiling", total=steps, completed=step)
+            self._bar.start()
+
+    def line(self, text: str) -> None:
+        """A line of its own."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def tick(self, step: int, rate: float | None, left: float | None) -> None:
+        """Step `step` was sent off: moves the bar, rarely and without waiting for the device."""
+        now = time.monotonic()
+        if self._bar is None or now - self._drawn < 1 / self._refresh:
+            return
+        self._drawn = now
+        words = [f"step {step}/{self._steps}"]
+        words += [] if rate is None else [f"{rate:.1f} steps/s"]
+        words += [] if left is None else [f"ETA {duration(left)}"]
+        self._bar.update(self._task, completed=step, description="  ".join(words), refresh=True)
+
+    def log(
+        self, step: int, values: Mapping[str, Any], rate: float | None, left: float | None, mfu: str
+    ) -> None:
+        """The training metrics at a step: one line."""
+        width = len(str(self._steps))
+        words = [f"step {step:{width}}/{self._steps}", _text(values)]
+        words += [] if rate is None else [f"{rate:.1f} steps/s"]
+        words += [mfu] if mfu else []
+        words += [] if left is None else [f"ETA {duration(left)}"]
+        self.line("  ".join(words))
+
+    def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
+        """The results of evaluations at a step: one line."""
+        width = len(str(self._steps))
+        self.line(f"step {step:{width}}/{self._steps}  {_text(values)}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

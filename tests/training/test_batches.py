@@ -1,0 +1,51 @@
+"""Batches: pure in (seed, step), every example once per epoch."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fnet import training as tr
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 5), st.integers(1, 4))
+def test_every_example_once_per_epoch(length, size, seed, epochs):
+    batches = tr.Batches({"x": np.arange(length)}, batch_size=size, seed=seed)
+    steps = batches.steps(epochs)
+    assert (steps - 1) * size < epochs * length <= steps * size
+    stream = np.concatenate([batches(i)["x"] for i in range(steps)])
+    assert len(stream) == steps * size
+    for epoch in stream[: epochs * length].reshape(epochs, length):
+        assert sorted(epoch) == list(range(length))
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    data = {"x": np.arange(100), "y": -np.arange(100)}
+    one, two = (tr.Batches(data, batch_size=8, seed=1) for _ in range(2))
+    ahead = [one(i)["x"] for i in range(40)]
+    for i in (39, 3, 17):                                  # in any order, across epochs
+        np.testing.assert_array_equal(two(i)["x"], ahead[i])
+        np.testing.assert_array_equal(two(i)["y"], -ahead[i])
+    other = tr.Batches(data, batch_size=8, seed=2)
+    assert not np.array_equal(other(0)["x"], ahead[0])
+    assert not np.array_equal(ahead[0], one(25)["x"][:8])  # another epoch, another order
+
+
+def test_unshuffled():
+    batches = tr.Batches({"x": np.arange(5)}, batch_size=3, shuffle=False)
+    assert [batches(i)["x"].tolist() for i in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "data, size, text",
+    [
+        ({"x": np.zeros(3), "y": np.zeros(4)}, 2, "one length, at least 1, got lengths .*'y': 4"),
+        ({}, 2, "one or more arrays"),
+        ({"x": np.zeros(0)}, 2, "at least 1, got lengths {'x': 0}"),
+        ({"x": np.zeros(3)}, 0, "batch_size=0: a batch needs at least one"),
+    ],
+)
+def test_wrong_batches(data, size, text):
+    with pytest.raises(ValueError, match=text):
+        tr.Batches(data, batch_size=size)

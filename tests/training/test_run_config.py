@@ -1,0 +1,123 @@
+"""Configurations, logs, early stopping, progress: the small parts around the loop."""
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+
+from fnet import training as tr
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    name: str
+    steps: int = 10
+    rate: float = 0.1
+    decay: float | None = None
+    flag: bool = False
+
+
+def test_a_config_survives_the_file(tmp_path):
+    config = Run("a", rate=0.3, decay=1e-4)
+    path = tr.save_config(config, tmp_path / "new")
+    assert json.loads(path.read_text())["rate"] == 0.3
+    assert tr.load_config(Run, path) == config
+    tr.same_config(config, tmp_path / "new")
+    tr.same_config(config, tmp_path / "not there")
+
+
+def test_another_config_names_what_differs(tmp_path):
+    tr.save_config(Run("a"), tmp_path)
+    text = r"another configuration \(steps was 10, is 20; decay was None, is 0.5\): go on with"
+    with pytest.raises(tr.ConfigError, match=text):
+        tr.same_config(Run("a", steps=20, decay=0.5), tmp_path)
+    tr.same_config(Run("a", steps=20), tmp_path, but=("steps",))
+
+
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        ({"name": "a", "step": 1}, "Run has no field 'step': did you mean 'steps'?"),
+        ({"name": "a", "zzz": 1}, "no field 'zzz': there are name, steps"),
+        ({"name": "a", "steps": 1.5}, "'steps' is 1.5, it has to be int"),
+        ({"name": "a", "steps": True}, "'steps' is True, it has to be int"),
+        ({"name": "a", "decay": "x"}, "'decay' is 'x', it has to be float or null"),
+        ({}, "Run needs a value for 'name'"),
+    ],
+)
+def test_wrong_configs(values, text, tmp_path):
+    with pytest.raises(tr.ConfigError, match=text):
+        tr.from_dict(Run, values)
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(tr.ConfigError, match=r"c\.json: "):
+        tr.load_config(Run, path)
+
+
+def test_an_int_will_do_for_a_float():
+    assert tr.from_dict(Run, {"name": "a", "rate": 1}).rate == 1.0
+
+
+@pytest.mark.parametrize(
+    "content, text", [(None, "no such file"), ("{", "is not JSON"), ("[]", "holds a JSON list")]
+)
+def test_wrong_config_files(tmp_path, content, text):
+    path = tmp_path / "c.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(tr.ConfigError, match=text):
+        tr.load_config(Run, path)
+
+
+def test_the_log(tmp_path):
+    log = tr.Logger(tmp_path)
+    log.write(1, {"loss": np.float32(0.5), "table": np.zeros((2, 2)), "bad": float("nan")})
+    log.write(2, {"loss": 0.25})
+    log.close()
+    assert tr.read_metrics(tmp_path) == [
+        {"step": 1, "loss": 0.5, "bad": None}, {"step": 2, "loss": 0.25},
+    ]
+    assert list((tmp_path / "tensorboard").iterdir())
+    log = tr.Logger(tmp_path, step=1, tensorboard=False)   # goes on from step 1
+    log.close()
+    assert [row["step"] for row in tr.read_metrics(tmp_path)] == [1]
+    tr.Logger(tmp_path, tensorboard=False).close()         # a fresh start
+    assert tr.read_metrics(tmp_path) == []
+
+
+def test_a_torn_line(tmp_path):
+    assert tr.read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
+    assert tr.read_metrics(tmp_path) == [{"step": 1}]
+    (tmp_path / "metrics.jsonl").write_text('{"step"\n{"step": 1}\n')
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        tr.read_metrics(tmp_path)
+
+
+def test_early_stop_counts():
+    rule = tr.EarlyStop(metric="m", patience=2, min_delta=0.1)
+    best, stale = float("nan"), 0
+    history = []
+    for value in (0.5, 0.55, 0.7, float("nan"), 0.6):
+        best, stale = rule.update(best, stale, value)
+        history.append((best, stale))
+    assert history == [(0.5, 0), (0.5, 1), (0.7, 0), (0.7, 1), (0.7, 2)]
+
+
+def test_wrong_early_stops():
+    with pytest.raises(ValueError, match="mode='up': the best value is"):
+        tr.EarlyStop(metric="m", patience=1, mode="up")
+    with pytest.raises(ValueError, match="patience=0: wait for at least one"):
+        tr.EarlyStop(metric="m", patience=0)
+
+
+def test_progress_on_a_stream_is_lines():
+    stream = io.StringIO()
+    progress = tr.Progress(stream)
+    progress.start(0, 200)
+    progress.tick(1, None, None)
+    progress.log(100, {"loss": 0.123456}, 85.25, 61.0, "MFU 12.0 %")
+    progress.close()
+    assert stream.getvalue() == "step 100/200  loss 0.1235  85.2 steps/s  MFU 12.0 %  ETA 1:01\n"
