@@ -1,4 +1,4 @@
-"""Trace time of a training step of a transformer as it grows deeper: Stack(block, 2), Stack(block, 48), and 48 unrolled.
+"""Trace time of a transformer's training step as it grows deeper: Stack(block, 2), Stack(block, 48), and 48 unrolled.
 
     python -m benchmarks.tracing
 """
