@@ -18,6 +18,7 @@ from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, 
 from fnet.training._progress import Progress, duration
 from fnet.training._state import TrainState
 from fnet.training._utilization import Utilization, utilization
+from fnet.training._workdir import clear
 
 __all__ = [
     "OPTIMIZERS",
@@ -35,6 +36,7 @@ __all__ = [
     "Total",
     "TrainState",
     "Utilization",
+    "clear",
     "confusion",
     "cutout",
     "datasets",

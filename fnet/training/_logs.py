@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-METRICS = "metrics.jsonl"
+METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ class Logger:
                 from tensorboardX import SummaryWriter
 
                 self._events = SummaryWriter(
-                    str(self.workdir / "tensorboard"), purge_step=self._step + 1
+                    str(self.workdir / EVENTS), purge_step=self._step + 1
                 )
             for name, value in scalars.items():
                 self._events.add_scalar(name, value, step)

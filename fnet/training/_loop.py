@@ -21,8 +21,7 @@ from fnet.training._early_stop import EarlyStop
 from fnet.training._logs import Logger
 from fnet.training._progress import Progress, duration
 from fnet.training._utilization import Utilization, utilization
-
-CHECKPOINTS = "checkpoints"
+from fnet.training._workdir import CHECKPOINTS
 
 
 class Interrupted(Exception):
@@ -228,12 +227,13 @@ class _Run:
                 if use is not None:
                     self.say(use.text)
             last = self.at == self.steps
-            if self.at % self.log_every == 0 or last:
-                self.log(use)
-            if self.at % self.every == 0 or last:
-                values = self.measure()
-            else:
-                values = {}
+            trained = self.log(use) if self.at % self.log_every == 0 or last else {}
+            values = self.measure() if self.at % self.every == 0 or last else {}
+            if self.progress is not None and (trained or values):
+                left = clock.left(self.at, self.steps)
+                mfu = use.mfu(clock.rate) if clock.rate else None
+                self.progress.log(self.at, trained | _scalars(values), clock.rate, left, mfu)
+            self.stop_early(values)
             stop = bool(self.loop["stopped"])
             if self.at % self.save_every == 0 or last or stop or signals.received:
                 self.save(values)
@@ -244,7 +244,7 @@ class _Run:
         if self.checkpoints is not None:
             self.checkpoints.wait()
 
-    def log(self, use: Utilization | None) -> None:
+    def log(self, use: Utilization | None) -> dict[str, float]:
         values = _metrics.results(self.loop["metrics"])
         self.loop["metrics"] = jax.tree.map(jnp.zeros_like, self.zeros)
         if not math.isfinite(values.get("loss", 0.0)):
@@ -252,15 +252,12 @@ class _Run:
         self.logged = self.at
         rate = self.clock.lap(self.at)
         mfu = use.mfu(rate) if use is not None and rate is not None else None
-        if self.progress is not None:
-            left = self.clock.left(self.at, self.steps)
-            text = "" if mfu is None else f"MFU {100 * mfu:.1f} %"
-            self.progress.log(self.at, _scalars(values), rate, left, text)
         if self.logger is not None:
             times = {"steps_per_second": rate, "mfu": mfu, "compile_seconds": self.clock.compiled}
             row = {f"train/{k}": v for k, v in values.items()}
             row |= {f"time/{k}": v for k, v in times.items() if v is not None}
             self.logger.write(self.at, row)
+        return values
 
     def measure(self) -> dict[str, Any]:
         if not self.evaluate:
@@ -272,34 +269,36 @@ class _Run:
                 for name, function in self.evaluate.items()
                 for metric, value in function(self.state).items()
             }
-        if self.progress is not None:
-            self.progress.evaluated(self.at, _scalars(values))
         if self.logger is not None:
             self.logger.write(self.at, values)
-        if (rule := self.early_stop) is not None:
-            if rule.metric not in values:
-                raise ValueError(
-                    f"early stopping watches '{rule.metric}'; evaluations give {sorted(values)}"
-                )
-            best, stale = float(self.loop["best"]), int(self.loop["stale"])
-            best, stale = rule.update(best, stale, float(values[rule.metric]))
-            stopped = stale >= rule.patience
-            self.loop |= {"best": np.array(best), "stale": np.array(stale)}
-            self.loop["stopped"] = np.array(stopped)
-            if stopped:
-                self.say(
-                    f"stopped early: {rule.metric} has not been better than {best:.4g} "
-                    f"for {stale} evaluations"
-                )
         return values
+
+    def stop_early(self, values: Mapping[str, Any]) -> None:
+        rule = self.early_stop
+        if rule is None or not values:
+            return
+        if rule.metric not in values:
+            raise ValueError(
+                f"early stopping watches '{rule.metric}'; evaluations give {sorted(values)}"
+            )
+        best, stale = float(self.loop["best"]), int(self.loop["stale"])
+        best, stale = rule.update(best, stale, float(values[rule.metric]))
+        self.loop |= {"best": np.array(best), "stale": np.array(stale)}
+        if stale >= rule.patience:
+            self.loop["stopped"] = np.array(True)
+            self.say(
+                f"stopped early: {rule.metric} has not been better than {best:.4g} "
+                f"for {stale} evaluations"
+            )
 
     def save(self, values: Mapping[str, Any]) -> None:
         if self.checkpoints is None:
             return
-        params = getattr(self.state, "params", self.state)
-        if not _all_finite((params, self.loop["metrics"].get("loss"))):    # waits for the device
-            raise Diverged(self.diverged("the parameters or the loss are not finite"))
+        jax.block_until_ready(self.state)
         with self.clock.pause():
+            params = getattr(self.state, "params", self.state)
+            if not _all_finite((params, self.loop["metrics"].get("loss"))):
+                raise Diverged(self.diverged("the parameters or the loss are not finite"))
             tree = {"state": self.state, "loop": self.loop}
             self.checkpoints.save(self.at, tree, metrics=_scalars(values))
         self.saved = self.at

@@ -22,10 +22,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
-def _text(values: Mapping[str, Any]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-
-
 class Progress:
     """Reports a run to a stream. `fit` is silent without one.
 
@@ -79,20 +75,20 @@ class Progress:
         self._bar.update(self._task, completed=step, description="  ".join(words), refresh=True)
 
     def log(
-        self, step: int, values: Mapping[str, Any], rate: float | None, left: float | None, mfu: str
+        self,
+        step: int,
+        values: Mapping[str, float],
+        rate: float | None,
+        left: float | None,
+        mfu: float | None,
     ) -> None:
-        """The training metrics at a step: one line."""
-        width = len(str(self._steps))
-        words = [f"step {step:{width}}/{self._steps}", _text(values)]
+        """One line: the metrics at a step, steps per second, utilisation (1.0 is all), time left."""
+        words = [f"step {step:{len(str(self._steps))}}/{self._steps}"]
+        words += [f"{name} {value:.4g}" for name, value in values.items()]
         words += [] if rate is None else [f"{rate:.1f} steps/s"]
-        words += [mfu] if mfu else []
-        words += [] if left is None else [f"ETA {duration(left)}"]
+        words += [] if mfu is None else [f"MFU {100 * mfu:.1f} %"]
+        words += [] if left is None or step == self._steps else [f"ETA {duration(left)}"]
         self.line("  ".join(words))
-
-    def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
-        """The results of evaluations at a step: one line."""
-        width = len(str(self._steps))
-        self.line(f"step {step:{width}}/{self._steps}  {_text(values)}")
 
     def close(self) -> None:
         if self._bar is not None:

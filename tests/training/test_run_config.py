@@ -118,6 +118,6 @@ def test_progress_on_a_stream_is_lines():
     progress = tr.Progress(stream)
     progress.start(0, 200)
     progress.tick(1, None, None)
-    progress.log(100, {"loss": 0.123456}, 85.25, 61.0, "MFU 12.0 %")
+    progress.log(100, {"loss": 0.123456}, 85.25, 61.0, 0.12)
     progress.close()
     assert stream.getvalue() == "step 100/200  loss 0.1235  85.2 steps/s  MFU 12.0 %  ETA 1:01\n"

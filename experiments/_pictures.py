@@ -1,0 +1,83 @@
+"""The pictures that a run leaves behind; matplotlib is imported when the first one is drawn."""
+
+import textwrap
+
+import numpy as np
+
+
+def _pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def curves(rows, path, *, title):
+    """Loss and error rate by step, of every data set that was measured.
+
+    Args:
+      rows: what `training.read_metrics` returns.
+      path: the PNG to write.
+      title: above the picture.
+    """
+    plt = _pyplot()
+    names = sorted({k.split("/")[0] for row in rows for k in row if k.endswith("/accuracy")})
+    names.sort(key=lambda name: name != "train")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, metric, label in zip(axes, ("loss", "accuracy"), ("loss", "error rate, %")):
+        for name, colour in zip(names, ("tab:gray", "tab:blue", "tab:orange")):
+            points = [(r["step"], r[k]) for r in rows if r.get(k := f"{name}/{metric}") is not None]
+            if not points:
+                continue
+            steps, values = np.array(points).T
+            values = 100 * (1 - values) if metric == "accuracy" else values
+            axis.plot(steps, values, marker=".", color=colour, label=f"{name}, last {values[-1]:.3g}")
+        axis.set(xlabel="step", ylabel=label, yscale="log" if metric == "loss" else "linear")
+        if metric == "accuracy":
+            shown = [line.get_ydata() for line in axis.lines]
+            top = max((np.percentile(values, 90) for values in shown), default=1)
+            axis.set_ylim(0, max(1.2 * top, 0.5))          # the first points would flatten the rest
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def confusion_matrix(counts, classes, path, *, title):
+    """Which class was taken for which: counts written out, colour by share of the row.
+
+    Args:
+      counts: [classes, classes], rows are the true classes.
+      classes: their names.
+      path: the PNG to write.
+      title: above the picture.
+    """
+    plt = _pyplot()
+    counts = np.asarray(counts)
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    figure, axis = plt.subplots(figsize=(7.5, 6.5), layout="constrained")
+    # Mistakes are a per cent or two: a colour scale up to 1 would show the diagonal and nothing else.
+    mistakes = np.where(np.eye(len(counts), dtype=bool), np.nan, share)
+    limit = max(np.nanmax(mistakes), 0.05)
+    colours = plt.get_cmap("Reds").with_extremes(bad="0.92")
+    image = axis.imshow(mistakes, cmap=colours, vmin=0, vmax=limit)
+    for i, row in enumerate(counts):
+        for j, count in enumerate(row):
+            if count or i == j:
+                dark = i != j and share[i, j] > 0.6 * limit
+                axis.text(j, i, f"{count:.0f}", ha="center", va="center", fontsize=9,
+                          color="white" if dark else "black",
+                          fontweight="bold" if i == j else "normal")
+    ticks = np.arange(len(classes))
+    long = max(map(len, classes)) > 3
+    axis.set_xticks(ticks, classes, rotation=40 if long else 0, ha="right" if long else "center")
+    axis.set_yticks(ticks, classes)
+    axis.set(xlabel="predicted", ylabel="true", title=textwrap.fill(title, 60))
+    bar = figure.colorbar(image, ax=axis, shrink=0.8, label="mistakes, share of the true class")
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

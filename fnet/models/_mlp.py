@@ -1,0 +1,33 @@
+"""MLP: dense layers with ReLU between them."""
+
+from __future__ import annotations
+
+import jax
+
+from fnet import layers as nn
+
+
+class MLP(nn.Layer):
+    """A multi-layer perceptron: dense layers, ReLU and dropout after each but the last.
+
+    Inputs of more than two axes are flattened first.
+
+    Args:
+        widths: features of each layer; the last is the output's.
+        dropout: rate after each hidden layer.
+
+    Input [batch, ...], output [batch, widths[-1]].
+
+        model = MLP((128, 10))
+        params, state = model.init(jax.random.key(0), jax.ShapeDtypeStruct((1, 28, 28, 1), "float32"))
+    """
+
+    widths: tuple[int, ...]
+    dropout: float = 0.0
+
+    def forward(self, scope: nn.Scope, x):
+        x = nn.Flatten()(scope["flatten"], x)                              # [batch, features]
+        for i, width in enumerate(self.widths[:-1]):
+            x = jax.nn.relu(nn.Dense(width)(scope[f"fc{i}"], x))
+            x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)
+        return nn.Dense(self.widths[-1])(scope["head"], x)
