@@ -163,3 +163,18 @@ def test_no_case_is_missing(family):
     layers = [case["config"]["layer"] for case in fixture(family).values()]
     for layer, least in LEAST[family].items():
         assert layers.count(layer) >= least, f"torch_{family}.npz has {layers.count(layer)} cases of {layer}"
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_has_torchs_statistics(rate):
+    """PyTorch's Dropout is a distribution: each entry is 0 with probability rate, else x / (1 - rate)."""
+    x = jnp.arange(1.0, 20001.0).reshape(100, 200)
+    y = nn.Dropout(rate)({}, x, train=True, key=jax.random.key(0))
+    kept = y != 0
+    np.testing.assert_allclose(y[kept], x[kept] / (1 - rate), rtol=1e-6)
+    deviation = (rate * (1 - rate) / x.size) ** 0.5
+    assert abs(kept.mean() - (1 - rate)) < 4 * deviation
+    for axis in 0, 1:    # no row and no column is special
+        share, count = kept.mean(axis), x.shape[axis]
+        assert abs(share - (1 - rate)).max() < 5 * (rate * (1 - rate) / count) ** 0.5
+    np.testing.assert_array_equal(nn.Dropout(rate)({}, x), x)
