@@ -148,7 +148,7 @@ def load(
     """
     if name not in NAMES:
         known = ", ".join(NAMES)
-        near = difflib.get_close_matches(name.lower().replace("-", "_"), NAMES)
+        near = difflib.get_close_matches(str(name).lower().replace("-", "_"), NAMES)
         hint = f"did you mean {' or '.join(near)}? There are {known}" if near else f"use {known}"
         raise ValueError(f"unknown dataset {name!r}: {hint}")
     if name == "digits":

@@ -408,6 +408,34 @@ def test_any_archive_is_read_or_refused(tmp_path_factory, data, at, patch):
         formats.read_cifar10(path)
 
 
+# the real files, where they are
+
+
+@pytest.mark.parametrize(
+    "name, mean, std, counts",
+    [
+        ("mnist", [0.1307], [0.3081], (5421, 6742, 892, 1135)),
+        ("fashion_mnist", [0.2860], [0.3530], (6000, 6000, 1000, 1000)),
+        ("cifar10", [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616], (5000, 5000, 1000, 1000)),
+    ],
+)
+def test_the_real_files(name, mean, std, counts):
+    try:
+        data = datasets.load(name, download=False)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    total = squares = 0
+    for part in np.array_split(data.train_images, 100):
+        total += part.sum((0, 1, 2), dtype=np.uint64)
+        squares += np.square(part, dtype=np.uint32).sum((0, 1, 2), dtype=np.uint64)
+    pixels = data.train_images[..., 0].size
+    average = total / pixels / 255
+    np.testing.assert_allclose(average, mean, atol=6e-5)
+    np.testing.assert_allclose(np.sqrt(squares / pixels / 255**2 - average**2), std, atol=6e-5)
+    train, test = np.bincount(data.train_labels), np.bincount(data.test_labels)
+    assert (train.min(), train.max(), test.min(), test.max()) == counts
+
+
 # downloads
 
 
