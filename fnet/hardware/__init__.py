@@ -1,12 +1,22 @@
-"""The chips: what they can do, what suits them, and what a computation costs on them."""
+"""The chips: what they can do, what suits them, and what a computation costs on them.
+
+Everything here says of a number whether it is exact, measured, published, derived, estimated or unverified, and nothing
+takes an unknown chip for another.
+"""
 
 from fnet.hardware._chip import Chip, FrozenTable, Links, Peak, Price, Quote
 from fnet.hardware._chips import System, chips, systems
+from fnet.hardware._count import Cost, Count, Matmul, count
 from fnet.hardware._detect import detect
 from fnet.hardware._formula import Check, Computed, Value, checks, computed, flop_per_dollar
+from fnet.hardware._measure import measure
+from fnet.hardware._mfu import MFU, mfu
 from fnet.hardware._policy import Policy, policy
+from fnet.hardware._roofline import Bound, Roofline, roofline
+from fnet.hardware._tiles import Waste, tile_waste
 
 __all__ = [
-    "Check", "Chip", "Computed", "FrozenTable", "Links", "Peak", "Policy", "Price", "Quote", "System", "Value",
-    "checks", "chips", "computed", "detect", "flop_per_dollar", "policy", "systems",
+    "MFU", "Bound", "Check", "Chip", "Computed", "Cost", "Count", "FrozenTable", "Links", "Matmul", "Peak", "Policy",
+    "Price", "Quote", "Roofline", "System", "Value", "Waste", "checks", "chips", "computed", "count", "detect",
+    "flop_per_dollar", "measure", "mfu", "policy", "roofline", "systems", "tile_waste",
 ]

@@ -66,12 +66,16 @@ class Price(NamedTuple):
 
 
 class Quote(NamedTuple):
-    """A figure that was printed somewhere, in FLOP/s, and why it differs from the computed one."""
+    """A figure that was printed somewhere, in FLOP/s, and why it differs from the computed one.
+
+    `at_boost`: it was reckoned at the boost clock of a CPU, whose own peak is at the base clock.
+    """
 
     dtype: str
     flops: float
     source: str
     explanation: str = ""
+    at_boost: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -188,8 +188,8 @@ def _prices(row: dict[str, Any]) -> tuple[Price, ...]:
 
 
 def _quotes(row: dict[str, Any]) -> tuple[Quote, ...]:
-    return tuple(Quote(quote["dtype"], quote["tflops"] * 1e12, quote["source"], quote.get("explanation", ""))
-                 for quote in row.get("quoted", ()))
+    return tuple(Quote(quote["dtype"], quote["tflops"] * 1e12, quote["source"], quote.get("explanation", ""),
+                       quote.get("at_boost", False)) for quote in row.get("quoted", ()))
 
 
 chips = Chips("chip", _read_chips)

@@ -39,13 +39,16 @@ class Value(NamedTuple):
     assumption: str
 
 
-def computed(chip: Chip | System) -> tuple[Computed, ...]:
+def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...]:
     """Peaks from the number of units, what each does per cycle, and the clock.
 
         GPU, vector:  multiprocessors x FP32 cores x 2 x clock
         GPU, tensor:  multiprocessors x tensor cores x FLOP per cycle x clock
         TPU:          cores x matrix units x dim^2 x 2 x clock
         CPU:          cores x FLOP per cycle x clock
+
+    Args:
+      boost: reckon a CPU at its boost clock rather than at its base clock.
 
     Returns:
       One entry per type; none where the catalogue lacks the units or the clock.
@@ -58,7 +61,7 @@ def computed(chip: Chip | System) -> tuple[Computed, ...]:
         return tuple(Computed(c.dtype, c.flops * chip.count, f"{chip.count} chips x {c.formula}")
                      for c in computed(chip.chip))
     units, giga = chip.units, 1e9
-    clock = units.get("clock_ghz")
+    clock = units.get("boost_ghz" if boost and "boost_ghz" in units else "clock_ghz")
     if not clock:
         return ()
     per_cycle = raw()["per_cycle"]
@@ -79,7 +82,7 @@ def computed(chip: Chip | System) -> tuple[Computed, ...]:
     elif "mxu_dim" in units:
         n, mxus, dim = units["cores"], units["mxus_per_core"], units["mxu_dim"]
         rows.append(Computed("bf16", n * mxus * dim**2 * 2 * clock * giga,
-                             f"{n} cores x {mxus} MXU x {dim} x {dim} x 2 x {clock} GHz"))
+                             f"{n} core{'s' if n > 1 else ''} x {mxus} MXU x {dim} x {dim} x 2 x {clock} GHz"))
     elif "flop_per_cycle" in units:
         for dtype, rate in units["flop_per_cycle"].items():
             rows.append(Computed(dtype, units["cores"] * rate * clock * giga,
@@ -93,6 +96,7 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
     Quoted are the catalogue's own peak (unless it is itself computed) and what other people printed about the chip.
     """
     formulas = {c.dtype: c for c in computed(chip)}
+    boosted = {c.dtype: c for c in computed(chip, boost=True)}
     rows = []
     if isinstance(chip, Chip):
         for dtype, formula in formulas.items():
@@ -100,7 +104,8 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
                 rows.append((dtype, chip.peaks[dtype], "the catalogue", chip.explained.get(dtype, ""), formula))
     for quote in chip.quoted:
         if quote.dtype in formulas:
-            rows.append((quote.dtype, quote.flops, quote.source, quote.explanation, formulas[quote.dtype]))
+            rows.append((quote.dtype, quote.flops, quote.source, quote.explanation,
+                         (boosted if quote.at_boost else formulas)[quote.dtype]))
     return tuple(Check(dtype, quoted, source, formula.flops, formula.formula, quoted / formula.flops - 1, why)
                  for dtype, quoted, source, why, formula in rows)
 

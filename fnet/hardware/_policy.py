@@ -85,8 +85,8 @@ _FAMILIES = {
                      "only on request"),
     "mi350": _Family("MI350, gfx950", _BF16, "its matrix cores take bfloat16: no loss scaling; fp8 (OCP) "
                      "only on request"),
-    "rdna3": _Family("RDNA3, gfx11", ("float16", "float32"), "bfloat16 was reported to run at float32's speed (jax issue "
-                     "21074); float16 runs on WMMA and needs dynamic loss scaling",
+    "rdna3": _Family("RDNA3, gfx11", ("float16", "float32"), "bfloat16 was reported to run at float32's speed (jax "
+                     "issue 21074); float16 runs on WMMA and needs dynamic loss scaling",
                      why_inference="bfloat16 was reported to run at float32's speed (jax issue 21074); float16 runs on "
                      "WMMA"),
     "tpu": _Family("TPU", ("bfloat16", "float32"), _MXU),
@@ -156,7 +156,8 @@ def _options(chip: Chip, mode: str) -> tuple[tuple[str, ...], str]:
     else:
         types, why = family.inference or family.train, family.why_inference or family.why
     if not chip.known and _family(chip) not in ("unknown", "cpu"):
-        why = f"not in the catalogue, but {'a TPU' if chip.kind == 'tpu' else f'of the {family.name} family'}: {why}"
+        kin = "a TPU" if chip.kind == "tpu" else f"of the {family.name} family"
+        why = f"not in the catalogue, but {kin}: {why}"
     return types, why
 
 

@@ -1,0 +1,235 @@
+"""The `fnet` command: what chips there are, here and in the catalogue.
+
+    fnet devices            what this machine has, the policy for it, and why
+    fnet chips              the whole catalogue
+    fnet chips "TPU v5e"    one row: computed beside quoted, prices, FLOP per dollar, power, sources
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from fnet.hardware._chip import Chip, si
+
+_WIDTH = 100      # columns of text that goes into a pipe or a file
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, or 2 where the command line asks for what is not there."""
+    parser = argparse.ArgumentParser(prog="fnet", description="fnet: neural networks as pure functions on JAX.")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="<command>")
+    devices = commands.add_parser("devices", help="what this machine has, the policy for it, and why")
+    devices.add_argument("--measure", action="store_true", help="run a matmul per type and a copy, for a few seconds")
+    chips = commands.add_parser("chips", help="the catalogue, or one row of it")
+    chips.add_argument("name", nargs="*", help='a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
+    args = parser.parse_args(argv)
+    if args.command == "devices":
+        return _devices(args.measure)
+    if args.command == "chips":
+        return _row(" ".join(args.name)) if args.name else _catalogue()
+    parser.print_help()
+    return 0
+
+
+def _devices(measure: bool) -> int:
+    import jax
+
+    from fnet import hardware as hw
+
+    console = _console()
+    groups: dict[Chip, list[Any]] = {}
+    for device in jax.local_devices():
+        groups.setdefault(hw.detect(device), []).append(device)
+    for chip, devices in groups.items():
+        chips = max(1, len(devices) // chip.jax_devices_per_chip)
+        console.print(f"{chips} x {chip.name}" if chips > 1 else chip.name, style="bold", highlight=False)
+        facts = [("kind", f"{chip.kind}, {chip.vendor}" + (f", {chip.architecture}" if chip.architecture else ""))]
+        if measure:
+            chip = hw.measure(devices[0])
+        each = f", {chip.jax_devices_per_chip} to a chip" if chip.jax_devices_per_chip > 1 else ""
+        facts.append(("JAX devices", f"{len(devices)}{each} ({devices[0].platform}: {devices[0].device_kind})"))
+        facts += _figures(chip)
+        if chip.notes:
+            facts.append(("note", chip.notes))
+        for mode in ("train", "inference"):
+            policy = hw.policy(chip, mode)
+            scaling = f", loss scaling from {policy.loss_scale:g}" if policy.loss_scale else ""
+            types = f"parameters {policy.param}, compute {policy.compute}, sums {policy.accum}{scaling}"
+            facts.append((f"policy, {mode}", f"{types}\nbecause {policy.reason}"))
+        _facts(console, facts)
+    console.print(f"jax {jax.__version__}, {jax.process_count()} process(es), default backend {jax.default_backend()}",
+                  highlight=False)
+    return 0
+
+
+def _catalogue() -> int:
+    from fnet import hardware as hw
+
+    console = _console()
+    rows = []
+    for chip in hw.chips.values():
+        rates = [_tera(chip, name) for name in ("fp32", "fp16", "bf16", "fp8", "int8")]
+        rows.append((re.sub(r" \(.*\)", "", chip.name), str(chip.year), *rates, f"{chip.memory_bytes / 2**30:g}" if chip.memory_bytes else "-",
+                     f"{chip.bandwidth / 1e9:.0f}" if chip.bandwidth else "-",
+                     f"{chip.power_watts:g}" if chip.power_watts else "-"))
+    heads = ("chip", "year", "fp32", "fp16", "bf16", "fp8", "int8", "GiB", "GB/s", "watt")
+    _table(console, heads, rows,
+           "TFLOP/s per chip, dense, FP32 accumulate; ~ computed from units and clock, ? unverified")
+    systems = []
+    for system in hw.systems.values():
+        quote = system.quoted[0]
+        systems.append((system.name, f"{system.count} x {system.chip.name}", quote.dtype,
+                        f"{system.chip.peaks[quote.dtype] * system.count / 1e12:,.0f}", f"{quote.flops / 1e12:,.0f}"))
+    _table(console, ("system", "chips", "type", "TFLOP/s", "quoted"), systems)
+    console.print("fnet chips NAME shows one: computed beside quoted, prices, FLOP per dollar, power, sources",
+                  highlight=False, markup=False)
+    return 0
+
+
+def _row(name: str) -> int:
+    from fnet import hardware as hw
+
+    if name in hw.chips:
+        item: Any = hw.chips[name]
+    elif name in hw.systems:
+        item = hw.systems[name]
+    else:
+        try:
+            item = hw.chips.find(name)      # slices of a chip
+        except KeyError as error:
+            near = hw.systems.nearest(name, 1)[0]
+            extra = f"; there is also the system {near!r}" if name.split()[0].lower() in near.lower() else ""
+            print(f"fnet chips: {error.args[0]}{extra}", file=sys.stderr)
+            return 2
+    console = _console()
+    console.print(item.name, style="bold", highlight=False)
+    if isinstance(item, Chip):
+        parts = (item.kind, item.vendor, item.architecture, item.year)
+        first = [("kind", ", ".join(str(part) for part in parts if part))]
+        if item.device_kinds:
+            first.append(("device kinds", ", ".join(repr(kind) for kind in item.device_kinds)))
+        if item.jax_devices_per_chip > 1:
+            first.append(("JAX devices", f"{item.jax_devices_per_chip} per chip; what follows is per chip"))
+        facts = first + _figures(item)
+    else:
+        facts = [("chips", f"{item.count} x {item.chip.name}"), ("year", str(item.year))]
+        facts += [(f"peak {name}", f"{si(rate * item.count)}FLOP/s ({item.chip.basis(name)} per chip)")
+                  for name, rate in item.chip.peaks.items()]
+        if item.chip.memory_bytes:
+            facts.append(("memory", f"{item.chip.memory_bytes * item.count / 2**30:g} GiB"))
+    if item.power_watts:
+        facts.append(("power", f"{item.power_watts:g} W ({item.power_source})"))
+    if isinstance(item, Chip) and item.notes:
+        facts.append(("note", item.notes))
+    _facts(console, facts)
+    checks = hw.checks(item)
+    if checks:
+        _table(console, ("type", "computed", "formula", "quoted", "quoted by", "differs"),
+               [(c.dtype, f"{si(c.computed)}FLOP/s", c.formula, f"{si(c.quoted)}FLOP/s", c.source,
+                 f"{c.deviation:+.1%}") for c in checks], "computed beside quoted")
+        for check in checks:
+            if check.explanation:
+                console.print(f"{check.dtype}, quoted {si(check.quoted)}FLOP/s: {check.explanation}\n", highlight=False)
+    elif hw.computed(item):
+        _table(console, ("type", "computed", "formula"),
+               [(c.dtype, f"{si(c.flops)}FLOP/s", c.formula) for c in hw.computed(item)], "computed, quoted by nobody")
+    values = hw.flop_per_dollar(item)
+    if values:
+        _table(console, ("price", "date", f"FLOP per dollar ({values[0].dtype})", "for", "source"),
+               [(f"${v.price.usd:,.6g} / {v.price.per}", v.price.date, f"{v.flop_per_dollar:.3g}", v.assumption,
+                 v.price.source + (f" ({v.price.note})" if v.price.note else "")) for v in values], "prices")
+    else:
+        console.print("no price is known", highlight=False)
+    sources = item.sources if isinstance(item, Chip) else tuple(quote.source for quote in item.quoted)
+    console.print("sources", style="bold")
+    for source in sources:
+        console.print(f"  {source}", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _figures(chip: Chip) -> list[tuple[str, str]]:
+    """Peaks, memory and links as text, each with how it is known."""
+    rows = [(f"peak {name}", f"{si(rate)}{'OP' if name.startswith('int') else 'FLOP'}/s ({chip.basis(name)})")
+            for name, rate in chip.peaks.items()]
+    if not rows:
+        rows.append(("peak", "unknown: the chip is not in the catalogue, no other chip stands in for it"))
+    if chip.memory_bytes:
+        rows.append(("memory", f"{chip.memory_bytes / 2**30:.4g} GiB ({chip.basis('memory_bytes')})"))
+    bandwidth = f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})" if chip.bandwidth else "unknown"
+    rows.append(("bandwidth", bandwidth))
+    if chip.links:
+        links = chip.links
+        parts = [f"{links.count} links" if links.count else "",
+                 f"{si(links.each_way)}B/s each way" if links.each_way else "",
+                 f"{si(links.total)}B/s in all" if links.total else "", links.topology or ""]
+        rows.append(("links", f"{links.type}: {', '.join(part for part in parts if part)} ({chip.basis('links')})"))
+    return rows
+
+
+def _tera(chip: Chip, name: str) -> str:
+    if name not in chip.peaks:
+        return "-"
+    mark = {"derived": "~", "estimated": "~", "unverified": "?"}.get(chip.basis(name), "")
+    value = chip.peaks[name] / 1e12
+    return f"{mark}{value:.4g}"
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        return Console(file=sys.stdout, highlight=False)
+    return Console(file=_Plain(), width=_WIDTH, no_color=True, highlight=False)
+
+
+class _Plain:
+    """Standard output for pipes and files: no spaces at the ends of lines."""
+
+    def write(self, text: str) -> None:
+        sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
+def _facts(console: Any, rows: Sequence[tuple[str, str]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(f"  {label}", _plain(text))
+    console.print(table)
+    console.print()
+
+
+def _table(console: Any, heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    from rich import box
+    from rich.table import Table
+
+    if title:
+        console.print(title, style="italic", highlight=False, markup=False)
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, padding=(0, 1), pad_edge=console.is_terminal)
+    for i, head in enumerate(heads):
+        number = all(row[i][:1].lstrip("~?+-$").isdigit() or row[i] in ("-", "") or row[i][:2].lstrip("~?+-$").isdigit()
+                     for row in rows) and head not in ("formula", "chips", "chip", "date")
+        table.add_column(head, justify="right" if number else "left", no_wrap=number or i == 0, overflow="fold")
+    for row in rows:
+        table.add_row(*map(_plain, row))
+    console.print(table)
+    console.print()
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""FLOPs and bytes of any JAX function by named scope, read from its jaxpr and never from XLA's cost analysis."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from fnet.hardware._chip import FrozenTable, si
+from fnet.hardware._flops import ALIASES, cost, is_heavy, nbytes, touched
+from fnet.hardware._walk import Frame, Op, read
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a piece of program costs.
+
+    Attributes:
+      matmul: FLOPs of matrix products and convolutions (2 per multiply-add), exact for products, nominal for
+        convolutions.
+      elementwise, reduction: FLOPs of one per element. Exact by that convention.
+      transcendental: evaluations of exp, tanh, rsqrt and their like, not in `flops`.
+      recomputed: the part of `matmul` that repeats earlier work (rematerialisation). In `flops`, not in `model_flops`.
+      bytes: inputs and outputs of every operation as if each ran alone. An upper bound: compilers fuse.
+      fused_bytes: an estimate of what is left when elementwise operations fuse with their neighbours.
+    """
+
+    matmul: int = 0
+    elementwise: int = 0
+    reduction: int = 0
+    transcendental: int = 0
+    recomputed: int = 0
+    bytes: int = 0
+    fused_bytes: int = 0
+
+    @property
+    def flops(self) -> int:
+        """All floating-point operations but the transcendental ones."""
+        return self.matmul + self.elementwise + self.reduction
+
+    @property
+    def model_flops(self) -> int:
+        """What an MFU counts: products and convolutions, without recomputation."""
+        return self.matmul - self.recomputed
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
+
+    def times(self, n: int) -> Cost:
+        return Cost(*(n * a for a in dataclasses.astuple(self)))
+
+
+class Matmul(NamedTuple):
+    """One matrix product, or a convolution read as one, that runs `times` times: [batch, m, k] x [batch, k, n]."""
+
+    scope: str
+    op: str
+    shape: tuple[int, int, int, int]
+    dtype: str
+    precision: Any
+    flops: int
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """FLOPs and bytes of a function.
+
+    Attributes:
+      total: the sum over all scopes.
+      scopes: `Cost` by scope path, in the order of the program; the path "" holds what stands in no scope.
+      matmuls: every matrix product and convolution, with its sizes.
+      argument_bytes, output_bytes: what must at least cross the memory once. A lower bound, exact.
+      notes: what makes the count less than exact, in words; empty where nothing does.
+    """
+
+    total: Cost
+    scopes: Mapping[str, Cost]
+    matmuls: tuple[Matmul, ...]
+    argument_bytes: int
+    output_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def flops(self) -> int:
+        return self.total.flops
+
+    @property
+    def model_flops(self) -> int:
+        return self.total.model_flops
+
+    @property
+    def io_bytes(self) -> int:
+        """Arguments and outputs: the lower bound of the bytes that move."""
+        return self.argument_bytes + self.output_bytes
+
+    @property
+    def dtype(self) -> str | None:
+        """The type of the operands in which most of the matmul FLOPs run."""
+        by_type: dict[str, int] = {}
+        for matmul in self.matmuls:
+            by_type[matmul.dtype] = by_type.get(matmul.dtype, 0) + matmul.flops
+        return max(by_type, key=by_type.__getitem__, default=None)
+
+    def under(self, prefix: str) -> Cost:
+        """The sum over a scope and all scopes below it."""
+        return _sum(cost for path, cost in self.scopes.items() if path == prefix or path.startswith(prefix + "/"))
+
+    def by_depth(self, depth: int | None) -> dict[str, Cost]:
+        """Scopes summed over their first `depth` segments (None: as they are)."""
+        rows: dict[str, Cost] = {}
+        for path, each in self.scopes.items():
+            key = path if depth is None else "/".join(path.split("/")[:depth])
+            rows[key] = rows.get(key, Cost()) + each
+        return rows
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
+    """Counts what a function computes, without running or compiling it.
+
+    The jaxpr is read equation by equation: the bodies of scans times their length, the dearest branch of a cond, the
+    body of a while loop once (its length is unknown, a note says so), the shards of a shard_map together. What has no
+    rule is counted as nothing and named in `notes`.
+
+    Args:
+      f: any JAX function, jitted, differentiated or sharded.
+      *args, **kwargs: its arguments: arrays, `jax.ShapeDtypeStruct`s, or anything else that `jax.make_jaxpr` traces.
+
+    Returns:
+      A `Count`; `print` it for a table by scope.
+
+    >>> import jax
+    >>> from fnet import hardware as hw
+    >>> x = jax.ShapeDtypeStruct((8, 32), "float32")
+    >>> w = jax.ShapeDtypeStruct((32, 64), "float32")
+    >>> hw.count(lambda x, w: x @ w, x, w).flops
+    32768
+    """
+    closed = jax.make_jaxpr(lambda *a, **k: f(*a, **k))(*args, **kwargs)
+    jaxpr = closed.jaxpr
+    tally = _Tally()
+    tally.frame(read(jaxpr), 1)
+    scopes = {path: tally.scopes[path] for path in tally.scopes}
+    arguments = sum(nbytes(v.aval) for v in (*jaxpr.invars, *jaxpr.constvars))
+    outputs = sum(nbytes(aval) for aval in closed.out_avals)
+    return Count(_sum(scopes.values()), FrozenTable(scopes), tuple(tally.matmuls), arguments, outputs,
+                 tuple(dict.fromkeys(tally.notes)))
+
+
+class _Tally:
+    def __init__(self):
+        self.scopes: dict[str, Cost] = {}
+        self.matmuls: list[Matmul] = []
+        self.notes: list[str] = []
+
+    def add(self, scope: str, each: Cost) -> None:
+        self.scopes[scope] = self.scopes.get(scope, Cost()) + each
+
+    def frame(self, frame: Frame, times: int) -> None:
+        for op in frame.ops:
+            if op.bodies:
+                self.bodies(op, times)
+            else:
+                self.operation(op, times)
+        for scope, n in _fused_traffic(frame).items():
+            self.add(scope, Cost(fused_bytes=n * times))
+
+    def bodies(self, op: Op, times: int) -> None:
+        name, where = op.eqn.primitive.name, _where(op.scope)
+        if op.bodies[0][0].kind == "branch":
+            branches = []
+            for _, frame in op.bodies:
+                tally = _Tally()
+                tally.frame(frame, times)
+                branches.append(tally)
+            dearest = max(branches, key=lambda tally: (_sum(tally.scopes.values()).flops, tally.bytes()))
+            if len(branches) > 1 and len({_sum(tally.scopes.values()).flops for tally in branches}) > 1:
+                self.notes.append(f"cond{where}: the dearest of {len(branches)} branches is counted")
+            self.merge(dearest)
+            return
+        if name == "while":
+            self.notes.append(f"while loop{where}: its length is unknown, its body is counted once")
+        for sub, frame in op.bodies:
+            if sub.kind == "other":
+                self.notes.append(f"{name}{where}: an unknown operation, its body is counted once")
+            self.frame(frame, times * (1 if sub.times is None else sub.times))
+
+    def operation(self, op: Op, times: int) -> None:
+        eqn, name = op.eqn, op.eqn.primitive.name
+        each = cost(eqn)
+        reads, writes = touched(eqn)
+        moved = (sum(reads) + sum(writes)) * times
+        flops = each.flops * times
+        if each.kind == "unknown":
+            self.notes.append(f"{name}{_where(op.scope)}: no rule for its FLOPs, counted as none")
+        if each.kind == "matmul" and each.shape is not None:
+            dtype = str(eqn.invars[0].aval.dtype)
+            self.matmuls.append(Matmul(op.scope, "conv" if name.startswith("conv") else "dot", each.shape, dtype,
+                                       eqn.params.get("precision"), flops, times))
+        elif each.kind == "matmul":
+            self.notes.append(f"{name}{_where(op.scope)}: FLOPs as the operation itself estimates them")
+        kinds = {each.kind: flops} if each.kind not in ("free", "unknown") else {}
+        again = flops if each.kind == "matmul" and op.recomputed else 0
+        self.add(op.scope, Cost(**kinds, recomputed=again, bytes=moved))
+
+    def merge(self, other: _Tally) -> None:
+        for scope, each in other.scopes.items():
+            self.add(scope, each)
+        self.matmuls += other.matmuls
+        self.notes += other.notes
+
+    def bytes(self) -> int:
+        return _sum(self.scopes.values()).bytes
+
+
+def _fused_traffic(frame: Frame) -> dict[str, int]:
+    """Bytes by scope when elementwise operations fuse with their neighbours of the same scope.
+
+    A value is written to memory and read again when it enters or leaves the frame, when the scope that makes it is not
+    the one that uses it, or when an operation that compilers run on its own (a product, a reduction, a gather) makes or
+    takes it; the single elementwise use of a product's result counts as its epilogue. Reshapes and broadcasts are free.
+    """
+    same: dict[int, int] = {}      # the output of a reshape or broadcast is its input, seen otherwise
+    for op in frame.ops:
+        if op.eqn.primitive.name in ALIASES and op.ins and op.ins[0] is not None:
+            same[op.outs[0]] = same.get(op.ins[0], op.ins[0])
+    real = [op for op in frame.ops if op.eqn.primitive.name not in ALIASES and op.eqn.primitive.name != "iota"]
+    name = lambda i: same.get(i, i)
+    heavy = lambda op: bool(op.bodies) or is_heavy(op.eqn.primitive.name)
+    maker = {out: op for op in real for out in op.outs}
+    users: dict[int, list[Op]] = {}
+    for op in real:
+        for i in op.ins:
+            if i is not None:
+                users.setdefault(name(i), []).append(op)
+    outputs = {name(i) for i in frame.outputs if i is not None}
+
+    def stored(i: int) -> bool:
+        op, uses = maker.get(i), users.get(i, [])
+        if op is None or i in outputs or any(heavy(use) or use.scope != op.scope for use in uses):
+            return True
+        return heavy(op) and len(uses) != 1
+
+    moved: dict[tuple[str, int, str], int] = {}
+    for op in real:
+        if op.bodies:
+            continue      # its frame counts what it reads and writes
+        reads, writes = touched(op.eqn)
+        for ids, sizes, way in ((op.ins, reads, "read"), (op.outs, writes, "write")):
+            for i, size in zip(ids, sizes):
+                if i is not None and stored(name(i)) and not (way == "write" and not users.get(i) and i not in outputs):
+                    key = (op.scope, name(i), way)
+                    moved[key] = max(moved.get(key, 0), size)
+    traffic: dict[str, int] = {}
+    for (scope, _, _), size in moved.items():
+        traffic[scope] = traffic.get(scope, 0) + size
+    return traffic
+
+
+def table(counted: Count, depth: int | None = None) -> str:
+    """The count as text, a line per scope."""
+    rows = [("scope", "matmul", "other FLOPs", "transcend.", "bytes fused", "unfused")]
+    for path, each in (*counted.by_depth(depth).items(), ("total", counted.total)):
+        other = each.elementwise + each.reduction
+        rows.append((path or "(no scope)", f"{si(each.matmul)}F", f"{si(other)}F", si(each.transcendental),
+                     f"{si(each.fused_bytes)}B", f"{si(each.bytes)}B"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
+                       for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    lines += ["FLOPs are exact from shapes (convolutions nominal); bytes lie between",
+              f"{si(counted.io_bytes)}B (arguments and outputs, exact) and {si(counted.total.bytes)}B (unfused, upper "
+              "bound); 'fused' is an estimate."]
+    return "\n".join([*lines, *(f"note: {note}" for note in counted.notes)])
+
+
+def _where(scope: str) -> str:
+    return f" in '{scope}'" if scope else ""
+
+
+def _sum(costs: Any) -> Cost:
+    total = Cost()
+    for each in costs:
+        total += each
+    return total

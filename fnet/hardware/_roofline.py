@@ -1,0 +1,228 @@
+"""What bounds a function on a chip, scope by scope, and how far the measured time is from the bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fnet.hardware._chip import Chip, si
+from fnet.hardware._count import Cost, Count, count
+from fnet.hardware._detect import detect
+from fnet.hardware._mfu import MFU, mfu
+from fnet.hardware._tiles import Waste, rule, tile_waste
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """One scope: its cost, the seconds its arithmetic and its memory traffic take at the chip's peaks, and which binds.
+
+    `bound` is "compute", "memory", or "unknown" where the chip lacks a figure. `seconds` is the longer of the two.
+    """
+
+    scope: str
+    cost: Cost
+    compute: float | None
+    memory: float | None
+    bound: str
+    seconds: float | None
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per byte, after fusion."""
+        return self.cost.flops / self.cost.fused_bytes if self.cost.fused_bytes else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """A function on a chip.
+
+    Attributes:
+      chip, devices: where, and how many JAX devices share the work.
+      scopes: a `Bound` per scope; total: all together (their times added: scopes run one after another).
+      count: what was counted. ridge: FLOPs per byte above which the chip is bound by compute, or None.
+      measured: seconds per call, median, on this machine; None: not measured.
+      mfu: of the measured time, or why there is none.
+      waste: matrix products that do not fill the chip's tiles; rule: how the tiles were reckoned, and the source.
+      notes: what makes the figures less than exact.
+    """
+
+    chip: Chip
+    devices: int
+    scopes: tuple[Bound, ...]
+    total: Bound
+    count: Count
+    ridge: float | None
+    measured: float | None
+    mfu: MFU
+    waste: tuple[Waste, ...]
+    rule: str
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: int | None = None,
+             measure: bool | None = None, depth: int | None = 2, repeats: int = 5) -> Roofline:
+    """Bounds a function by a chip's peak rate and memory bandwidth, and measures it beside the bound.
+
+        time at the bound of a scope = max(FLOPs / peak FLOP/s, bytes / bandwidth)
+
+    FLOPs are counted from the jaxpr (`count`), bytes are the estimate after fusion, peaks and bandwidth are the chip's,
+    each with how it is known. The measured time is one for the whole function: XLA fuses across scopes.
+
+    Args:
+      step: a JAX function. A jitted one is called as it is, on copies of its arguments, so that donation harms nothing.
+      *args: its arguments. With `jax.ShapeDtypeStruct`s nothing runs and nothing is measured.
+      chip: a `Chip`, a device or a device kind. By default the chip that the arguments live on.
+      devices: JAX devices that share the work; by default those that hold the arguments.
+      measure: whether to run it. By default True for arrays on the chip in question.
+      depth: how many segments of a scope path make a row (None: all).
+      repeats: calls to time after the first, which compiles.
+
+    Returns:
+      A `Roofline`; print it.
+
+    Raises:
+      ValueError: asked to measure what has no values.
+
+    Source: Williams, Waterman and Patterson, Roofline, CACM 2009.
+    """
+    leaves = jax.tree.leaves(args)
+    concrete = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    held = [leaf.sharding.device_set for leaf in leaves if isinstance(leaf, jax.Array)
+            and not isinstance(leaf, jax.core.Tracer)]
+    here = detect(next(iter(held[0])) if held else None)
+    chip = here if chip is None else detect(chip)
+    if devices is None:
+        devices = max(map(len, held), default=1)
+    local = (chip.name, chip.kind) == (here.name, here.kind)
+    if measure and not concrete:
+        raise ValueError("roofline was asked to measure a function of jax.ShapeDtypeStructs, which hold no values; "
+                         "pass arrays, or measure=False for the bound alone")
+    if measure is None:
+        measure = concrete and local
+    counted = count(step, *args)
+    share = devices / chip.jax_devices_per_chip
+    compute = _compute_seconds(counted, chip, share, depth)
+    rows = []
+    for scope, each in counted.by_depth(depth).items():
+        if not each.flops and not each.transcendental and not each.fused_bytes:
+            continue
+        memory = each.fused_bytes / (chip.bandwidth * share) if chip.bandwidth else None
+        rows.append(_bound(scope, each, compute.get(scope, 0.0) if compute is not None else None, memory))
+    seconds = _time(step, args, repeats) if measure else None
+    total = _bound("total", counted.total, sum(compute.values()) if compute is not None else None,
+                   counted.total.fused_bytes / (chip.bandwidth * share) if chip.bandwidth else None)
+    if all(row.seconds is not None for row in rows):
+        total = dataclasses.replace(total, seconds=sum(row.seconds for row in rows))
+    if seconds is None:
+        why = "nothing was measured" if local else f"nothing was measured: this is {here.name}, not {chip.name}"
+        utilisation = MFU(None, why)
+    elif not local:
+        utilisation = MFU(None, f"the time was measured on {here.name}, not on {chip.name}")
+    elif not counted.model_flops:
+        utilisation = MFU(None, "the function has no matrix products")
+    else:
+        utilisation = mfu(counted.model_flops, seconds, chip, counted.dtype, devices)
+    notes = list(counted.notes)
+    if not chip.known:
+        notes.append(f"{chip.name} is not in the catalogue: no bounds. hardware.measure() fills in a row for it")
+    elif chip.bandwidth is None:
+        notes.append(f"the memory bandwidth of {chip.name} is unknown: only compute bounds. hardware.measure() "
+                     "measures it")
+    peak = chip.peak(counted.dtype) if counted.dtype else None
+    ridge = peak.flops / chip.bandwidth if peak and chip.bandwidth else None
+    return Roofline(chip, devices, tuple(rows), total, counted, ridge, seconds, utilisation,
+                    tile_waste(counted.matmuls, chip), rule(chip), tuple(notes))
+
+
+def _compute_seconds(counted: Count, chip: Chip, share: float, depth: int | None) -> dict[str, float] | None:
+    """Seconds of arithmetic per scope: products at their type's peak, the rest at the vector units' where known."""
+    seconds: dict[str, float] = {}
+    key = lambda path: path if depth is None else "/".join(path.split("/")[:depth])
+    for matmul in counted.matmuls:
+        peak = chip.peak(matmul.dtype, precision=matmul.precision)
+        if peak is None:
+            return None
+        scope = key(matmul.scope)
+        seconds[scope] = seconds.get(scope, 0.0) + matmul.flops / (peak.flops * share)
+    vector = chip.peaks.get("fp32")
+    if vector is None and not counted.matmuls:
+        return None
+    if vector is not None:
+        for path, each in counted.scopes.items():
+            work = each.elementwise + each.reduction + each.transcendental
+            seconds[key(path)] = seconds.get(key(path), 0.0) + work / (vector * share)
+    return seconds
+
+
+def _bound(scope: str, each: Cost, compute: float | None, memory: float | None) -> Bound:
+    if compute is None and memory is None:
+        return Bound(scope, each, compute, memory, "unknown", None)
+    if memory is None:
+        return Bound(scope, each, compute, memory, "compute or memory", compute)
+    if compute is None:
+        return Bound(scope, each, compute, memory, "compute or memory", memory)
+    return Bound(scope, each, compute, memory, "compute" if compute >= memory else "memory", max(compute, memory))
+
+
+def _time(step: Callable[..., Any], args: tuple, repeats: int) -> float:
+    """The median time of a call in seconds, the first one, which compiles, left out."""
+    jitted = hasattr(step, "lower")
+    run = step if jitted else jax.jit(step)
+    fresh = (lambda: jax.block_until_ready(jax.tree.map(
+        lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, args))) if jitted else (lambda: args)
+    jax.block_until_ready(run(*fresh()))
+    times = []
+    for _ in range(repeats):
+        mine = fresh()
+        start = time.perf_counter()
+        jax.block_until_ready(run(*mine))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _text(report: Roofline) -> str:
+    chip = report.chip
+    peak = chip.peak(report.count.dtype) if report.count.dtype else None
+    rate = f"{si(peak.flops)}FLOP/s {peak.dtype} ({peak.basis})" if peak else "no peak known"
+    band = f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})" if chip.bandwidth else "bandwidth unknown"
+    ridge = f"; bound by compute above {report.ridge:.3g} FLOP/byte" if report.ridge else ""
+    many = f", {report.devices} JAX devices" if report.devices > 1 else ""
+    lines = [f"{chip.name}{many}: {rate}, {band}{ridge}", ""]
+    rows = [("scope", "FLOPs", "bytes", "FLOP/byte", "bound", "at the bound")]
+    for row in (*report.scopes, report.total):
+        intensity = "-" if row.intensity is None else f"{row.intensity:.3g}"
+        rows.append((row.scope or "(no scope)", f"{si(row.cost.flops)}F", f"{si(row.cost.fused_bytes)}B", intensity,
+                     row.bound, seconds_text(row.seconds)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines += ["  ".join(cell.ljust(w) if i in (0, 4) else cell.rjust(w)
+                        for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    lines.append("")
+    if report.measured is not None:
+        ratio = f", {report.measured / report.total.seconds:.1f} times the bound" if report.total.seconds else ""
+        lines.append(f"measured {seconds_text(report.measured)} per call (median, whole function){ratio}")
+    lines.append(str(report.mfu))
+    if report.waste:
+        lines.append(f"sizes that do not fill the tiles ({report.rule}):")
+        lines += [f"  {waste}" for waste in report.waste[:5]]
+        if len(report.waste) > 5:
+            lines.append(f"  and {len(report.waste) - 5} more")
+    lines.append("FLOPs exact from shapes (convolutions nominal); bytes estimated, elementwise operations fused; they "
+                 f"lie\nbetween {si(report.count.io_bytes)}B (arguments and outputs) and "
+                 f"{si(report.count.total.bytes)}B (unfused)")
+    return "\n".join([*lines, *(f"note: {note}" for note in report.notes)])
+
+
+def seconds_text(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+    factor, unit = next((pair for pair in units if seconds >= pair[0]), units[-1])
+    return f"{seconds / factor:.3g} {unit}"
