@@ -5,14 +5,24 @@ Each has a test in tests/test_jax_names.py that fails in words when JAX moves it
 
 from __future__ import annotations
 
+import contextlib
+import re
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import ad_util, source_info_util
+from jax._src.sharding_impls import UNSPECIFIED
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 try:    # jax >= 0.11
     from jax.extend.core import get_opaque_trace_state
 except ImportError:    # jax 0.10
     from jax.core import get_opaque_trace_state
 
-__all__ = ["SubJaxpr", "scan_parts", "sub_jaxprs", "trace_state"]
+__all__ = ["CustomJvp", "CustomVjp", "Literal", "SubJaxpr", "close", "consts_as_inputs", "equation_context", "hoisted",
+           "scan_parts", "scope_path", "sub_jaxprs", "trace_state"]
 
 
 def trace_state():
@@ -90,3 +100,112 @@ def scan_parts(eqn: Any) -> tuple[int, int, int]:
 
 def _sub(kind: str, jaxpr: Any, times: int | None) -> SubJaxpr:
     return SubJaxpr(kind, getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())), times)
+
+
+# Rewriting: equations evaluated again, with their names and context, and jaxprs put back into them.
+
+_TRANSFORM = re.compile(r"[A-Za-z_]+\(|\)")
+
+
+def scope_path(eqn: Any, outer: str = "") -> str:
+    """The named scopes of an equation below `outer`, joined by "/", without the marks that jvp, transpose and vmap
+    leave, so that forward and backward pass have one path."""
+    inner = _TRANSFORM.sub("", str(eqn.source_info.name_stack)).strip("/")
+    return f"{outer}/{inner}" if outer and inner else outer or inner
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any):
+    """Operations done inside carry the equation's names, source line and JAX context (mesh, compute type, ...)."""
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        yield
+
+
+def close(jaxpr: Any) -> Any:
+    """A jaxpr with its constants; some equations hold it without any."""
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+
+
+def consts_as_inputs(closed: Any) -> Any:
+    """The open jaxpr whose first inputs are the constants."""
+    jaxpr = closed.jaxpr
+    return Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, jaxpr.debug_info)
+
+
+def hoisted(params: dict, closed: Any) -> tuple[dict, list]:
+    """(parameters of a jit equation, values) with the jaxpr's constants as its first inputs."""
+    count = len(closed.consts)
+    first = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
+    changes = {name: (value,) * count + tuple(params[name]) for name, value in first.items()}
+    return {**changes, "jaxpr": ClosedJaxpr(consts_as_inputs(closed), ())}, list(closed.consts)
+
+
+class CustomJvp:
+    """The rule of a custom_jvp equation."""
+
+    def __init__(self, params: dict):
+        self._fun, self._consts = params["jvp_jaxpr_fun"], params["num_consts"]
+
+    def jaxpr(self, zeros: list[bool]) -> tuple[Any, list[bool]]:
+        """(the jaxpr from primals and moving tangents to outputs and moving slopes, which slopes are zero).
+
+        `zeros` says which tangents are zero; constants that the function closed over come first and never move.
+        """
+        jaxpr, consts, zeros_out = self._fun.call_wrapped(*zeros[self._consts:])
+        return ClosedJaxpr(jaxpr, consts), list(zeros_out)
+
+    @property
+    def consts(self) -> int:
+        return self._consts
+
+
+class CustomVjp:
+    """The rules of a custom_vjp equation."""
+
+    def __init__(self, params: dict):
+        self._params, self.consts = params, params["num_consts"]
+        self._types = [v.aval for v in params["call_jaxpr"].jaxpr.invars] if hasattr(
+            params["call_jaxpr"], "jaxpr") else [v.aval for v in params["call_jaxpr"].invars]
+
+    def forward(self) -> tuple[Any, int]:
+        """(the jaxpr from the inputs to saved residuals and outputs, how many residuals it saves)."""
+        jaxpr, consts = self._params["fwd_jaxpr_thunk"].call_wrapped(*[True] * (len(self._types) - self.consts))
+        self._saved = ClosedJaxpr(jaxpr, consts)
+        _, tree, forwarded = self._params["out_trees"]()
+        self._forwarded = forwarded
+        return self._saved, tree.num_leaves - sum(i is not None for i in forwarded)
+
+    def backward(self) -> tuple[Any, list[bool]]:
+        """(the jaxpr from inputs, saved residuals and cotangents to slopes, which inputs have one); after `forward`.
+
+        Traced at the original types, which the user's rule is held to. A residual that is a Python number in the
+        forward jaxpr stays one.
+        """
+        count = len(self._forwarded) - sum(i is not None for i in self._forwarded)
+        saved, outputs = self._saved.jaxpr.outvars[:count], self._saved.jaxpr.outvars[count:]
+        live = []
+
+        def run(inputs, residuals, cotangents):
+            rest = iter([v.val if isinstance(v, Literal) else x for v, x in zip(saved, residuals)])
+            full = [next(rest) if i is None else inputs[i] for i in self._forwarded]
+            slopes = self._params["bwd"].call_wrapped(*full, *_cotangents(outputs, cotangents))
+            if isinstance(slopes, tuple) and len(slopes) == 2 and isinstance(slopes[0], (list, tuple)):
+                slopes = slopes[0]    # jax >= 0.12 logs beside them
+            live[:] = [not isinstance(s, ad_util.Zero) for s in slopes]
+            return [s for s, moving in zip(slopes, live) if moving]
+
+        closed = jax.make_jaxpr(run)(self._types, [_aval(v) for v in saved],
+                                     [v.aval for v in outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)])
+        return closed, [False] * self.consts + live
+
+
+def _aval(atom):
+    return jax.typeof(jnp.asarray(atom.val)) if isinstance(atom, Literal) else atom.aval
+
+
+def _cotangents(outputs, given):
+    """Cotangents of all outputs; those that are no floats have none to speak of."""
+    rest = iter(given)
+    return [next(rest) if jnp.issubdtype(v.aval.dtype, jnp.inexact) else np.zeros(v.aval.shape, jax.dtypes.float0)
+            for v in outputs]

@@ -20,8 +20,9 @@ from jax import (
 
 from fnet.transforms._derivatives import hvp, per_example
 from fnet.transforms._microbatch import microbatch
+from fnet.transforms._rewrite import rewrite
 
 __all__ = [
     "checkpoint", "custom_jvp", "custom_vjp", "grad", "hessian", "hvp", "jacobian", "jit", "microbatch", "per_example",
-    "pmap", "value_and_grad", "vmap",
+    "pmap", "rewrite", "value_and_grad", "vmap",
 ]
