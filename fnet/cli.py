@@ -11,6 +11,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 from fnet.hardware._chip import Chip, si
@@ -73,7 +74,8 @@ def _catalogue() -> int:
     rows = []
     for chip in hw.chips.values():
         rates = [_tera(chip, name) for name in ("fp32", "fp16", "bf16", "fp8", "int8")]
-        rows.append((re.sub(r" \(.*\)", "", chip.name), str(chip.year), *rates, f"{chip.memory_bytes / 2**30:g}" if chip.memory_bytes else "-",
+        rows.append((re.sub(r" \(.*\)", "", chip.name), str(chip.year), *rates,
+                     f"{chip.memory_bytes / 2**30:g}" if chip.memory_bytes else "-",
                      f"{chip.bandwidth / 1e9:.0f}" if chip.bandwidth else "-",
                      f"{chip.power_watts:g}" if chip.power_watts else "-"))
     heads = ("chip", "year", "fp32", "fp16", "bf16", "fp8", "int8", "GiB", "GB/s", "watt")
@@ -102,7 +104,8 @@ def _row(name: str) -> int:
             item = hw.chips.find(name)      # slices of a chip
         except KeyError as error:
             near = hw.systems.nearest(name, 1)[0]
-            extra = f"; there is also the system {near!r}" if name.split()[0].lower() in near.lower() else ""
+            like = lambda key: SequenceMatcher(None, name, key.split(" (")[0]).ratio()
+            extra = f"; the nearest system is {near!r}" if like(near) > like(hw.chips.nearest(name, 1)[0]) else ""
             print(f"fnet chips: {error.args[0]}{extra}", file=sys.stderr)
             return 2
     console = _console()
@@ -126,29 +129,37 @@ def _row(name: str) -> int:
     if isinstance(item, Chip) and item.notes:
         facts.append(("note", item.notes))
     _facts(console, facts)
-    checks = hw.checks(item)
-    if checks:
-        _table(console, ("type", "computed", "formula", "quoted", "quoted by", "differs"),
-               [(c.dtype, f"{si(c.computed)}FLOP/s", c.formula, f"{si(c.quoted)}FLOP/s", c.source,
-                 f"{c.deviation:+.1%}") for c in checks], "computed beside quoted")
-        for check in checks:
-            if check.explanation:
-                console.print(f"{check.dtype}, quoted {si(check.quoted)}FLOP/s: {check.explanation}\n", highlight=False)
-    elif hw.computed(item):
-        _table(console, ("type", "computed", "formula"),
-               [(c.dtype, f"{si(c.flops)}FLOP/s", c.formula) for c in hw.computed(item)], "computed, quoted by nobody")
-    values = hw.flop_per_dollar(item)
-    if values:
-        _table(console, ("price", "date", f"FLOP per dollar ({values[0].dtype})", "for", "source"),
-               [(f"${v.price.usd:,.6g} / {v.price.per}", v.price.date, f"{v.flop_per_dollar:.3g}", v.assumption,
-                 v.price.source + (f" ({v.price.note})" if v.price.note else "")) for v in values], "prices")
-    else:
-        console.print("no price is known", highlight=False)
+    console.print("computed beside quoted", style="bold")
+    _facts(console, _comparison(item) or [("", "the units or the clock are not known: nothing to compute from")])
+    console.print("prices", style="bold")
+    values = [(f"${v.price.usd:,.6g} / {v.price.per}",
+               f"{v.price.date}, {v.price.source}" + (f" ({v.price.note})" if v.price.note else "")
+               + f"\n{v.flop_per_dollar:.3g} FLOP per dollar at the {v.dtype} peak, {v.assumption}")
+              for v in hw.flop_per_dollar(item)]
+    _facts(console, values or [("", "none is known")])
     sources = item.sources if isinstance(item, Chip) else tuple(quote.source for quote in item.quoted)
     console.print("sources", style="bold")
     for source in sources:
         console.print(f"  {source}", highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def _comparison(item: Any) -> list[tuple[str, str]]:
+    """Formulas with their results, and under each what is quoted and why it differs."""
+    from fnet import hardware as hw
+
+    formulas = {(c.dtype, c.formula): c.flops for c in hw.computed(item)}
+    checks = hw.checks(item)
+    formulas |= {(c.dtype, c.formula): c.computed for c in checks}      # some quotes are reckoned at another clock
+    rows = []
+    for (dtype, formula), flops in formulas.items():
+        text = [f"{formula} = {si(flops)}FLOP/s"]
+        for check in checks:
+            if (check.dtype, check.formula) == (dtype, formula):
+                text.append(f"quoted {si(check.quoted)}FLOP/s ({check.deviation:+.1%}) by {check.source}"
+                            + (f": {check.explanation}" if check.explanation else ""))
+        rows.append((dtype, "\n".join(text)))
+    return rows
 
 
 def _figures(chip: Chip) -> list[tuple[str, str]]:

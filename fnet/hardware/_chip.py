@@ -179,6 +179,14 @@ class Chip:
         name = f"{self.name}, one of {n} devices"
         return dataclasses.replace(self.scaled(1 / n), name=name, jax_devices_per_chip=1)
 
+    def chips_of(self, devices: int) -> float:
+        """How many chips' worth of peak `devices` JAX devices have: half a chip for one core of a TPU v3.
+
+        Emulated CPU devices share one pool of threads, of which a single one may use all.
+        """
+        chips = devices / self.jax_devices_per_chip
+        return max(1.0, chips) if self.kind == "cpu" else chips
+
     def scaled(self, compute: float, memory: float | None = None, *, basis: str | None = None) -> Chip:
         """The chip with `compute` times its peaks and `memory` (the same by default) times its memory and bandwidth."""
         memory = compute if memory is None else memory

@@ -125,11 +125,13 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
 
     The jaxpr is read equation by equation: the bodies of scans times their length, the dearest branch of a cond, the
     body of a while loop once (its length is unknown, a note says so), the shards of a shard_map together. What has no
-    rule is counted as nothing and named in `notes`.
+    rule is counted as nothing and named in `notes`. An equation whose result nothing uses counts like any other,
+    although a compiler drops it.
 
     Args:
       f: any JAX function, jitted, differentiated or sharded.
-      *args, **kwargs: its arguments: arrays, `jax.ShapeDtypeStruct`s, or anything else that `jax.make_jaxpr` traces.
+      *args, **kwargs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`s. Flags, strings and functions among
+        them, and Python's own numbers, are passed on as they are.
 
     Returns:
       A `Count`; `print` it for a table by scope.
@@ -141,7 +143,15 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     >>> hw.count(lambda x, w: x @ w, x, w).flops
     32768
     """
-    closed = jax.make_jaxpr(lambda *a, **k: f(*a, **k))(*args, **kwargs)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = [hasattr(leaf, "dtype") for leaf in leaves]
+
+    def of_arrays(arrays):
+        arrays = iter(arrays)
+        a, k = jax.tree.unflatten(tree, [next(arrays) if t else leaf for leaf, t in zip(leaves, traced)])
+        return f(*a, **k)
+
+    closed = jax.make_jaxpr(of_arrays)([leaf for leaf, t in zip(leaves, traced) if t])
     jaxpr = closed.jaxpr
     tally = _Tally()
     tally.frame(read(jaxpr), 1)

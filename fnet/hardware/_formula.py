@@ -139,5 +139,6 @@ def flop_per_dollar(chip: Chip | System, dtype: str | None = None, *, years: flo
             rows.append(Value(dtype, flops * 3600 / price.usd, price, "rented by the hour"))
         else:
             rows.append(Value(dtype, flops * years * YEAR_OF_USE / price.usd, price,
-                              f"bought, {years:g} years of use, without electricity or host"))
+                              f"bought, {years:g} years of use, without electricity"
+                              + (" or host" if price.per == "chip" else "")))
     return tuple(rows)

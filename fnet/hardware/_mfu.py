@@ -34,7 +34,7 @@ def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any =
         precision: Any = None) -> MFU:
     """FLOPs of the model per second, over the peak of the devices it runs on.
 
-        MFU = flops_per_step / seconds_per_step / (peak of the chip / JAX devices per chip x devices)
+        MFU = flops_per_step / seconds_per_step / (peak of the chip x devices / JAX devices per chip)
 
     Args:
       flops_per_step: FLOPs of the model without recomputation: `count(step, ...).model_flops`.
@@ -61,7 +61,7 @@ def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any =
     peak = chip.peak(dtype, precision=precision)
     if peak is None:
         return MFU(None, f"no peak of {chip.name} is known for {dtype}")
-    total = peak.flops / chip.jax_devices_per_chip * devices
+    total = peak.flops * chip.chips_of(devices)
     value = flops_per_step / seconds_per_step / total
     if value > 1:
         rate = f"{si(flops_per_step / seconds_per_step)}FLOP/s"

@@ -108,7 +108,7 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
     if measure is None:
         measure = concrete and local
     counted = count(step, *args)
-    share = devices / chip.jax_devices_per_chip
+    share = chip.chips_of(devices)
     compute = _compute_seconds(counted, chip, share, depth)
     rows = []
     for scope, each in counted.by_depth(depth).items():

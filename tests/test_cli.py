@@ -1,0 +1,107 @@
+"""The `fnet` command as a person meets it: its output, its errors, its exit codes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from fnet.cli import main
+from fnet.hardware import chips
+
+
+def run(capsys, *argv):
+    code = main(argv)
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert all(line == line.rstrip() for line in lines)
+    return code, captured.out, captured.err
+
+
+def words(text):
+    """The text without its line breaks and column gaps."""
+    return " ".join(text.split())
+
+
+def test_devices(capsys):
+    code, out, err = run(capsys, "devices")
+    assert code == 0 and not err and "\x1b" not in out
+    assert "policy, train" in out and "compute float32" in out and "not measured" in words(out)
+    assert "JAX devices" in out and "default backend cpu" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_devices_measured(capsys, monkeypatch):
+    import dataclasses
+
+    from fnet import hardware as hw
+
+    measured = dataclasses.replace(hw.detect(), known=True, peaks=hw.FrozenTable(fp32=1.25e11), bandwidth=2e10,
+                                   bases=hw.FrozenTable(fp32="measured", bandwidth="measured"))
+    monkeypatch.setattr(hw, "measure", lambda device: measured)
+    out = run(capsys, "devices", "--measure")[1]
+    assert "125 GFLOP/s (measured)" in out and "20 GB/s (measured)" in out
+
+
+def test_the_catalogue(capsys):
+    code, out, _ = run(capsys, "chips")
+    assert code == 0 and max(map(len, out.splitlines())) <= 100
+    row = next(line for line in out.splitlines() if line.startswith("H100 SXM5 80GB"))
+    assert words(row) == "H100 SXM5 80GB 2022 66.9 989.4 989.4 1979 1979 80 3352 700"
+    assert "DGX-1 (V100)  8 x V100 SXM2 16GB  fp16    1,000      960" in out
+    assert "~ computed from units and clock, ? unverified" in out
+
+
+def test_one_chip(capsys):
+    code, out, _ = run(capsys, "chips", "Titan", "RTX")
+    assert code == 0
+    for part in ("130.5 TFLOP/s (published)", "72 SM x 8 tensor cores x 128 x 1.77 GHz = 130.5 TFLOP/s",
+                 "$2,499 / chip", "2018-12", "280 W (NVIDIA Titan RTX specifications)",
+                 "4.94e+18 FLOP per dollar at the fp16 peak", "NVIDIA Turing whitepaper"):
+        assert part in words(out), part
+
+
+def test_a_disagreement_is_explained(capsys):
+    out = words(run(capsys, "chips", "Ryzen 3950X")[1])
+    assert "16 cores x 32 x 3.5 GHz = 1.792 TFLOP/s" in out and "16 cores x 32 x 4.7 GHz = 2.406 TFLOP/s" in out
+    assert "quoted 4.8 TFLOP/s (+99.5%)" in out and "twice too high" in out
+
+
+def test_a_system(capsys):
+    out = words(run(capsys, "chips", "TPU v3-8")[1])
+    assert "4 x TPU v3" in out and "the launch figure is 105 per chip" in out and "$8 / hour" in out
+    assert "= 492.8 TFLOP/s quoted 420 TFLOP/s (-14.8%)" in out
+
+
+def test_a_slice(capsys):
+    code, out, _ = run(capsys, "chips", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    assert code == 0 and "16 of 132 multiprocessors" in words(out) and "(estimated)" in out
+
+
+@pytest.mark.parametrize("name", list(chips))
+def test_every_chip_prints(capsys, name):
+    code, out, err = run(capsys, "chips", name)
+    assert code == 0 and out.startswith(name) and "sources" in out and not err
+
+
+def test_an_unknown_name_is_one_sentence_and_exit_2(capsys):
+    code, out, err = run(capsys, "chips", "GTX", "1080")
+    assert code == 2 and not out
+    assert err == ("fnet chips: no chip is called 'GTX 1080' in the catalogue; the nearest names are 'GTX 1080 Ti', "
+                   "'RTX 3080 10GB', 'RTX 2080 Ti'\n")
+    assert run(capsys, "chips", "DGX-2")[2].endswith("; the nearest system is 'DGX-1 (V100)'\n")
+
+
+def test_help(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert "devices" in out and "chips" in out and "the policy for it, and why" in out
+    with pytest.raises(SystemExit) as stop:
+        main(["chip"])
+    assert stop.value.code == 2 and "invalid choice: 'chip'" in capsys.readouterr().err
+
+
+def test_a_fresh_process():
+    command = [sys.executable, "-m", "fnet.cli", "chips", "TPU v9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("fnet chips: no chip is called 'TPU v9'")
+    assert "Traceback" not in done.stderr
