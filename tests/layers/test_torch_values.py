@@ -26,7 +26,11 @@ LEAST = {
     "batch_norm": {"BatchNorm": 10},
     "pool": {"MaxPool": 11, "AvgPool": 14, "GlobalAvgPool": 3},
     "attention": {"Attention": 25, "Rotary": 3},
+    "recurrent": {"RNN": 12, "LSTM": 11, "GRU": 11},
 }
+
+# PyTorch has no such layer, or nothing to compute with numbers of its own.
+WITHOUT_TWIN = {"Dropout", "Flatten", "Maxout", "Parallel", "Remat", "Residual", "Sequential", "Stack"}
 
 
 @nn.layer
@@ -72,6 +76,8 @@ def options_of(config):
     options = {name: tuples(value) for name, value in config["options"].items()}
     if "rotary" in options:
         options["rotary"] = nn.Rotary(**options["rotary"])
+    if "activation" in options:
+        options["activation"] = getattr(jax.nn, options["activation"])
     return options
 
 
@@ -97,8 +103,20 @@ def run(config, params, inputs):
             y, state = layer(params, step, state=state, train=call["train"])
             ys.append(y)
         return {"y": jnp.stack(ys)} | {f"state/{name}": value for name, value in state.items()}
+    if call.get("method") == "scan":
+        return scan(layer, params, **inputs)
     function = getattr(layer, call["method"]) if "method" in call else layer
     return {"y": function(params, x[1], **dict(others))}
+
+
+def scan(layer, params, x, lengths=None, **carry):
+    """A recurrent layer's outputs and the leaves of its carry, by name."""
+    ways = ("backward/", "forward/") if layer.bidirectional else ("",)    # in the order of the carry's leaves
+    kinds = ("hidden", "cell") if isinstance(layer, nn.LSTM) else ("hidden",)
+    names = [f"carry/{way}{kind}" for way in ways for kind in kinds]
+    begin = jax.tree.structure(layer.zero_carry(1)).unflatten([carry[name] for name in names]) if carry else None
+    y, after = layer.scan(params, x, begin, lengths=lengths)
+    return {"y": y} | dict(zip(names, jax.tree.leaves(after)))
 
 
 def relative(got, want):
@@ -152,7 +170,8 @@ def test_fixture_holds_params_the_layer_would_make(family):
         if config["call"].get("method") == "attend" or config["layer"] == "Rotary":
             continue
         x, *others = inputs.items()
-        spec = build(config).spec(x[1], **dict(others))
+        others = {name: array for name, array in others if not name.startswith("carry/")}
+        spec = build(config).spec(x[1], **others)
         params = nested(part(case, "params"))
         params = {"embed": params} if config["layer"] == "tied" else params
         assert jax.tree.map(lambda leaf: leaf.shape, spec.params) == jax.tree.map(np.shape, params)
@@ -163,6 +182,14 @@ def test_no_case_is_missing(family):
     layers = [case["config"]["layer"] for case in fixture(family).values()]
     for layer, least in LEAST[family].items():
         assert layers.count(layer) >= least, f"torch_{family}.npz has {layers.count(layer)} cases of {layer}"
+
+
+def test_every_layer_has_cases_or_no_twin():
+    public = (getattr(nn, name) for name in nn.__all__)
+    layers = {value.__name__ for value in public
+              if isinstance(value, type) and issubclass(value, nn.Layer) and value is not nn.Layer}
+    with_twin = {layer for least in LEAST.values() for layer in least}
+    assert layers - WITHOUT_TWIN <= with_twin
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

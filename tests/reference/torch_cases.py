@@ -320,7 +320,47 @@ def attention():
     ]
 
 
+def recurrent():
+    gates = {"RNN": 1, "LSTM": 4, "GRU": 3}
+
+    def case(layer, what, shape=(3, 5, 4), features=3, lengths=None, carry=False, outputs_only=False, **options):
+        """Ragged rows have numbers past their end, which no output and no gradient may notice."""
+        columns, params = gates[layer] * features, {}
+        places = ("forward/", "backward/") if options.get("bidirectional") else ("",)
+        for place in places:
+            params[f"{place}kernel"] = normal(shape[-1], columns, scale=0.5)
+            params[f"{place}recurrent_kernel"] = normal(features, columns, scale=0.5)
+            if options.get("use_bias", True):
+                params[f"{place}bias"] = normal(columns, scale=0.5)
+                if layer == "GRU":
+                    params[f"{place}recurrent_bias"] = normal(features, scale=0.5)
+        inputs = {"x": normal(*shape)}
+        if carry:
+            kinds = ("hidden", "cell") if layer == "LSTM" else ("hidden",)
+            inputs |= {f"carry/{place}{kind}": normal(shape[0], features) for place in places for kind in kinds}
+        if lengths:
+            inputs["lengths"] = given(lengths)
+        options = {"features": features, **options}
+        return Case(f"{layer.lower()}-{what}", layer, options, params, inputs, twins.recurrent,
+                    {"layer": layer, "outputs_only": outputs_only, **options},
+                    call={} if outputs_only else {"method": "scan"})
+
+    return [case(layer, what, **options) for layer in gates for what, options in (
+        ("outputs", dict(outputs_only=True)),
+        ("scan", dict()),
+        ("no-bias", dict(use_bias=False)),
+        ("one-step", dict(shape=(2, 1, 4), carry=True)),
+        ("carry", dict(carry=True)),
+        ("lengths", dict(lengths=[3, 5, 1])),
+        ("lengths-carry", dict(lengths=[1, 4, 2], carry=True)),
+        ("both-ways", dict(bidirectional=True)),
+        ("both-ways-outputs", dict(bidirectional=True, lengths=[5, 2, 3], outputs_only=True)),
+        ("both-ways-lengths", dict(bidirectional=True, lengths=[2, 5, 1])),
+        ("both-ways-lengths-carry", dict(bidirectional=True, lengths=[4, 1, 3], carry=True, use_bias=False)),
+    )] + [case("RNN", "relu", activation="relu", lengths=[3, 5, 1])]
+
+
 FAMILIES = {
     "linear": linear, "conv": conv, "conv_transpose": conv_transpose, "embed": embed, "norm": norm,
-    "batch_norm": batch_norm, "pool": pool, "attention": attention,
+    "batch_norm": batch_norm, "pool": pool, "attention": attention, "recurrent": recurrent,
 }

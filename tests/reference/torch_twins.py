@@ -258,3 +258,44 @@ def rotate(p, x, positions, *, base=10000.0, interleaved=False):
     pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
     return {"y": (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)}
+
+
+def recurrent(p, x, lengths=None, *, layer, features, bidirectional=False, use_bias=True, activation="tanh",
+              outputs_only=False, **carry):
+    """`torch.nn.RNN`, `LSTM` or `GRU`; ragged batches go through `pack_padded_sequence`.
+
+    The gates are in the same order here and there. PyTorch adds two biases where fnet has one: each gets a part of
+    it. The GRU's new gate needs both, fnet's bias and recurrent_bias. Final states come back as `carry/...`.
+    """
+    options = {"nonlinearity": activation} if layer == "RNN" else {}
+    module = getattr(torch.nn, layer)(x.shape[-1], features, bias=use_bias, batch_first=True, dtype=x.dtype,
+                                      bidirectional=bidirectional, **options)
+    places = {"forward/": "", "backward/": "_reverse"} if bidirectional else {"": ""}
+    arrays = {}
+    for place, suffix in places.items():
+        arrays[f"weight_ih_l0{suffix}"] = p[f"{place}kernel"].T
+        arrays[f"weight_hh_l0{suffix}"] = p[f"{place}recurrent_kernel"].T
+        if use_bias:
+            bias = p[f"{place}bias"]
+            ours, other = 0.75 * bias, 0.25 * bias
+            if layer == "GRU":
+                ours = torch.cat([ours[:-features], bias[-features:]])
+                other = torch.cat([other[:-features], p[f"{place}recurrent_bias"]])
+            arrays |= {f"bias_ih_l0{suffix}": ours, f"bias_hh_l0{suffix}": other}
+    assert arrays.keys() == dict(module.named_parameters()).keys()
+
+    kinds = ("hidden", "cell") if layer == "LSTM" else ("hidden",)
+    time, begin = x.shape[1], None
+    if carry:
+        begin = tuple(torch.stack([carry[f"carry/{place}{kind}"] for place in places]) for kind in kinds)
+        begin = begin if layer == "LSTM" else begin[0]
+    if lengths is not None:
+        x = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    y, after = torch.func.functional_call(module, arrays, (x, begin))
+    if lengths is not None:
+        y, _ = torch.nn.utils.rnn.pad_packed_sequence(y, batch_first=True, total_length=time)
+    if outputs_only:
+        return {"y": y}
+    after = after if layer == "LSTM" else (after,)                     # each [directions, batch, features]
+    return {"y": y} | {f"carry/{place}{kind}": state[i] for kind, state in zip(kinds, after)
+                       for i, place in enumerate(places)}
