@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fnet.hardware._chip import FrozenTable, si
-from fnet.hardware._flops import ALIASES, cost, is_heavy, nbytes, touched
+from fnet.hardware._flops import ALIASES, cost, is_heavy, nbytes, touched, unwrap
 from fnet.hardware._walk import Frame, Op, read
 
 
@@ -201,16 +201,16 @@ class _Tally:
             self.frame(frame, times * (1 if sub.times is None else sub.times))
 
     def operation(self, op: Op, times: int) -> None:
-        eqn, name = op.eqn, op.eqn.primitive.name
+        eqn, dtype = unwrap(op.eqn)
+        name = eqn.primitive.name
         each = cost(eqn)
-        reads, writes = touched(eqn)
+        reads, writes = touched(op.eqn)
         moved = (sum(reads) + sum(writes)) * times
         flops = each.flops * times
         if each.kind == "unknown":
             self.notes.append(f"{name}{_where(op.scope)}: no rule for its FLOPs, counted as none")
         if each.kind == "matmul" and each.shape is not None:
-            dtype = str(eqn.invars[0].aval.dtype)
-            self.matmuls.append(Matmul(op.scope, "conv" if name.startswith("conv") else "dot", each.shape, dtype,
+            self.matmuls.append(Matmul(op.scope, "conv" if name.startswith("conv") else "dot", each.shape, str(dtype),
                                        eqn.params.get("precision"), flops, times))
         elif each.kind == "matmul":
             self.notes.append(f"{name}{_where(op.scope)}: FLOPs as the operation itself estimates them")

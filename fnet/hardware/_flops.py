@@ -32,7 +32,7 @@ _MOVEMENT = ALIASES | frozenset(
 _HEAVY = frozenset(
     "dot_general ragged_dot_general ragged_dot conv_general_dilated gather dynamic_slice dynamic_update_slice sort "
     "top_k fft cholesky triangular_solve lu reduce_window reduce_window_sum reduce_window_max reduce_window_min "
-    "select_and_scatter_add select_and_scatter transpose concatenate".split()) | _REDUCTION | _SCATTER
+    "select_and_scatter_add select_and_scatter transpose concatenate lowered".split()) | _REDUCTION | _SCATTER
 
 
 class Cost(NamedTuple):
@@ -42,6 +42,27 @@ class Cost(NamedTuple):
     kind: str
     flops: int = 0
     shape: tuple[int, int, int, int] | None = None
+
+
+class _StandIn(NamedTuple):
+    """An equation as another primitive would write it."""
+
+    primitive: Any
+    params: dict
+    invars: Any
+    outvars: Any
+
+
+def unwrap(eqn: Any) -> tuple[Any, Any]:
+    """The equation behind autocast's `lowered` (a bilinear primitive on operands cast to `compute`), and that type.
+
+    Any other equation comes back as it is, with the type of its first operand.
+    """
+    if eqn.primitive.name == "lowered" and {"op", "params", "compute"} <= eqn.params.keys():
+        params = eqn.params["params"]
+        inner = _StandIn(eqn.params["op"], params() if callable(params) else params, eqn.invars, eqn.outvars)
+        return inner, eqn.params["compute"]
+    return eqn, eqn.invars[0].aval.dtype if eqn.invars and hasattr(eqn.invars[0].aval, "dtype") else None
 
 
 def cost(eqn: Any) -> Cost:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -185,7 +184,7 @@ def _time(step: Callable[..., Any], args: tuple, repeats: int) -> float:
         start = time.perf_counter()
         jax.block_until_ready(run(*mine))
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return sorted(times)[len(times) // 2]
 
 
 def _text(report: Roofline) -> str:

@@ -204,6 +204,17 @@ def test_a_primitive_may_say_its_own_flops():
     assert counted.model_flops == 105 and counted.notes == ("mine: FLOPs as the operation itself estimates them",)
 
 
+def test_a_product_that_autocast_lowered_counts_in_its_narrow_type():
+    from jax.extend.core import Primitive
+
+    lowered = Primitive("lowered")      # as fnet.transforms writes it
+    lowered.def_abstract_eval(lambda x, w, op, params, compute: jax.core.ShapedArray((8, 64), jnp.dtype("float32")))
+    params = dict(dimension_numbers=(((1,), (0,)), ((), ())), precision=None)
+    f = lambda x, w: lowered.bind(x, w, op=lax.dot_general_p, params=lambda: params, compute=jnp.dtype("bfloat16"))
+    counted = hw.count(f, spec(8, 32), spec(32, 64))
+    assert counted.model_flops == 2 * 8 * 32 * 64 and counted.dtype == "bfloat16" and counted.notes == ()
+
+
 def test_no_xla_cost_analysis_and_no_values_are_needed():
     big = spec(2**20, 2**16, dtype="bfloat16")
     assert hw.count(lambda a: a.T @ a, big).flops == 2 * 2**16 * 2**16 * 2**20
