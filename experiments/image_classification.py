@@ -60,9 +60,9 @@ class Config:
 
 
 PRESETS = {
-    "digits": {"width": 32, "epochs": 60, "batch_size": 64, "learning_rate": 0.05,
+    "digits": {"width": 32, "epochs": 40, "batch_size": 64, "learning_rate": 0.05,
                "weight_decay": 1e-3, "augment": "affine"},
-    "mnist": {"width": 32, "epochs": 20, "batch_size": 128, "learning_rate": 0.1,
+    "mnist": {"width": 32, "epochs": 8, "batch_size": 128, "learning_rate": 0.1,
               "weight_decay": 5e-4, "augment": "affine"},
     "fashion_mnist": {"width": 48, "epochs": 20, "batch_size": 128, "learning_rate": 0.1,
                       "weight_decay": 5e-4, "augment": "flip"},
@@ -157,11 +157,12 @@ def train(config, workdir, *, jit=True):
           f"{height} x {width} x {channels}, {classes} classes")
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} images")
 
+    every = max(math.ceil(steps / 20), 10)
     tr.save_config(config, workdir)
     began = time.perf_counter()
     state = tr.fit(
         step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, jit=jit,
-        every=math.ceil(steps / 20), log_every=math.ceil(steps / 20), early_stop=stop,
+        every=every, log_every=every, early_stop=stop,
         progress=tr.Progress(),
     )
     rows = tr.read_metrics(workdir)

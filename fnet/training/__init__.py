@@ -17,7 +17,6 @@ from fnet.training._metrics import Mean, Total, confusion, evaluator, mean
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
 from fnet.training._progress import Progress, duration
 from fnet.training._state import TrainState
-from fnet.training._utilization import Utilization, utilization
 from fnet.training._workdir import clear
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "Progress",
     "Total",
     "TrainState",
-    "Utilization",
     "clear",
     "confusion",
     "cutout",
@@ -56,5 +54,4 @@ __all__ = [
     "same_config",
     "save_config",
     "schedule",
-    "utilization",
 ]

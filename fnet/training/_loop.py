@@ -20,7 +20,7 @@ from fnet.training._checkpoint import Checkpoints
 from fnet.training._early_stop import EarlyStop
 from fnet.training._logs import Logger
 from fnet.training._progress import Progress, duration
-from fnet.training._utilization import Utilization, utilization
+from fnet.training._utilization import utilization
 from fnet.training._workdir import CHECKPOINTS
 
 
@@ -224,14 +224,12 @@ class _Run:
                 jax.block_until_ready(self.state)
                 clock.start(self.at)
                 self.say(f"compiled in {duration(clock.compiled)}, the first step included")
-                if use is not None:
-                    self.say(use.text)
             last = self.at == self.steps
             trained = self.log(use) if self.at % self.log_every == 0 or last else {}
             values = self.measure() if self.at % self.every == 0 or last else {}
             if self.progress is not None and (trained or values):
                 left = clock.left(self.at, self.steps)
-                mfu = use.mfu(clock.rate) if clock.rate else None
+                mfu = use(clock.rate) if clock.rate else None
                 self.progress.log(self.at, trained | _scalars(values), clock.rate, left, mfu)
             self.stop_early(values)
             stop = bool(self.loop["stopped"])
@@ -244,20 +242,20 @@ class _Run:
         if self.checkpoints is not None:
             self.checkpoints.wait()
 
-    def log(self, use: Utilization | None) -> dict[str, float]:
+    def log(self, use: Callable[[float], Any] | None) -> dict[str, float]:
         values = _metrics.results(self.loop["metrics"])
         self.loop["metrics"] = jax.tree.map(jnp.zeros_like, self.zeros)
         if not math.isfinite(values.get("loss", 0.0)):
             raise Diverged(self.diverged(f"the loss is {values['loss']}"))
         self.logged = self.at
         rate = self.clock.lap(self.at)
-        mfu = use.mfu(rate) if use is not None and rate is not None else None
+        mfu = use(rate).value if use is not None and rate is not None else None
         if self.logger is not None:
             times = {"steps_per_second": rate, "mfu": mfu, "compile_seconds": self.clock.compiled}
             row = {f"train/{k}": v for k, v in values.items()}
             row |= {f"time/{k}": v for k, v in times.items() if v is not None}
             self.logger.write(self.at, row)
-        return values
+        return _scalars(values)
 
     def measure(self) -> dict[str, Any]:
         if not self.evaluate:

@@ -37,6 +37,7 @@ class Progress:
         self._refresh = refresh
         self._bar: Any = None
         self._drawn = 0.0
+        self._explained = False
 
     def start(self, step: int, steps: int) -> None:
         """A run of `steps` begins, or goes on, at `step`."""
@@ -80,13 +81,19 @@ class Progress:
         values: Mapping[str, float],
         rate: float | None,
         left: float | None,
-        mfu: float | None,
+        mfu: Any = None,
     ) -> None:
-        """One line: the metrics at a step, steps per second, utilisation (1.0 is all), time left."""
+        """One line: the metrics at a step, steps per second, `hardware.MFU`, seconds left.
+
+        What the utilisation is a share of, or why it is unknown, is said once, the first time.
+        """
+        if mfu is not None and not self._explained:
+            self._explained = True
+            self.line(str(mfu))
         words = [f"step {step:{len(str(self._steps))}}/{self._steps}"]
         words += [f"{name} {value:.4g}" for name, value in values.items()]
         words += [] if rate is None else [f"{rate:.1f} steps/s"]
-        words += [] if mfu is None else [f"MFU {100 * mfu:.1f} %"]
+        words += [] if mfu is None or mfu.value is None else [f"MFU {mfu.value:.1%}"]
         words += [] if left is None or step == self._steps else [f"ETA {duration(left)}"]
         self.line("  ".join(words))
 

@@ -1,32 +1,30 @@
-"""Model FLOP utilisation: the share of the chip's peak that a step makes use of, or why it is unknown."""
+"""The share of the chips' peak that a step makes use of, or why that is unknown."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 
-@dataclasses.dataclass(frozen=True)
-class Utilization:
-    """FLOPs of one step beside the FLOP/s the chip can do.
+from fnet import hardware as hw
 
-    Fields:
-      flops: of one step, counted from its jaxpr; None if unknown.
-      peak: FLOP/s of the chips it runs on; None if unknown.
-      text: both in words, or the reason why one is missing.
+
+def utilization(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[float], hw.MFU]:
+    """Counts the FLOPs of one step, without running it, and looks up the chip.
+
+    Args:
+      step: the training step.
+      state: its first argument; the devices that hold it are those that work.
+      batch: its second.
+
+    Returns:
+      A function from steps per second to `hardware.MFU`.
     """
-
-    flops: float | None
-    peak: float | None
-    text: str
-
-    def mfu(self, rate: float) -> float | None:
-        """The utilisation at `rate` steps per second, 1.0 being the peak; None if unknown."""
-        if self.flops is None or self.peak is None:
-            return None
-        return self.flops * rate / self.peak
-
-
-def utilization(step: Callable[..., Any], *inputs: Any) -> Utilization:
-    return Utilization(None, None, "MFU unknown")
+    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    devices = {device for leaf in arrays for device in leaf.devices()}
+    chip = hw.detect(min(devices, key=lambda device: device.id))
+    count = hw.count(step, state, batch)
+    if count.dtype is None:
+        return lambda rate: hw.MFU(None, "the step has no matrix product")
+    return lambda rate: hw.mfu(count.model_flops, 1 / rate, chip, count.dtype, len(devices))

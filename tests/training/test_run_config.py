@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from fnet import hardware as hw
 from fnet import training as tr
 
 
@@ -118,6 +119,20 @@ def test_progress_on_a_stream_is_lines():
     progress = tr.Progress(stream)
     progress.start(0, 200)
     progress.tick(1, None, None)
-    progress.log(100, {"loss": 0.123456}, 85.25, 61.0, 0.12)
+    mfu = hw.MFU(0.12, peak=1e12, dtype="float32", basis="measured")
+    progress.log(100, {"loss": 0.123456}, 85.25, 61.0, mfu)
+    progress.log(200, {}, 85.25, 0.0, mfu)
     progress.close()
-    assert stream.getvalue() == "step 100/200  loss 0.1235  85.2 steps/s  MFU 12.0 %  ETA 1:01\n"
+    said, first, last = stream.getvalue().splitlines()
+    assert said == str(mfu)
+    assert first == "step 100/200  loss 0.1235  85.2 steps/s  MFU 12.0%  ETA 1:01"
+    assert last == "step 200/200  85.2 steps/s  MFU 12.0%"
+
+
+def test_progress_says_once_why_utilisation_is_unknown():
+    stream = io.StringIO()
+    progress = tr.Progress(stream)
+    progress.start(0, 200)
+    for step in (100, 200):
+        progress.log(step, {}, 1.0, 1.0, hw.MFU(None, "the chip is not known"))
+    assert stream.getvalue().count("MFU unknown: the chip is not known") == 1

@@ -1,0 +1,12 @@
+"""Starting over removes the run and nothing else."""
+
+from fnet import training as tr
+
+
+def test_clear_removes_the_run_and_no_other_file(tmp_path):
+    for name in ("metrics.jsonl", "config.json", "notes.txt", "checkpoints/1/x", "tensorboard/events"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    tr.clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    tr.clear(tmp_path / "not there")
