@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fnet.hardware._chip import FrozenTable, si
-from fnet.hardware._flops import ALIASES, cost, is_heavy, nbytes, touched, unwrap
+from fnet.hardware._flops import FOLDED, cost, is_heavy, nbytes, touched, unwrap
 from fnet.hardware._walk import Frame, Op, read
 
 
@@ -233,13 +233,14 @@ def _fused_traffic(frame: Frame) -> dict[str, int]:
 
     A value is written to memory and read again when it enters or leaves the frame, when the scope that makes it is not
     the one that uses it, or when an operation that compilers run on its own (a product, a reduction, a gather) makes or
-    takes it; the single elementwise use of a product's result counts as its epilogue. Reshapes and broadcasts are free.
+    takes it; the single elementwise use of a product's result counts as its epilogue. Reshapes, broadcasts and
+    transposes are free.
     """
     same: dict[int, int] = {}      # the output of a reshape or broadcast is its input, seen otherwise
     for op in frame.ops:
-        if op.eqn.primitive.name in ALIASES and op.ins and op.ins[0] is not None:
+        if op.eqn.primitive.name in FOLDED and op.ins and op.ins[0] is not None:
             same[op.outs[0]] = same.get(op.ins[0], op.ins[0])
-    real = [op for op in frame.ops if op.eqn.primitive.name not in ALIASES and op.eqn.primitive.name != "iota"]
+    real = [op for op in frame.ops if op.eqn.primitive.name not in FOLDED and op.eqn.primitive.name != "iota"]
     name = lambda i: same.get(i, i)
     heavy = lambda op: bool(op.bodies) or is_heavy(op.eqn.primitive.name)
     maker = {out: op for op in real for out in op.outs}

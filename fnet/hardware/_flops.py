@@ -23,6 +23,7 @@ _SCATTER = frozenset("scatter scatter-add scatter_add scatter-mul scatter_mul sc
                      "scatter_max scatter-sub scatter_sub".split())
 ALIASES = frozenset("reshape squeeze expand_dims stop_gradient name optimization_barrier sharding_constraint "
                     "reshard pvary pcast pbroadcast broadcast_in_dim device_put copy copy_p layout_constraint".split())
+FOLDED = ALIASES | {"transpose"}      # what compilers fold into the operation beside it
 _MOVEMENT = ALIASES | frozenset(
     "transpose slice dynamic_slice dynamic_update_slice concatenate pad rev gather iota convert_element_type "
     "bitcast_convert_type split stack unstack tile eye empty create_token after_all all_gather all_to_all ppermute "
@@ -32,7 +33,7 @@ _MOVEMENT = ALIASES | frozenset(
 _HEAVY = frozenset(
     "dot_general ragged_dot_general ragged_dot conv_general_dilated gather dynamic_slice dynamic_update_slice sort "
     "top_k fft cholesky triangular_solve lu reduce_window reduce_window_sum reduce_window_max reduce_window_min "
-    "select_and_scatter_add select_and_scatter transpose concatenate lowered".split()) | _REDUCTION | _SCATTER
+    "select_and_scatter_add select_and_scatter concatenate lowered".split()) | _REDUCTION | _SCATTER
 
 
 class Cost(NamedTuple):

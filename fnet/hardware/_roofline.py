@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -209,11 +210,12 @@ def _text(report: Roofline) -> str:
         lines.append(f"measured {seconds_text(report.measured)} per call (median, whole function){ratio}")
     lines.append(str(report.mfu))
     if report.waste:
-        lines.append(f"sizes that do not fill the tiles ({report.rule}):")
+        lines.append("sizes that do not fill the tiles:")
         lines += [f"  {waste}" for waste in report.waste[:5]]
         if len(report.waste) > 5:
             lines.append(f"  and {len(report.waste) - 5} more")
-    lines.append("FLOPs exact from shapes (convolutions nominal); bytes estimated, elementwise operations fused; they "
+        lines.append(textwrap.fill(report.rule, 98, initial_indent="  ", subsequent_indent="  "))
+    lines.append("FLOPs exact from shapes (convolutions nominal); bytes estimated, elementwise work fused; they "
                  f"lie\nbetween {si(report.count.io_bytes)}B (arguments and outputs) and "
                  f"{si(report.count.total.bytes)}B (unfused)")
     return "\n".join([*lines, *(f"note: {note}" for note in report.notes)])

@@ -220,6 +220,12 @@ def test_no_xla_cost_analysis_and_no_values_are_needed():
     assert hw.count(lambda a: a.T @ a, big).flops == 2 * 2**16 * 2**16 * 2**20
 
 
+def test_xla_agrees_where_it_is_exact():
+    f = jax.jit(lambda x, w: x @ w)
+    (x, w) = jnp.ones((8, 32)), jnp.ones((32, 64))
+    assert f.lower(x, w).compile().cost_analysis()["flops"] == hw.count(f, x, w).flops
+
+
 def test_bytes_of_slices_and_updates_are_those_of_the_slice():
     update = hw.count(lambda cache, x: lax.dynamic_update_slice(cache, x, (5, 0)), spec(1000, 8), spec(1, 8))
     assert update.total.bytes == 2 * 4 * 8
