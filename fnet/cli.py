@@ -41,9 +41,14 @@ def _devices(measure: bool) -> int:
 
     from fnet import hardware as hw
 
+    try:
+        found = jax.local_devices()
+    except RuntimeError as error:      # a backend was asked for that is not there
+        print(f"fnet devices: JAX finds no device: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
     console = _console()
     groups: dict[Chip, list[Any]] = {}
-    for device in jax.local_devices():
+    for device in found:
         groups.setdefault(hw.detect(device), []).append(device)
     for chip, devices in groups.items():
         chips = max(1, len(devices) // chip.jax_devices_per_chip)

@@ -42,6 +42,16 @@ def test_devices_measured(capsys, monkeypatch):
     assert "125 GFLOP/s (measured)" in out and "20 GB/s (measured)" in out
 
 
+def test_no_device_is_one_sentence_and_exit_2(capsys, monkeypatch):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'cuda': no such thing\nmore lines")
+
+    monkeypatch.setattr("jax.local_devices", devices)
+    code, out, err = run(capsys, "devices")
+    assert code == 2 and not out
+    assert err == "fnet devices: JAX finds no device: Unable to initialize backend 'cuda': no such thing\n"
+
+
 def test_the_catalogue(capsys):
     code, out, _ = run(capsys, "chips")
     assert code == 0 and max(map(len, out.splitlines())) <= 100

@@ -163,6 +163,7 @@ def test_launch_prices(name):
     item = hw.chips[name] if name in hw.chips else hw.systems[name]
     (price,) = [price for price in item.prices if price.per != "hour"]
     assert price.usd == LAUNCH[name] and re.fullmatch(r"20\d\d-\d\d", price.date) and price.source
+    assert item.power_watts > 0 and item.power_source
 
 
 def test_flop_per_dollar():
