@@ -20,11 +20,12 @@ from fnet.layers._embed import Embed
 from fnet.layers._linear import Dense, Maxout
 from fnet.layers._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from fnet.layers._pool import AvgPool, Flatten, GlobalAvgPool, MaxPool
+from fnet.layers._recurrent import GRU, LSTM, RNN
 from fnet.layers._scope import Scope
 from fnet.layers._spec import ParamSpec, Spec
 
 __all__ = [
-    "Attention", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv", "Dropout", "Embed",
-    "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel", "ParamSpec",
-    "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack", "layer", "method",
+    "GRU", "LSTM", "RNN", "Attention", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv",
+    "Dropout", "Embed", "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel",
+    "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack", "layer", "method",
 ]
