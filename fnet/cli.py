@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -43,8 +44,10 @@ def _devices(measure: bool) -> int:
 
     try:
         found = jax.local_devices()
-    except RuntimeError as error:      # a backend was asked for that is not there
-        print(f"fnet devices: JAX finds no device: {str(error).splitlines()[0]}", file=sys.stderr)
+    except (RuntimeError, AssertionError) as error:      # a backend was asked for that is not there
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        why = (str(error).splitlines() or [f"no backend of JAX_PLATFORMS={platforms!r} starts"])[0]
+        print(f"fnet devices: JAX finds no device: {why}", file=sys.stderr)
         return 2
     console = _console()
     groups: dict[Chip, list[Any]] = {}

@@ -42,14 +42,16 @@ def test_devices_measured(capsys, monkeypatch):
     assert "125 GFLOP/s (measured)" in out and "20 GB/s (measured)" in out
 
 
-def test_no_device_is_one_sentence_and_exit_2(capsys, monkeypatch):
+@pytest.mark.parametrize(("error", "why"), [
+    (RuntimeError("Unable to initialize backend 'tpu': gone\nmore"), "Unable to initialize backend 'tpu': gone"),
+    (AssertionError(), "no backend of JAX_PLATFORMS='cuda' starts")])
+def test_no_device_is_one_sentence_and_exit_2(capsys, monkeypatch, error, why):
     def devices():
-        raise RuntimeError("Unable to initialize backend 'cuda': no such thing\nmore lines")
+        raise error
 
     monkeypatch.setattr("jax.local_devices", devices)
-    code, out, err = run(capsys, "devices")
-    assert code == 2 and not out
-    assert err == "fnet devices: JAX finds no device: Unable to initialize backend 'cuda': no such thing\n"
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert run(capsys, "devices") == (2, "", f"fnet devices: JAX finds no device: {why}\n")
 
 
 def test_the_catalogue(capsys):
