@@ -1,0 +1,31 @@
+"""The page on training: its programs run as they are written, on a smaller model."""
+
+import pathlib
+import re
+import textwrap
+
+import pytest
+
+pytest.importorskip("sklearn")
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "training.md").read_text()
+
+
+def block(first):
+    """The indented block of the page that begins with `first`."""
+    return textwrap.dedent(re.search(rf"^    {first}.*\n((    .*)?\n)+", PAGE, re.M).group(0))
+
+
+def test_the_programs_on_the_page_run(tmp_path, capsys):
+    program = block("import jax, jax.numpy")
+    small = {"widths=(32, 64)": "widths=(2, 4)", "epochs=20": "epochs=2", "runs/example": str(tmp_path)}
+    for old, new in small.items():
+        assert old in program
+        program = program.replace(old, new)
+    names = {}
+    exec(program, names)
+    assert re.search(r"test accuracy 0\.\d{4}\n$", capsys.readouterr().out)
+
+    names = {"folder": tmp_path / "checkpoints"}
+    exec(block("import orbax.checkpoint").replace("saved.arrays", "kernel = saved.arrays"), names)
+    assert names["kernel"].shape == (4, 10)
+    names["manager"].close()
