@@ -42,7 +42,8 @@ class Embed(Layer):
         tokens = jnp.asarray(tokens)
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"Embed at {scope} takes integer tokens; got {tokens.dtype}{list(tokens.shape)}")
-        return self._table(scope).at[tokens].get(mode="fill", wrap_negative_indices=False)
+        table = jnp.asarray(self._table(scope))    # params may be NumPy's
+        return table.at[tokens].get(mode="fill", wrap_negative_indices=False)
 
     @method
     def attend(self, scope: Scope, x):

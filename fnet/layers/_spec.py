@@ -32,7 +32,8 @@ class ParamSpec:
 
     def make(self, keys, path, memo):
         """The array. `keys[i]` is the key folded along `path[:i]`; `memo` lives for one `init`."""
-        return self.init(keys[-1], self.shape, self.dtype)
+        # Compiled by itself, an initialiser rounds as it does inside a larger program: init == jit(init), to the bit.
+        return jax.jit(self.init, static_argnums=(1, 2))(keys[-1], self.shape, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
