@@ -43,6 +43,7 @@ class Config:
     split: str = option("random", "of digits: random, or last20 for the last 20 % of the file")
     model: str = option("cnn", "cnn or mlp")
     width: int | None = option(None, "channels of the CNN's first stage, doubled in each that follows")
+    depth: int = option(1, "convolutions in the CNN's first stage; the others have two")
     dropout: float = option(0.2, "dropout before the last layer (cnn), after each hidden one (mlp)")
     epochs: float | None = option(None, "passes over the training images")
     steps: int | None = option(None, "training steps, instead of epochs")
@@ -91,7 +92,7 @@ def make_model(config, classes, size):
     if size < 16:                                          # digits are 8 × 8
         return models.CNN(classes, (config.width, 2 * config.width), 2, dropout=config.dropout)
     widths = tuple(config.width * 2**i for i in range(3))
-    return models.CNN(classes, widths, (1, 2, 2), stem=(5, 2), dropout=config.dropout)
+    return models.CNN(classes, widths, (config.depth, 2, 2), stem=(5, 2), dropout=config.dropout)
 
 
 def train(config, workdir, *, jit=True):
@@ -194,7 +195,7 @@ def checked(config):
         if getattr(config, name) not in choices:
             wrong = getattr(config, name)
             raise tr.ConfigError(f"--{name}={wrong}: use {', '.join(choices)}")
-    for name in ("width", "epochs", "steps", "batch_size", "learning_rate"):
+    for name in ("width", "depth", "epochs", "steps", "batch_size", "learning_rate"):
         if getattr(config, name) is not None and getattr(config, name) <= 0:
             raise tr.ConfigError(f"--{name}={getattr(config, name)}: it has to be more than 0")
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
@@ -227,6 +228,8 @@ def main(argv):
                        for folder, each in runs.items()}
     except tr.Interrupted as stopped:
         common.stop(stopped, 130)
+    except KeyboardInterrupt:
+        common.stop("interrupted between two checkpoints; the same command goes on from the last", 130)
     except tr.Diverged as broken:
         common.stop(broken, 1)
     if len(results) == 2:

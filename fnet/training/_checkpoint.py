@@ -74,7 +74,9 @@ def _like(leaf: Any, array: np.ndarray, entry: Mapping[str, Any]) -> Any:
         return type(leaf)(array.item())
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return array if isinstance(leaf, np.ndarray) else array[()]
-    sharding = getattr(leaf, "sharding", None)
+    # An array that is bound to no device must not come back bound to one: it may meet sharded data.
+    bound = isinstance(leaf, jax.ShapeDtypeStruct) or leaf.committed
+    sharding = leaf.sharding if bound else None
     if "key" in entry:
         return jax.device_put(jax.random.wrap_key_data(array, impl=entry["key"]), sharding)
     return jax.device_put(array, sharding)

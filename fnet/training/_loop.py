@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,11 @@ import numpy as np
 
 from fnet.training import _metrics
 from fnet.training._checkpoint import Checkpoints
+from fnet.training._clock import Clock
 from fnet.training._early_stop import EarlyStop
 from fnet.training._logs import Logger
 from fnet.training._progress import Progress, duration
+from fnet.training._signals import Signals, signals
 from fnet.training._utilization import utilization
 from fnet.training._workdir import CHECKPOINTS
 
@@ -131,33 +130,8 @@ def fit(
             run.restore()
             run.logger = Logger(workdir, step=run.at, tensorboard=tensorboard)
             stack.callback(run.logger.close)
-        run.train(stack.enter_context(_signals()))
+        run.train(stack.enter_context(signals()))
         return run.state
-
-
-class _Signals:
-    received: str | None = None
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
-    """Notes the first SIGINT or SIGTERM, lets the second one through, restores the old handlers."""
-    seen = _Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
-
-    def note(number, frame):
-        if seen.received is not None:
-            raise KeyboardInterrupt
-        seen.received = signal.Signals(number).name
-
-    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield seen
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @jax.jit
@@ -208,14 +182,14 @@ class _Run:
         if self.progress is not None:
             self.progress.line(text)
 
-    def train(self, signals: _Signals) -> None:
+    def train(self, seen: Signals) -> None:
         if self.at >= self.steps or self.loop["stopped"]:
             return
         if self.progress is not None:
             self.progress.start(self.at, self.steps)
         shown = self.progress is not None or self.logger is not None
         use = utilization(self.step, self.state, self.batches(self.at)) if shown else None
-        self.clock = clock = _Clock(self.at)
+        self.clock = clock = Clock()
         while self.at < self.steps and not self.loop["stopped"]:
             total = self.loop.pop("metrics")
             self.state, self.loop["metrics"] = self.advance(self.state, total, self.batches(self.at))
@@ -233,12 +207,12 @@ class _Run:
                 self.progress.log(self.at, trained | _scalars(values), clock.rate, left, mfu)
             self.stop_early(values)
             stop = bool(self.loop["stopped"])
-            if self.at % self.save_every == 0 or last or stop or signals.received:
+            if self.at % self.save_every == 0 or last or stop or seen.received:
                 self.save(values)
             if self.progress is not None:
                 self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
-            if signals.received and not last and not stop:
-                self.interrupted(signals.received)
+            if seen.received and not last and not stop:
+                self.interrupted(seen.received)
         if self.checkpoints is not None:
             self.checkpoints.wait()
 
@@ -320,38 +294,3 @@ class _Run:
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}
-
-
-class _Clock:
-    """Steps per second without compiling, evaluating and saving; time left with all of them."""
-
-    def __init__(self, at: int):
-        self.compiled: float | None = None
-        self.rate: float | None = None
-        self._began = time.perf_counter()
-
-    def start(self, at: int) -> None:
-        now = time.perf_counter()
-        self.compiled = now - self._began
-        self._began = self._lap_began = now
-        self._first = self._lap_at = at
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._lap_began += time.perf_counter() - began
-
-    def lap(self, at: int) -> float | None:
-        """The rate since the last lap. The caller has just waited for the device."""
-        now = time.perf_counter()
-        if at > self._lap_at:
-            self.rate = (at - self._lap_at) / (now - self._lap_began)
-        self._lap_at, self._lap_began = at, now
-        return self.rate
-
-    def left(self, at: int, steps: int) -> float | None:
-        """Seconds to go, at the pace of the whole run so far."""
-        if at == self._first or self.rate is None:
-            return None
-        return (time.perf_counter() - self._began) / (at - self._first) * (steps - at)

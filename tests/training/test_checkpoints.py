@@ -63,8 +63,17 @@ def test_a_sharded_array_comes_back_in_its_place(tmp_path):
     checkpoints.wait()
     back = checkpoints.restore({"x": x})["x"]
     checkpoints.close()
-    assert back.sharding == x.sharding
+    assert back.sharding == x.sharding and back.committed
     np.testing.assert_array_equal(back, x)
+
+
+def test_an_array_bound_to_no_device_stays_so(tmp_path):
+    checkpoints = tr.Checkpoints(tmp_path)
+    checkpoints.save(0, {"x": jnp.ones(3), "key": jax.random.key(0)})
+    checkpoints.wait()
+    back = checkpoints.restore({"x": jnp.ones(3), "key": jax.random.key(0)})
+    checkpoints.close()
+    assert not back["x"].committed and not back["key"].committed
 
 
 def test_the_last_few_and_the_best_are_kept(tmp_path):

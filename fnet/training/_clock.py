@@ -1,0 +1,42 @@
+"""The clock of a run: its speed, and the time it still takes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Clock:
+    """Steps per second without compiling, evaluating and saving; time left with all of them."""
+
+    def __init__(self):
+        self.compiled: float | None = None
+        self.rate: float | None = None
+        self._began = time.perf_counter()
+
+    def start(self, at: int) -> None:
+        now = time.perf_counter()
+        self.compiled = now - self._began
+        self._began = self._lap_began = now
+        self._first = self._lap_at = at
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._lap_began += time.perf_counter() - began
+
+    def lap(self, at: int) -> float | None:
+        """The rate since the last lap. The caller has just waited for the device."""
+        now = time.perf_counter()
+        if at > self._lap_at:
+            self.rate = (at - self._lap_at) / (now - self._lap_began)
+        self._lap_at, self._lap_began = at, now
+        return self.rate
+
+    def left(self, at: int, steps: int) -> float | None:
+        """Seconds to go, at the pace of the whole run so far."""
+        if at == self._first or self.rate is None:
+            return None
+        return (time.perf_counter() - self._began) / (at - self._first) * (steps - at)
