@@ -23,6 +23,8 @@ def curves(rows, path, *, title):
       title: above the picture.
     """
     plt = _pyplot()
+    from matplotlib import ticker
+
     names = sorted({k.split("/")[0] for row in rows for k in row if k.endswith("/accuracy")})
     names.sort(key=lambda name: name != "train")
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -35,7 +37,11 @@ def curves(rows, path, *, title):
             values = 100 * (1 - values) if metric == "accuracy" else values
             axis.plot(steps, values, marker=".", color=colour, label=f"{name}, last {values[-1]:.3g}")
         axis.set(xlabel="step", ylabel=label, yscale="log" if metric == "loss" else "linear")
-        if metric == "accuracy":
+        if metric == "loss":
+            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+        else:
             shown = [line.get_ydata() for line in axis.lines]
             top = max((np.percentile(values, 90) for values in shown), default=1)
             axis.set_ylim(0, max(1.2 * top, 0.5))          # the first points would flatten the rest

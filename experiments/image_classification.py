@@ -54,7 +54,7 @@ class Config:
     warmup: float = option(0.15, "fraction of the run during which the step size rises")
     weight_decay: float | None = option(None, "on kernels, not on biases and norm scales")
     label_smoothing: float = option(0.0, "share of the label spread over all classes")
-    augment: str | None = option(None, "none, shift, affine, flip or flip_cutout")
+    augment: str | None = option(None, "none, shift, affine, flip, flip_crop or flip_crop_cutout")
     ema: float = option(0.99, "decay of the average of weights that is evaluated; 0 for none")
     early_stop: int = option(0, "stop after so many evaluations without gain on a held-out tenth")
     seed: int = option(0, "of initial weights, order, augmentation and dropout")
@@ -65,25 +65,25 @@ PRESETS = {
                "weight_decay": 1e-3, "augment": "affine"},
     "mnist": {"width": 32, "epochs": 8, "batch_size": 128, "learning_rate": 0.1,
               "weight_decay": 5e-4, "augment": "affine"},
-    "fashion_mnist": {"width": 48, "epochs": 20, "batch_size": 128, "learning_rate": 0.1,
-                      "weight_decay": 5e-4, "augment": "flip"},
-    "cifar10": {"width": 64, "epochs": 20, "batch_size": 128, "learning_rate": 0.1,
-                "weight_decay": 5e-4, "augment": "flip_cutout"},
+    "fashion_mnist": {"width": 32, "depth": 2, "epochs": 14, "batch_size": 128,
+                      "learning_rate": 0.1, "weight_decay": 5e-4, "augment": "flip"},
+    "cifar10": {"width": 64, "depth": 2, "epochs": 20, "batch_size": 128, "learning_rate": 0.1,
+                "weight_decay": 5e-4, "augment": "flip_crop_cutout"},
 }
 
 AUGMENT = {
     "none": lambda key, images: images,
     "shift": lambda key, images: tr.random_shift(key, images, max(1, images.shape[1] // 14)),
     "affine": lambda key, images: tr.random_affine(key, images, degrees=10, scale=0.1, shift=0.08),
-    "flip": lambda key, images: flip_and_crop(key, images),
-    "flip_cutout": lambda key, images: tr.cutout(key, flip_and_crop(key, images), 8),
+    "flip": tr.random_flip,
+    "flip_crop": lambda key, images: flip_and_crop(key, images),
+    "flip_crop_cutout": lambda key, images: tr.cutout(key, flip_and_crop(key, images), 8),
 }
 
 
 def flip_and_crop(key, images):
     keys = jax.random.split(key)
-    padding = images.shape[1] // 14
-    return tr.random_crop(keys[0], tr.random_flip(keys[1], images), padding, mode="reflect")
+    return tr.random_crop(keys[0], tr.random_flip(keys[1], images), images.shape[1] // 8)
 
 
 def make_model(config, classes, size):
