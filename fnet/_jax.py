@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# From jax._src rather than jax.extend.core, whose import loads Pallas and costs 60 ms.
 from jax._src import ad_util, source_info_util
+from jax._src.core import Jaxpr, Literal, Primitive, get_opaque_trace_state
 from jax._src.sharding_impls import UNSPECIFIED
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-try:    # jax >= 0.11
-    from jax.extend.core import get_opaque_trace_state
-except ImportError:    # jax 0.10
-    from jax.core import get_opaque_trace_state
+try:
+    from jax._src.core import ClosedJaxpr
+except ImportError:    # jax >= 0.12: one class for both
+    ClosedJaxpr = Jaxpr
 
-__all__ = ["CustomJvp", "CustomVjp", "Literal", "SubJaxpr", "close", "consts_as_inputs", "equation_context", "hoisted",
-           "scan_parts", "scope_path", "sub_jaxprs", "trace_state"]
+__all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "SubJaxpr", "close", "consts_as_inputs",
+           "equation_context", "hoisted", "scan_parts", "scope_path", "sub_jaxprs", "trace_state"]
 
 
 def trace_state():

@@ -18,11 +18,15 @@ from jax import (
     vmap,
 )
 
+from fnet.transforms._autocast import autocast, full_precision
 from fnet.transforms._derivatives import hvp, per_example
+from fnet.transforms._explain import explain
+from fnet.transforms._loss_scale import LossScaleState, loss_scale, loss_scale_state, scaled_value_and_grad
 from fnet.transforms._microbatch import microbatch
 from fnet.transforms._rewrite import rewrite
 
 __all__ = [
-    "checkpoint", "custom_jvp", "custom_vjp", "grad", "hessian", "hvp", "jacobian", "jit", "microbatch", "per_example",
-    "pmap", "rewrite", "value_and_grad", "vmap",
+    "LossScaleState", "autocast", "checkpoint", "custom_jvp", "custom_vjp", "explain", "full_precision", "grad",
+    "hessian", "hvp", "jacobian", "jit", "loss_scale", "loss_scale_state", "microbatch", "per_example", "pmap",
+    "rewrite", "scaled_value_and_grad", "value_and_grad", "vmap",
 ]

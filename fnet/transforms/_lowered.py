@@ -1,0 +1,159 @@
+"""A bilinear operation in low precision: a primitive whose derivatives, in every order, are low-precision too.
+
+JAX's own dot_general of bfloat16 operands with a float32 result has a backward pass of float32 times bfloat16, and one
+with a bfloat16 result rounds weight gradients to bfloat16. `lowered` casts inside: its operands and its result have
+whatever dtypes surround it, its products are of the low dtype and its sums of the wide one, and each of its gradients
+comes out in the dtype of the operand it belongs to, so that a float32 weight has a float32 gradient, summed in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+from fnet._jax import Literal, Primitive
+
+lowered_p = Primitive("lowered")
+
+
+def lowered(op, x, y, params: dict, *, compute, out) -> jax.Array:
+    """`op(x, y)` with operands cast to `compute`, sums in float32, and the result in `out`.
+
+    Args:
+        op: a bilinear primitive with `preferred_element_type`: dot_general, conv_general_dilated, ...
+        x, y: floating-point arrays.
+        params: the primitive's parameters.
+        compute, out: dtypes.
+    """
+    return lowered_p.bind(x, y, op=op, params=_Params(params), compute=jnp.dtype(compute),
+                          out=jnp.dtype(out))
+
+
+class _Params:
+    """Parameters of a primitive, hashable."""
+
+    def __init__(self, params):
+        self.items = tuple(sorted(params.items(), key=lambda item: item[0]))
+        self._hash = hash(str(self.items))    # some values are lists or hold dicts
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return isinstance(other, _Params) and self.items == other.items
+
+    def __repr__(self):
+        return f"{{{', '.join(f'{name}={value}' for name, value in self.items)}}}"
+
+    def __call__(self, dtype=None) -> dict:
+        return {**dict(self.items), "preferred_element_type": dtype}
+
+
+def _compute(x, y, *, op, params, compute, out, sums=jnp.float32):
+    x, y = (a if a.dtype == compute else lax.convert_element_type(a, compute) for a in (x, y))
+    z = op.bind(x, y, **params(jnp.dtype(sums)))
+    return z if z.dtype == out else lax.convert_element_type(z, out)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "params", "compute", "out"))
+def _eager(x, y, **params):
+    return lowered_p.bind(x, y, **params)
+
+
+lowered_p.def_impl(lambda x, y, **params: _eager(x, y, **params))
+
+
+@lowered_p.def_effectful_abstract_eval
+def _abstract(x, y, *, op, params, compute, out):
+    # The primitive's own rule knows shapes, shardings and what varies over a mesh.
+    z, effects = op.abstract_eval(x.update(dtype=compute, weak_type=False),
+                                         y.update(dtype=compute, weak_type=False), **params(jnp.dtype(jnp.float32)))
+    return z.update(dtype=out, weak_type=False), effects
+
+
+def _on_accelerators(x, y, *, compute, out, **rest):
+    # Matrix units sum in float32 whatever the result's dtype is, and write half as much for a narrow one.
+    return _compute(x, y, compute=compute, out=out, sums=out if out.itemsize == compute.itemsize else jnp.float32,
+                    **rest)
+
+
+def _on_cpu(x, y, *, op, params, compute, out):
+    # XLA:CPU has fast products of bfloat16 with float32 sums where batch axes lead, and none at all where they do not;
+    # its low-precision convolutions have low-precision sums.
+    if op is not lax.dot_general_p:
+        return _compute(x, y, op=op, params=params, compute=compute, out=out, sums=compute)
+    contract, batch = params()["dimension_numbers"]
+    (x, left), (y, right) = (_batch_first(a, c, b) for a, c, b in zip((x, y), contract, batch))
+    front = tuple(range(len(batch[0])))
+    leading = _Params({**params(), "dimension_numbers": ((left, right), (front, front))})
+    return _compute(x, y, op=op, params=leading, compute=compute, out=out)
+
+
+def _batch_first(x, contract, batch):
+    """x with its batch axes first, and where its contracted axes are then."""
+    order = [*batch, *(axis for axis in range(x.ndim) if axis not in batch)]
+    moved = lax.transpose(x, order) if order != list(range(x.ndim)) else x
+    return moved, tuple(order.index(axis) for axis in contract)
+
+
+mlir.register_lowering(lowered_p, mlir.lower_fun(_on_accelerators, multiple_results=False))
+mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
+
+
+def _again(closed, x, y, compute, dtype):
+    """Evaluates a jaxpr of two arrays that holds one bilinear operation, with that one lowered."""
+    env = dict(zip(closed.jaxpr.constvars, closed.consts)) | dict(zip(closed.jaxpr.invars, (x, y)))
+    for eqn in closed.jaxpr.eqns:
+        inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        if eqn.primitive in BILINEAR:
+            outputs = [lowered(eqn.primitive, *inputs, eqn.params, compute=compute, out=dtype)]
+        else:
+            outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            outputs = outputs if eqn.primitive.multiple_results else [outputs]
+        env.update(zip(eqn.outvars, outputs))
+    return env[closed.jaxpr.outvars[0]]
+
+
+# Transposes and batches of a product are products with other parameters, with axes moved around them. JAX's own rules
+# say which; they are asked once for each kind of product, in float32.
+
+@functools.lru_cache(4096)
+def _transposed(side, op, params, shapes):
+    """The jaxpr from a cotangent and the other operand to the cotangent of operand `side`."""
+    like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
+
+    def transposed(g, other):
+        linear = (lambda x: product(x, other)) if side == 0 else (lambda y: product(other, y))
+        return jax.linear_transpose(linear, like[side])(g)[0]
+
+    return jax.make_jaxpr(transposed)(jax.eval_shape(product, *like), like[1 - side])
+
+
+@functools.lru_cache(4096)
+def _batched(op, params, shapes, axes):
+    like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
+    return jax.make_jaxpr(jax.vmap(product, in_axes=axes))(*like)
+
+
+def _transpose_left(g, x, y, *, op, params, compute, out):
+    return _again(_transposed(0, op, params, (x.aval.shape, y.shape)), g, y, compute, x.aval.dtype)
+
+
+def _transpose_right(g, x, y, *, op, params, compute, out):
+    return _again(_transposed(1, op, params, (x.shape, y.aval.shape)), g, x, compute, y.aval.dtype)
+
+
+def _batch(args, axes, *, op, params, compute, out):
+    closed = _batched(op, params, tuple(a.shape for a in args), tuple(axes))
+    return _again(closed, *args, compute, out), 0
+
+
+BILINEAR = {lax.dot_general_p, lax.conv_general_dilated_p}
+ad.defbilinear(lowered_p, _transpose_left, _transpose_right)
+batching.primitive_batchers[lowered_p] = _batch
