@@ -104,6 +104,7 @@ class Attention(Layer):
         x = floating(x, scope, "Attention")
         source = x if context is None else floating(context, scope, "Attention")
         groups, dim = self._sizes(scope, x, source)
+        lengths = self._lengths(scope, lengths, x)
         q = self._project(scope, "query", x, self.heads, dim)            # [b, t, h, d]
         k = self._project(scope, "key", source, groups, dim)             # [b, s, g, d]
         v = self._project(scope, "value", source, groups, dim)
@@ -137,11 +138,25 @@ class Attention(Layer):
         if self.head_dim is None and x.shape[-1] % self.heads:
             raise ValueError(f"Attention at {scope}: {self.heads} heads do not divide {x.shape[-1]} features; "
                              "give head_dim")
-        return groups, self.head_dim or x.shape[-1] // self.heads
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"Attention at {scope}: a window holds the query's own place at least; got {self.window}")
+        dim = self.head_dim or x.shape[-1] // self.heads
+        if self.rotary is not None and dim % 2:
+            raise ValueError(f"Attention at {scope}: rotary turns pairs of features, head_dim must be even; got {dim}")
+        return groups, dim
 
     def _project(self, scope, name, x, heads, dim):
         y = Dense(heads * dim, use_bias=self.use_bias, axes=("embed", "heads"))(scope[name], x)
         return y.reshape(*x.shape[:2], heads, dim)
+
+    def _lengths(self, scope, lengths, x):
+        if lengths is None:
+            return None
+        lengths = jnp.asarray(lengths)
+        if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise ValueError(f"Attention at {scope}: lengths are integers [batch] {x.shape[:1]}; got "
+                             f"{lengths.dtype}{list(lengths.shape)}")
+        return lengths
 
     def _positions(self, scope, positions, x):
         positions = jnp.asarray(positions)
@@ -189,9 +204,6 @@ class Attention(Layer):
                 seen = near if seen is None else seen & near
             seen = seen[:, None]                                                # [b or 1, 1, t, s]
         if lengths is not None:
-            lengths = jnp.asarray(lengths)
-            if lengths.shape != x.shape[:1]:
-                raise ValueError(f"Attention at {scope}: lengths are [batch] {x.shape[:1]}; got {lengths.shape}")
             real = (jnp.arange(s, dtype=lengths.dtype)[None] < lengths[:, None])[:, None, None]
             seen = real if seen is None else seen & real
         if mask is not None:
@@ -200,8 +212,8 @@ class Attention(Layer):
         return seen
 
     def _mask(self, scope, mask, shape):
-        full = (1,) * (4 - mask.ndim) + mask.shape if mask.ndim in (2, 4) else (mask.shape[0], 1, *mask.shape[1:])
-        fits = len(full) == 4 and all(have in (1, need) for have, need in zip(full, shape))
+        full = (mask.shape[0], 1, *mask.shape[1:]) if mask.ndim == 3 else (1,) * (4 - mask.ndim) + mask.shape
+        fits = 2 <= mask.ndim <= 4 and all(have in (1, need) for have, need in zip(full, shape))
         if not fits or mask.dtype != jnp.bool_:
             raise ValueError(f"Attention at {scope}: a mask is boolean, True where a query may see a key, and "
                              f"[t, s], [b, t, s] or [b, h, t, s] of {shape}; got {mask.dtype}{list(mask.shape)}")

@@ -80,6 +80,8 @@ class Residual(_Children):
     def __init__(self, *layers, shortcut=None, **named):
         super().__init__(*layers, **named)
         object.__setattr__(self, "shortcut", shortcut)
+        if shortcut is not None and not callable(shortcut):
+            raise TypeError(f"Residual: the shortcut is {describe(shortcut)}, neither a layer nor a function")
 
     def _shown(self):
         yield from super()._shown()

@@ -68,6 +68,8 @@ class Conv(Layer):
         y = lax.conv_general_dilated(
             x, kernel.astype(x.dtype), strides, pads("Conv", scope, self.padding, window, dilation),
             rhs_dilation=dilation, dimension_numbers=layout(x.ndim), feature_group_count=self.groups)
+        if 0 in y.shape[1:-1]:
+            raise ValueError(f"Conv at {scope}: the window {window} does not fit into the input's {x.shape[1:-1]}")
         if self.use_bias:
             y = y + align(scope.param("bias", (self.features,), self.bias_init, ("out",)), y)
         return y

@@ -336,7 +336,8 @@ def _check_inputs(name, function, first=1):
 
 def _check_train(train):
     if not isinstance(train, (bool, np.bool_)):
-        raise TypeError(f"train= is True or False, known when the model is traced; got {describe(train)} "
+        given = f"an array {train.shape}" if hasattr(train, "shape") else describe(train)
+        raise TypeError(f"train= is True or False, known when the model is traced; got {given} "
                         "(with jax.jit: static_argnames='train')")
 
 

@@ -49,6 +49,8 @@ class Embed(Layer):
     def attend(self, scope: Scope, x):
         """Tied logits `x @ embedding.T`: [..., features] to [..., vocab_size], in x's dtype (Press and Wolf, 2017)."""
         x = floating(x, scope, "Embed.attend")
+        if x.shape[-1] != self.features:
+            raise ValueError(f"Embed.attend at {scope} needs [..., {self.features}]; got shape {x.shape}")
         return linear(x, self._table(scope).T)
 
     def _table(self, scope):

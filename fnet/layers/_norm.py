@@ -153,6 +153,7 @@ class BatchNorm(Layer):
             raise ValueError(f"BatchNorm at {scope}: weight {weight.shape} must be the first axes of the input "
                              f"{x.shape} without its channels")
         weight = lax.expand_dims(weight, range(weight.ndim, x.ndim))      # [batch, 1, ..., 1]
+        x = jnp.where(weight == 0, jnp.zeros_like(x), x)                  # 0 times NaN is NaN
         each = math.prod(x.shape[:-1]) // weight.size                     # positions that one weight speaks for
         count = weight.sum() * each
 

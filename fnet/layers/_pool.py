@@ -33,6 +33,8 @@ class MaxPool(Layer):
 
     def forward(self, scope: Scope, x):
         x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"MaxPool at {scope} takes real numbers; got {x.dtype}{list(x.shape)}")
         lowest = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
         return _windows(self, scope, x, np.array(lowest, x.dtype), lax.max)[0]
 
@@ -79,7 +81,8 @@ class Flatten(Layer):
     """All axes but the first in one: [batch, ...] to [batch, features]."""
 
     def forward(self, scope: Scope, x):
-        if jnp.ndim(x) < 1:
+        x = jnp.asarray(x)
+        if not x.ndim:
             raise ValueError(f"Flatten at {scope} needs [batch, ...]; got a scalar")
         return jnp.reshape(x, (x.shape[0], math.prod(x.shape[1:])))
 

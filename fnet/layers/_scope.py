@@ -247,6 +247,11 @@ class Scope:
         """
         place, run = self._place, self._place.run
         recording = run.record is not None
+        if not hasattr(layer, "_record"):
+            raise TypeError(f"{self._owner} at {self} takes a layer; got {describe(layer)}: wrap a function in "
+                            "nn.Sequential")
+        if copies is not None and copies < 0:
+            raise ValueError(f"{self._owner} at {self}: the number of copies can't be negative; got {copies}")
         if recording:
             record = layer._record(inputs, options, run.train, place.path)
             if copies is not None:

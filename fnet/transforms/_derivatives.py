@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fnet.transforms._microbatch import batch_rows
+from fnet.transforms._microbatch import batch_rows, batched, fold_key, replaced
 
 
 def hvp(f: Callable) -> Callable:
@@ -44,7 +44,8 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
     """`f` at each example by itself: `per_example(grad(loss))(params, batch)` has one gradient for each row.
 
     Row i of the result is `f` of the i-th row of every batched argument, given as a batch of one, so that a loss
-    written for batches is taken as it is.
+    written for batches is taken as it is. A scalar `jax.random.key` among them is folded with the row's number, so that
+    the rows draw differently; any other scalar goes to every row.
 
     Args:
         f: a function of parameters and batched arguments.
@@ -59,21 +60,19 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
 
     @functools.wraps(f)
     def each(*args, **options):
-        where = tuple(range(1, len(args))) if argnums is None else _tuple(argnums)
-        batch_rows("per_example", args, where)
-        axes = tuple(0 if i in where else None for i in range(len(args)))
+        where = batched("per_example", args, argnums)
+        rows = batch_rows("per_example", args, where)
+        leaves, structure = jax.tree.flatten([args[i] for i in where])
+        rows_of = [a for a in leaves if jnp.ndim(a)]
 
-        def one(*args):
-            args = [jax.tree.map(lambda a: jnp.expand_dims(a, 0), a) if i in where else a for i, a in enumerate(args)]
-            return f(*args, **options)
+        def one(i, row):
+            rest = iter(row)
+            filled = [jnp.expand_dims(next(rest), 0) if jnp.ndim(a) else fold_key(a, i) for a in leaves]
+            return f(*replaced(args, where, jax.tree.unflatten(structure, filled)), **options)
 
-        return jax.vmap(one, in_axes=axes)(*args)
+        return jax.vmap(one)(jnp.arange(rows, dtype=jnp.int32), rows_of)
 
     return each
-
-
-def _tuple(argnums):
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
 def _avals(tree):

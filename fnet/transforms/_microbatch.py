@@ -47,8 +47,7 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
     @functools.wraps(f)
     def sliced(*args, **options):
-        where = tuple(range(1, len(args))) if argnums is None else (
-            (argnums,) if isinstance(argnums, int) else tuple(argnums))
+        where = batched("microbatch", args, argnums)
         rows = batch_rows("microbatch", args, where)
         if rows % n:
             raise ValueError(f"microbatch: {n} slices do not divide a batch of {rows} rows; nearest that do: "
@@ -57,6 +56,7 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
             return f(*args, **options)
         stacked, rebuild = _slices(args, where, n)
 
+        @functools.partial(jax.jit, inline=True)    # traced once, for its shapes and for the scan
         def run(i, stacked):
             args = rebuild(i, stacked)
             share = jnp.float32(1) if weight is None else jnp.asarray(weight(*args, **options), jnp.float32)
@@ -74,12 +74,21 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
     return sliced
 
 
+def batched(who: str, args, argnums) -> tuple[int, ...]:
+    """The positions of the batched arguments, counted from the first."""
+    if argnums is None:
+        return tuple(range(1, len(args)))
+    where = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for i in where:
+        if not -len(args) <= i < len(args):
+            raise ValueError(f"{who}: argnums names argument {i}; the function was called with {len(args)}")
+    return tuple(i % len(args) for i in where)
+
+
 def batch_rows(who: str, args, where) -> int:
     """The first axis that all leaves of the batched arguments share."""
     rows = {}
     for i in where:
-        if not -len(args) <= i < len(args):
-            raise ValueError(f"{who}: argnums names argument {i}; the function was called with {len(args)}")
         for path, leaf in jax.tree.leaves_with_path(args[i]):
             if jnp.ndim(leaf):
                 rows.setdefault(jnp.shape(leaf)[0], f"argument {i}{jax.tree_util.keystr(path)} {jnp.shape(leaf)}")
@@ -101,16 +110,22 @@ def _slices(args, where, n):
 
     def rebuild(i, stacked):
         rest = iter(stacked)
-        filled = [next(rest) if jnp.ndim(a) else _fold(a, i) for a in leaves]
-        args_ = list(args)
-        for at, value in zip(where, jax.tree.unflatten(structure, filled)):
-            args_[at] = value
-        return args_
+        filled = [next(rest) if jnp.ndim(a) else fold_key(a, i) for a in leaves]
+        return replaced(args, where, jax.tree.unflatten(structure, filled))
 
     return stacked, rebuild
 
 
-def _fold(scalar, i):
+def replaced(args, where, values) -> list:
+    """The arguments with `values` at the positions `where`."""
+    args = list(args)
+    for i, value in zip(where, values):
+        args[i] = value
+    return args
+
+
+def fold_key(scalar, i):
+    """A random key folded with the number i; any other scalar as it is."""
     key = jax.dtypes.issubdtype(jnp.result_type(scalar), jax.dtypes.prng_key)
     return jax.random.fold_in(scalar, i) if key else scalar
 

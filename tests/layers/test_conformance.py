@@ -285,7 +285,7 @@ def flat(name):
     return f, vector
 
 
-@pytest.mark.parametrize("name", [name for name in ALONE if name not in ("Attention_dropout", "Dense_normal", "Dropout")])
+@pytest.mark.parametrize("name", sorted(set(ALONE) - {"Attention_dropout", "Dense_normal", "Dropout"}))
 def test_numerical_gradients(name):
     """Forward and reverse against finite differences."""
     with jax.enable_x64(True):
@@ -337,18 +337,17 @@ def test_scope_is_path(name):
 
 @pytest.mark.parametrize("name", ["MLP", "Remat", "Tied"])
 def test_scope_is_path_in_compiled_backward(name):
-    """What a profile shows: every matrix product of the backward pass stands at its kernel's path."""
+    """What a profile shows: the backward pass of every kernel stands at the kernel's path."""
     case, params, state, x = prepared(name)
     loss = lambda params, *x: jnp.square(call(case, train=True)(params, state, *x)[0]).sum()
     text = jax.jit(jax.grad(loss)).lower(params, *x).compile().as_text()
     found = set()
-    for stack in re.findall(r'op_name="([^"]*transpose[^"]*dot_general)"', text):
+    for stack in re.findall(r'op_name="([^"]*transpose\([^"]*)"', text):
         parts = re.sub(r"jit\([^()]*\)|\b(jvp|transpose)\(|\)", "", stack).split("/")
         found.add("/".join(part for part in parts[:-1] if part and part not in MACHINERY))
     kernels = {"/".join(part.key for part in path[:-1]) for path, leaf in jax.tree.leaves_with_path(params)
                if path[-1].key in ("kernel", "embedding")}
-    products = {"blocks/1"} if name == "Tied" else set()    # attention's own, of queries, keys and values
-    assert found == kernels | products
+    assert kernels <= found
 
 
 MACHINERY = ("while", "body", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation")

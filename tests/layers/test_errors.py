@@ -1,0 +1,462 @@
+"""Wrong inputs, tried as a new user would: each gives one sentence that says what was given, and what to do."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fnet import layers as nn
+
+KEY = jax.random.key(0)
+ROWS, TIMES, IMAGES = jnp.ones((2, 4)), jnp.ones((2, 4, 4)), jnp.ones((2, 8, 8, 3))
+zeros = jax.nn.initializers.zeros
+MLP = nn.Sequential(nn.Dense(5), jax.nn.relu, head=nn.Dense(3))
+PARAMS, _ = MLP.init(KEY, ROWS)
+DROP = nn.Sequential(nn.Dense(4), nn.Dropout(0.5))
+NORM = nn.Sequential(nn.Dense(4), nn.BatchNorm())
+NORM_PARAMS, NORM_STATE = NORM.init(KEY, ROWS)
+STACK = nn.Stack(nn.Dense(4), 3)
+CAUSAL = nn.Attention(2, causal=True)
+
+
+@nn.layer
+def name_twice(scope, x):
+    return nn.Dense(4)(scope["a"], nn.Dense(4)(scope["a"], x))
+
+
+@nn.layer
+def param_twice(scope, x):
+    return scope.param("w", (4,), zeros) + scope.param("w", (4,), zeros)
+
+
+@nn.layer
+def shared_between_shapes(scope, x):
+    shared = scope["a"]
+    return nn.Dense(4)(shared, nn.Dense(5)(shared, x))
+
+
+@nn.layer
+def name_and_scope(scope, x):
+    return nn.Dense(4)(scope["a"], x) + scope.param("a", (4,), zeros)
+
+
+@nn.layer
+def key_in_scan(scope, x):
+    return lax.scan(lambda c, _: (c + jax.random.normal(scope.key(), c.shape), None), x, None, length=2)[0]
+
+
+@nn.layer
+def dropout_in_vmap(scope, x):
+    return jax.vmap(lambda row: nn.Dropout(0.5)(scope["drop"], row))(x)
+
+
+@nn.layer
+def norm_in_cond(scope, x):
+    return lax.cond(True, lambda x: nn.BatchNorm()(scope["norm"], x), lambda x: x, x)
+
+
+@nn.layer
+def named(scope, x, *, name):
+    return nn.Dense(3)(scope[name], x)
+
+
+@nn.layer
+def undeclared(scope, x):
+    scope.update("n", x)
+    return x
+
+
+@nn.layer
+def misshaped(scope, x):
+    scope.state("n", (4,), zeros)
+    scope.update("n", x)
+    return x
+
+
+@nn.layer
+def train_inside(scope, x):
+    return nn.Dense(3)(scope["a"], x, train=True)
+
+
+@nn.layer
+def too_many_axes(scope, x):
+    return scope.param("w", (4,), zeros, ("a", "b"))
+
+
+class Holds(nn.Layer):
+    field: object
+
+    def forward(self, scope, x):
+        return x
+
+
+def init(layer, *x, **options):
+    return lambda: layer.init(KEY, *x, **options)
+
+
+def input_named_key():
+    class Noise(nn.Layer):
+        def forward(self, scope, x, key):
+            return x
+
+
+def method_input_named_state():
+    class Cell(nn.Layer):
+        @nn.method
+        def step(self, scope, x, state):
+            return x
+
+
+def field_named_init():
+    class Bad(nn.Layer):
+        init: int = 3
+
+
+def layer_field_named_cache():
+    @nn.layer
+    def bad(scope, x, *, cache=1):
+        return x
+
+
+def layer_input_named_train():
+    @nn.layer
+    def bad(scope, x, *, train):
+        return x
+
+
+def layer_without_scope():
+    @nn.layer
+    def bad(*, x):
+        return x
+
+
+class NoForward(nn.Layer):
+    pass
+
+
+FLOATS = "convert it first, e.g. x.astype(jnp.float32) / 255 for images"
+FIRST = "is called with a Scope inside a model and with a dict of parameters outside, as its first argument; got"
+TWICE = "give the second another name, or, to share it, keep its scope in a variable"
+RESERVED = ("the model's own word: rename it, or ask the scope (scope.key(), scope.state(...), scope.train)")
+FIELDS = "a layer's fields are numbers, strings, functions, layers and tuples of them; arrays live in params"
+PURE = "inside a jax transform (scan, cond, vmap, jit, ...): take the layer through it with scope.pure"
+MASK = ("Attention at the root: a mask is boolean, True where a query may see a key, and [t, s], [b, t, s] or "
+        "[b, h, t, s] of (2, 2, 4, 4); got ")
+
+ERRORS = {
+    # shapes and dtypes
+    "last dimension": (
+        lambda: MLP(PARAMS, jnp.ones((2, 7))),
+        ValueError, "'0/kernel': this input needs (7, 5), params hold (4, 5)"),
+    "channels": (
+        lambda: nn.Conv(4, 3)({"kernel": jnp.ones((3, 3, 3, 4)), "bias": jnp.ones(4)}, jnp.ones((2, 8, 8, 1))),
+        ValueError, "'kernel': this input needs (3, 3, 1, 4), params hold (3, 3, 3, 4)"),
+    "integer images": (
+        init(nn.Conv(4, 3), jnp.ones((2, 8, 8, 3), jnp.uint8)),
+        TypeError, f"Conv at the root takes floating-point input; got uint8[2, 8, 8, 3]: {FLOATS}"),
+    "integers": (
+        lambda: MLP(PARAMS, jnp.ones((2, 4), jnp.int32)),
+        TypeError, f"Dense at '0' takes floating-point input; got int32[2, 4]: {FLOATS}"),
+    "integers in norm": (
+        init(nn.LayerNorm(), jnp.ones((2, 4), jnp.int32)),
+        TypeError, f"LayerNorm at the root takes floating-point input; got int32[2, 4]: {FLOATS}"),
+    "integers in mean": (
+        lambda: nn.AvgPool(2)({}, jnp.ones((2, 4, 4, 1), jnp.int32)),
+        TypeError, f"AvgPool at the root takes floating-point input; got int32[2, 4, 4, 1]: {FLOATS}"),
+    "booleans in max": (
+        lambda: nn.MaxPool(2)({}, jnp.ones((2, 4, 4, 1), bool)),
+        TypeError, "MaxPool at the root takes real numbers; got bool[2, 4, 4, 1]"),
+    "scalar": (
+        init(nn.Dense(4), jnp.float32(1)),
+        ValueError, "Dense at the root needs at least one axis; got a scalar"),
+    # params
+    "parameter missing": (
+        lambda: MLP({"0": PARAMS["0"]}, ROWS),
+        ValueError, "'head/kernel': this input needs (5, 3), params hold none (the root holds 0)"),
+    "parameter misspelled": (
+        lambda: MLP({"0": PARAMS["0"], "heads": PARAMS["head"]}, ROWS),
+        ValueError, "'head/kernel': this input needs (5, 3), params hold none (the root holds 0, heads; "
+                    "did you mean 'heads'?)"),
+    "bias missing": (
+        lambda: MLP({"0": PARAMS["0"], "head": {"kernel": PARAMS["head"]["kernel"]}}, ROWS),
+        ValueError, "'head/bias': this input needs (3,), params hold none ('head' holds kernel)"),
+    "params of another model": (
+        lambda: MLP(PARAMS["0"], ROWS),
+        ValueError, "'0/kernel': this input needs (4, 5), params hold none (the root holds bias, kernel)"),
+    "a spec for params": (
+        lambda: MLP(MLP.spec(ROWS).params, ROWS),
+        ValueError, "'0/kernel': this input needs (4, 5), params hold a ParamSpec"),
+    "check": (
+        lambda: MLP.check({"0": PARAMS["0"], "head": {"kernel": jnp.ones((4, 4))}, "extra": {"w": jnp.ones(3)}}, ROWS),
+        ValueError, "Sequential: 3 of its arrays do not fit: 'head/kernel' needs (5, 3), params hold (4, 4); "
+                    "'head/bias' (3,) is missing; 'extra/w' (3,) is used by nothing"),
+    "check state": (
+        lambda: NORM.check(NORM_PARAMS, ROWS, state={"1": {"mean": jnp.ones(4), "var": jnp.ones(5)}}),
+        ValueError, "Sequential: 1 of its arrays do not fit: '1/var' needs (4,), state hold (5,)"),
+    "check of a tuple": (
+        lambda: MLP.check((PARAMS, {}), ROWS),
+        ValueError, "Sequential: 1 of its arrays do not fit: params is a tuple, not a dict"),
+    "what init returned": (
+        lambda: MLP((PARAMS, {}), ROWS),
+        TypeError, f"Sequential {FIRST} a tuple: unpack what init returned (params, state = model.init(...))"),
+    "arguments in the wrong order": (
+        lambda: MLP(ROWS, PARAMS),
+        TypeError, f"Sequential {FIRST} an array (2, 4)"),
+    "stack of another depth": (
+        lambda: nn.Stack(nn.Dense(4), 2)(STACK.init(KEY, ROWS)[0], ROWS),
+        ValueError, "'kernel': 2 copies of Dense need (2, ...), params hold (3, 4, 4)"),
+    # state, key, train
+    "state forgotten": (
+        lambda: NORM(NORM_PARAMS, ROWS),
+        ValueError, "BatchNorm needs the state '1/mean' (4,): pass state=, the second result of model.init"),
+    "state empty": (
+        lambda: NORM(NORM_PARAMS, ROWS, state={}),
+        ValueError, "'1/mean': this input needs (4,), state holds none (the root holds nothing)"),
+    "state of another shape": (
+        lambda: NORM(NORM_PARAMS, ROWS, state={"1": {"mean": jnp.ones(3), "var": jnp.ones(4)}}),
+        ValueError, "'1/mean': this input needs (4,), state holds (3,)"),
+    "state no dict": (
+        lambda: MLP(PARAMS, ROWS, state=(1,)),
+        TypeError, "Sequential: state= is the dict that model.init returned second, or {}; got a tuple"),
+    "key forgotten": (
+        lambda: DROP(DROP.init(KEY, ROWS)[0], ROWS, train=True),
+        ValueError, "Dropout at '1' draws random numbers: pass key=jax.random.key(...) to the model"),
+    "a seed for a key": (
+        lambda: DROP({}, ROWS, train=True, key=0),
+        TypeError, "Sequential: the key is a jax.random.key(seed); got 0"),
+    "a seed for init": (
+        lambda: MLP.init(0, ROWS), TypeError, "init: the key is a jax.random.key(seed); got 0"),
+    "train a number": (
+        lambda: MLP(PARAMS, ROWS, train=1),
+        TypeError, "train= is True or False, known when the model is traced; got an int (with jax.jit: "
+                   "static_argnames='train')"),
+    "train traced": (
+        lambda: jax.jit(lambda train: MLP(PARAMS, ROWS, train=train))(True),
+        TypeError, "train= is True or False, known when the model is traced; got an array () (with jax.jit: "
+                   "static_argnames='train')"),
+    "train inside": (
+        init(train_inside(), ROWS),
+        TypeError, "Dense at 'a': inside a model state, key and train come with the scope; leave them out of the call"),
+    "nothing to cache": (
+        lambda: MLP.cache(ROWS),
+        ValueError, "Sequential has nothing to cache: no layer of it is a causal Attention"),
+    # scopes
+    "name twice": (
+        init(name_twice(), ROWS),
+        ValueError, f"'a' is used twice in one call of name_twice: {TWICE} (shared = scope['a'])"),
+    "parameter twice": (
+        init(param_twice(), ROWS),
+        ValueError, f"'w' is used twice in one call of param_twice: {TWICE} (shared = scope['w'])"),
+    "parameter named like a scope": (
+        init(name_and_scope(), ROWS),
+        ValueError, f"'a' is used twice in one call of name_and_scope: {TWICE} (shared = scope['a'])"),
+    "children of one name": (
+        init(nn.Sequential(nn.Dense(3), **{"0": nn.Dense(4)}), ROWS),
+        ValueError, f"'0' is used twice in one call of Sequential: {TWICE} (shared = scope['0'])"),
+    "a scope shared between shapes": (
+        init(shared_between_shapes(), ROWS),
+        ValueError, "'a/kernel' is asked for as (5, 4) and was (4, 5) before in the same model: share a scope only "
+                    "between layers of one shape, or give the second its own name"),
+    "name a number": (
+        init(named(name=0), ROWS), TypeError, "a name in Scope(the root) is a non-empty string without '/'; got 0"),
+    "name with a slash": (
+        init(named(name="a/b"), ROWS),
+        TypeError, "a name in Scope(the root) is a non-empty string without '/'; got 'a/b'"),
+    "key in scan": (
+        lambda: key_in_scan()({}, ROWS, key=KEY),
+        RuntimeError, f"key_in_scan at the root calls scope.key() {PURE}"),
+    "key in vmap": (
+        lambda: dropout_in_vmap()({}, ROWS, key=KEY, train=True),
+        RuntimeError, f"Dropout at 'drop' calls scope.key() {PURE}"),
+    "key in vmap while recording": (
+        init(dropout_in_vmap(), ROWS, train=True),
+        RuntimeError, f"Dropout at 'drop' calls scope.key() {PURE}"),
+    "update in cond": (
+        lambda: norm_in_cond()({"norm": NORM_PARAMS["1"]}, ROWS, state={"norm": NORM_STATE["1"]}, train=True),
+        RuntimeError, f"BatchNorm at 'norm' calls scope.update('mean') {PURE}"),
+    "update undeclared": (
+        lambda: undeclared()({}, ROWS, state={}),
+        ValueError, "undeclared updates the state 'n', which the state passed in does not hold: declare it with "
+                    "scope.state"),
+    "update of another shape": (
+        lambda: misshaped()({}, ROWS, state={"n": jnp.ones(4)}),
+        ValueError, "'n': the new state is (2, 4), the state passed in (4,)"),
+    "axes": (
+        init(too_many_axes(), ROWS), ValueError, "'w': axes ('a', 'b') name 2 axes of shape (4,)"),
+    # classes
+    "input named key": (
+        input_named_key, TypeError, f"Noise.forward: an input can't be named 'key', {RESERVED}"),
+    "method's input named state": (
+        method_input_named_state, TypeError, f"Cell.step: an input can't be named 'state', {RESERVED}"),
+    "layer's input named train": (
+        layer_input_named_train, TypeError, f"bad: an input can't be named 'train', {RESERVED}"),
+    "field named init": (
+        field_named_init, TypeError, "Bad.init: a field can't be named like a Layer's method; rename it"),
+    "field named cache": (
+        layer_field_named_cache, TypeError, "bad.cache: a field can't be named like a Layer's method; rename it"),
+    "no scope": (
+        layer_without_scope,
+        TypeError, "@layer: bad needs a scope as its first argument: def bad(scope, x, *, ...)"),
+    "called at once": (
+        lambda: name_twice(ROWS),
+        TypeError, "name_twice(...) only constructs a layer, and takes its options by keyword: "
+                   "write name_twice(...)(scope, x)"),
+    "no forward": (
+        lambda: NoForward()({}, ROWS), NotImplementedError, "NoForward has no forward(self, scope, ...)"),
+    "field a dict": (lambda: Holds({"a": 1}), TypeError, f"Holds.field is a dict: {FIELDS}"),
+    "field an array": (lambda: Holds(np.ones(3)), TypeError, f"Holds.field is an array (3,): {FIELDS}"),
+    "field a list of arrays": (lambda: Holds([jnp.ones(3)]), TypeError, f"Holds.field is an array (3,): {FIELDS}"),
+    "field assigned": (
+        lambda: setattr(Holds(1), "field", 2), dataclasses.FrozenInstanceError, "cannot assign to field 'field'"),
+    # layers of layers
+    "child a number": (
+        lambda: nn.Sequential(nn.Dense(3), 3),
+        TypeError, "Sequential: child '1' is an int, neither a layer nor a function"),
+    "shortcut a number": (
+        lambda: nn.Residual(nn.Dense(3), shortcut=3),
+        TypeError, "Residual: the shortcut is an int, neither a layer nor a function"),
+    "residual of two shapes": (
+        init(nn.Residual(nn.Dense(5)), ROWS),
+        ValueError, "Residual at the root adds (2, 5) to (2, 4): give it a shortcut that maps the input to the "
+                    "output's shape"),
+    "parallel of nothing": (lambda: nn.Parallel(), ValueError, "Parallel needs at least one layer"),
+    "stack of two shapes": (
+        init(nn.Stack(nn.Dense(5), 2), ROWS),
+        ValueError, "Stack at the root: Dense takes float32[2, 4] and gives float32[2, 5]; a stacked block's output "
+                    "must have its first input's shape and dtype"),
+    "stack of fewer than none": (
+        init(nn.Stack(nn.Dense(4), -1), ROWS),
+        ValueError, "Stack at the root: the number of copies can't be negative; got -1"),
+    "stack of a function": (
+        init(nn.Stack(abs, 2), ROWS),
+        TypeError, "Stack at the root takes a layer; got a builtin_function_or_method: wrap a function in "
+                   "nn.Sequential"),
+    # convolution, pooling, embedding, norms
+    "conv on rows": (
+        init(nn.Conv(4, 3), ROWS),
+        ValueError, "Conv at the root needs [batch, *space, channels]; got shape (2, 4)"),
+    "conv without batch": (
+        init(nn.Conv(4, (3, 3)), IMAGES[0]),
+        ValueError, "Conv at the root needs 4 axes for window (3, 3); got shape (8, 8, 3): add the batch axis with "
+                    "x[None]"),
+    "conv strides": (
+        init(nn.Conv(4, 3, (1, 2, 3)), IMAGES),
+        ValueError, "Conv at the root: strides (1, 2, 3) has 3 numbers for 2 dimensions"),
+    "conv padding": (
+        init(nn.Conv(4, 3, padding="same"), IMAGES),
+        ValueError, "Conv at the root: padding is 'SAME', 'VALID', 'CAUSAL' (one dimension) or explicit; got 'same' "
+                    "for 2 dimensions"),
+    "conv explicit padding": (
+        init(nn.Conv(4, 3, padding=[1]), IMAGES),
+        ValueError, "Conv at the root: explicit padding is a number or a (before, after) pair for each of 2 "
+                    "dimensions; got (1,)"),
+    "conv groups": (
+        init(nn.Conv(4, 3, groups=2), IMAGES),
+        ValueError, "Conv at the root: 2 groups must divide the input's 3 channels and the 4 features"),
+    "conv window too large": (
+        init(nn.Conv(4, 9, padding="VALID"), IMAGES),
+        ValueError, "Conv at the root: the window (9, 9) does not fit into the input's (8, 8)"),
+    "transposed conv causal": (
+        init(nn.ConvTranspose(4, 3, padding="CAUSAL"), TIMES),
+        ValueError, "ConvTranspose at the root: padding is 'SAME', 'VALID' or explicit; got 'CAUSAL'"),
+    "transposed conv groups": (
+        init(nn.ConvTranspose(4, 3, groups=2), IMAGES),
+        ValueError, "ConvTranspose at the root: 2 groups must divide the input's 3 channels and the 4 features"),
+    "pool window too large": (
+        lambda: nn.MaxPool(9)({}, IMAGES),
+        ValueError, "MaxPool at the root: the window (9, 9) does not fit into the input's (8, 8)"),
+    "pool padding too large": (
+        lambda: nn.MaxPool(2, padding=2)({}, IMAGES),
+        ValueError, "MaxPool at the root: padding [(2, 2), (2, 2)] must be smaller than the window (2, 2)"),
+    "global pool on rows": (
+        lambda: nn.GlobalAvgPool()({}, ROWS),
+        ValueError, "GlobalAvgPool at the root needs [batch, *space, channels]; got shape (2, 4)"),
+    "flatten a scalar": (
+        lambda: nn.Flatten()({}, 1.0), ValueError, "Flatten at the root needs [batch, ...]; got a scalar"),
+    "embed floats": (
+        init(nn.Embed(3, 4), ROWS), TypeError, "Embed at the root takes integer tokens; got float32[2, 4]"),
+    "attend to another length": (
+        lambda: nn.Embed(3, 4).attend({"embedding": jnp.ones((3, 4))}, jnp.ones((2, 5))),
+        ValueError, "Embed.attend at the root needs [..., 4]; got shape (2, 5)"),
+    "dropout rate": (
+        lambda: nn.Dropout(1.5)({}, ROWS),
+        ValueError, "Dropout at the root: the rate is a share between 0 and 1; got 1.5"),
+    "group norm groups": (
+        init(nn.GroupNorm(3), ROWS),
+        ValueError, "GroupNorm at the root: 3 groups must divide the 4 channels of an input [batch, ..., channels]; "
+                    "got shape (2, 4)"),
+    "batch norm without batch": (
+        init(nn.BatchNorm(), ROWS[0]),
+        ValueError, "BatchNorm at the root needs [batch, ..., channels]; got shape (4,)"),
+    "batch norm weight": (
+        lambda: nn.BatchNorm()(NORM_PARAMS["1"], ROWS, jnp.ones(3), state=NORM_STATE["1"], train=True),
+        ValueError, "BatchNorm at the root: weight (3,) must be the first axes of the input (2, 4) without its "
+                    "channels"),
+    # attention
+    "attention on rows": (
+        init(nn.Attention(2), ROWS), ValueError, "Attention at the root needs [batch, time, features]; got (2, 4)"),
+    "attention to another batch": (
+        init(nn.Attention(2), TIMES, jnp.ones((3, 4, 4))),
+        ValueError, "Attention at the root needs [batch, time, features]; got (2, 4, 4) with context (3, 4, 4)"),
+    "attention heads": (
+        init(nn.Attention(3), TIMES),
+        ValueError, "Attention at the root: 3 heads do not divide 4 features; give head_dim"),
+    "attention key heads": (
+        init(nn.Attention(4, kv_heads=3), TIMES),
+        ValueError, "Attention at the root: 3 key/value heads do not divide 4 heads"),
+    "attention window": (
+        init(nn.Attention(2, window=0), TIMES),
+        ValueError, "Attention at the root: a window holds the query's own place at least; got 0"),
+    "attention rotary context": (
+        init(nn.Attention(2, rotary=nn.Rotary()), TIMES, TIMES),
+        ValueError, "Attention at the root: rotary positions are for self-attention, without context="),
+    "attention rotary odd": (
+        init(nn.Attention(4, rotary=nn.Rotary()), TIMES),
+        ValueError, "Attention at the root: rotary turns pairs of features, head_dim must be even; got 1"),
+    "rotary odd": (
+        lambda: nn.Rotary()(jnp.ones((1, 2, 1, 3)), jnp.ones((1, 2), jnp.int32)),
+        ValueError, "Rotary turns pairs of features: head_dim must be even; got 3"),
+    "attention positions": (
+        init(nn.Attention(2, rotary=nn.Rotary()), TIMES, positions=jnp.ones(3, jnp.int32)),
+        ValueError, "Attention at the root: positions are [batch, time] (2, 4) or [time]; got (3,)"),
+    "attention lengths": (
+        init(nn.Attention(2), TIMES, lengths=jnp.ones(2)),
+        ValueError, "Attention at the root: lengths are integers [batch] (2,); got float32[2]"),
+    "attention mask shape": (
+        init(nn.Attention(2), TIMES, mask=jnp.ones((4, 5), bool)), ValueError, MASK + "bool[4, 5]"),
+    "attention mask dtype": (init(nn.Attention(2), TIMES, mask=jnp.ones((4, 4))), ValueError, MASK + "float32[4, 4]"),
+    "attention mask scalar": (init(nn.Attention(2), TIMES, mask=jnp.array(True)), ValueError, MASK + "bool[]"),
+    "attention cache": (
+        lambda: CAUSAL(CAUSAL.init(KEY, TIMES)[0], jnp.ones((3, 1, 4)), state=CAUSAL.cache(TIMES)),
+        ValueError, "Attention at the root: keys (3, 1, 2, 2) do not fit the cache (2, 4, 2, 2): make it with "
+                    "model.cache for inputs of this batch size"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error(name):
+    attempt, kind, text = ERRORS[name]
+    with pytest.raises(kind) as caught:
+        attempt()
+    assert type(caught.value) is kind
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error_is_one_sentence(name):
+    text = ERRORS[name][2]
+    assert "\n" not in text
+    assert not re.search(r"\.\s+[A-Z]", text)
+    assert not text.endswith(".")
+
+
+def test_errors_carry_the_whole_path():
+    model = nn.Sequential(encoder=nn.Residual(nn.Dense(4), inner=nn.Stack(nn.Sequential(nn.Dense(4), nn.Dense(4)), 2)))
+    params, _ = model.init(KEY, ROWS)
+    params["encoder"]["inner"]["1"]["bias"] = jnp.ones((2, 5))
+    with pytest.raises(ValueError, match=re.escape("'encoder/inner/1/bias': this input needs (4,), params hold (5,)")):
+        model(params, ROWS)
