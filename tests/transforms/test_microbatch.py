@@ -1,0 +1,187 @@
+"""Gradient accumulation equals the full batch, traces its body once, and moves no rows between devices."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import close, counted, same
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fnet import layers as nn
+from fnet import transforms as ft
+
+DRAW = np.random.default_rng(0)
+X, Y = DRAW.normal(size=(24, 4)), DRAW.normal(size=(24, 3))
+WEIGHT = DRAW.uniform(0.5, 2, size=24)
+MODEL = nn.Sequential(nn.Dense(5), jnp.tanh, nn.Dense(3))
+PARAMS, _ = MODEL.init(jax.random.key(0), jnp.ones((1, 4)))
+
+
+def loss(params, batch):
+    return jnp.square(MODEL(params, batch["x"]) - batch["y"]).mean()
+
+
+def weighted_loss(params, batch):
+    rows = jnp.square(MODEL(params, batch["x"]) - batch["y"]).mean(-1)
+    return (rows * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def total_weight(params, batch):
+    return batch["weight"].sum()
+
+
+def cast(dtype, *trees):
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype), trees)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.float64, 1e-6)])
+@pytest.mark.parametrize("n", [1, 2, 8, 24])
+def test_equals_full_batch(n, dtype, tolerance):
+    with jax.enable_x64(dtype == jnp.float64):
+        params, batch = cast(dtype, PARAMS, {"x": X, "y": Y})
+        step = jax.value_and_grad(loss)
+        close(jax.jit(ft.microbatch(step, n))(params, batch), step(params, batch), tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.float64, 1e-6)])
+def test_weighted_loss_sums_numerator_and_weight(dtype, tolerance):
+    with jax.enable_x64(dtype == jnp.float64):
+        params, batch = cast(dtype, PARAMS, {"x": X, "y": Y, "weight": WEIGHT})
+        step = jax.value_and_grad(weighted_loss)
+        close(jax.jit(ft.microbatch(step, 4, weight=total_weight))(params, batch), step(params, batch), tolerance)
+
+
+def test_slice_of_weight_zero_counts_nothing():
+    # Rows i, i + 4, ... make slice i: slice 1 is padding, and its loss is 0 / 0.
+    weight = np.where(np.arange(24) % 4 == 1, 0, WEIGHT)
+    params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y, "weight": weight})
+    step = jax.value_and_grad(weighted_loss)
+    got = jax.jit(ft.microbatch(step, 4, weight=total_weight))(params, batch)
+    assert np.isnan(step(params, jax.tree.map(lambda a: a[1::4], batch))[0])
+    close(got, step(params, batch))
+
+
+def test_gradient_of_microbatch_is_microbatch_of_gradient():
+    params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y})
+    close(jax.grad(ft.microbatch(loss, 4))(params, batch), jax.grad(loss)(params, batch))
+    close(jax.jit(ft.hvp(ft.microbatch(loss, 4)))(params, params, batch), ft.hvp(loss)(params, params, batch))
+
+
+def test_integers_are_summed_and_floats_keep_their_dtype():
+    def metrics(offset, x):
+        return {"count": jnp.int32(len(x)), "positive": (x > offset).sum(), "mean": x.astype(jnp.bfloat16).mean()}
+
+    x = jnp.asarray(X, jnp.float32)
+    got = ft.microbatch(metrics, 4)(0.0, x)
+    assert got["count"] == 24
+    assert got["positive"] == (x > 0).sum()
+    assert got["mean"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(got["mean"]), x.mean(), atol=2e-3)
+
+
+def test_half_precision_is_accumulated_in_float32():
+    # 1 + 255 * 2**-8 in bfloat16 would stop at 1 if it were summed there.
+    x = jnp.asarray([1.0] + [2.0 ** -9] * 255)
+    got = ft.microbatch(lambda _, x: x.astype(jnp.bfloat16).mean(), 256)(None, x)
+    np.testing.assert_allclose(np.float32(got), (1 + 255 * 2.0 ** -9) / 256, rtol=2 ** -8)
+
+
+def test_keys_are_folded_with_the_slice():
+    def draws(_, x, key):
+        return jnp.zeros(4).at[x[0]].set(4 * jax.random.uniform(key))
+
+    key = jax.random.key(3)
+    got = ft.microbatch(draws, 4)(None, jnp.arange(4), key)
+    want = jnp.array([jax.random.uniform(jax.random.fold_in(key, i)) for i in range(4)])
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert len(set(got.tolist())) == 4
+
+
+def test_slices_take_rows_in_turn():
+    place = lambda _, x: jnp.zeros((2, 3), jnp.int32).at[x[0]].set(x)
+    got = ft.microbatch(place, 2)(None, jnp.array([0, 1, 10, 11, 20, 21]))
+    assert got.tolist() == [[0, 10, 20], [1, 11, 21]]
+
+
+def test_argnums():
+    f = lambda a, b, c: (a * b).mean() + c.sum()
+    a, b, c = jnp.arange(6.0), jnp.arange(6.0) + 1, jnp.ones(2)
+    for argnums in ((0, 1), (-3, -2), (1, 0)):
+        close(ft.microbatch(f, 3, argnums=argnums)(a, b, c), f(a, b, c))
+
+
+def test_body_is_traced_once():
+    step = counted(jax.value_and_grad(loss))
+    params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y})
+    accumulate = jax.jit(ft.microbatch(step, 8))
+    accumulate(params, batch)
+    accumulate(params, batch)
+    assert step.calls == 1
+
+
+def test_donated_batch():
+    params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y})
+    want = jax.grad(loss)(params, batch)
+    step = jax.jit(ft.microbatch(lambda p, b: jax.tree.map(lambda p, g: p - g, p, jax.grad(loss)(p, b)), 4),
+                   donate_argnums=0)
+    start = jax.tree.map(jnp.copy, params)
+    close(step(start, batch), jax.tree.map(lambda p, g: p - g, params, want))
+    assert all(a.is_deleted() for a in jax.tree.leaves(start))
+
+
+def communication(compiled):
+    return sorted(set(re.findall(r"all-gather|all-to-all|collective-permute|all-reduce", compiled.as_text())))
+
+
+def test_sharded_batch_moves_no_rows():
+    mesh = Mesh(np.array(jax.devices()), ("batch",))
+    params, batch = cast(jnp.float32, PARAMS, {"x": np.tile(X, (4, 1))[:64], "y": np.tile(Y, (4, 1))[:64]})
+    want = jax.value_and_grad(loss)(params, batch)
+    batch = jax.device_put(batch, NamedSharding(mesh, P("batch")))
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    step = jax.jit(ft.microbatch(jax.value_and_grad(loss), 4))
+    assert communication(step.lower(params, batch).compile()) == ["all-reduce"]
+    close(jax.tree.map(np.asarray, step(params, batch)), jax.tree.map(np.asarray, want))
+
+
+def test_composes_with_vmap():
+    params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y})
+    stacked = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), params)
+    got = jax.vmap(ft.microbatch(loss, 4), in_axes=(0, None))(stacked, batch)
+    close(got, jnp.stack([loss(params, batch), loss(jax.tree.map(lambda a: 2 * a, params), batch)]))
+
+
+def test_one_slice_is_the_function_itself():
+    params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y})
+    same(ft.microbatch(loss, 1)(params, batch), loss(params, batch))
+
+
+ROWS = "the batched arguments must be arrays with the same number of rows (argnums= says which arguments are batched)"
+ERRORS = {
+    "slices": (lambda: ft.microbatch(loss, 0), "microbatch needs a positive number of slices; got 0"),
+    "indivisible": (
+        lambda: ft.microbatch(loss, 5)(PARAMS, jnp.ones((24, 4))),
+        "microbatch: 5 slices do not divide a batch of 24 rows; nearest that do: 4"),
+    "no arrays": (lambda: ft.microbatch(loss, 2)(PARAMS, 1.0), f"microbatch: {ROWS}; got no arrays"),
+    "rows": (
+        lambda: ft.microbatch(loss, 2)(PARAMS, {"x": jnp.ones((8, 4)), "y": jnp.ones(4)}),
+        f"microbatch: {ROWS}; got argument 1['x'] (8, 4); argument 1['y'] (4,)"),
+    "argnums": (
+        lambda: ft.microbatch(loss, 2, argnums=5)(PARAMS, jnp.ones((8, 2))),
+        "microbatch: argnums names argument 5; the function was called with 2"),
+    "booleans": (
+        lambda: ft.microbatch(lambda _, x: (x > 0).any(), 2)(None, jnp.ones((8, 2))),
+        "microbatch: an output is bool[]; floating-point outputs are averaged and integers summed, anything else "
+        "has no meaning over slices"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error(name):
+    attempt, text = ERRORS[name]
+    with pytest.raises(ValueError) as caught:
+        attempt()
+    assert str(caught.value) == text
