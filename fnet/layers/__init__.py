@@ -17,6 +17,7 @@ from fnet.layers._conv import Conv, ConvTranspose, DepthwiseConv
 from fnet.layers._core import Layer, layer, method
 from fnet.layers._dropout import Dropout
 from fnet.layers._embed import Embed
+from fnet.layers._interop import from_linen, from_nnx, linen_variables, nnx_variables, to_linen, to_nnx, update_nnx
 from fnet.layers._linear import Dense, Maxout
 from fnet.layers._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from fnet.layers._pool import AvgPool, Flatten, GlobalAvgPool, MaxPool
@@ -27,5 +28,6 @@ from fnet.layers._spec import ParamSpec, Spec
 __all__ = [
     "GRU", "LSTM", "RNN", "Attention", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv",
     "Dropout", "Embed", "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel",
-    "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack", "layer", "method",
+    "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack", "from_linen",
+    "from_nnx", "layer", "linen_variables", "method", "nnx_variables", "to_linen", "to_nnx", "update_nnx",
 ]

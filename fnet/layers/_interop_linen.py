@@ -1,0 +1,186 @@
+"""flax.linen modules as layers and layers as flax.linen modules. Imports Flax: `_interop` imports it when called."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import core, errors, linen
+
+from fnet.layers import _spec
+from fnet.layers._core import Layer
+from fnet.layers._scope import Scope, describe, quote
+
+_TRAINING = ("train", "training", "is_training")
+_NOT_TRAINING = ("deterministic", "use_running_average", "inference")
+
+
+def from_linen(module, train):
+    if not isinstance(module, linen.Module):
+        what = f"the class {module.__name__}: construct it" if isinstance(module, type) else describe(module)
+        raise TypeError(f"from_linen takes a flax.linen module, e.g. linen.Dense(10); got {what}")
+    if module.scope is not None:
+        raise ValueError(f"from_linen takes a module that is not bound; this {type(module).__name__} is: pass "
+                         "module.unbind()[0], and its variables as params and state")
+    return LinenLayer(_hashable(module), train=train)
+
+
+def linen_variables(variables):
+    variables = dict(core.unfreeze(core.meta.unbox(variables)))
+    return variables.pop("params", {}), variables
+
+
+class LinenLayer(Layer):
+    """What `from_linen` makes."""
+
+    module: linen.Module
+    _: dataclasses.KW_ONLY
+    train: str | None = None
+
+    def __repr__(self):
+        return f"from_linen({type(self.module).__name__})"
+
+    def forward(self, scope: Scope, *inputs, **options):
+        _, params, state, key = scope.pure(self, *inputs, **options)
+        rngs = {}
+        if key is not None:
+            key = scope.key()
+            rngs = {"dropout": key, "params": _spec.fold(key, "params")}
+        try:
+            y, after = self.module.apply(
+                {"params": params, **(state or {})}, *inputs, rngs=rngs, mutable=list(state or ()),
+                **self._mode(inputs, options, scope.train), **options)
+        except errors.FlaxError as error:
+            hold(scope, self._record(inputs, options, scope.train, scope._place.path), params, state, repr(self))
+            if isinstance(error, errors.InvalidRngError) and key is None:
+                scope.key()
+            raise
+        for name, before in (state or {}).items():
+            new = core.unfreeze(core.meta.unbox(after.get(name, before)))
+            moves = name != "batch_stats" or scope.train
+            if moves and any(a is not b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(before))):
+                scope.update(name, new)
+        return y
+
+    def _mode(self, inputs, options, train):
+        return mode(self.module, self.train, inputs, options, train)
+
+    def _record(self, inputs, options, train, path=()):
+        # The specs come from Flax's own init, which makes all arrays at once; `scope.pure` asks for them here.
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+                              if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf, (inputs, options))
+        arrays, rebuild = _spec.partition(shapes)
+
+        @jax.jit
+        def variables(key):
+            inputs, options = rebuild([jnp.zeros(leaf.shape, leaf.dtype) for leaf in arrays])
+            made = self.module.init({"params": key}, *inputs, **self._mode(inputs, options, train), **options)
+            params, state = dict(core.unfreeze(made)), {}
+            for name in [name for name in params if name != "params"]:
+                collection = params.pop(name)
+                if _all_dicts(collection):    # what was sown is kept in tuples
+                    state[name] = collection
+            return params.get("params", {}), state
+
+        return {**record_of(*jax.eval_shape(variables, jax.random.key(0)),
+                            lambda key: core.meta.unbox(variables(key)), path), "cache": {}}
+
+
+class FnetLayer(linen.Module):
+    """What `to_linen` makes."""
+
+    layer: Layer
+
+    @linen.compact
+    def __call__(self, *inputs, train: bool = False, **options):
+        params, state = linen_variables(self.variables)
+        state = state.get("batch_stats", {})
+        initializing = self.is_initializing()
+        if initializing and not params and not state:
+            params, state = self.layer.init(self.make_rng("params"), *inputs, train=train, **options)
+            for name, value in params.items():
+                self.param(name, lambda key, value=value: value)
+            for name, value in state.items():
+                self.variable("batch_stats", name, lambda value=value: value)
+        drawing = self.has_rng("dropout") or self.has_rng("params")
+        y, after = self.layer(params, *inputs, state=state, key=self.make_rng("dropout") if drawing else None,
+                              train=train, **options)
+        if train and not initializing:
+            for name, value in after.items():
+                self.put_variable("batch_stats", name, value)
+        return y
+
+
+def mode(module, how, inputs, options, train) -> dict[str, bool]:
+    """The arguments that tell a Flax module whether this is a training step."""
+    if how is not None:
+        name = how.removeprefix("not ")
+        return {name: train == (name == how)} if name and name not in options else {}
+    signature = inspect.signature(module.__call__)
+    try:
+        given = signature.bind_partial(*inputs, **options).arguments
+    except TypeError:
+        return {}    # the call itself says what is wrong
+    return {name: train == (name in _TRAINING) for name in (*_TRAINING, *_NOT_TRAINING)
+            if name in signature.parameters and name not in given and getattr(module, name, None) is None}
+
+
+def record_of(params, state, whole, path) -> dict[str, dict]:
+    """Spec trees of trees of shapes (boxes with logical axes allowed) that `whole(key) -> (params, state)` makes."""
+
+    def walk(node, names, number, kind):
+        if isinstance(node, Mapping):
+            return {name: walk(child, (*names, name), number, kind) for name, child in node.items()}
+        axes = getattr(node, "names", None) if isinstance(node, core.meta.AxisMetadata) else None
+        leaf = core.meta.unbox(node)
+        if not hasattr(leaf, "shape"):
+            raise TypeError(f"{quote((*path, *names))} is {describe(leaf)}: a layer's {kind} are arrays in dicts")
+
+        def init(key, shape, dtype):
+            return _spec.get(whole(key)[number], names).astype(dtype)
+
+        fits = axes is not None and len(axes) == len(leaf.shape)
+        return _spec.Part(leaf.shape, leaf.dtype, init, tuple(axes) if fits else None, wholes[number], len(names))
+
+    wholes = (lambda key: whole(key)[0]), (lambda key: whole(key)[1])
+    return {"params": walk(params, (), 0, "params"), "state": walk(state, (), 1, "state")}
+
+
+def hold(scope, record, params, state, owner):
+    """Says what of `record` params and state do not hold, in the words of every layer."""
+    for kind, tree in (("params", params), ("state", state)):
+        for names, leaf in _spec.leaves(record[kind]):
+            path = (*scope._place.path, *names)
+            if tree is None:
+                raise ValueError(f"{owner} needs the state {quote(path)} {leaf.shape}: pass state=, the second result "
+                                 "of model.init")
+            held = _spec.get(tree, names)
+            if getattr(held, "shape", None) != leaf.shape:
+                place = scope._place
+                for name in names[:-1]:
+                    place = place.child(name)
+                raise place.misfit(kind, names[-1], leaf.shape, held)
+
+
+def _all_dicts(tree):
+    if isinstance(tree, Mapping):
+        return all(map(_all_dicts, tree.values()))
+    return not isinstance(tree, (tuple, list))
+
+
+def _hashable(value: Any):
+    """The same with tuples for lists and FrozenDicts for dicts, in a module's fields too."""
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return tuple(map(_hashable, value))
+    if isinstance(value, Mapping):
+        return core.freeze({name: _hashable(item) for name, item in value.items()})
+    if isinstance(value, linen.Module):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)
+                  if f.init and f.name not in ("parent", "name")}
+        new = {name: frozen for name, field in fields.items() if (frozen := _hashable(field)) is not field}
+        return value.clone(**new)
+    return value

@@ -1,0 +1,194 @@
+"""flax.nnx modules as layers and layers as flax.nnx modules. Imports Flax: `_interop` imports it when called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fnet.layers import _spec
+from fnet.layers._core import Layer, _differences
+from fnet.layers._interop_linen import hold, mode, record_of
+from fnet.layers._scope import Scope, describe
+
+
+def from_nnx(constructor, args, kwargs):
+    if isinstance(constructor, nnx.Module):
+        name = type(constructor).__name__
+        raise TypeError(f"from_nnx takes a constructor and its arguments, from_nnx({name}, ...), and got a {name} that "
+                        "is made already: take its arrays with nnx_variables(module)")
+    if not callable(constructor):
+        raise TypeError(f"from_nnx takes a constructor and its arguments, from_nnx(nnx.Linear, 4, 3); got "
+                        f"{describe(constructor)}")
+    return NnxLayer(constructor, args, kwargs)
+
+
+class NnxLayer(Layer):
+    """What `from_nnx` makes."""
+
+    constructor: Callable
+    arguments: tuple[Any, ...] = ()
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    def __repr__(self):
+        shown = [getattr(self.constructor, "__name__", repr(self.constructor)), *map(repr, self.arguments)]
+        return f"from_nnx({', '.join(shown + [f'{name}={value!r}' for name, value in self.keywords])})"
+
+    def forward(self, scope: Scope, *inputs, **options):
+        graph, leaves = _abstract(self)
+        _, params, state, key = scope.pure(self, *inputs, **options)
+        hold(scope, _record(self), params, state, repr(self))
+        drawn = jax.random.key(0) if key is None else scope.key()
+        before = {path: _random(variable, path, drawn) if isinstance(variable, nnx.RngState)
+                  else _spec.get(params if isinstance(variable, nnx.Param) else state, _names(path))
+                  for path, variable in leaves}
+        module = nnx.merge(graph, nnx.from_flat_state(
+            [(path, variable.replace(before[path])) for path, variable in leaves]))
+        if scope.train:
+            module.train()
+        else:
+            module.eval()
+        y = module(*inputs, **mode(module, None, inputs, options, scope.train), **options)
+        changed = set()
+        for path, variable in nnx.to_flat_state(nnx.state(module)):
+            if path not in before or variable.get_value() is before[path]:
+                continue
+            if isinstance(variable, nnx.RngCount) and key is None:
+                scope.key()    # says that there is none
+            if isinstance(variable, (nnx.RngState, nnx.Param)) or (
+                    isinstance(variable, nnx.BatchStat) and not scope.train):
+                continue
+            state = _replaced(state, _names(path), variable.get_value())
+            changed.add(str(path[0]))
+        for name in sorted(changed):
+            scope.update(name, state[name])
+        return y
+
+    def _record(self, inputs, options, train, path=()):
+        return {**_record(self), "cache": {}}
+
+
+class FnetModule(nnx.Module):
+    """What `to_nnx` makes."""
+
+    def __init__(self, layer, params, state, stream):
+        self.layer = layer
+        self.params = _held(params, nnx.Param)
+        self.state = _held(state, nnx.BatchStat)
+        self.rngs = stream
+        self.deterministic = False
+
+    def __call__(self, *inputs, **options):
+        params, state = nnx_variables(self)
+        train = not self.deterministic
+        y, after = self.layer(params, *inputs, state=state, key=self.rngs() if train else None, train=train, **options)
+        if train:
+            for path, variable in nnx.to_flat_state(nnx.state(self.state)):
+                variable[...] = _spec.get(after, path)
+        return y
+
+
+def to_nnx(layer, inputs, options, rngs):
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"to_nnx: rngs= are the streams of random numbers, nnx.Rngs(0); got {describe(rngs)}")
+    params, state = layer.init(rngs.params(), *inputs, **options)
+    return FnetModule(layer, params, state, rngs.dropout.fork())
+
+
+def nnx_variables(module):
+    if isinstance(module, FnetModule):
+        return _plain(module.params), _plain(module.state)
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"nnx_variables takes a flax.nnx module; got {describe(module)}")
+    params, state = {}, {}
+    for path, variable in _variables(module):
+        *above, name = _names(path)
+        node = params if isinstance(variable, nnx.Param) else state
+        for part in above:
+            node = node.setdefault(part, {})
+        node[name] = _value(variable)
+    return params, state
+
+
+def update_nnx(module, params, state):
+    held = nnx_variables(module)
+    wrong = _differences("params", held[0], params) + ([] if state is None else _differences("state", held[1], state))
+    if wrong:
+        raise ValueError(f"update_nnx: {len(wrong)} arrays do not fit this {type(module).__name__}: {'; '.join(wrong)}")
+    parts = ((module.params, params), (module.state, state)) if isinstance(module, FnetModule) else ((module, None),)
+    for node, tree in parts:
+        for path, variable in _variables(node):
+            given = tree if tree is not None else params if isinstance(variable, nnx.Param) else state
+            if given is not None:
+                variable[...] = jnp.asarray(_spec.get(given, _names(path)), variable.get_value().dtype)
+
+
+def _variables(module):
+    """(path, variable) of all but the streams of random numbers."""
+    return [(path, variable) for path, variable in nnx.to_flat_state(nnx.state(module))
+            if not isinstance(variable, nnx.RngState)]
+
+
+def _construct(layer, key):
+    keywords = dict(layer.keywords)
+    if _takes_rngs(layer.constructor):
+        keywords["rngs"] = nnx.Rngs(key)
+    module = layer.constructor(*layer.arguments, **keywords)
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"{layer!r}: the constructor made {describe(module)}, no flax.nnx module")
+    return module
+
+
+def _takes_rngs(constructor):
+    # nnx's metaclass takes anything: what a class wants stands in its __init__.
+    function = constructor.__init__ if isinstance(constructor, type) else constructor
+    parameters = () if function is object.__init__ else inspect.signature(function).parameters.values()
+    return any(p.name == "rngs" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+@functools.lru_cache(256)
+def _abstract(layer):
+    """(the module's graph, its variables by path, with shapes for values)."""
+    graph, variables = nnx.split(nnx.eval_shape(lambda: _construct(layer, jax.random.key(0))))
+    return graph, list(nnx.to_flat_state(variables))
+
+
+@functools.lru_cache(256)
+def _record(layer):
+    params, state = jax.eval_shape(lambda: nnx_variables(_construct(layer, jax.random.key(0))))
+    return record_of(params, state, jax.jit(lambda key: nnx_variables(_construct(layer, key))), ())
+
+
+def _random(variable, path, key):
+    """Where a stream of random numbers inside a module begins."""
+    shape = variable.get_value().shape
+    if isinstance(variable, nnx.RngCount):
+        return jnp.zeros(shape, variable.get_value().dtype)
+    key = _spec.fold(key, "/".join(_names(path)))
+    return jax.random.split(key, shape) if shape else key
+
+
+def _held(tree, kind):
+    return nnx.Dict({name: _held(node, kind) if isinstance(node, Mapping) else kind(node)
+                     for name, node in tree.items()})
+
+
+def _plain(node):
+    return {name: _plain(child) if isinstance(child, nnx.Dict) else child.get_value() for name, child in node.items()}
+
+
+def _replaced(tree, names, value):
+    return {**tree, names[0]: value if len(names) == 1 else _replaced(tree[names[0]], names[1:], value)}
+
+
+def _names(path):
+    return tuple(map(str, path))
+
+
+def _value(variable):
+    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
