@@ -1,0 +1,62 @@
+"""The examples in fnet's docstrings run, and say what they show."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fnet
+
+
+def modules():
+    for info in pkgutil.walk_packages(fnet.__path__, "fnet."):
+        if not info.name.endswith("__main__"):
+            yield info.name
+
+
+def examples():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = []
+    for name in modules():
+        module = importlib.import_module(name)
+        names = {**vars(fnet.layers), **vars(fnet.transforms), "jax": jax, "jnp": jnp, "fnet": fnet,
+                 "nn": fnet.layers, "ft": fnet.transforms, "hw": fnet.hardware, **vars(module)}
+        found += [test for test in finder.find(module, name, globs=names) if test.examples]
+    return found
+
+
+EXAMPLES = examples()
+
+
+@pytest.mark.parametrize("test", EXAMPLES, ids=[test.name for test in EXAMPLES])
+def test_docstring(test):
+    report = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert runner.run(test, out=report.append).failed == 0, "".join(report)
+
+
+def test_layers_and_transforms_have_examples():
+    names = {test.name for test in EXAMPLES}
+    assert {"fnet.layers._linear.Dense", "fnet.layers._conv.Conv", "fnet.layers._compose.Sequential",
+            "fnet.transforms._derivatives.hvp"} <= names
+
+
+@pytest.mark.parametrize("package", [fnet.layers, fnet.transforms])
+def test_every_public_name_is_documented(package):
+    assert len(set(package.__all__)) == len(package.__all__)
+    assert not [name for name in package.__all__ if not (getattr(package, name).__doc__ or "").strip()]
+
+
+def test_every_public_method_is_documented():
+    methods = [(name, attribute) for name in fnet.layers.__all__ if isinstance(getattr(fnet.layers, name), type)
+               for attribute, value in vars(getattr(fnet.layers, name)).items()
+               if inspect.isfunction(value) and not attribute.startswith("_") and not attribute.endswith("_init")]
+    assert ("Layer", "init") in methods
+    assert ("Embed", "attend") in methods
+    undocumented = [f"{name}.{attribute}" for name, attribute in methods if attribute not in ("forward", "make")
+                    and not vars(getattr(fnet.layers, name))[attribute].__doc__]
+    assert not undocumented
