@@ -57,6 +57,7 @@ class Config:
     augment: str | None = option(None, "none, shift, affine, flip, flip_crop or flip_crop_cutout")
     ema: float = option(0.99, "decay of the average of weights that is evaluated; 0 for none")
     early_stop: int = option(0, "stop after so many evaluations without gain on a held-out tenth")
+    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16")
     seed: int = option(0, "of initial weights, order, augmentation and dropout")
 
 
@@ -95,7 +96,7 @@ def make_model(config, classes, size):
     return models.CNN(classes, widths, (config.depth, 2, 2), stem=(5, 2), dropout=config.dropout)
 
 
-def train(config, workdir, *, jit=True):
+def train(config, workdir, policy, *, jit=True):
     """Trains, or goes on, or finds the run finished. Returns the evaluation of its last state."""
     data = load(config)
     classes, (height, width, channels) = len(data.classes), data.train_images.shape[1:]
@@ -116,7 +117,7 @@ def train(config, workdir, *, jit=True):
     augment = AUGMENT[config.augment]
     model = make_model(config, classes, height)
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
-    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay)
+    tx = ft.loss_scale(tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay), policy)
 
     def step(state, batch):
         key, dropout = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.step))
@@ -127,14 +128,17 @@ def train(config, workdir, *, jit=True):
             logits, new = model(params, images, state=state.state, key=dropout, train=True)
             return optax.softmax_cross_entropy(logits, target).mean(), (logits, new)
 
-        (value, (logits, new)), grads = ft.value_and_grad(loss, has_aux=True)(state.params)
+        gradient = ft.autocast(ft.scaled_value_and_grad(loss, has_aux=True), policy)
+        (value, (logits, new)), grads = gradient(state.opt_state, state.params)
         correct = logits.argmax(-1) == batch["label"]
         metrics = {"loss": value, "accuracy": tr.mean(correct), "learning_rate": rate(state.step)}
+        if scaler := ft.loss_scale_state(state.opt_state):
+            metrics |= {"loss_scale": scaler.scale, "skipped": scaler.skipped.astype(jnp.float32)}
         return state.apply(tx, grads, state=new), metrics
 
     def measure(state, batch):
         images = standard(batch["image"].astype(jnp.float32) / 255)
-        logits, _ = model(state.averaged, images, state=state.state)
+        logits, _ = ft.autocast(model, policy)(state.averaged, images, state=state.state)
         label, weight, guess = batch["label"], batch["weight"], logits.argmax(-1)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, label)
         return {
@@ -191,10 +195,10 @@ def load(config):
 
 def checked(config):
     """The configuration, once it is known to make sense."""
-    for name, choices in {"model": ("cnn", "mlp"), "augment": AUGMENT}.items():
-        if getattr(config, name) not in choices:
-            wrong = getattr(config, name)
-            raise tr.ConfigError(f"--{name}={wrong}: use {', '.join(choices)}")
+    choices = {"model": ("cnn", "mlp"), "augment": AUGMENT, "precision": ("auto", "float32", "bfloat16", "float16")}
+    for name, known in choices.items():
+        if getattr(config, name) not in known:
+            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
     for name in ("width", "depth", "epochs", "steps", "batch_size", "learning_rate"):
         if getattr(config, name) is not None and getattr(config, name) <= 0:
             raise tr.ConfigError(f"--{name}={getattr(config, name)}: it has to be more than 0")
@@ -221,10 +225,11 @@ def main(argv):
 
     chip = hw.detect()
     print(f"chip: {chip}")
-    print(f"policy: {hw.policy(chip, 'train')}")
+    policy = hw.policy(None if config.precision == "auto" else config.precision)
+    print(f"policy: {policy}")
     try:
         with common.one_line_errors(tr.CheckpointError, OSError):
-            results = {each.split: train(each, folder, jit=not flags.FLAGS.nojit)
+            results = {each.split: train(each, folder, policy, jit=not flags.FLAGS.nojit)
                        for folder, each in runs.items()}
     except tr.Interrupted as stopped:
         common.stop(stopped, 130)

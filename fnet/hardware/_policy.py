@@ -122,7 +122,8 @@ def policy(chip: Any = None, mode: str = "train") -> Policy:
 
     Args:
       chip: a `Chip`, a `jax.Device`, what its `device_kind` says ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or several
-        of them, for which types are chosen that all of them accelerate. By default the chip that `detect` finds.
+        of them, for which types are chosen that all of them accelerate. By default the chip that `detect` finds. Or
+        "float32", "bfloat16" or "float16": what the caller has decided.
       mode: "train" or "inference". Inference keeps its parameters in the compute type.
 
     Raises:
@@ -134,6 +135,8 @@ def policy(chip: Any = None, mode: str = "train") -> Policy:
     """
     if mode not in ("train", "inference"):
         raise ValueError(f"mode is {mode!r}; it is either 'train' or 'inference'")
+    if isinstance(chip, str) and chip in ("float32", "bfloat16", "float16"):
+        return _make(chip, mode, "it was asked for")
     if isinstance(chip, Sequence) and not isinstance(chip, str):
         if not chip:
             raise ValueError("policy was given an empty sequence of chips; give one, or none to detect it")

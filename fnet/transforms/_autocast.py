@@ -90,15 +90,10 @@ def full_precision(f: Callable) -> Callable:
 
 def _resolve(policy, rules) -> tuple[Policy, tuple]:
     if isinstance(policy, str):
-        if policy in _NAMES:
-            policy = Policy(compute=policy, loss_scale=2.0**15 if policy == "float16" else None,
-                            reason=f"{policy} was asked for")
-        else:
-            chip = hardware.detect(None if policy == "auto" else policy)
-            if policy != "auto" and not chip.known and hardware.policy(chip).compute == F32:
-                raise ValueError(f"autocast: {policy!r} is neither 'auto', nor {', '.join(map(repr, _NAMES))}, nor a "
-                                 f"chip that is known; nearest: {', '.join(hardware.chips.nearest(policy))}")
-            policy = hardware.policy(chip)
+        name, policy = policy, hardware.policy(None if policy == "auto" else policy)
+        if policy.compute == F32 and name not in ("auto", *_NAMES) and not hardware.detect(name).known:
+            raise ValueError(f"autocast: {name!r} is neither 'auto', nor {', '.join(map(repr, _NAMES))}, nor a chip "
+                             f"that is known; nearest: {', '.join(hardware.chips.nearest(name))}")
     if not isinstance(policy, Policy):
         raise TypeError(f"autocast: a policy is a hardware.Policy or a string; got a {type(policy).__name__}")
     every = []
