@@ -1,0 +1,44 @@
+"""Who may import whom, ground floor first; and JAX's non-public names in one file."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "fnet"
+MAY_IMPORT = {
+    "layers": set(), "hardware": set(), "transforms": {"hardware"}, "models": {"layers"},
+    "training": {"layers", "hardware", "transforms", "models"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_the_floors_below(room):
+    allowed = {room, "_jax", *MAY_IMPORT[room]}
+    for path in (PACKAGE / room).rglob("*.py"):
+        rooms = {name.split(".")[1] for name in imported(path) if name.startswith("fnet.")}
+        assert rooms <= allowed, f"{path.relative_to(PACKAGE)} imports {sorted(rooms - allowed)}"
+
+
+def test_every_room_is_listed():
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_jax_stand_in_one_file(path):
+    private = {name for name in imported(path) if name.startswith("jax._src") or name.startswith("jaxlib")}
+    assert not private or path.name == "_jax.py", f"{path} uses {sorted(private)}: move it to fnet/_jax.py"
+
+
+def test_nothing_imports_the_experiments():
+    assert not [path for path in FILES for name in imported(path) if name.split(".")[0] == "experiments"]
