@@ -1,6 +1,6 @@
 """The `fnet` command: what chips there are, here and in the catalogue.
 
-    fnet devices            what this machine has, the policy for it, and why
+    fnet devices            what this machine has, the policy for it, and why; a CPU is probed for a second, once
     fnet chips              the whole catalogue
     fnet chips "TPU v5e"    one row: computed beside quoted, prices, FLOP per dollar, power, sources
 """
@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, or 2 where the command line asks for what is not there."""
     parser = argparse.ArgumentParser(prog="fnet", description="fnet: neural networks as pure functions on JAX.")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="<command>")
-    devices = commands.add_parser("devices", help="what this machine has, the policy for it, and why")
+    devices = commands.add_parser("devices", help="what this machine has, the policy for it, and why; a CPU is "
+                                  "probed for about a second, once (not where FNET_PROBE=0)")
     devices.add_argument("--measure", action="store_true", help="run a matmul per type and a copy, for a few seconds")
     chips = commands.add_parser("chips", help="the catalogue, or one row of it")
     chips.add_argument("name", nargs="*", help='a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
@@ -65,7 +66,7 @@ def _devices(measure: bool) -> int:
         if chip.notes:
             facts.append(("note", chip.notes))
         for mode in ("train", "inference"):
-            policy = hw.policy(chip, mode)
+            policy = hw.policy(devices[0], mode)      # a CPU is probed, once; the reason says so
             scaling = f", loss scaling from {policy.loss_scale:g}" if policy.loss_scale else ""
             types = f"parameters {policy.param}, compute {policy.compute}, sums {policy.accum}{scaling}"
             facts.append((f"policy, {mode}", f"{types}\nbecause {policy.reason}"))

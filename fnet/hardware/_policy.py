@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from fnet.hardware import _probe
 from fnet.hardware._chip import Chip
 from fnet.hardware._detect import detect
 
@@ -115,16 +118,21 @@ _FROM_NAME = (      # what a name gives away when no device is at hand to ask
 )
 
 
-def policy(chip: Any = None, mode: str = "train") -> Policy:
+def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) -> Policy:
     """The types in which a chip trains, or infers, well, and the reason.
 
-    Nothing is measured and nothing narrower than 16 bits is ever chosen: fp8, int8 and fp4 need scales or calibration.
+    A table decides, except for the CPU that this process runs on: there a probe of about a second times bfloat16
+    against float32, as autocast would use them, and the machine keeps its result (see docs/precision.md). Nothing
+    narrower than 16 bits is ever chosen: fp8, int8 and fp4 need scales or calibration.
 
     Args:
       chip: a `Chip`, a `jax.Device`, what its `device_kind` says ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or several
-        of them, for which types are chosen that all of them accelerate. By default the chip that `detect` finds. Or
-        "float32", "bfloat16" or "float16": what the caller has decided.
+        of them, for which types are chosen that all of them accelerate. By default, or as "auto", the chip that
+        `detect` finds. Or "float32", "bfloat16" or "float16": what the caller has decided.
       mode: "train" or "inference". Inference keeps its parameters in the compute type.
+      probe: whether the CPU here may be measured; None: unless the environment says FNET_PROBE=0. Never measured are a
+        mere name, a row of the catalogue, a CPU beside another default backend or in a job of several processes, and
+        anything while JAX is tracing.
 
     Raises:
       ValueError: another mode, or no chip in the sequence.
@@ -137,12 +145,15 @@ def policy(chip: Any = None, mode: str = "train") -> Policy:
         raise ValueError(f"mode is {mode!r}; it is either 'train' or 'inference'")
     if isinstance(chip, str) and chip in ("float32", "bfloat16", "float16"):
         return _make(chip, mode, "it was asked for")
-    if isinstance(chip, Sequence) and not isinstance(chip, str):
-        if not chip:
-            raise ValueError("policy was given an empty sequence of chips; give one, or none to detect it")
-        found = list({(c.name, c.architecture): c for c in map(detect, chip)}.values())
-    else:
-        found = [detect(chip)]
+    several = isinstance(chip, Sequence) and not isinstance(chip, str)
+    if several and not chip:
+        raise ValueError("policy was given an empty sequence of chips; give one, or none to detect it")
+    given = [None if c == "auto" else c for c in (chip if several else [chip])]
+    found = list({(c.name, c.architecture): c for c in map(detect, given)}.values())
+    if probe is None:
+        probe = os.environ.get("FNET_PROBE") != "0"
+    if probe and len(found) == 1 and found[0].kind == "cpu" and all(map(_here, given)):
+        return _probed(found[0], mode)
     options = [_options(c, mode) for c in found]
     if len(found) == 1:
         types, why = options[0]
@@ -150,6 +161,27 @@ def policy(chip: Any = None, mode: str = "train") -> Policy:
     shared = [t for t in ("bfloat16", "float16", "float32") if all(t in types for types, _ in options)]
     each = "; ".join(f"{_label(c)} takes {types[0]}" for c, (types, _) in zip(found, options))
     return _make(shared[0], mode, f"{shared[0]} is what all of these chips run well ({each})")
+
+
+def _here(given: Any) -> bool:
+    """Whether this is the CPU that the process runs on, and not one that is only spoken of."""
+    if given is None:
+        return True
+    if isinstance(given, Chip):      # what `detect` makes of it: no row of the catalogue has its flags
+        return given == detect(jax.local_devices(backend="cpu")[0])
+    return isinstance(given, jax.Device) and given in jax.local_devices(backend="cpu")
+
+
+def _probed(chip: Chip, mode: str) -> Policy:
+    why_not, measured = _probe.unfit(), None
+    if why_not is None:
+        measured = _probe.probe(mode)
+        why_not = "not measured, since JAX is tracing a function: call policy before" if measured is None else None
+    if measured is None:
+        (compute, *_), why = _options(chip, mode)
+        return _make(compute, mode, f"{_label(chip)}: {why} ({why_not})")
+    compute, why = _probe.verdict(measured, mode)
+    return _make(compute, mode, f"{_label(chip)}: {why}")
 
 
 def _options(chip: Chip, mode: str) -> tuple[tuple[str, ...], str]:

@@ -104,3 +104,11 @@ def test_a_policy_is_a_value():
     assert ruled.rules == ((".*/head", jnp.dtype("float32")),)
     assert str(policy).startswith("parameters float32, compute float16, sums float32, output float32, dynamic loss "
                                   "scaling from 32768: T4 (Turing): ")
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_a_type_is_what_the_caller_decided(name):
+    policy = hw.policy(name)
+    assert policy.compute == name and policy.param == jnp.float32 and policy.reason == "it was asked for"
+    assert policy.loss_scale == (2.0**15 if name == "float16" else None)
+    assert hw.policy(name, "inference").param == name and hw.policy(name, "inference").loss_scale is None

@@ -1,0 +1,213 @@
+"""Whether this CPU gains from bfloat16: a second's measurement of what autocast makes of a product and a convolution.
+
+No table can say it. A CPU with bfloat16 instructions is faster with them only where XLA uses them, and slower where XLA
+converts to float32 and back.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from jax import lax
+
+from fnet._jax import trace_state
+from fnet.hardware._cpu import read_cpu
+
+DOT_AT_MOST, CONV_AT_MOST = 0.8, 1.05      # of float32's time, for bfloat16 to be chosen
+_VERSION = 1      # of what is measured; another one is measured again
+_SIDE = 768
+_IMAGES, _KERNEL = (16, 16, 16, 64), (3, 3, 64, 64)
+_SECONDS, _ROUNDS = 0.4, (5, 50)
+
+
+class Probe(NamedTuple):
+    """What was measured: bfloat16's time over float32's for a product and for a convolution.
+
+    Attributes:
+      dot, conv: the ratios; infinite where XLA has no such operation.
+      clock: "wall", or "processor" where the machine was busy: then time is what the cores spent on this process.
+      jaxlib: its version. date: of the measurement, as 2026-11-21.
+    """
+
+    dot: float
+    conv: float
+    clock: str
+    jaxlib: str
+    date: str
+
+
+def verdict(probe: Probe, mode: str) -> tuple[str, str]:
+    """(the type to compute in, why): bfloat16 only where products gain and convolutions do not lose."""
+    gains = probe.dot <= DOT_AT_MOST and probe.conv <= CONV_AT_MOST
+    passes = "forward and backward" if mode == "train" else "forward"
+    times = "processor time (the machine was busy)" if probe.clock == "processor" else "time"
+    return "bfloat16" if gains else "float32", (
+        f"bfloat16 took {probe.dot:.2f} of float32's {times} for a matrix product and {probe.conv:.2f} for a "
+        f"convolution, {passes}, in the probe of {probe.date} with jaxlib {probe.jaxlib}; it is chosen at no more than "
+        f"{DOT_AT_MOST:g} and {CONV_AT_MOST:g}")
+
+
+def unfit() -> str | None:
+    """Why nothing can be measured now, or None."""
+    if jax.default_backend() != "cpu":
+        return f"not measured, since JAX's default backend is {jax.default_backend()}"
+    if jax.process_count() > 1:
+        return "not measured, since all processes have to choose alike"
+    return None
+
+
+def probe(mode: str) -> Probe | None:
+    """This CPU's measurement for "train" or "inference": an earlier one, or one made now, which takes about a second.
+
+    Measurements are kept in probe.json under $FNET_CACHE, else $XDG_CACHE_HOME/fnet, else ~/.cache/fnet; where that
+    cannot be written, for this process. None where there is no earlier one and JAX is tracing a function.
+    """
+    cpu = read_cpu()
+    flags = hashlib.sha256(repr((cpu.flags, os.environ.get("XLA_FLAGS", ""))).encode()).hexdigest()[:12]
+    key = (f"{cpu.model}, {cpu.cores} cores, flags {flags}, jaxlib {jaxlib.__version__}, probe {_VERSION}, {mode}")
+    kept = _read(_path()).get(key)
+    if kept is not None:
+        return kept
+    return None if _tracing() else _once(mode, key, _path())
+
+
+@functools.cache
+def _once(mode: str, key: str, path: pathlib.Path) -> Probe:
+    busy = _busy()
+    dot, conv = _ratios(mode, time.process_time if busy else time.perf_counter)
+    made = Probe(dot, conv, "processor" if busy else "wall", jaxlib.__version__, datetime.date.today().isoformat())
+    _write(path, key, made)
+    return made
+
+
+def _busy() -> bool:
+    """Whether others compute on this machine, so that wall time would measure them."""
+    try:
+        return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
+    except (AttributeError, OSError):      # Windows has no load average
+        return False
+
+
+def _tracing() -> bool:
+    with concurrent.futures.ThreadPoolExecutor(1) as fresh:      # a new thread traces nothing
+        return fresh.submit(trace_state).result() != trace_state()
+
+
+# What is measured: the operations that autocast emits on a CPU, for activations and cotangents that are bfloat16
+# already and for float32 weights, whose gradients are float32.
+
+def _dot(x, w, g, *, train):
+    low = w.astype(x.dtype)
+    product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+    y = product(x, low, (((1,), (0,)), ((), ()))).astype(x.dtype)
+    if not train:
+        return y
+    return y, product(g, low, (((1,), (1,)), ((), ()))).astype(x.dtype), product(x, g, (((0,), (0,)), ((), ())))
+
+
+def _conv(x, w, g, *, train):
+    def forward(x, w):
+        return lax.conv_general_dilated(x, w.astype(x.dtype), (1, 1), "SAME", preferred_element_type=x.dtype,
+                                        dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    if not train:
+        return forward(x, w)
+    y, backward = jax.vjp(forward, x, w)
+    return y, backward(g)
+
+
+def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
+    calls = {}
+    for name, operation, shape, weights in (("dot", _dot, (_SIDE, _SIDE), (_SIDE, _SIDE)),
+                                            ("conv", _conv, _IMAGES, _KERNEL)):
+        numbers = np.random.default_rng(0).standard_normal
+        x, w = numbers(shape, np.float32), jnp.asarray(numbers(weights, np.float32))
+        for dtype in ("float32", "bfloat16"):
+            args = (jnp.asarray(x, dtype), w, jnp.asarray(x, dtype))
+            try:
+                run = jax.jit(functools.partial(operation, train=mode == "train")).lower(*args).compile()
+                jax.block_until_ready(run(*args))
+            except Exception:      # whatever XLA raises for a type that it has no code for on this CPU
+                if dtype == "float32":
+                    raise
+                continue
+            calls[name, dtype] = functools.partial(run, *args)
+    return ratios(timings(calls, clock))
+
+
+def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) -> dict[Any, list[float]]:
+    """Times of each call, in rounds of all of them, so that a slow moment meets them alike."""
+    times: dict[Any, list[float]] = {name: [] for name in calls}
+    end, (least, most) = time.perf_counter() + _SECONDS, _ROUNDS
+    for number in range(most):
+        if number >= least and time.perf_counter() > end:
+            break
+        for name, call in calls.items():
+            start = clock()
+            jax.block_until_ready(call())
+            times[name].append(clock() - start)
+    return times
+
+
+def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, float]:
+    """bfloat16's time over float32's for (dot, conv): the median over rounds, to the two places that are quoted and
+    decided on; infinite where nothing was timed."""
+    def ratio(name):
+        pairs = zip(times[name, "float32"], times.get((name, "bfloat16"), ()))
+        return round(statistics.median([low / full for full, low in pairs if full > 0] or [math.inf]), 2)
+
+    return ratio("dot"), ratio("conv")
+
+
+# What is kept.
+
+def _path() -> pathlib.Path:
+    base = os.environ.get("FNET_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fnet")
+    return pathlib.Path(os.path.expanduser(base)) / "probe.json"
+
+
+def _read(path: pathlib.Path) -> dict[str, Probe]:
+    """What the file holds that can be used. A measurement of a busy machine is good for the day."""
+    try:
+        entries = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    today, kept = datetime.date.today().isoformat(), {}
+    for key, entry in entries.items() if isinstance(entries, dict) else ():
+        try:
+            one = Probe(**entry)
+            sound = all(isinstance(r, float) and r >= 0 for r in one[:2]) and all(isinstance(s, str) for s in one[2:])
+        except TypeError:
+            continue
+        if sound and (one.clock == "wall" or (one.clock == "processor" and one.date == today)):
+            kept[key] = one
+    return kept
+
+
+def _write(path: pathlib.Path, key: str, made: Probe) -> None:
+    """Adds an entry; the file is whole at every moment. Where it cannot be written nothing is said: it is a cache."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entries = {name: one._asdict() for name, one in (_read(path) | {key: made}).items()}
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="probe-") as beside:
+            new = pathlib.Path(beside, path.name)
+            new.write_text(json.dumps(entries, indent=1))
+            os.replace(new, path)
+    except OSError:
+        pass
