@@ -96,7 +96,8 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args, **kwargs) -> Layer:
     params are the module's `nnx.Param`s by their paths, as nested dicts (the numbers of a list's items as strings);
     state is every other variable, batch statistics among them. `init` constructs the module with
     `rngs=nnx.Rngs(key)`. Each call makes a module of the arrays that it is given, puts it into train or eval mode,
-    and runs it; streams of random numbers inside begin at the model's key.
+    and runs it; streams of random numbers inside begin at the model's key, which is needed wherever the module draws
+    (nnx.RNN does for its first carry, even in eval mode).
 
     Args:
         constructor: the module's class, or a function that makes one; given `rngs=` where it takes it.
@@ -106,7 +107,8 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args, **kwargs) -> Layer:
         A layer with the module's inputs.
 
     Raises:
-        TypeError: for a module that is made already: take its arrays with `nnx_variables`.
+        TypeError: for a module that is made already (take its arrays with `nnx_variables`), and where one holds
+            arrays that are no `nnx.Variable`s.
 
     >>> from flax import nnx
     >>> layer = from_nnx(nnx.Linear, 4, 3)

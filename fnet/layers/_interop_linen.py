@@ -25,7 +25,8 @@ def from_linen(module, train):
         raise TypeError(f"from_linen takes a flax.linen module, e.g. linen.Dense(10); got {what}")
     if module.scope is not None:
         raise ValueError(f"from_linen takes a module that is not bound; this {type(module).__name__} is: pass "
-                         "module.unbind()[0], and its variables as params and state")
+                         "module.unbind()[0], and its variables as params and state (inside another linen module, "
+                         "construct it with parent=None)")
     return LinenLayer(_hashable(module), train=train)
 
 

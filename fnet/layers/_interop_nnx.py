@@ -70,6 +70,7 @@ class NnxLayer(Layer):
         return y
 
     def _record(self, inputs, options, train, path=()):
+        _abstract(self)    # refuses what has no place in the trees
         return {**_record(self), "cache": {}}
 
 
@@ -111,7 +112,7 @@ def nnx_variables(module):
         node = params if isinstance(variable, nnx.Param) else state
         for part in above:
             node = node.setdefault(part, {})
-        node[name] = _value(variable)
+        node[name] = variable.get_value()
     return params, state
 
 
@@ -129,9 +130,9 @@ def update_nnx(module, params, state):
 
 
 def _variables(module):
-    """(path, variable) of all but the streams of random numbers."""
+    """(path, variable) of all but the streams of random numbers, and arrays that are no variables."""
     return [(path, variable) for path, variable in nnx.to_flat_state(nnx.state(module))
-            if not isinstance(variable, nnx.RngState)]
+            if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState)]
 
 
 def _construct(layer, key):
@@ -154,8 +155,17 @@ def _takes_rngs(constructor):
 @functools.lru_cache(256)
 def _abstract(layer):
     """(the module's graph, its variables by path, with shapes for values)."""
-    graph, variables = nnx.split(nnx.eval_shape(lambda: _construct(layer, jax.random.key(0))))
-    return graph, list(nnx.to_flat_state(variables))
+    module = nnx.eval_shape(lambda: _construct(layer, jax.random.key(0)))
+    graph, variables = nnx.split(module)
+    leaves = list(nnx.to_flat_state(variables))
+    # While tracing, nnx takes arrays that are no variables for static attributes.
+    loose = [(*path, name) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)
+             for name, value in vars(node).items() if isinstance(value, jax.core.Tracer)]
+    loose += [path for path, leaf in leaves if not isinstance(leaf, nnx.Variable)]
+    if loose:
+        raise TypeError(f"{layer!r}: {'/'.join(_names(loose[0]))!r} is an array outside of any variable: hold it as "
+                        "nnx.Variable(array), so that it has a place in the layer's state")
+    return graph, leaves
 
 
 @functools.lru_cache(256)
@@ -188,7 +198,3 @@ def _replaced(tree, names, value):
 
 def _names(path):
     return tuple(map(str, path))
-
-
-def _value(variable):
-    return variable.get_value() if isinstance(variable, nnx.Variable) else variable

@@ -1,6 +1,7 @@
 """Flax modules as layers and layers as Flax modules: the numbers, the names, the state and the gradients agree."""
 
 import functools
+import pathlib
 import pickle
 import re
 import zlib
@@ -222,7 +223,8 @@ def test_linen_layer_errors():
     with raises(TypeError, "from_linen takes a flax.linen module, e.g. linen.Dense(10); got a Dense"):
         nn.from_linen(nn.Dense(3))
     with raises(ValueError, "from_linen takes a module that is not bound; this Dense is: pass module.unbind()[0], and "
-                            "its variables as params and state"):
+                            "its variables as params and state (inside another linen module, construct it with "
+                            "parent=None)"):
         nn.from_linen(linen.Dense(3).bind({"params": {}}))
     with raises(ValueError, "from_linen(LinenCNN) needs the state 'batch_stats/BatchNorm_0/mean' (3,): pass state=, "
                             "the second result of model.init"):
@@ -426,6 +428,39 @@ def sorted_names(*names):
     return dict.fromkeys(sorted(names))
 
 
+def numpys(array):
+    return np.zeros(array.shape, array.dtype)
+
+
+class Arrays(nnx.Module):
+    """A constant, held as a variable or not, a counter and a cell that draws for its first carry."""
+
+    def __init__(self, hold=nnx.Variable, *, rngs):
+        self.constant = hold(jnp.arange(2.0))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.rnn = nnx.RNN(nnx.GRUCell(2, 3, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        self.calls[...] = self.calls[...] + 1
+        return self.rnn(x * self.constant[...].reshape(1, 1, 2))
+
+
+def test_nnx_layer_with_constants_counters_and_draws():
+    layer, x = nn.from_nnx(Arrays), jnp.ones((2, 4, 2))
+    params, state = layer.init(jax.random.key(0), x)
+    assert state["calls"] == 0
+    y, new = layer(params, x, state=state, key=KEY)
+    module = Arrays(rngs=nnx.Rngs(1))
+    nn.update_nnx(module, params, state)
+    close(y, module(x))
+    assert new["calls"] == 1
+    close(new, nn.nnx_variables(module)[1])
+    for hold in (jnp.square, numpys):
+        with raises(TypeError, "'constant' is an array outside of any variable: hold it as nnx.Variable(array), so "
+                               "that it has a place in the layer's state"):
+            nn.from_nnx(Arrays, hold=hold).init(jax.random.key(0), x)
+
+
 class Doubled(nnx.Module):
     def __call__(self, x):
         return x * 2
@@ -529,3 +564,12 @@ def test_layer_in_an_nnx_model():
             convert(nn.Dense, **options)
         with raises(TypeError, f"{convert.__name__} takes a layer, e.g. nn.Dense(10); got a Dense"):
             convert(linen.Dense(3), **options)
+
+
+def test_docs_page_runs():
+    page = pathlib.Path(__file__).parents[2] / "docs" / "interop.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    assert len(blocks) == 7
+    namespace = {"__name__": "interop_page"}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), namespace)
