@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fnet.hardware import Policy
+
 
 class LossScaleState(NamedTuple):
     """The state of `loss_scale`; plain arrays, part of the optimiser's state.
@@ -33,7 +35,9 @@ def loss_scale(inner, policy=None, *, initial: float | None = None, growth: floa
 
     The gradients are divided by the scale that they were made with. Where all are finite `inner` updates, and after
     `interval` such steps in a row the scale grows; otherwise the update is zero, `inner`'s state stays as it is, the
-    skipped step is counted and the scale falls.
+    skipped step is counted and the scale falls. Everything that is to see true gradients (clipping, weight decay, all
+    groups of `optax.multi_transform`) belongs inside. Keep parameters in float32: the unscaled gradient has its
+    parameter's dtype, and in float16 the small ones are lost again.
 
         policy = hw.policy()
         tx = ft.loss_scale(optax.adamw(1e-3), policy)            # optax.adamw itself where the policy needs no scale
@@ -55,25 +59,35 @@ def loss_scale(inner, policy=None, *, initial: float | None = None, growth: floa
     Returns:
         An `optax.GradientTransformationExtraArgs` with a `LossScaleState`.
 
+    Raises:
+        TypeError: where `inner` is no Optax transformation or `policy` no `hardware.Policy`.
+        ValueError: for constants that make no sense together.
+
     Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2; the constants are PyTorch's and Keras'.
     """
     import optax
 
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(f"loss_scale wraps an Optax transformation, such as optax.adamw(1e-3); got {inner!r}")
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"loss_scale: policy is a hardware.Policy or None; got {policy!r}: "
+                        "hardware.policy(...) makes one")
     if policy is not None and policy.loss_scale is None:
         return inner
     if initial is None:
         initial = 2.0**15 if policy is None else policy.loss_scale
-    if not 0 < minimum <= initial <= maximum or growth < 1 or not 0 < backoff < 1 or interval < 1:
-        raise ValueError("loss_scale needs 0 < minimum <= initial <= maximum, growth >= 1, 0 < backoff < 1 and interval "
-                         f">= 1; got minimum={minimum}, initial={initial}, maximum={maximum}, growth={growth}, "
-                         f"backoff={backoff}, interval={interval}")
+    if not (0 < minimum <= initial <= maximum < 2.0**128 and growth >= 1 and 0 < backoff < 1
+            and isinstance(interval, int) and interval >= 1):
+        raise ValueError("loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and "
+                         f"a whole interval >= 1; got minimum={minimum}, initial={initial}, maximum={maximum}, "
+                         f"growth={growth}, backoff={backoff}, interval={interval}")
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
         return LossScaleState(jnp.float32(initial), jnp.int32(0), jnp.int32(0), inner.init(params))
 
     def update(grads, state, params=None, **extra):
-        grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / state.scale).astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g: _unscaled(g, state.scale), grads)
         finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
         if axis_name is not None:
             finite = lax.pmin(finite.astype(jnp.int32), axis_name) > 0
@@ -90,13 +104,32 @@ def loss_scale(inner, policy=None, *, initial: float | None = None, growth: floa
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _unscaled(gradient, scale):
+    wide = _wide(gradient.dtype)
+    return (gradient.astype(wide) / scale.astype(wide)).astype(gradient.dtype)
+
+
+def _wide(dtype):
+    return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+
+
 def loss_scale_state(opt_state) -> LossScaleState | None:
-    """The `LossScaleState` somewhere in an optimiser's state; None where there is none."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScaleState))
-    found = [leaf for leaf in leaves if isinstance(leaf, LossScaleState)]
+    """The `LossScaleState` somewhere in an optimiser's state; None where there is none.
+
+    Raises:
+        ValueError: where there are several.
+    """
+    found = _states(opt_state)
     if len(found) > 1:
-        raise ValueError(f"the optimiser's state holds {len(found)} loss scales; one loss has one scale")
+        raise ValueError(f"the optimiser's state holds {len(found)} loss scales, and one loss has one scale: wrap the "
+                         "whole optimiser in loss_scale, once")
     return found[0] if found else None
+
+
+def _states(tree) -> list[LossScaleState]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScaleState))
+    outer = [leaf for leaf in leaves if isinstance(leaf, LossScaleState)]
+    return outer + [inside for state in outer for inside in _states(state.inner)]
 
 
 def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable:
@@ -104,26 +137,38 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
 
         value, grads = scaled_value_and_grad(loss)(opt_state, params, batch)
 
-    The value is the loss itself, in float32; the gradients are scaled, and `loss_scale`'s update divides them. Without
-    a scale in `opt_state` it is `jax.value_and_grad`, so that one step serves every precision.
+    The value is the loss itself, in float32 (float64 stays); the gradients are scaled, and `loss_scale`'s update
+    divides them. Without a scale in `opt_state` it is `jax.value_and_grad`, so that one step serves every precision.
 
     Args:
         loss: `loss(*args) -> scalar`, or (scalar, aux) with `has_aux`.
         argnums, has_aux: as in `jax.value_and_grad`; argnums count the loss's own arguments.
+
+    Raises:
+        TypeError: where the loss is no floating-point scalar, or no pair with `has_aux`.
+        ValueError: where `opt_state` holds several scales.
     """
 
-    @functools.wraps(loss)
     def scaled(opt_state, *args, **kwargs):
         state = loss_scale_state(opt_state)
         if state is None:
             return jax.value_and_grad(loss, argnums, has_aux=has_aux)(*args, **kwargs)
 
         def multiplied(*args, **kwargs):
-            value, aux = loss(*args, **kwargs) if has_aux else (loss(*args, **kwargs), None)
-            value = jnp.asarray(value).astype(jnp.float32)
-            return value * state.scale, (value, aux)
+            output = loss(*args, **kwargs)
+            if has_aux and not (isinstance(output, tuple) and len(output) == 2):
+                raise TypeError("scaled_value_and_grad: with has_aux the loss has to return a pair (scalar, aux)")
+            value, aux = output if has_aux else (output, None)
+            kind = jnp.result_type(value) if isinstance(value, (jax.Array, float)) else None
+            if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.shape(value):
+                what = f"{kind}{list(jnp.shape(value))}" if kind else f"a {type(value).__name__}"
+                raise TypeError(f"scaled_value_and_grad: the loss has to be a floating-point scalar; it is {what}")
+            value = jnp.asarray(value, _wide(kind))
+            return value * state.scale.astype(value.dtype), (value, aux)
 
         (_, (value, aux)), grads = jax.value_and_grad(multiplied, argnums, has_aux=True)(*args, **kwargs)
         return ((value, aux) if has_aux else value), grads
 
+    functools.update_wrapper(scaled, loss, updated=())
+    del scaled.__wrapped__      # the loss has another signature: it lacks opt_state
     return scaled
