@@ -9,6 +9,7 @@ comes out in the dtype of the operand it belongs to, so that a float32 weight ha
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -82,22 +83,30 @@ def _on_accelerators(x, y, *, compute, out, **rest):
 
 
 def _on_cpu(x, y, *, op, params, compute, out):
-    # XLA:CPU has fast products of bfloat16 with float32 sums where batch axes lead, and none at all where they do not;
-    # its low-precision convolutions have low-precision sums.
+    # XLA:CPU has fast products of bfloat16 with float32 sums for [batch, m, k] x [batch, k, n] or [batch, n, k] only.
+    # Where it moves a transpose into a product that then is another one, it fails at run time ("DotThunk: BF16 x BF16 =
+    # F32"): hence the barriers. Its low-precision convolutions have low-precision sums.
     if op is not lax.dot_general_p:
         return _compute(x, y, op=op, params=params, compute=compute, out=out, sums=compute)
+    if compute != jnp.bfloat16:
+        return _compute(x, y, op=op, params=params, compute=compute, out=out)
     contract, batch = params()["dimension_numbers"]
-    (x, left), (y, right) = (_batch_first(a, c, b) for a, c, b in zip((x, y), contract, batch))
-    front = tuple(range(len(batch[0])))
-    leading = _Params({**params(), "dimension_numbers": ((left, right), (front, front))})
-    return _compute(x, y, op=op, params=leading, compute=compute, out=out)
+    free = [[i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in zip((x, y), contract, batch)]
+    shape = [x.shape[i] for i in (*batch[0], *free[0])] + [y.shape[i] for i in free[1]]
+    last = not free[1] or not contract[1] or contract[1][-1] > free[1][-1]
+    x = _matrices(x, (batch[0], free[0], contract[0]), compute)
+    y = _matrices(y, (batch[1], free[1], contract[1]) if last else (batch[1], contract[1], free[1]), compute)
+    z = lax.dot_general(x, y, (((2,), (2 if last else 1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    z = lax.optimization_barrier(z).reshape(shape)
+    return z if z.dtype == out else lax.convert_element_type(z, out)
 
 
-def _batch_first(x, contract, batch):
-    """x with its batch axes first, and where its contracted axes are then."""
-    order = [*batch, *(axis for axis in range(x.ndim) if axis not in batch)]
-    moved = lax.transpose(x, order) if order != list(range(x.ndim)) else x
-    return moved, tuple(order.index(axis) for axis in contract)
+def _matrices(x, axes, dtype):
+    """x in a low dtype, with three groups of its axes as its axes, behind a barrier."""
+    order, shape = [i for group in axes for i in group], [math.prod(x.shape[i] for i in group) for group in axes]
+    if order == list(range(x.ndim)):    # the cast is for the product to do as it reads
+        return lax.convert_element_type(lax.optimization_barrier(x.reshape(shape)), dtype)
+    return lax.optimization_barrier(lax.convert_element_type(x, dtype).transpose(order).reshape(shape))
 
 
 mlir.register_lowering(lowered_p, mlir.lower_fun(_on_accelerators, multiple_results=False))

@@ -304,7 +304,7 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
     @function.defjvp
     def jvp(primals, tangents):
         primals, tangents = primals[rule.consts:], tangents[rule.consts:]
-        zero = [not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in primals]
+        zero = [not _moves(x) for x in primals]
         closed, zero_out = rule.jaxpr([True] * rule.consts + zero)
         moving = [t for t, z in zip(tangents, zero) if not z]
         slopes_wanted = tuple(w for w, z in zip(wanted, zero_out) if not z)
@@ -314,8 +314,9 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
         like = jax.eval_shape(function, *_xs(inputs))
         values = [restore(Value(y), s) for y, s in zip(outputs, like)]
         slopes = iter(outputs[len(values):])
-        return tuple(values), tuple(_zero(y) if z else restore(Value(next(slopes)), y)
-                                    for y, z in zip(values, zero_out))
+        moved = [None if z else next(slopes) for z in zero_out]
+        return tuple(values), tuple(_zero(y) if slope is None or not _moves(y) else restore(Value(slope), y)
+                                    for y, slope in zip(values, moved))
 
     return [Value(y) for y in function(*_xs(inputs))]
 
@@ -349,9 +350,14 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
     return [Value(y) for y in function(*_xs(inputs))]
 
 
+def _moves(x) -> bool:
+    """Whether x can have a tangent."""
+    return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
+
+
 def _zero(x):
     """The tangent of something that does not move."""
-    return np.zeros(jnp.shape(x), jax.dtypes.float0) if not jnp.issubdtype(x.dtype, jnp.inexact) else jnp.zeros_like(x)
+    return jnp.zeros_like(x) if _moves(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
 _ENTER = {
