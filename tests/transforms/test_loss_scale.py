@@ -197,6 +197,23 @@ def test_all_devices_agree(shard_map):
     assert (sound == -1 / 32768).all() and kept.tolist() == [32768.0] * 8 and none.tolist() == [0] * 8
 
 
+def test_over_a_mesh_the_state_stays_the_same_everywhere():
+    tx = ft.loss_scale(optax.sgd(1.0), axis_name="devices")
+    mesh = jax.make_mesh((8,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.ones((8, 2)).at[5, 1].set(INF)
+
+    def step(params, state, x):
+        _, grads = ft.scaled_value_and_grad(lambda p, x: ((p["w"] * x[0]) ** 2).sum())(state, params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("devices")), out_specs=P()))
+    params, state = run(PARAMS, tx.init(PARAMS), x)      # out_specs P(): JAX has proved that all hold the same
+    assert params["w"].tolist() == [1.0, 2.0] and scalars(state) == (16384.0, 0, 1)
+    params, state = run(PARAMS, tx.init(PARAMS), jnp.ones((8, 2)))
+    assert params["w"].tolist() == [-15.0, -30.0] and scalars(state) == (32768.0, 1, 0)
+
+
 def test_without_an_axis_each_device_is_alone():
     tx = ft.loss_scale(optax.sgd(1.0))
     grads = jnp.ones((8, 2)).at[5, 1].set(INF)
