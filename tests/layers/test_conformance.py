@@ -77,9 +77,9 @@ class Variants(chex.TestCase):
 
 @every
 def test_output_shape_and_dtype(name):
-    case = CASES[name]
+    case, params, state, x = prepared(name)
     for train in (False, True):
-        y, _ = compiled(name, train)
+        y, _ = jax.eval_shape(call(case, train=train), params, state, *x)
         assert y.shape == (BATCH, *case.out)
         assert y.dtype == jnp.float32
 
@@ -143,7 +143,7 @@ def test_half_precision(name, dtype):
         assert y.dtype == dtype
         assert jax.tree.map(lambda a: (a.shape, a.dtype), new_state) == jax.tree.map(
             lambda a: (a.shape, a.dtype), state)
-    if dtype == jnp.bfloat16:
+    if dtype == jnp.bfloat16 and name in ALONE:
         y, _ = jax.jit(call(case, train=False))(params, state, *x)
         close(y.astype(jnp.float32), compiled(name, False)[0], 0.04)
 
@@ -158,10 +158,12 @@ def test_state_is_a_scan_carry(name, train):
         return state, y
 
     jax.eval_shape(lambda state: jax.lax.scan(body, state, length=2), state)    # raises where a carry changes
+    if not state:
+        return
     new_state = compiled(name, train)[1]
     if not train:
         same(new_state, state)
-    elif state:
+    else:
         assert any((a != b).any() for a, b in zip(jax.tree.leaves(new_state), jax.tree.leaves(state)))
 
 
@@ -285,7 +287,8 @@ def flat(name):
     return f, vector
 
 
-@pytest.mark.parametrize("name", sorted(set(ALONE) - {"Attention_dropout", "Dense_normal", "Dropout"}))
+@pytest.mark.parametrize("name", sorted(
+    set(KINDS) - {"Attention", "BatchNorm", "Dropout"} | {"Attention_grouped", "BatchNorm_bare", "Conv_1d_causal"}))
 def test_numerical_gradients(name):
     """Forward and reverse against finite differences."""
     with jax.enable_x64(True):
