@@ -5,6 +5,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import types
 
 import jax
@@ -81,7 +83,7 @@ def test_calls_are_timed_in_turns():
 
     times = _probe.timings({"a": call("a", 2.0), "b": call("b", 1.0)}, lambda: now[0])
     rounds = len(times["a"])
-    assert 5 <= rounds <= 50 and times == {"a": [2.0] * rounds, "b": [1.0] * rounds}
+    assert 9 <= rounds <= 50 and times == {"a": [2.0] * rounds, "b": [1.0] * rounds}
     assert order == ["a", "b"] * rounds
 
 
@@ -150,6 +152,23 @@ def test_nothing_is_measured_beside_another_backend_or_in_several_processes(mach
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert hw.policy().reason.endswith("(not measured, since all processes have to choose alike)")
     assert not machine.runs
+
+
+def test_fnet_devices_probes_and_says_so(machine, capsys):
+    from fnet.cli import main
+
+    assert main(["devices"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for passes in ("forward and backward", "forward"):
+        assert f"for a convolution, {passes}, in the probe of {TODAY}" in said
+    assert [mode for mode, _ in machine.runs] == ["train", "inference"]
+
+
+def test_importing_measures_nothing(tmp_path):
+    environment = {**os.environ, "FNET_PROBE": "1", "FNET_CACHE": str(tmp_path)}
+    code = "import fnet.transforms; from fnet.hardware import _probe; print(_probe._once.cache_info().currsize)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n" and not list(tmp_path.iterdir())
 
 
 def test_the_machine_keeps_its_measurement(machine):
@@ -258,7 +277,7 @@ def test_what_is_measured_is_what_autocast_emits(operation):
 
 def test_the_real_probe(monkeypatch, tmp_path):
     monkeypatch.setenv("FNET_CACHE", str(tmp_path))
-    monkeypatch.setattr(_probe, "_SECONDS", 0.0)      # five rounds
+    monkeypatch.setattr(_probe, "_SECONDS", 0.0)      # nine rounds
     _probe._once.cache_clear()
     policy = hw.policy(probe=True)
     entry, = json.loads((tmp_path / "probe.json").read_text()).values()
