@@ -207,13 +207,27 @@ def checked(config):
     return config
 
 
+def decided(config, workdir):
+    """The chip's policy and the configuration with its type for good: a run that goes on keeps what it began with."""
+    policy = hw.policy()
+    begun = [path for path in (workdir / "config.json", workdir / "last20" / "config.json") if path.exists()]
+    if begun and not flags.FLAGS.restart:
+        precision = tr.load_config(Config, begun[0]).precision
+        if precision != policy.compute.name:
+            policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was begun with it")
+    return policy, dataclasses.replace(config, precision=policy.compute.name)
+
+
 def main(argv):
     if argv[1:]:
         common.stop(f"{argv[1]}: flags begin with --, as in --dataset=digits")
     logging.set_verbosity(logging.WARNING)                 # Orbax says a lot
     with common.one_line_errors(ValueError):               # ConfigError, and unknown names
         config = checked(common.config_from_flags(Config, PRESETS, by="dataset"))
-    workdir = Path(flags.FLAGS.workdir or f"runs/{config.dataset}")
+        workdir = Path(flags.FLAGS.workdir or f"runs/{config.dataset}")
+        policy = hw.policy(config.precision) if config.precision != "auto" else None
+        if policy is None:
+            policy, config = decided(config, workdir)
     runs = {workdir: config}
     if config.dataset == "digits" and config.split == "random" and flags.FLAGS.last20:
         runs = {workdir / "last20": dataclasses.replace(config, split="last20")} | runs
@@ -225,7 +239,6 @@ def main(argv):
 
     chip = hw.detect()
     print(f"chip: {chip}")
-    policy = hw.policy(None if config.precision == "auto" else config.precision)
     print(f"policy: {policy}")
     try:
         with common.one_line_errors(tr.CheckpointError, OSError):
