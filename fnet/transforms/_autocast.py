@@ -21,7 +21,7 @@ from jax import lax
 
 from fnet import _jax, hardware
 from fnet.hardware import Policy
-from fnet.transforms._lowered import BILINEAR, lowered
+from fnet.transforms._lowered import BILINEAR, Saveable, lowered
 from fnet.transforms._rewrite import Interpreter, Value, bind, plain
 
 F32 = np.dtype("float32")
@@ -123,6 +123,9 @@ class _Autocast(Interpreter):
             return object()    # every call is explained
         return scope if self.rules else None
 
+    def saveable(self, policy):
+        return policy if policy is None or isinstance(policy, Saveable) else Saveable(policy)
+
     def compute(self, scope) -> np.dtype:
         """The dtype that products take at this path."""
         if scope not in self.scopes:
@@ -204,9 +207,11 @@ class _Autocast(Interpreter):
         return (True,) * len(outs) if eqn.primitive.name in ("while", "cond") else outs
 
     def kind(self, eqn) -> str:
-        """"lower", "follow", "cast", "enter" or "float32"."""
+        """"lower", "follow", "cast", "convolution" or "float32"."""
         name = eqn.primitive.name
         if name in _LOWER:
+            if name == "conv_general_dilated" and self.policy.convolution == F32 != self.policy.compute:
+                return "convolution"
             default = eqn.params.get("precision") in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2)
             return "lower" if default and all(map(_wide, (*eqn.invars[:2], *eqn.outvars))) else "float32"
         if name in _STRUCTURE or name in _ARITHMETIC:
@@ -301,5 +306,6 @@ _REASONS = {
     "follow": "",
     "cast": "a mask, exact in any dtype",
     "float32": "needs float32's range or sums, or is in no list",
+    "convolution": "the policy keeps convolutions in float32",
     "author": "kept in float32 by a rule or full_precision",
 }

@@ -8,8 +8,10 @@ comes out in the dtype of the operand it belongs to, so that a float32 weight ha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,18 @@ class _Params:
 
     def __call__(self, dtype=None) -> dict:
         return {**dict(self.items), "preferred_element_type": dtype}
+
+
+@dataclasses.dataclass(frozen=True)
+class Saveable:
+    """A policy of `jax.checkpoint`, asked about a lowered product as about the product that it was."""
+
+    policy: Callable
+
+    def __call__(self, primitive, *types, **params):
+        if primitive is lowered_p:
+            primitive, params = params["op"], params["params"](jnp.dtype(jnp.float32))
+        return self.policy(primitive, *types, **params)
 
 
 def _compute(x, y, *, op, params, compute, out, sums=jnp.float32):

@@ -65,7 +65,7 @@ class Value(NamedTuple):
 
 
 class Interpreter:
-    """Evaluates jaxprs with a say in each equation. Subclasses override the first five methods.
+    """Evaluates jaxprs with a say in each equation. Subclasses override the methods above `run`.
 
     An instance keeps what it has rewritten, so that a jitted function that is called 60 times is rewritten once.
     """
@@ -91,6 +91,10 @@ class Interpreter:
     def depends(self, scope: str) -> Any:
         """What of a scope the rewriting depends on; bodies are kept by it."""
         return scope
+
+    def saveable(self, policy):
+        """The policy of a remat equation, for what its body has become."""
+        return policy
 
     def run(self, f, args, kwargs):
         """f(*args, **kwargs), rewritten."""
@@ -262,8 +266,12 @@ def _while(self, eqn, scope, inputs, wanted):
     free = [None] * len(init)
     test = self.body(params["cond_jaxpr"], scope, (None,), [*(v.note for v in inputs[:a]), *free])
     body = self.body(params["body_jaxpr"], scope, wanted, [*(v.note for v in inputs[a:a + b]), *free])
-    before, inside = _xs(inputs[:a]), _xs(inputs[a:a + b])
-    return [Value(y) for y in lax.while_loop(lambda c: test(*before, *c)[0], lambda c: body(*inside, *c), init)]
+    types = [jax.typeof(x) for x in [*_xs(inputs[:a + b]), *init]]
+    # Bound again rather than handed to lax.while_loop, which refuses the batched tests that vmap makes.
+    tests, bodies = (jax.make_jaxpr(test)(*types[:a], *types[a + b:]), jax.make_jaxpr(body)(*types[a:]))
+    return bind(eqn, [*tests.consts, *_xs(inputs[:a]), *bodies.consts, *_xs(inputs[a:a + b]), *init],
+                cond_nconsts=len(tests.consts) + a, cond_jaxpr=_jax.close(_jax.consts_as_inputs(tests)),
+                body_nconsts=len(bodies.consts) + b, body_jaxpr=_jax.close(_jax.consts_as_inputs(bodies)))
 
 
 def _cond(self, eqn, scope, inputs, wanted):
@@ -279,7 +287,8 @@ def _cond(self, eqn, scope, inputs, wanted):
 
 def _remat(self, eqn, scope, inputs, wanted):
     closed, notes = self.kept(eqn.params["jaxpr"], scope, wanted, inputs)
-    outputs = bind(eqn, [*closed.consts, *_xs(inputs)], jaxpr=_jax.consts_as_inputs(closed))
+    outputs = bind(eqn, [*closed.consts, *_xs(inputs)], jaxpr=_jax.consts_as_inputs(closed),
+                   policy=self.saveable(eqn.params["policy"]))
     return [Value(y.x, note) for y, note in zip(outputs, notes)]
 
 
