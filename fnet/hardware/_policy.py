@@ -25,6 +25,7 @@ class Policy:
     Attributes:
       param: in which the parameters are kept (the master copy).
       compute: of the operands of matrix products and convolutions.
+      convolution: of the operands of convolutions, where a chip gains from the one but not the other; None: `compute`.
       accum: in which they sum, and in which reductions, norms and softmax work.
       output: of what the function returns.
       loss_scale: the initial dynamic loss scale, or None where gradients fit the range of `compute`.
@@ -39,16 +40,20 @@ class Policy:
     loss_scale: float | None = None
     rules: tuple[tuple[str, Any], ...] = ()
     reason: str = ""
+    convolution: Any = None
 
     def __post_init__(self):
-        for field in ("param", "compute", "accum", "output"):
+        if self.convolution is None:
+            object.__setattr__(self, "convolution", self.compute)
+        for field in ("param", "compute", "accum", "output", "convolution"):
             object.__setattr__(self, field, jnp.dtype(getattr(self, field)))
         object.__setattr__(self, "rules", tuple((pattern, jnp.dtype(dtype)) for pattern, dtype in self.rules))
 
     def __str__(self) -> str:
         scaling = f"dynamic loss scaling from {self.loss_scale:g}" if self.loss_scale else "no loss scaling"
-        return (f"parameters {self.param}, compute {self.compute}, sums {self.accum}, output {self.output}, {scaling}: "
-                f"{self.reason}")
+        apart = f" (convolutions {self.convolution})" if self.convolution != self.compute else ""
+        return (f"parameters {self.param}, compute {self.compute}{apart}, sums {self.accum}, output {self.output}, "
+                f"{scaling}: {self.reason}")
 
 
 class _Family(NamedTuple):
@@ -180,8 +185,8 @@ def _probed(chip: Chip, mode: str) -> Policy:
     if measured is None:
         (compute, *_), why = _options(chip, mode)
         return _make(compute, mode, f"{_label(chip)}: {why} ({why_not})")
-    compute, why = _probe.verdict(measured, mode)
-    return _make(compute, mode, f"{_label(chip)}: {why}")
+    compute, convolution, why = _probe.verdict(measured, mode)
+    return dataclasses.replace(_make(compute, mode, f"{_label(chip)}: {why}"), convolution=convolution)
 
 
 def _options(chip: Chip, mode: str) -> tuple[tuple[str, ...], str]:

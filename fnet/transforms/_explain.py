@@ -15,7 +15,7 @@ from fnet.transforms._autocast import Row, _Autocast
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """What autocast makes of a function. `str()` is a table; `rows` has one `Row` for each floating-point equation:
-    scope, primitive, kind ("lower", "follow", "cast", "float32", "author"), dtype, reason."""
+    scope, primitive, kind ("lower", "follow", "cast", "convolution", "float32", "author"), dtype, reason."""
 
     policy: Policy
     rows: tuple[Row, ...]

@@ -43,19 +43,21 @@ def machine(tmp_path, monkeypatch):
 NAMES = [("dot", "float32"), ("dot", "bfloat16"), ("conv", "float32"), ("conv", "bfloat16")]
 
 
-@pytest.mark.parametrize(("dot", "conv", "compute"), [
-    (0.52, 1.0, "bfloat16"), (0.8, 1.05, "bfloat16"), (0.81, 1.0, "float32"), (0.52, 1.06, "float32"),
-    (0.81, 1.06, "float32"), (1.05, 0.5, "float32"), (0.1, math.inf, "float32"), (math.inf, 0.1, "float32")])
-def test_the_rule(dot, conv, compute):
-    assert _probe.verdict(_probe.Probe(dot, conv, "wall", "0.10.2", "2026-11-21"), "train")[0] == compute
+@pytest.mark.parametrize(("dot", "conv", "compute", "convolution"), [
+    (0.52, 1.0, "bfloat16", "float32"), (0.8, 0.9, "bfloat16", "bfloat16"), (0.81, 0.5, "float32", "float32"),
+    (0.52, 0.91, "bfloat16", "float32"), (0.1, math.inf, "bfloat16", "float32"), (math.inf, 0.1, "float32", "float32")])
+def test_the_rule(dot, conv, compute, convolution):
+    probe = _probe.Probe(dot, conv, "wall", "0.10.2", "2026-11-21")
+    assert _probe.verdict(probe, "train")[:2] == (compute, convolution)
 
 
 def test_the_reason_quotes_the_ratios_the_version_and_the_date():
     probe = _probe.Probe(0.73, 1.02, "wall", "0.10.2", "2026-11-21")
-    assert _probe.verdict(probe, "train")[1] == (
+    assert _probe.verdict(probe, "train")[2] == (
         "bfloat16 took 0.73 of float32's time for a matrix product and 1.02 for a convolution, forward and backward, "
-        "in the probe of 2026-11-21 with jaxlib 0.10.2; it is chosen at no more than 0.8 and 1.05")
-    why = _probe.verdict(probe._replace(clock="processor"), "inference")[1]
+        "in the probe of 2026-11-21 with jaxlib 0.10.2; it is chosen at no more than 0.8, and for convolutions at no "
+        "more than 0.9")
+    why = _probe.verdict(probe._replace(clock="processor"), "inference")[2]
     assert "of float32's processor time (the machine was busy) for" in why and "convolution, forward, in" in why
 
 
@@ -90,6 +92,8 @@ def test_calls_are_timed_in_turns():
 def test_the_policy_of_this_machine_is_the_probes(machine):
     policy = hw.policy()
     assert policy.compute == jnp.bfloat16 and policy.param == policy.accum == policy.output == jnp.float32
+    assert policy.convolution == jnp.float32 and str(policy).startswith(
+        "parameters float32, compute bfloat16 (convolutions float32), sums float32")
     assert policy.loss_scale is None
     assert policy.reason.startswith(f"{hw.detect().name}: bfloat16 took 0.50 of float32's time")
     assert f"in the probe of {TODAY} with jaxlib {_probe.jaxlib.__version__}" in policy.reason
