@@ -1,4 +1,4 @@
-"""What autocast costs: tracing a 60-layer transformer's gradient, plain and through it; and the compiled step beside the
+"""What autocast costs: tracing a 60-layer transformer's gradient plain and through it; and the compiled step beside the
 same casts written by hand.
 
     python -m benchmarks.precision            # tracing
