@@ -132,7 +132,10 @@ def close(jaxpr: Any) -> Any:
 def consts_as_inputs(closed: Any) -> Any:
     """The open jaxpr whose first inputs are the constants."""
     jaxpr = closed.jaxpr
-    return Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, jaxpr.debug_info)
+    invars, info = [*jaxpr.constvars, *jaxpr.invars], jaxpr.debug_info
+    if info.arg_names is not None and len(info.arg_names) != len(invars):
+        info = info._replace(arg_names=("",) * (len(invars) - len(info.arg_names)) + tuple(info.arg_names))
+    return Jaxpr((), invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, info)
 
 
 def hoisted(params: dict, closed: Any) -> tuple[dict, list]:
