@@ -1,4 +1,4 @@
-"""Who may import whom, ground floor first; and JAX's non-public names in one file."""
+"""Who may import whom, ground floor first. (JAX's non-public names: test_jax_names.py.)"""
 
 import ast
 from pathlib import Path
@@ -32,12 +32,6 @@ def test_a_room_imports_only_the_floors_below(room):
 
 def test_every_room_is_listed():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(MAY_IMPORT)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_of_jax_stand_in_one_file(path):
-    private = {name for name in imported(path) if name.startswith(("jax._src", "jaxlib.xla", "jaxlib._jax"))}
-    assert not private or path.name == "_jax.py", f"{path} uses {sorted(private)}: move it to fnet/_jax.py"
 
 
 def test_nothing_imports_the_experiments():

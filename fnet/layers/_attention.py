@@ -81,7 +81,7 @@ class Attention(Layer):
         lengths: [b], how many of each row's keys are real; the rest is not seen.
         positions: [b, t] or [t], for the rotary embedding; None: 0, 1, ..., after what the cache holds.
 
-    Output [b, t, f]; 0 for a query that sees no key. The softmax is taken in float32 at least.
+    Output [b, t, f]; a query that sees no key gives 0 to the last projection. The softmax is taken in float32 at least.
 
     With a cache in `state`, the keys and values of x are appended to it (`lengths` of them, where given, so that
     prompts of unequal length are padded on the right), and every query sees what the cache holds of its row. A row
