@@ -95,7 +95,8 @@ def test_the_policy_of_this_machine_is_the_probes(machine):
     assert policy.convolution == jnp.float32 and str(policy).startswith(
         "parameters float32, compute bfloat16 (convolutions float32), sums float32")
     assert policy.loss_scale is None
-    assert policy.reason.startswith(f"{hw.detect().name}: bfloat16 took 0.50 of float32's time")
+    assert policy.reason.startswith(hw.detect().name)    # some CPUs say more of themselves in brackets
+    assert ": bfloat16 took 0.50 of float32's time" in policy.reason
     assert f"in the probe of {TODAY} with jaxlib {_probe.jaxlib.__version__}" in policy.reason
     for same in ("auto", jax.local_devices()[3], jax.local_devices(), hw.detect(), [hw.detect()]):
         assert hw.policy(same) == policy
