@@ -1,0 +1,63 @@
+"""Where weights lie on this disk: fnet's own cache and Hugging Face's. Nothing here reaches for a network."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+
+
+def cache() -> Path:
+    """fnet's own cache of weights and data, one folder for each name: $FNET_CACHE, else ~/.cache/fnet."""
+    return Path(os.environ.get("FNET_CACHE") or "~/.cache/fnet").expanduser()
+
+
+def hugging_face() -> Path:
+    """The cache of Hugging Face's hub, by the rules of its own client: $HF_HUB_CACHE, $HF_HOME/hub, ~/.cache/..."""
+    if given := os.environ.get("HF_HUB_CACHE"):
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
+
+
+def find(name: str | os.PathLike, repositories: tuple[str, ...] = ()) -> Path:
+    """The file or folder that `name` means.
+
+    Args:
+        name: a path; or the name of a folder in fnet's cache; or a repository of Hugging Face's hub, which its cache
+            may hold ("sentence-transformers/all-MiniLM-L6-v2").
+        repositories: repositories that hold what `name` names.
+
+    Raises:
+        FileNotFoundError: where none of them is on this disk: says where it looked, what to download and where to
+            put it.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if not isinstance(name, str) or not _REPOSITORY.fullmatch(name):
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    own = cache() / name
+    if own.is_dir() and any(own.iterdir()):
+        return own
+    repositories = repositories or (name,)
+    for repository in repositories:
+        if snapshot := _snapshot(repository):
+            return snapshot
+    known = " or ".join(repositories)
+    raise FileNotFoundError(
+        f"{name!r} is not on this disk: there is no such path, nothing in {own}, and no {known} in Hugging Face's "
+        f"cache ({hugging_face()}). Download it ('hf download {repositories[0]}', where the hub has it), or put its "
+        f"model.safetensors into {own}")
+
+
+def _snapshot(repository: str) -> Path | None:
+    """The snapshot of a repository that Hugging Face's client downloaded: that of its main branch, else the newest."""
+    folder = hugging_face() / f"models--{repository.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    if main.is_file() and (found := folder / "snapshots" / main.read_text().strip()).is_dir():
+        return found
+    held = [each for each in (folder / "snapshots").glob("*") if each.is_dir()]
+    return max(held, key=lambda each: each.stat().st_mtime, default=None)

@@ -1,0 +1,46 @@
+"""Model: a layer that the field knows by name, with presets and the names that others give its arrays."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+
+from fnet import layers as nn
+from fnet.models._rules import Names
+
+
+class Model(nn.Layer):
+    """A layer whose fields are its configuration, with published configurations by name.
+
+        model = ResNet.preset("resnet50", classes=10)      # ResNet((3, 4, 6, 3), classes=10)
+
+    Subclasses may say three more things:
+
+        PRESETS: {name: fields}, the published configurations.
+        NAMES: {framework: Names}, what the arrays are called elsewhere: how `pretrained.load` and `save` know them.
+        HUB: {preset: repositories of Hugging Face's hub that hold its weights}.
+    """
+
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    NAMES: ClassVar[Mapping[str, Names]] = {}
+    HUB: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    @classmethod
+    def preset(cls, name: str, **changes) -> Model:
+        """The published configuration `name`, with some of its fields changed.
+
+        Raises:
+            ValueError: for a name that this class has no preset for.
+        """
+        if name not in cls.PRESETS:
+            near = difflib.get_close_matches(name, cls.PRESETS, 1)
+            raise ValueError(f"{cls.__name__} has no preset {name!r}" + (f": did you mean {near[0]!r}?" if near else
+                             f": it has {', '.join(cls.PRESETS) or 'none'}"))
+        return cls(**{**cls.PRESETS[name], **changes})
+
+    def example(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of an input of the published size, one row: `model.spec(model.example())`."""
+        raise NotImplementedError(f"{type(self).__name__} has no example(self)")

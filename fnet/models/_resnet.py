@@ -1,0 +1,116 @@
+"""ResNet: 18, 34, 50 and 101 layers, version 1 and 1.5; and the small ResNet-9 for 32 × 32 images."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from fnet import layers as nn
+from fnet.models._model import Model
+from fnet.models._rules import Names, keras, torch
+
+
+@nn.layer
+def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias, epsilon):
+    """Two convolutions, or three with four times the channels at the end; plus the input, or its projection."""
+
+    def conv_norm(at, i, x, features, kernel_size, stride=1):
+        padding = kernel_size // 2                          # on both sides, whatever the stride
+        x = nn.Conv(features, kernel_size, stride, padding=padding, use_bias=use_bias)(at[f"conv{i}"], x)
+        return nn.BatchNorm(epsilon=epsilon)(at[f"norm{i}"], x)
+
+    out = 4 * channels if bottleneck else channels
+    if bottleneck:
+        first, second = (stride, 1) if version == "v1" else (1, stride)
+        y = jax.nn.relu(conv_norm(scope, 1, x, channels, 1, first))
+        y = jax.nn.relu(conv_norm(scope, 2, y, channels, 3, second))
+        y = conv_norm(scope, 3, y, out, 1)
+    else:
+        y = jax.nn.relu(conv_norm(scope, 1, x, channels, 3, stride))
+        y = conv_norm(scope, 2, y, out, 3)
+    if x.shape != y.shape:
+        x = conv_norm(scope["shortcut"], "", x, out, 1, stride)
+    return jax.nn.relu(x + y)
+
+
+class ResNet(Model):
+    """A residual network for large images.
+
+    A 7 × 7 convolution of stride 2 and 3 × 3 max-pooling of stride 2, stages of residual blocks, each of which after
+    the first halves the image and doubles the channels, the mean over space, and a dense layer.
+
+    Args:
+        depths: blocks of each stage.
+        bottleneck: blocks of three convolutions (50 layers and more) instead of two.
+        classes: how many logits.
+        width: channels of the first stage's 3 × 3 convolutions.
+        version: where a bottleneck halves the image: "v1" in its first convolution, as in the paper and Keras; "v1.5"
+            in its 3 × 3 one, as in torchvision, for half a per cent of accuracy.
+        use_bias: biases in the convolutions, which BatchNorm makes idle; Keras' weights have them.
+        epsilon: BatchNorm's.
+
+    Input [batch, height, width, 3], 224 × 224 as published; output [batch, classes].
+
+    Source: He et al. (2016), Deep Residual Learning for Image Recognition, table 1; version 1.5 is Gross and Wilber
+    (2016), Training and investigating Residual Nets.
+    """
+
+    depths: tuple[int, ...]
+    _: KW_ONLY
+    bottleneck: bool = True
+    classes: int = 1000
+    width: int = 64
+    version: str = "v1.5"
+    use_bias: bool = False
+    epsilon: float = 1e-5
+
+    PRESETS: ClassVar = {
+        "resnet18": dict(depths=(2, 2, 2, 2), bottleneck=False),
+        "resnet34": dict(depths=(3, 4, 6, 3), bottleneck=False),
+        "resnet50": dict(depths=(3, 4, 6, 3)),
+        "resnet101": dict(depths=(3, 4, 23, 3)),
+    }
+    HUB: ClassVar = {name: (f"timm/{name}.tv_in1k",) for name in PRESETS}
+    NAMES: ClassVar = {
+        "torchvision": Names((
+            torch.conv("stem/conv", "conv1"),
+            torch.batch_norm("stem/norm", "bn1"),
+            torch.conv("stage{s}/block{b}/conv{i}", "layer{s}.{b}.conv{i}"),
+            torch.batch_norm("stage{s}/block{b}/norm{i}", "layer{s}.{b}.bn{i}"),
+            torch.conv("stage{s}/block{b}/shortcut/conv", "layer{s}.{b}.downsample.0"),
+            torch.batch_norm("stage{s}/block{b}/shortcut/norm", "layer{s}.{b}.downsample.1"),
+            torch.dense("head", "fc"),
+        ), config=dict(version="v1.5", use_bias=False, epsilon=1e-5), metadata={"format": "pt"}),
+        "keras": Names((                # its first ResNet50, converted from Caffe's
+            keras.conv("stem/conv", "conv1"),
+            keras.batch_norm("stem/norm", "bn_conv1"),
+            keras.conv("stage{s}/block{b}/shortcut/conv", "res{s+1}{b:letter}_branch1"),
+            keras.batch_norm("stage{s}/block{b}/shortcut/norm", "bn{s+1}{b:letter}_branch1"),
+            keras.conv("stage{s}/block{b}/conv{i}", "res{s+1}{b:letter}_branch2{i-1:letter}"),
+            keras.batch_norm("stage{s}/block{b}/norm{i}", "bn{s+1}{b:letter}_branch2{i-1:letter}"),
+            keras.dense("head", "fc1000"),
+        ), config=dict(version="v1", use_bias=True, epsilon=1e-3)),
+    }
+
+    def example(self):
+        return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+
+    def forward(self, scope: nn.Scope, x):
+        if self.version not in ("v1", "v1.5"):
+            raise ValueError(f"ResNet: version is 'v1' or 'v1.5'; got {self.version!r}")
+        stem = scope["stem"]
+        x = nn.Conv(self.width, 7, 2, padding=3, use_bias=self.use_bias)(stem["conv"], x)
+        x = jax.nn.relu(nn.BatchNorm(epsilon=self.epsilon)(stem["norm"], x))
+        x = nn.MaxPool(3, 2, padding=1)(stem["pool"], x)                    # [batch, height / 4, width / 4, width]
+        for s, depth in enumerate(self.depths, 1):
+            stage = scope[f"stage{s}"]
+            for b in range(depth):
+                x = residual_block(
+                    channels=self.width * 2 ** (s - 1), stride=2 if s > 1 and b == 0 else 1,
+                    bottleneck=self.bottleneck, version=self.version, use_bias=self.use_bias, epsilon=self.epsilon,
+                )(stage[f"block{b}"], x)
+        x = nn.GlobalAvgPool()(scope["pool"], x)                            # [batch, channels]
+        return nn.Dense(self.classes)(scope["head"], x)

@@ -1,0 +1,160 @@
+"""Files of tensors: safetensors, whole or in shards, mapped into memory. No pickle is ever opened."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from fnet.models import _llama2c
+
+DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "C64": np.complex64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "I64": np.int64, "I32": np.int32,
+    "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_ALIGNMENT = 64    # what XLA's CPU client takes without copying it
+
+
+class Tensors(NamedTuple):
+    """What a file holds: read-only views of the mapped file by key, and the file's own notes."""
+
+    path: Path
+    arrays: dict[str, np.ndarray]
+    metadata: dict[str, str]
+
+
+def read(path: Path) -> Tensors:
+    """The tensors of a file, or of a folder with one: model.safetensors, its shards, or llama2.c's model.bin.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: where the file is damaged, or of a kind that is not read.
+    """
+    file = weights_file(path)
+    if file.name.endswith(".index.json"):
+        return _shards(file)
+    if file.suffix == ".safetensors":
+        return _safetensors(file)
+    if _llama2c.is_one(file):
+        return Tensors(file, _llama2c.read(file), {})
+    if file.suffix in _PICKLES or _head(file)[:2] in (b"PK", b"\x80\x02"):
+        raise ValueError(
+            f"{file} is a pickle, which can run any code when it is read, or a kind of file that is not known: fnet "
+            "reads safetensors. Where you trust the file, convert it with PyTorch: import torch, safetensors.torch as "
+            f"s; s.save_file(torch.load({file.name!r}, weights_only=True), 'model.safetensors')")
+    raise ValueError(f"{file} is no safetensors file (*.safetensors, or {INDEX} beside its shards) nor llama2.c's "
+                     "model.bin: convert it to safetensors with the framework that wrote it")
+
+
+def weights_file(path: Path) -> Path:
+    """The file itself, or the one of a folder that holds the weights."""
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    for name in (INDEX, "model.safetensors"):
+        if (path / name).is_file():
+            return path / name
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) == 1:
+        return found[0]
+    if len(found) > 1:
+        raise ValueError(f"{path} holds {len(found)} safetensors files ({', '.join(f.name for f in found[:4])}) and no "
+                         f"{INDEX}: name the file that you mean")
+    others = sorted(f for f in path.iterdir() if f.suffix in _PICKLES)
+    if others:
+        return others[0]
+    held = ", ".join(sorted(f.name for f in path.iterdir())[:6]) or "nothing"
+    raise FileNotFoundError(f"{path} holds no weights (model.safetensors, {INDEX} or llama2.c's model.bin): it holds "
+                            f"{held}")
+
+
+def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file, under another name until it is whole."""
+    from safetensors.numpy import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file({key: np.ascontiguousarray(array).reshape(array.shape) for key, array in arrays.items()},
+                  partial, metadata=dict(metadata) or None)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def aligned(shape, dtype) -> np.ndarray:
+    """An empty array that `jax.device_put` takes as it is on a CPU, so that no second copy is made."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start:start + size].view(dtype).reshape(shape)
+
+
+def _safetensors(file: Path) -> Tensors:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # The library holds the header to the format: sizes within the file, no overlap, no gap, no more than 100 MB.
+        with safe_open(file, framework="np") as opened:
+            metadata = opened.metadata() or {}
+            heads = [(key, opened.get_slice(key)) for key in opened.offset_keys()]
+            heads = [(key, head.get_dtype(), tuple(head.get_shape())) for key, head in heads]
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no whole safetensors file: {error}") from None
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    at = 8 + int.from_bytes(mapped[:8], "little")
+    arrays = {}
+    for key, kind, shape in heads:                      # in the order of the file, without gaps
+        if kind not in DTYPES:
+            raise ValueError(f"{file}: {key!r} is of dtype {kind}, which fnet does not read")
+        dtype, count = np.dtype(DTYPES[kind]), int(np.prod(shape, dtype=np.int64))
+        arrays[key] = np.frombuffer(mapped, dtype, count, at).reshape(shape) if count else np.empty(shape, dtype)
+        at += count * dtype.itemsize
+    return Tensors(file, arrays, metadata)
+
+
+def _shards(index: Path) -> Tensors:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(where.values()))
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError("its shards must be files beside it")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no index of shards: {error or type(error).__name__}") from None
+    lacking = [name for name in names if not (index.parent / name).is_file()]
+    if lacking:
+        raise FileNotFoundError(f"{index} names {len(names)} shards; {', '.join(lacking)} {_is(lacking)} not beside it")
+    arrays, metadata = {}, {}
+    for name in names:
+        shard = _safetensors(index.parent / name)
+        for key in shard.arrays:
+            if where.get(key) != name:
+                raise ValueError(f"{shard.path} holds {key!r}, which {index.name} places in {where.get(key)}")
+        arrays |= shard.arrays
+        metadata |= shard.metadata
+    lacking = [key for key in where if key not in arrays]
+    if lacking:
+        raise ValueError(f"{index} places {lacking[0]!r} in {where[lacking[0]]}, which does not hold it")
+    return Tensors(index, arrays, metadata)
+
+
+def _head(file):
+    with file.open("rb") as opened:
+        return opened.read(8)
+
+
+def _is(names):
+    return "is" if len(names) == 1 else "are"

@@ -1,0 +1,342 @@
+"""Weights that others published, in and out: by named rules, every key accounted for.
+
+    model = ResNet.preset("resnet50")
+    params, state = pretrained.load(model, "resnet50.safetensors")       # torchvision's or Keras' names, told apart
+    pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
+
+    model = pretrained.model("resnet50")            # by name, where ~/.cache/fnet or Hugging Face's cache holds it
+    params, state = pretrained.load("resnet50")
+
+Every key of the file is used, none is missing and none is left over, or an error lists them. Shapes are checked, dtypes
+are the file's unless a cast is asked for. Files are mapped into memory and read array by array, each copied once, into
+its place. Pickles are never opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from fnet.models import _hub, _llama2c, _rules, _tensors
+from fnet.models._model import Model
+from fnet.models._rules import (
+    CONV,
+    DENSE,
+    DEPTHWISE,
+    SAME,
+    Layout,
+    Names,
+    Rule,
+    Spare,
+    Tied,
+    flattened,
+    keras,
+    torch,
+)
+
+__all__ = [
+    "CONV", "DENSE", "DEPTHWISE", "SAME", "Layout", "Names", "Rule", "Spare", "Tied", "find", "flattened", "keras",
+    "load", "model", "save", "torch",
+]
+
+_LISTED = 8    # how many problems an error names before it counts the rest
+
+
+def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=None, names: str | None = None
+         ) -> tuple[dict, dict]:
+    """Reads `(params, state)` of a model from published weights.
+
+    Args:
+        model: the model; or the name of a preset (`"resnet50"`), for the model `pretrained.model(name, path)`.
+        path: a safetensors file, a folder with one (or with shards and their index), llama2.c's model.bin, a folder's
+            name in ~/.cache/fnet, or a repository of Hugging Face's hub that its cache holds; None: what the preset is
+            called.
+        dtype: what to cast floating-point arrays to; None: they keep the file's dtypes.
+        names: whose names the file holds, one of the model's `NAMES`; None: told by the keys.
+
+    Returns:
+        params and state as `model.init` makes them, of `jax.Array`s. State is `{}` where the model has none.
+
+    Raises:
+        FileNotFoundError: where the weights are not on this disk: what to download and where to put it.
+        ValueError: where the file is no weights file, or damaged; listing each key that is missing, is not expected or
+            has another shape; where the file is for another configuration of the model.
+        TypeError: where a dtype is no parameter's.
+
+    >>> pretrained.load(ResNet.preset("resnet18"), "nowhere.safetensors")
+    Traceback (most recent call last):
+    FileNotFoundError: ...nowhere.safetensors: no such file or folder...
+    """
+    if isinstance(model, str):
+        path = find(model if path is None else path)
+        model = _variant(model, path, {})
+    elif path is None:
+        raise TypeError(f"pretrained.load wants the path of the weights for this {type(model).__name__}: a file, a "
+                        "folder or a name; only the name of a preset stands for both")
+    tensors = _tensors.read(find(path))
+    kinds, leaves = _leaves(model)
+    name, plan = _told(model, leaves, tensors, names)
+    _check_config(model, name, tensors.path)
+    _check_keys(model, name, plan, tensors)
+    trees = {"params": {}, "state": {}}
+    for entry in plan.reads:
+        for place, array in zip(entry.paths, _read(entry, tensors, dtype)):
+            *above, last = place.split("/")
+            node = trees[kinds[place]]
+            for part in above:
+                node = node.setdefault(part, {})
+            node[last] = array
+    return trees["params"], trees["state"]
+
+
+def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike, *, names: str | None = None,
+         like: str | os.PathLike | None = None) -> Path:
+    """Writes params and state as a file that the original framework loads. The way back of `load`.
+
+    Args:
+        model: the model.
+        params, state: as `load` or `model.init` gave them; state `{}` where the model has none.
+        path: the file to write, *.safetensors (a folder: model.safetensors in it), or llama2.c's model.bin.
+        names: whose names to write, one of the model's `NAMES`; None: the only ones that fit the model's
+            configuration.
+        like: a file with the same names, whose notes and spare keys (PyTorch's count of batches) are taken over.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: where params or state are not the model's, by name and shape; where `names` does not tell what to
+            write.
+    """
+    model.check(params, model.example(), state=state)
+    kinds, leaves = _leaves(model)
+    known = _known(model)
+    if names is None:
+        fitting = [name for name in known if not _differs(model, known[name])]
+        if len(fitting) != 1:
+            raise ValueError(f"pretrained.save: names={' or '.join(map(repr, fitting or known))}: say whose names to "
+                             f"write for this {type(model).__name__}")
+        names = fitting[0]
+    rules = _rules_of(model, names)
+    plan = _rules.plan(rules, rules.prefixes[0], leaves, _who(model, names))
+    path = Path(path).expanduser()
+    _check_config(model, names, path)
+    if path.is_dir():
+        path = path / ("model.bin" if rules.header else "model.safetensors")
+    trees = {"params": params, "state": state}
+    arrays = {}
+    for entry in plan.reads:
+        arrays |= _written(entry, [np.asarray(_get(trees[kinds[place]], place)) for place in entry.paths])
+    metadata = dict(rules.metadata)
+    beside = {}
+    if like is not None:
+        source = _tensors.read(find(like))
+        metadata |= source.metadata
+        beside = source.arrays
+    for entry in plan.beside:
+        for key in entry.keys:
+            if isinstance(entry.rule, Tied) and (entry.rule.write or key in beside):
+                arrays |= _written(entry, [np.asarray(_get(trees[kinds[place]], place)) for place in entry.paths])
+            elif isinstance(entry.rule, Spare) and key in beside:
+                arrays[key] = beside[key]
+            elif isinstance(entry.rule, Spare) and entry.rule.write is not None:
+                arrays[key] = np.asarray(entry.rule.write)
+    if rules.header:
+        _llama2c.write(path, rules.header(model), arrays)
+    else:
+        _tensors.write(path, arrays, metadata)
+    return path
+
+
+def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
+    """The model of the weights that lie on this disk under the name of a preset.
+
+    Published weights of one architecture may differ in what their shapes do not show: Keras' ResNet-50 has an epsilon
+    of 1e-3 and strides of its own. The model is the preset with the fields that those weights take for granted.
+
+    Args:
+        name: the preset, as "resnet50".
+        path: where the weights lie; None: what the preset is called.
+        changes: further fields of the preset to change.
+
+    Raises:
+        FileNotFoundError: where the weights are not on this disk.
+        ValueError: where no model has such a preset.
+    """
+    return _variant(name, find(name if path is None else path), changes)
+
+
+def find(name: str | os.PathLike) -> Path:
+    """Where the weights lie that `load` would read: a path, the name of a preset, or a repository's.
+
+    Raises:
+        FileNotFoundError: where they are not on this disk: where it looked, what to download and where to put it.
+    """
+    held = [cls.HUB.get(name, ()) for cls in _classes() if name in cls.PRESETS]
+    return _hub.find(name, held[0] if held else ())
+
+
+def _variant(name, path, changes):
+    """The preset, changed as the weights at `path` want it."""
+    classes = _classes()
+    cls = next((cls for cls in classes if name in cls.PRESETS), None)
+    if cls is None:
+        presets = [preset for cls in classes for preset in cls.PRESETS]
+        near = difflib.get_close_matches(name, presets, 1)
+        raise ValueError(f"no model has a preset {name!r}" + (f": did you mean {near[0]!r}?" if near else
+                         f": there are {', '.join(presets)}"))
+    made = cls.preset(name, **changes)
+    told, _ = _told(made, _leaves(made)[1], _tensors.read(path), None)
+    return dataclasses.replace(made, **{**made.NAMES[told].config, **changes})
+
+
+def _classes():
+    from fnet import models
+
+    return [cls for cls in map(models.__dict__.get, models.__all__) if isinstance(cls, type) and issubclass(cls, Model)]
+
+
+def _known(model):
+    known = getattr(model, "NAMES", None)
+    if not known:
+        what = type(model).__name__ if not isinstance(model, type) else f"the class {model.__name__}"
+        raise TypeError(f"pretrained.load and save take a model with rules (NAMES), as fnet.models' ResNet; got {what}")
+    return known
+
+
+def _rules_of(model, name):
+    known = _known(model)
+    if name not in known:
+        raise ValueError(f"{type(model).__name__} knows no names {name!r}: it knows {', '.join(known)}")
+    return known[name]
+
+
+def _who(model, name):
+    return f"{type(model).__name__}, names of {name}"
+
+
+def _leaves(model):
+    """({path: "params" or "state"}, {path: spec}) of all arrays of a model."""
+    _known(model)
+    spec = model.spec(model.example())
+    kinds, leaves = {}, {}
+    for kind, tree in zip(("params", "state"), spec):
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            place = jax.tree_util.keystr(path, simple=True, separator="/")
+            kinds[place], leaves[place] = kind, leaf
+    return kinds, leaves
+
+
+def _told(model, leaves, tensors, name):
+    """(whose names the file holds, the plan for them): those of which it holds most."""
+    best = None
+    for each in _known(model) if name is None else (name,):
+        rules = _rules_of(model, each)
+        for prefix in rules.prefixes:
+            plan = _rules.plan(rules, prefix, leaves, _who(model, each))
+            keys = plan.keys()
+            hits = sum(key in tensors.arrays for key in keys)
+            if best is None or hits > best[0]:
+                best = hits, each, plan
+    hits, told, plan = best
+    if not hits:
+        wanted, held = (", ".join(map(repr, list(keys)[:3])) for keys in (plan.keys(), tensors.arrays))
+        raise ValueError(f"{tensors.path} holds no weights of a {type(model).__name__} by the names of "
+                         f"{' or '.join(_known(model)) if name is None else name}: its keys are {held}, ...; "
+                         f"{told}'s are {wanted}, ...")
+    return told, plan
+
+
+def _differs(model, rules):
+    """{field: value} of what these names take for granted and the model has otherwise."""
+    return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
+
+
+def _check_config(model, name, path):
+    if wanted := _differs(model, _rules_of(model, name)):
+        want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())
+        have = ", ".join(f"{field}={getattr(model, field)!r}" for field in wanted)
+        raise ValueError(f"{path}: weights by the names of {name} are for a {type(model).__name__} with {want}; this "
+                         f"one has {have}: use dataclasses.replace(model, {want}), or pretrained.model(name of the "
+                         "preset, path)")
+
+
+def _check_keys(model, name, plan, tensors):
+    """Holds the keys of a file, and the shapes of its arrays, to the plan."""
+    wanted, spare = plan.keys(), {key: entry for entry in plan.beside for key in entry.keys}
+    extra = [key for key in tensors.arrays if key not in wanted and key not in spare]
+    missing = [key for key in wanted if key not in tensors.arrays]
+    wrong = [f"{key!r} is missing (for {_ours(wanted[key])}{_near(key, extra, '; the file has {!r}')})"
+             for key in missing]
+    wrong += [f"{key!r} {tensors.arrays[key].shape} is not expected{_near(key, missing, ' (nearest: {!r})')}"
+              for key in extra]
+    for key, entry in wanted.items():
+        if key in tensors.arrays and tensors.arrays[key].shape != entry.shape():
+            wrong.append(f"{key!r} is {tensors.arrays[key].shape} and must be {entry.shape()} for {_ours(entry)}")
+    for key, entry in spare.items():
+        if isinstance(entry.rule, Tied) and key in tensors.arrays and not _tied(key, entry, wanted, tensors):
+            wrong.append(f"{key!r} must hold the same numbers as {_ours(entry)}, to which the model ties it")
+    if wrong:
+        listed = "; ".join(wrong[:_LISTED]) + (f"; and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else "")
+        raise ValueError(f"{tensors.path} does not fit this {type(model).__name__} by the names of {name}: {listed}")
+
+
+def _tied(key, entry, wanted, tensors):
+    first = next(each for each in wanted.values() if each.paths == entry.paths)
+    if any(each not in tensors.arrays for each in first.keys):
+        return True     # listed as missing already
+    array = tensors.arrays[key]
+    return array.shape == entry.shape() and np.array_equal(
+        entry.rule.layout.ours(array), first.rule.layout.ours(tensors.arrays[first.keys[0]]))
+
+
+def _ours(entry):
+    return " and ".join(map(repr, entry.paths))
+
+
+def _near(key, keys, text):
+    near = difflib.get_close_matches(key, keys, 1, 0.7)
+    return text.format(near[0]) if near else ""
+
+
+def _read(entry, tensors, dtype):
+    """Our arrays of one entry, each copied once: from the mapped file to its place."""
+    held = {tensors.arrays[key].dtype for key in entry.keys}
+    if len(held) > 1:
+        raise TypeError(f"{tensors.path}: the parts of {_ours(entry)} are of several dtypes, "
+                        f"{', '.join(sorted(map(str, held)))}: give dtype=")
+    (theirs,) = held
+    if not jax.dtypes.issubdtype(theirs, np.floating):
+        raise TypeError(f"{tensors.path}: {entry.keys[0]!r} is {theirs}; {_ours(entry)} must be of floating point")
+    wanted = np.dtype(theirs if dtype is None else dtype)
+    if jax.dtypes.canonicalize_dtype(wanted) != wanted:
+        raise TypeError(f"{tensors.path}: {entry.keys[0]!r} is {wanted}, which JAX holds with jax_enable_x64 alone: "
+                        "give dtype=jnp.float32 to cast it")
+    ours = [_tensors.aligned(spec.shape, wanted) for spec in entry.specs]
+    for key, copy in zip(entry.keys, np.ndindex(entry.copies)):
+        whole, at = entry.rule.layout.ours(tensors.arrays[key]), 0
+        for array in ours:
+            width = array.shape[-1] if array.ndim else 1
+            part = whole[..., at:at + width] if len(ours) > 1 else whole
+            np.copyto(array[copy] if copy else array, part, casting="unsafe")
+            at += width
+    return [jax.device_put(array) for array in ours]
+
+
+def _written(entry, arrays):
+    """{their key: array} of one entry."""
+    whole = np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
+    return {key: entry.rule.layout.theirs(whole[copy] if copy else whole)
+            for key, copy in zip(entry.keys, np.ndindex(entry.copies))}
+
+
+def _get(tree, place):
+    for part in place.split("/"):
+        tree = tree[part]
+    return tree
