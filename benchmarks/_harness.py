@@ -42,23 +42,39 @@ def main(module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, 
             out = subprocess.run([sys.executable, "-m", module, name], check=True, capture_output=True, text=True,
                                  env=environment)
             figures[name].append(float(out.stdout.split()[-1]))
-    base = base or list(peers)[-1]
-    print(header(module, rounds))
-    print(f"| peer | median {unit} | min | max | ratio to {base} |\n|---|---|---|---|---|")
-    medians = {name: statistics.median(values) for name, values in figures.items()}
+    print(header(f"python -m {module}", rounds))
+    print(table(figures, unit=unit, scale=scale, bases=[base or list(peers)[-1]]))
+    return {name: statistics.median(values) for name, values in figures.items()}
+
+
+def table(figures: dict[str, list[float]], *, unit: str, scale: float, bases: list[str],
+          more: dict | None = None) -> str:
+    """A line for each peer: median, min and max over the rounds, ratios to the bases, and further columns.
+
+    A ratio is the median of the rounds' own ratios, of peers that ran one after the other.
+    """
+    columns = ["peer", f"median {unit}", "min", "max", *(f"ratio to {base}" for base in bases), *(more or {})]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for name, values in figures.items():
-        pairs = statistics.median(a / b for a, b in zip(values, figures[base]))
-        print(f"| {name} | {medians[name] * scale:.3g} | {min(values) * scale:.3g} | {max(values) * scale:.3g} "
-              f"| {pairs:.2f} |")
-    return medians
+        ratios = (statistics.median(a / b for a, b in zip(values, figures[base])) for base in bases)
+        cells = [name, *(f"{figure * scale:.3g}" for figure in (statistics.median(values), min(values), max(values))),
+                 *(f"{ratio:.2f}" for ratio in ratios), *(column[name] for column in (more or {}).values())]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-def header(module: str, rounds: int) -> str:
+def header(command: str, rounds: int, packages: tuple[str, ...] = ()) -> str:
     """The command, the machine and the versions: what a figure needs to be read."""
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    return (f"`python -m {module}`, {datetime.date.today()}, {rounds} rounds, {len(os.sched_getaffinity(0))} cores of "
-            f"{_cpu()}, Python {platform.python_version()}, jax {version('jax')}, flax {version('flax')}\n")
+    versions = []
+    for package in ("jax", "flax", *packages):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            pass    # a peer that is not here is not in the table either
+    return (f"`{command}`, {datetime.date.today()}, {rounds} rounds, {len(os.sched_getaffinity(0))} cores of {_cpu()}, "
+            f"Python {platform.python_version()}, {', '.join(versions)}\n")
 
 
 def _cpu() -> str:

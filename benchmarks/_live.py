@@ -1,0 +1,98 @@
+"""Peers that are all alive at once, each in a process of its own, and take turns while the others sleep.
+
+A peer's process reads one JSON object a line and answers each with one: see `serve`. Peers that are started once
+compile once, and a slow spell of the machine meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+
+
+class PeerError(Exception):
+    """A peer that died, was silent for too long, or could not do what it was asked; the sentence says which."""
+
+
+class Live:
+    """A process that answers questions.
+
+    Args:
+        name: what it is called in sentences.
+        command: what to run; it ends in `serve`.
+        environment: variables to set.
+    """
+
+    def __init__(self, name: str, command: list[str], environment: dict | None = None):
+        self.name = name
+        self.errors = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
+                                        env={**os.environ, **(environment or {})})
+        self.heard = b""
+
+    def ask(self, do: str, *, limit: float, **details):
+        """The answer to a question, or a PeerError after `limit` seconds."""
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **details}).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died(do) from None
+        end = time.monotonic() + limit
+        while b"\n" not in self.heard:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+                self.stop()
+                raise PeerError(f"{self.name} gave no answer to {do!r} within {limit:.0f} s and was stopped")
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                raise self._died(do)
+            self.heard += chunk
+        line, self.heard = self.heard.split(b"\n", 1)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(f"{self.name} failed at {do!r}: {answer['error']}")
+        return answer["value"]
+
+    def _died(self, do):
+        code = self.process.wait()
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return PeerError(f"{self.name} {how} at {do!r}" + (f": {lines[-1]}" if lines else ""))
+
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def serve(answers: dict) -> None:
+    """Answers the questions on standard input with `answers[do](**details)` until it closes.
+
+    Standard output carries the answers alone: whatever else is printed goes to standard error.
+    """
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        details = json.loads(line)
+        try:
+            answer = {"value": answers[details.pop("do")](**details)}
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+def turns(peers: list[Live], *, rounds: int, budget: float, limit: float = 600) -> dict[str, list[float]]:
+    """Seconds per step of every peer in every round; in each round each runs for about `budget` seconds."""
+    figures = {peer.name: [] for peer in peers}
+    for _ in range(rounds):
+        for peer in peers:
+            figures[peer.name].append(peer.ask("time", budget=budget, limit=limit))
+    return figures

@@ -1,0 +1,110 @@
+"""The process of one peer: builds its model, then runs it when asked to.  `python -m benchmarks.peers._worker {...}`"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+import time
+
+from benchmarks._live import serve
+
+PEERS = {
+    "fnet": ("_fnet", {}),
+    "fnet-tuned": ("_fnet", {"tuned": True}),
+    "jax": ("_handwritten", {}),
+    "jax-tuned": ("_handwritten", {"tuned": True}),
+    "linen": ("_linen", {}),
+    "linen-tuned": ("_linen", {"tuned": True}),
+    "equinox": ("_equinox", {}),
+    "equinox-tuned": ("_equinox", {"tuned": True}),
+    "torch": ("_torch", {}),
+    "torch-compile": ("_torch", {"compiled": True}),
+}
+
+
+def allocator(kind: str) -> None:
+    """"tuned": glibc keeps the memory of one step for the next. It must happen before the first large allocation."""
+    if kind == "tuned":
+        import ctypes
+
+        glibc = ctypes.CDLL("libc.so.6")
+        # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX
+        for option, value in (-4, 0), (-1, 2**31 - 1), (-8, 1):
+            glibc.mallopt(option, value)
+
+
+class Worker:
+    """What the process answers."""
+
+    def __init__(self, *, peer, workload, size, mode, mixed, checked, allocator):
+        self.names = peer, workload, size
+        self.train, self.mixed, self.checked, self.allocator = mode == "train", mixed, checked, allocator
+        self.count, self.each = 0, None
+
+    def prepare(self):
+        """Imports what the peer needs: {"missing": a package} or {"versions": ...}."""
+        allocator(self.allocator)
+        module, self.options = PEERS[self.names[0]]
+        try:
+            self.module = importlib.import_module(f"benchmarks.peers.{module}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("benchmarks"):
+                raise
+            return {"missing": error.name}
+        if self.options.get("tuned"):
+            from fnet import transforms as ft
+
+            if not hasattr(ft, "tune"):
+                return {"missing": "fnet.transforms.tune"}
+        return {}
+
+    def start(self):
+        """Builds and compiles; the seconds of the first step, and the losses of the first few."""
+        from benchmarks.peers import _workloads as spec
+
+        workload = spec.workload(*self.names[1:])
+        batches = spec.batches(workload)
+        self.run = self.module.build(workload, spec.weights(workload), batches, train=self.train, mixed=self.mixed,
+                                     **self.options)
+        begun = time.perf_counter()
+        values = [self._step()]
+        first = time.perf_counter() - begun
+        values += [self._step() for _ in range(self.checked - 1)]
+        values = [self.run.numpy(value) for value in values]
+        losses = map(float, values) if self.train else map(spec.cross_entropy, values, (y for _, y in batches))
+        return {"first": first, "losses": list(losses), "device": self.run.device()}
+
+    def time(self, budget):
+        """Seconds per step. One step goes untimed: what the last peer left in the caches is not this one's fault."""
+        begun = time.perf_counter()
+        self._step()
+        steps = max(2, math.ceil(budget / (self.each or time.perf_counter() - begun)))
+        begun = time.perf_counter()
+        for i in range(steps):
+            value = self.run.step(self.count + i)
+            if not self.train:
+                self.run.wait(value)    # calls in inference do not depend on each other: they would overlap
+        self.run.wait(value)
+        self.count += steps
+        self.each = (time.perf_counter() - begun) / steps
+        return self.each
+
+    def memory(self):
+        """Peak bytes of the process, and of the device where it counts them."""
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "device": self.run.memory()}
+
+    def _step(self):
+        value = self.run.step(self.count)
+        self.run.wait(value)
+        self.count += 1
+        return value
+
+
+if __name__ == "__main__":
+    worker = Worker(**json.loads(sys.argv[1]))
+    serve({"prepare": worker.prepare, "start": worker.start, "time": worker.time, "memory": worker.memory})
