@@ -50,7 +50,7 @@ def header(file: Path) -> Header:
         raw = opened.read(28)
     if len(raw) == 28:
         *numbers, vocab, length = np.frombuffer(raw, "<i4").tolist()
-        if min(numbers) > 0 and vocab and length > 0 and numbers[0] % numbers[3] == 0:
+        if min(numbers) > 0 and vocab and length > 0 and not numbers[0] % numbers[3] and not numbers[3] % numbers[4]:
             made = Header(*numbers, abs(vocab), length, vocab > 0)
             if 28 + 4 * sum(map(math.prod, shapes(made).values())) == size:
                 return made
@@ -78,9 +78,10 @@ def read(file: Path) -> dict[str, np.ndarray]:
 
 
 def write(file: Path, head: Header, arrays) -> None:
-    """Writes a model.bin, under another name until it is whole."""
+    """Writes a model.bin, under another name until it is whole. The tables of the rotary embedding are its own."""
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     vocab = head.vocab_size if head.tied else -head.vocab_size
+    arrays = _rotary(head) | dict(arrays)
     try:
         with partial.open("wb") as opened:
             opened.write(np.array([*head[:5], vocab, head.seq_len], "<i4").tobytes())
@@ -92,3 +93,10 @@ def write(file: Path, head: Header, arrays) -> None:
         os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _rotary(head):
+    """The two tables that old readers look angles up in, as export.py makes them."""
+    dim = head.dim // head.n_heads
+    angles = np.outer(np.arange(head.seq_len), 10000.0 ** (-np.arange(0, dim, 2)[:dim // 2] / dim))
+    return {"freq_cis_real": np.cos(angles), "freq_cis_imag": np.sin(angles)}

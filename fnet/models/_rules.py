@@ -80,6 +80,8 @@ class Spare:
 class Tied:
     """A second key that may stand in their file for the array at `ours`: there it must hold the same numbers.
 
+    It says nothing where the model has an array of its own for that key, by a `Rule`: logits that are tied or not.
+
     Args:
         theirs: the key.
         ours: the path of the array, which a `Rule` reads.
@@ -236,7 +238,8 @@ def plan(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> Plan
     if lacking:
         raise ValueError(f"{who}: no rule names {', '.join(map(repr, lacking[:4]))}"
                          + (f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""))
-    return Plan(reads, beside)
+    read = {key for entry in reads for key in entry.keys}
+    return Plan(reads, [entry for entry in beside if read.isdisjoint(entry.keys)])
 
 
 _FIELD = re.compile(r"\{(\w+)([+-]\d+)?(:letter)?\}")

@@ -235,15 +235,21 @@ def _leaves(model):
 
 def _told(model, leaves, tensors, name):
     """(whose names the file holds, the plan for them): those of which it holds most."""
-    best = None
+    best, unfit = None, None
     for each in _known(model) if name is None else (name,):
         rules = _rules_of(model, each)
         for prefix in rules.prefixes:
-            plan = _rules.plan(rules, prefix, leaves, _who(model, each))
+            try:
+                plan = _rules.plan(rules, prefix, leaves, _who(model, each))
+            except ValueError as error:     # names that this configuration has no rules for, beside others
+                unfit = unfit or error
+                continue
             keys = plan.keys()
             hits = sum(key in tensors.arrays for key in keys)
             if best is None or hits > best[0]:
                 best = hits, each, plan
+    if best is None:
+        raise unfit
     hits, told, plan = best
     if not hits:
         wanted, held = (", ".join(map(repr, list(keys)[:3])) for keys in (plan.keys(), tensors.arrays))
