@@ -1,0 +1,154 @@
+"""BERT: the encoder, and MiniLM's sentence embeddings made with it."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet import layers as nn
+from fnet.models._blocks import Blocks
+from fnet.models._model import Model
+from fnet.models._rules import Names, Spare, torch
+
+
+class Encoded(NamedTuple):
+    """What `Bert` makes of a text.
+
+    hidden: [batch, time, width], of each token. pooled: [batch, width], of the first one, through the pooler.
+    """
+
+    hidden: jax.Array
+    pooled: jax.Array
+
+
+@nn.layer
+def bert_block(scope, x, lengths=None, *, heads, hidden, dropout, epsilon):      # [batch, time, width]
+    norm, drop = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout)
+    y = nn.Attention(heads, dropout=dropout)(scope["attention"], x, lengths=lengths)
+    x = norm(scope["norm1"], x + drop(scope["drop1"], y))
+    y = jax.nn.gelu(nn.Dense(hidden)(scope["fc"], x), approximate=False)         # [batch, time, hidden]
+    y = nn.Dense(x.shape[-1])(scope["proj"], y)
+    return norm(scope["norm2"], x + drop(scope["drop2"], y))
+
+
+def _rules(ours, theirs):
+    dense = {"attention/query": "attention.self.query", "attention/key": "attention.self.key",
+             "attention/value": "attention.self.value", "attention/out": "attention.output.dense",
+             "fc": "intermediate.dense", "proj": "output.dense"}
+    norms = {"norm1": "attention.output.LayerNorm", "norm2": "output.LayerNorm"}
+    return (*(torch.dense(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in dense.items()),
+            *(torch.norm(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in norms.items()))
+
+
+class Bert(Model):
+    """An encoder of text: BERT, and the small ones distilled from it, such as MiniLM.
+
+    Words, positions and segments are embedded and added; blocks of attention both ways and an MLP with GELU, each
+    followed by its residual and LayerNorm; a dense layer with tanh on the first token.
+
+    Args:
+        vocab_size: the number of tokens.
+        width: features of a token.
+        depth: the number of blocks.
+        heads: attention heads; they divide the width.
+        hidden: features within the MLP.
+        context: the longest text, in tokens.
+        segments: how many segments there may be.
+        dropout: rate on embeddings, attention weights and each residual branch.
+        epsilon: of the norms.
+        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
+
+    Input: tokens [batch, time], integers; lengths [batch], how many of each row are real (its rows are padded on the
+    right; None: all); segment [batch, time], integers below `segments` (None: 0). Output: `Encoded`.
+
+        words = models.WordPiece.read("vocab.txt")
+        tokens, lengths = models.padded([words.encode("A cat."), words.encode("Dogs and cats.")])
+        vectors = models.sentence_embedding(model(params, tokens, lengths).hidden, lengths)       # [batch, width]
+
+    Source: Devlin et al. (2019), BERT: Pre-training of Deep Bidirectional Transformers; Wang et al. (2020), MiniLM:
+    Deep Self-Attention Distillation.
+    """
+
+    PRESETS: ClassVar = {
+        "bert-base-uncased": dict(vocab_size=30522, width=768, depth=12, heads=12, hidden=3072),
+        "bert-large-uncased": dict(vocab_size=30522, width=1024, depth=24, heads=16, hidden=4096),
+        "minilm-l6": dict(vocab_size=30522, width=384, depth=6, heads=12, hidden=1536),
+        "minilm-l12": dict(vocab_size=30522, width=384, depth=12, heads=12, hidden=1536),
+    }
+    NAMES: ClassVar = {
+        "huggingface": Names((
+            torch.embed("embed/words", "embeddings.word_embeddings"),
+            torch.embed("embed/positions", "embeddings.position_embeddings"),
+            torch.embed("embed/segments", "embeddings.token_type_embeddings"),
+            torch.norm("embed/norm", "embeddings.LayerNorm"), torch.dense("pooler", "pooler.dense"),
+            _rules("blocks", "encoder.layer.{i}"), _rules("blocks/{i}", "encoder.layer.{i}"),
+            Spare("embeddings.position_ids"),
+        ), prefixes=("", "bert."), config={"epsilon": 1e-12}, metadata={"format": "pt"}),
+    }
+    HUB: ClassVar = {
+        "bert-base-uncased": ("google-bert/bert-base-uncased",),
+        "bert-large-uncased": ("google-bert/bert-large-uncased",),
+        "minilm-l6": ("sentence-transformers/all-MiniLM-L6-v2",),
+        "minilm-l12": ("sentence-transformers/all-MiniLM-L12-v2",),
+    }
+
+    vocab_size: int
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+    _: KW_ONLY
+    context: int = 512
+    segments: int = 2
+    dropout: float = 0.0
+    epsilon: float = 1e-12
+    stacked: bool = True
+
+    def forward(self, scope: nn.Scope, tokens, lengths=None, segment=None):
+        x = self._embedded(scope["embed"], jnp.asarray(tokens), segment)         # [batch, time, width]
+        x = nn.Dropout(self.dropout)(scope["drop"], x)
+        block = bert_block(heads=self.heads, hidden=self.hidden, dropout=self.dropout, epsilon=self.epsilon)
+        x = Blocks(block, self.depth, self.stacked)(scope["blocks"], x, lengths=lengths)
+        return Encoded(x, jnp.tanh(nn.Dense(self.width)(scope["pooler"], x[:, 0])))
+
+    def _embedded(self, scope, tokens, segment):
+        if tokens.ndim != 2 or tokens.shape[1] > self.context:
+            raise ValueError(f"Bert takes tokens [batch, time], time up to its context of {self.context}; got shape "
+                             f"{tokens.shape}")
+        if segment is not None and jnp.shape(segment) != tokens.shape:
+            raise ValueError(f"Bert: segment has the shape of tokens, {tokens.shape}; got {jnp.shape(segment)}")
+        order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]               # [1, time]
+        segment = jnp.zeros_like(order) if segment is None else segment
+        x = nn.Embed(self.vocab_size, self.width)(scope["words"], tokens)
+        x = x + nn.Embed(self.segments, self.width)(scope["segments"], segment)
+        x = x + nn.Embed(self.context, self.width)(scope["positions"], order)
+        return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
+
+    def example(self):
+        return jax.ShapeDtypeStruct((1, self.context), jnp.int32)
+
+
+def sentence_embedding(hidden, lengths):
+    """The mean over each row's real tokens, scaled to length 1, so that a dot product is the cosine.
+
+    Args:
+        hidden: [batch, time, width].
+        lengths: [batch], at least 1.
+
+    Returns:
+        [batch, width], in float32 at least.
+
+    Source: Reimers and Gurevych (2019), Sentence-BERT, section 3.
+    """
+    hidden, lengths = jnp.asarray(hidden), jnp.asarray(lengths)
+    if hidden.ndim != 3 or lengths.shape != hidden.shape[:1]:
+        raise ValueError("sentence_embedding takes hidden [batch, time, width] and lengths [batch]; got "
+                         f"{hidden.shape} and {lengths.shape}")
+    hidden = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+    real = np.arange(hidden.shape[1])[None] < lengths[:, None]                   # [batch, time]
+    mean = jnp.where(real[..., None], hidden, 0).sum(1) / lengths[:, None].astype(hidden.dtype)
+    return mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)

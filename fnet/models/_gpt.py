@@ -1,0 +1,115 @@
+"""GPT: the decoder of GPT-2, with learnt positions, and GPT-2's published sizes and weights."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from fnet import layers as nn
+from fnet.models._blocks import Blocks
+from fnet.models._model import Model
+from fnet.models._rules import Names, Rule, Spare, Tied, torch
+
+zeros = jax.nn.initializers.zeros
+
+
+@nn.layer
+def gpt_block(scope, x, lengths=None, *, heads, dropout, epsilon):         # [batch, time, width]
+    norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]
+    y = nn.Attention(heads, causal=True, dropout=dropout)(scope["attention"], norm(scope["norm1"], x), lengths=lengths)
+    x = x + drop(scope["drop1"], y)
+    y = nn.Dense(4 * width)(scope["fc"], norm(scope["norm2"], x))          # [batch, time, 4 width]
+    y = nn.Dense(width)(scope["proj"], jax.nn.gelu(y, approximate=True))
+    return x + drop(scope["drop2"], y)
+
+
+def _rules(ours, theirs):
+    """GPT-2 keeps kernels as [in, out], and query, key and value side by side in one."""
+    qkv = tuple(f"{ours}/attention/{name}" for name in ("query", "key", "value"))
+    dense = [(f"{ours}/attention/out", f"{theirs}.attn.c_proj"), (f"{ours}/fc", f"{theirs}.mlp.c_fc"),
+             (f"{ours}/proj", f"{theirs}.mlp.c_proj"), (qkv, f"{theirs}.attn.c_attn")]
+    rules = [torch.norm(f"{ours}/norm1", f"{theirs}.ln_1"), torch.norm(f"{ours}/norm2", f"{theirs}.ln_2")]
+    for path, key in dense:
+        for mine, name in ("kernel", "weight"), ("bias", "bias"):
+            rules.append(Rule(tuple(f"{each}/{mine}" for each in path) if path is qkv else f"{path}/{mine}",
+                              f"{key}.{name}"))
+    # The causal mask, which old files carry along.
+    masks = (Spare(f"{theirs}.attn.{name}", f"{ours}/norm1/scale") for name in ("bias", "masked_bias"))
+    return (*rules, *masks)
+
+
+class GPT(Model):
+    """A decoder of text: GPT-2, and any size of it.
+
+    Learnt positions; blocks of causal attention and an MLP of four times the width with GELU, each behind its
+    LayerNorm and around a residual; tied logits.
+
+    Args:
+        vocab_size: the number of tokens.
+        width: features of a token.
+        depth: the number of blocks.
+        heads: attention heads; they divide the width.
+        context: the longest text, in tokens.
+        dropout: rate on embeddings, attention weights and each residual branch.
+        epsilon: of the norms.
+        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
+
+    Input: tokens [batch, time], integers; lengths [batch], how many of each row are real (its rows are padded on the
+    right). Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), tokens are appended
+    to the text so far; `models.generate` does that.
+
+    Source: Radford et al. (2019), Language Models are Unsupervised Multitask Learners.
+    """
+
+    PRESETS: ClassVar = {
+        "gpt2": dict(vocab_size=50257, width=768, depth=12, heads=12),
+        "gpt2-medium": dict(vocab_size=50257, width=1024, depth=24, heads=16),
+        "gpt2-large": dict(vocab_size=50257, width=1280, depth=36, heads=20),
+        "gpt2-xl": dict(vocab_size=50257, width=1600, depth=48, heads=25),
+    }
+    NAMES: ClassVar = {
+        "huggingface": Names((
+            torch.embed("embed", "wte"), torch.embed("positions", "wpe"), torch.norm("norm", "ln_f"),
+            _rules("blocks", "h.{i}"), _rules("blocks/{i}", "h.{i}"), Tied("lm_head.weight", "embed/embedding"),
+        ), prefixes=("", "transformer."), config={"epsilon": 1e-5}, metadata={"format": "pt"}),
+    }
+    HUB: ClassVar = {name: (f"openai-community/{name}", name) for name in PRESETS}
+
+    vocab_size: int
+    width: int
+    depth: int
+    heads: int
+    _: KW_ONLY
+    context: int = 1024
+    dropout: float = 0.0
+    epsilon: float = 1e-5
+    stacked: bool = True
+
+    def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
+        tokens = jnp.asarray(tokens)
+        embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
+        positions = nn.Embed(self.context, self.width)
+        x = embed(at, tokens) + positions(scope["positions"], self._positions(scope, tokens, lengths))
+        x = nn.Dropout(self.dropout)(scope["drop"], x)                     # [batch, time, width]
+        block = gpt_block(heads=self.heads, dropout=self.dropout, epsilon=self.epsilon)
+        x = Blocks(block, self.depth, self.stacked)(scope["blocks"], x, lengths=lengths)
+        return embed.attend(at, nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x))
+
+    def _positions(self, scope, tokens, lengths):
+        """[batch, time]: after those that the cache holds; padding stands at 0, whatever the context."""
+        if tokens.ndim != 2 or tokens.shape[1] > self.context:
+            raise ValueError(f"GPT takes tokens [batch, time], time up to its context of {self.context}; got shape "
+                             f"{tokens.shape}")
+        order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        start = scope.state("index", tokens.shape[:1], zeros, "cache", dtype=jnp.int32)
+        if start is None:
+            return jnp.broadcast_to(order, tokens.shape)
+        count = jnp.full_like(start, tokens.shape[1]) if lengths is None else jnp.asarray(lengths).astype(start.dtype)
+        scope.update("index", start + count)
+        return jnp.where(order < count[:, None], start[:, None] + order, 0)
+
+    def example(self):
+        return jax.ShapeDtypeStruct((1, self.context), jnp.int32)

@@ -1,0 +1,136 @@
+"""Llama: a decoder with rotary positions, RMSNorm, SwiGLU and grouped-query attention; its published sizes."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from fnet import layers as nn
+from fnet.models import _llama2c
+from fnet.models._blocks import Blocks
+from fnet.models._model import Model
+from fnet.models._rules import DENSE, SAME, Names, Rule, Spare, Tied, torch
+
+
+@nn.layer
+def llama_block(scope, x, lengths=None, *, heads, kv_heads, hidden, rotary, epsilon):     # [batch, time, width]
+    norm = nn.RMSNorm(epsilon=epsilon)
+    attention = nn.Attention(heads, kv_heads=kv_heads, causal=True, rotary=rotary, use_bias=False)
+    x = x + attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths)
+    y = norm(scope["norm2"], x)
+    gate, up = (nn.Dense(hidden, use_bias=False)(scope[name], y) for name in ("gate", "up"))
+    return x + nn.Dense(x.shape[-1], use_bias=False)(scope["down"], jax.nn.silu(gate) * up)
+
+
+def _block(ours, keys):
+    """The arrays of a block: query, key, value, out, gate, down and up as [out, in], then the two norms."""
+    kernels = (*(f"attention/{name}" for name in ("query", "key", "value", "out")), "gate", "down", "up")
+    paths = (*(f"{ours}/{name}/kernel" for name in kernels), f"{ours}/norm1/scale", f"{ours}/norm2/scale")
+    return tuple(Rule(path, key, DENSE if path.endswith("kernel") else SAME) for path, key in zip(paths, keys))
+
+
+def _header(model):
+    return _llama2c.Header(model.width, model.hidden, model.depth, model.heads, model.kv_heads, model.vocab_size,
+                           model.context, model.tied)
+
+
+_HUGGING_FACE = tuple(f"model.layers.{{i}}.{part}.weight" for part in (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj",
+    "mlp.up_proj", "input_layernorm", "post_attention_layernorm"))
+_LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_weight")
+
+
+class Llama(Model):
+    """A decoder of text: Llama 1 and 2, Llama 3, and the small ones of llama2.c.
+
+    Rotary positions; blocks of causal grouped-query attention and a SwiGLU, `down(silu(gate(x)) * up(x))`, each behind
+    its RMSNorm and around a residual; no biases.
+
+    Args:
+        vocab_size: the number of tokens.
+        width: features of a token.
+        depth: the number of blocks.
+        heads: attention heads; they divide the width.
+        kv_heads: heads of keys and values, each shared by heads / kv_heads of the queries.
+        hidden: features between gate, up and down.
+        context: the longest text, in tokens.
+        rotary_base: of the rotary embedding.
+        interleaved: which features the rotary embedding turns together: (0, 1), (2, 3), ... as in Meta's and llama2.c's
+            weights, or (i, i + head_dim / 2) as in Hugging Face's.
+        tied: whether the logits are made with the table of the embedding.
+        epsilon: of the norms.
+        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
+
+    Input: tokens [batch, time], integers; lengths [batch], how many of each row are real (its rows are padded on the
+    right). Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), tokens are appended
+    to the text so far; `models.generate` does that.
+
+    Source: Touvron et al. (2023), LLaMA: Open and Efficient Foundation Language Models; Llama 2, for grouped queries;
+    Grattafiori et al. (2024), The Llama 3 Herd of Models. The SwiGLU is Shazeer's (2020), GLU Variants Improve
+    Transformer. The stories' sizes: Karpathy's llama2.c.
+    """
+
+    PRESETS: ClassVar = {
+        "stories260k": dict(vocab_size=512, width=64, depth=5, heads=8, kv_heads=4, hidden=172, context=512, tied=True,
+                            interleaved=True),
+        "stories15m": dict(vocab_size=32000, width=288, depth=6, heads=6, kv_heads=6, hidden=768, context=256,
+                           tied=True, interleaved=True),
+        "stories42m": dict(vocab_size=32000, width=512, depth=8, heads=8, kv_heads=8, hidden=1376, context=1024,
+                           tied=True, interleaved=True),
+        "stories110m": dict(vocab_size=32000, width=768, depth=12, heads=12, kv_heads=12, hidden=2048, context=1024,
+                            tied=True, interleaved=True),
+        "smollm-135m": dict(vocab_size=49152, width=576, depth=30, heads=9, kv_heads=3, hidden=1536, tied=True),
+        "tinyllama-1.1b": dict(vocab_size=32000, width=2048, depth=22, heads=32, kv_heads=4, hidden=5632),
+        "llama2-7b": dict(vocab_size=32000, width=4096, depth=32, heads=32, kv_heads=32, hidden=11008, context=4096),
+        "llama3-8b": dict(vocab_size=128256, width=4096, depth=32, heads=32, kv_heads=8, hidden=14336, context=8192,
+                          rotary_base=500000.0),
+    }
+    NAMES: ClassVar = {
+        "huggingface": Names((
+            torch.embed("embed", "model.embed_tokens"), torch.dense("head", "lm_head"),
+            _block("blocks", _HUGGING_FACE), _block("blocks/{i}", _HUGGING_FACE),
+            Rule("norm/scale", "model.norm.weight"), Tied("lm_head.weight", "embed/embedding"),
+            Spare("model.layers.{i}.self_attn.rotary_emb.inv_freq", "blocks/norm1/scale"),
+            Spare("model.layers.{i}.self_attn.rotary_emb.inv_freq", "blocks/{i}/norm1/scale"),
+        ), config={"interleaved": False}, metadata={"format": "pt"}),
+        "llama2c": Names((                  # stacked, as ours
+            Rule("embed/embedding", "token_embedding_table"), Rule("head/kernel", "wcls", DENSE),
+            _block("blocks", _LLAMA2C), Rule("norm/scale", "rms_final_weight"),
+            Spare("freq_cis_real"), Spare("freq_cis_imag"),
+        ), config={"interleaved": True, "rotary_base": 10000.0, "epsilon": 1e-5}, header=_header),
+    }
+    HUB: ClassVar = {
+        "smollm-135m": ("HuggingFaceTB/SmolLM-135M",), "tinyllama-1.1b": ("TinyLlama/TinyLlama-1.1B-Chat-v1.0",),
+        "llama2-7b": ("meta-llama/Llama-2-7b-hf",), "llama3-8b": ("meta-llama/Meta-Llama-3-8B",),
+    }
+
+    vocab_size: int
+    width: int
+    depth: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    _: KW_ONLY
+    context: int = 2048
+    rotary_base: float = 10000.0
+    interleaved: bool = False
+    tied: bool = False
+    epsilon: float = 1e-5
+    stacked: bool = True
+
+    def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
+        embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
+        rotary = nn.Rotary(self.rotary_base, interleaved=self.interleaved)
+        block = llama_block(heads=self.heads, kv_heads=self.kv_heads, hidden=self.hidden, rotary=rotary,
+                            epsilon=self.epsilon)
+        x = Blocks(block, self.depth, self.stacked)(scope["blocks"], embed(at, tokens), lengths=lengths)
+        x = nn.RMSNorm(epsilon=self.epsilon)(scope["norm"], x)             # [batch, time, width]
+        if self.tied:
+            return embed.attend(at, x)
+        return nn.Dense(self.vocab_size, use_bias=False)(scope["head"], x)
+
+    def example(self):
+        return jax.ShapeDtypeStruct((1, self.context), jnp.int32)

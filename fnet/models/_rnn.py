@@ -1,0 +1,106 @@
+"""Recurrent networks over text: an LSTM language model, and a classifier of texts of any length."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet import layers as nn
+from fnet.models._model import Model
+
+zeros = jax.nn.initializers.zeros
+
+
+class LSTMLanguageModel(Model):
+    """A decoder of text: LSTMs one above the other, dropout between them but never over time.
+
+    Args:
+        vocab_size: the number of tokens.
+        width: features of a token and of each LSTM.
+        depth: the number of LSTMs.
+        dropout: rate before each LSTM and before the logits.
+        tied: whether the logits are made with the table of the embedding.
+
+    Input: tokens [batch, time], integers; lengths [batch], how many of each row are real (its rows are padded on the
+    right). Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), which holds every
+    LSTM's carry, the text goes on from where it was; `models.generate` does that.
+
+    Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization, whose three sizes for the
+    Penn Treebank are the presets; the tied table is Press and Wolf's (2017).
+    """
+
+    PRESETS: ClassVar = {
+        "zaremba-small": dict(vocab_size=10000, width=200),
+        "zaremba-medium": dict(vocab_size=10000, width=650, dropout=0.5),
+        "zaremba-large": dict(vocab_size=10000, width=1500, dropout=0.65),
+    }
+
+    vocab_size: int
+    width: int
+    depth: int = 2
+    _: KW_ONLY
+    dropout: float = 0.0
+    tied: bool = False
+
+    def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
+        embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
+        x = embed(at, tokens)                                              # [batch, time, width]
+        for i in range(self.depth):
+            lstm, place = nn.LSTM(self.width), scope[f"lstm{i}"]
+            x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)
+            names = f"hidden{i}", f"cell{i}"
+            carry = tuple(scope.state(name, (x.shape[0], self.width), zeros, "cache") for name in names)
+            x, after = lstm.scan(place, x, None if carry[0] is None else carry, lengths=lengths)
+            if carry[0] is not None:
+                for name, value in zip(names, after):
+                    scope.update(name, value)
+        x = nn.Dropout(self.dropout)(scope["drop"], x)
+        if self.tied:
+            return embed.attend(at, x)
+        return nn.Dense(self.vocab_size)(scope["head"], x)
+
+    def example(self):
+        return jax.ShapeDtypeStruct((1, 35), jnp.int32)
+
+
+class LSTMClassifier(Model):
+    """A classifier of texts: LSTMs in both directions, then the largest value of each feature over time.
+
+    Args:
+        classes: how many logits.
+        vocab_size: the number of tokens.
+        width: features of a token and of each direction.
+        depth: the number of layers.
+        dropout: rate before each layer and before the logits.
+
+    Input: tokens [batch, time], integers; lengths [batch], at least 1, how many of each row are real (its rows are
+    padded on the right; None: all). A row's logits do not depend on its padding. Output: logits [batch, classes].
+
+    Source: Schuster and Paliwal (1997), Bidirectional Recurrent Neural Networks; the maximum over time is Conneau et
+    al.'s (2017), Supervised Learning of Universal Sentence Representations, section 3.2.2.
+    """
+
+    classes: int
+    vocab_size: int
+    width: int = 128
+    depth: int = 1
+    _: KW_ONLY
+    dropout: float = 0.0
+
+    def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
+        x = nn.Embed(self.vocab_size, self.width)(scope["embed"], tokens)
+        for i in range(self.depth):
+            x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)
+            x = nn.LSTM(self.width, bidirectional=True)(scope[f"lstm{i}"], x, lengths=lengths)
+        if lengths is not None:                                            # [batch, time, 2 width]
+            real = np.arange(x.shape[1])[None] < jnp.asarray(lengths)[:, None]
+            x = jnp.where(real[..., None], x, -1)                          # below every output of an LSTM
+        x = nn.Dropout(self.dropout)(scope["drop"], x.max(1))
+        return nn.Dense(self.classes)(scope["head"], x)
+
+    def example(self):
+        return jax.ShapeDtypeStruct((1, 35), jnp.int32)
