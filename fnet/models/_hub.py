@@ -6,6 +6,9 @@ import os
 import re
 from pathlib import Path
 
+_TORCHVISION = ("write its model.safetensors in Python (import torchvision, safetensors.torch; safetensors.torch."
+                "save_file(torchvision.models.get_model({!r}, weights='IMAGENET1K_V1').state_dict(), "
+                "'model.safetensors')) and put it into {}")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 
@@ -28,7 +31,7 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = ()) -> Path:
     Args:
         name: a path; or the name of a folder in fnet's cache; or a repository of Hugging Face's hub, which its cache
             may hold ("sentence-transformers/all-MiniLM-L6-v2").
-        repositories: repositories that hold what `name` names.
+        repositories: where it is published, as in `Model.HUB`.
 
     Raises:
         FileNotFoundError: where none of them is on this disk: says where it looked, what to download and where to
@@ -42,15 +45,16 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = ()) -> Path:
     own = cache() / name
     if own.is_dir() and any(own.iterdir()):
         return own
-    repositories = repositories or (name,)
-    for repository in repositories:
+    hub = [each for each in repositories or (name,) if ":" not in each]
+    for repository in hub:
         if snapshot := _snapshot(repository):
             return snapshot
-    known = " or ".join(repositories)
+    ways = [f"get it with 'hf download {each}', or put its model.safetensors into {own}" for each in hub[:1]]
+    ways += [_TORCHVISION.format(each.partition(":")[2], own) for each in repositories if ":" in each]
     raise FileNotFoundError(
-        f"{name!r} is not on this disk: there is no such path, nothing in {own}, and no {known} in Hugging Face's "
-        f"cache ({hugging_face()}). Download it ('hf download {repositories[0]}', where the hub has it), or put its "
-        f"model.safetensors into {own}")
+        f"the weights {name!r} are not on this disk: no such path, nothing in {own}"
+        + (f", no {' or '.join(hub)} in Hugging Face's cache, {hugging_face()}" if hub else "")
+        + f": {'; or '.join(ways)}")
 
 
 def _snapshot(repository: str) -> Path | None:

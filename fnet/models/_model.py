@@ -21,7 +21,8 @@ class Model(nn.Layer):
 
         PRESETS: {name: fields}, the published configurations.
         NAMES: {framework: Names}, what the arrays are called elsewhere: how `pretrained.load` and `save` know them.
-        HUB: {preset: repositories of Hugging Face's hub that hold its weights}.
+        HUB: {preset: where its weights are published}: repositories of Hugging Face's hub, or "torchvision:NAME" for
+            what torchvision alone gives out, as pickles.
     """
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
+from fnet.models._images import CAFFE, TORCHVISION
 from fnet.models._model import Model
 from fnet.models._rules import Names, keras, torch
 
@@ -73,7 +74,7 @@ class ResNet(Model):
         "resnet50": dict(depths=(3, 4, 6, 3)),
         "resnet101": dict(depths=(3, 4, 23, 3)),
     }
-    HUB: ClassVar = {name: (f"timm/{name}.tv_in1k",) for name in PRESETS}
+    HUB: ClassVar = {name: (f"timm/{name}.tv_in1k", f"torchvision:{name}") for name in PRESETS}
     NAMES: ClassVar = {
         "torchvision": Names((
             torch.conv("stem/conv", "conv1"),
@@ -83,7 +84,7 @@ class ResNet(Model):
             torch.conv("stage{s}/block{b}/shortcut/conv", "layer{s}.{b}.downsample.0"),
             torch.batch_norm("stage{s}/block{b}/shortcut/norm", "layer{s}.{b}.downsample.1"),
             torch.dense("head", "fc"),
-        ), config=dict(version="v1.5", use_bias=False, epsilon=1e-5), metadata={"format": "pt"}),
+        ), config=dict(version="v1.5", use_bias=False, epsilon=1e-5), metadata={"format": "pt"}, image=TORCHVISION),
         "keras": Names((                # its first ResNet50, converted from Caffe's
             keras.conv("stem/conv", "conv1"),
             keras.batch_norm("stem/norm", "bn_conv1"),
@@ -92,7 +93,7 @@ class ResNet(Model):
             keras.conv("stage{s}/block{b}/conv{i}", "res{s+1}{b:letter}_branch2{i-1:letter}"),
             keras.batch_norm("stage{s}/block{b}/norm{i}", "bn{s+1}{b:letter}_branch2{i-1:letter}"),
             keras.dense("head", "fc1000"),
-        ), config=dict(version="v1", use_bias=True, epsilon=1e-3)),
+        ), config=dict(version="v1", use_bias=True, epsilon=1e-3), image=CAFFE),
     }
 
     def example(self):
@@ -114,3 +115,45 @@ class ResNet(Model):
                 )(stage[f"block{b}"], x)
         x = nn.GlobalAvgPool()(scope["pool"], x)                            # [batch, channels]
         return nn.Dense(self.classes)(scope["head"], x)
+
+
+class ResNet9(Model):
+    """The small residual network for 32 × 32 images: 94 % on CIFAR-10 within some dozens of epochs.
+
+    Four stages of a 3 × 3 convolution, BatchNorm and ReLU, halved by max-pooling after each but the first; a residual
+    pair of such convolutions in the second and the last; the maximum over what is left of space.
+
+    Args:
+        classes: how many logits.
+        width: channels of the first stage, doubled in each that follows.
+        scale: what the logits are multiplied by, which keeps the softmax soft early on.
+
+    Input [batch, height, width, channels], 32 × 32 × 3 as published; output [batch, classes].
+
+    Source: Page (2018), How to Train Your ResNet, part 4; the network of his entry to DAWNBench.
+    """
+
+    PRESETS: ClassVar = {"resnet9": {}}
+
+    _: KW_ONLY
+    classes: int = 10
+    width: int = 64
+    scale: float = 0.125
+
+    def forward(self, scope: nn.Scope, x):
+        def conv(at, x, channels):
+            x = nn.Conv(channels, 3, use_bias=False)(at["conv"], x)
+            return jax.nn.relu(nn.BatchNorm()(at["norm"], x))
+
+        for s in range(4):
+            stage, channels = scope[f"stage{s}"], self.width * 2**s
+            x = conv(stage, x, channels)                                    # [batch, height, width, channels]
+            if s:
+                x = nn.MaxPool(2)(stage["pool"], x)
+            if s in (1, 3):
+                x = x + conv(stage["residual2"], conv(stage["residual1"], x, channels), channels)
+        x = x.max((1, 2))                                                   # [batch, channels]
+        return nn.Dense(self.classes, use_bias=False)(scope["head"], x) * self.scale
+
+    def example(self):
+        return jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)

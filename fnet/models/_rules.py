@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fnet.models._images import ImageInput
+
 
 class Layout(NamedTuple):
     """A reversible change of layout: their array as ours, and ours as theirs. Views, never copies."""
@@ -106,6 +108,7 @@ class Names:
         config: the fields of the model that these weights take for granted and no shape shows, as BatchNorm's
             epsilon.
         metadata: what `save` writes into the file's own notes.
+        image: the way from a photo to the input that these weights were trained for.
         header: for llama2.c's model.bin: the header of a model; None: the file is safetensors.
     """
 
@@ -113,6 +116,7 @@ class Names:
     prefixes: tuple[str, ...] = ("",)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    image: ImageInput | None = None
     header: Callable | None = None
 
     def flat(self) -> list:

@@ -42,7 +42,7 @@ from fnet.models._rules import (
 
 __all__ = [
     "CONV", "DENSE", "DEPTHWISE", "SAME", "Layout", "Names", "Rule", "Spare", "Tied", "find", "flattened", "keras",
-    "load", "model", "save", "torch",
+    "load", "model", "names_of", "save", "torch",
 ]
 
 _LISTED = 8    # how many problems an error names before it counts the rest
@@ -68,14 +68,11 @@ def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=Non
         ValueError: where the file is no weights file, or damaged; listing each key that is missing, is not expected or
             has another shape; where the file is for another configuration of the model.
         TypeError: where a dtype is no parameter's.
-
-    >>> pretrained.load(ResNet.preset("resnet18"), "nowhere.safetensors")
-    Traceback (most recent call last):
-    FileNotFoundError: ...nowhere.safetensors: no such file or folder...
     """
     if isinstance(model, str):
-        path = find(model if path is None else path)
-        model = _variant(model, path, {})
+        name, cls = model, _class_of(model)
+        path = find(name if path is None else path)
+        model = _variant(cls, name, path, {})
     elif path is None:
         raise TypeError(f"pretrained.load wants the path of the weights for this {type(model).__name__}: a file, a "
                         "folder or a name; only the name of a preset stands for both")
@@ -169,7 +166,19 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
         FileNotFoundError: where the weights are not on this disk.
         ValueError: where no model has such a preset.
     """
-    return _variant(name, find(name if path is None else path), changes)
+    cls = _class_of(name)
+    return _variant(cls, name, find(name if path is None else path), changes)
+
+
+def names_of(model: Model, path: str | os.PathLike) -> str:
+    """Whose names a file holds, one of the model's `NAMES`: by its keys.
+
+        photos = model.NAMES[pretrained.names_of(model, path)].image       # how these weights want their photos
+
+    Raises:
+        ValueError: where the file holds nothing of this model.
+    """
+    return _told(model, _leaves(model)[1], _tensors.read(find(path)), None)[0]
 
 
 def find(name: str | os.PathLike) -> Path:
@@ -182,8 +191,8 @@ def find(name: str | os.PathLike) -> Path:
     return _hub.find(name, held[0] if held else ())
 
 
-def _variant(name, path, changes):
-    """The preset, changed as the weights at `path` want it."""
+def _class_of(name):
+    """The class of the models that have a preset of this name."""
     classes = _classes()
     cls = next((cls for cls in classes if name in cls.PRESETS), None)
     if cls is None:
@@ -191,6 +200,11 @@ def _variant(name, path, changes):
         near = difflib.get_close_matches(name, presets, 1)
         raise ValueError(f"no model has a preset {name!r}" + (f": did you mean {near[0]!r}?" if near else
                          f": there are {', '.join(presets)}"))
+    return cls
+
+
+def _variant(cls, name, path, changes):
+    """The preset, changed as the weights at `path` want it."""
     made = cls.preset(name, **changes)
     told, _ = _told(made, _leaves(made)[1], _tensors.read(path), None)
     return dataclasses.replace(made, **{**made.NAMES[told].config, **changes})

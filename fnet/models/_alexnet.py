@@ -1,0 +1,68 @@
+"""AlexNet in its one-column form."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from fnet import layers as nn
+from fnet.models._images import TORCHVISION
+from fnet.models._model import Model
+from fnet.models._rules import Names, flattened, torch
+
+
+class AlexNet(Model):
+    """Five convolutions, three of them behind max-pooling, and three dense layers.
+
+    Args:
+        classes: how many logits.
+        width: channels of the first convolution; the others are 3, 6, 4 and 4 times as wide.
+        hidden: features of the first two dense layers.
+        dropout: rate before each of them.
+
+    Input [batch, 224, 224, 3] (or whatever else five layers bring to 6 × 6), output [batch, classes].
+
+    Source: Krizhevsky (2014), One weird trick for parallelizing convolutional neural networks, footnote 1; the first
+    form is Krizhevsky, Sutskever and Hinton (2012), ImageNet Classification with Deep Convolutional Neural Networks.
+    """
+
+    PRESETS: ClassVar = {"alexnet": {}}
+    HUB: ClassVar = {"alexnet": ("torchvision:alexnet",)}
+    NAMES: ClassVar = {
+        "torchvision": Names((
+            *(torch.conv(f"conv{i}", f"features.{at}") for i, at in enumerate((0, 3, 6, 8, 10), 1)),
+            torch.dense("fc1", "classifier.1", flattened(6, 6)),
+            torch.dense("fc2", "classifier.4"),
+            torch.dense("head", "classifier.6"),
+        ), metadata={"format": "pt"}, image=TORCHVISION),
+    }
+
+    _: KW_ONLY
+    classes: int = 1000
+    width: int = 64
+    hidden: int = 4096
+    dropout: float = 0.5
+
+    def forward(self, scope: nn.Scope, x):
+        def conv(i, x, channels, kernel_size, padding, strides=1):
+            return jax.nn.relu(nn.Conv(channels, kernel_size, strides, padding=padding)(scope[f"conv{i}"], x))
+
+        images, width, pool = x.shape, self.width, nn.MaxPool(3, 2)
+        x = pool(scope["pool1"], conv(1, x, width, 11, 2, 4))               # [batch, 27, 27, width]
+        x = pool(scope["pool2"], conv(2, x, 3 * width, 5, 2))               # [batch, 13, 13, 3 width]
+        x = conv(4, conv(3, x, 6 * width, 3, 1), 4 * width, 3, 1)
+        x = pool(scope["pool3"], conv(5, x, 4 * width, 3, 1))               # [batch, 6, 6, 4 width]
+        if x.shape[1:3] != (6, 6):
+            raise ValueError(f"AlexNet takes images that come to 6 x 6 before its dense layers, as 224 x 224 do; "
+                             f"{images} comes to {x.shape[1]} x {x.shape[2]}")
+        x = nn.Flatten()(scope["flatten"], x)
+        for i in (1, 2):
+            x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)
+            x = jax.nn.relu(nn.Dense(self.hidden)(scope[f"fc{i}"], x))      # [batch, hidden]
+        return nn.Dense(self.classes)(scope["head"], x)
+
+    def example(self):
+        return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)

@@ -1,0 +1,147 @@
+"""ViT: an image as a sequence of patches. Ti, S and B."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import KW_ONLY
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.nn import initializers
+
+from fnet import layers as nn
+from fnet.models._images import AUGREG, TORCHVISION, ImageInput
+from fnet.models._model import Model
+from fnet.models._rules import DENSE, Names, Rule, Spare, torch
+
+gelu = functools.partial(jax.nn.gelu, approximate=False)
+small = initializers.normal(0.02)
+QKV = ("query", "key", "value")
+
+
+@nn.layer
+def encoder_block(scope, x, *, heads, hidden, dropout, epsilon):            # [batch, tokens, width]
+    drop = nn.Dropout(dropout)
+    y = nn.LayerNorm(epsilon=epsilon)(scope["norm1"], x)
+    x = x + drop(scope["drop1"], nn.Attention(heads)(scope["attention"], y))
+    y = nn.LayerNorm(epsilon=epsilon)(scope["norm2"], x)
+    y = drop(scope["drop2"], gelu(nn.Dense(hidden)(scope["fc1"], y)))       # [batch, tokens, hidden]
+    return x + drop(scope["drop3"], nn.Dense(x.shape[-1])(scope["fc2"], y))
+
+
+def _fused(weight, bias):
+    """The three projections of attention as one of theirs."""
+    parts = [tuple(f"blocks/attention/{name}/{leaf}" for name in QKV) for leaf in ("kernel", "bias")]
+    return Rule(parts[0], weight, DENSE), Rule(parts[1], bias)
+
+
+class ViT(Model):
+    """A vision transformer: patches, a class token, learned positions, a transformer's encoder, a dense layer.
+
+    Args:
+        width: features of a token.
+        depth: blocks.
+        heads: attention heads.
+        classes: how many logits.
+        patch: height and width of a patch.
+        size: height and width of the images, for which the positions are learned.
+        hidden: features between a block's two dense layers; None: four times the width.
+        dropout: rate after the positions, after attention and in the dense layers.
+        epsilon: of the norms.
+
+    Input [batch, size, size, 3], output [batch, classes].
+
+    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4; Ti and S are Touvron et al.'s (2021),
+    Training data-efficient image transformers, table 1.
+    """
+
+    PRESETS: ClassVar = {
+        "vit_ti_16": dict(width=192, depth=12, heads=3),
+        "vit_s_16": dict(width=384, depth=12, heads=6),
+        "vit_b_16": dict(width=768, depth=12, heads=12),
+        "vit_b_32": dict(width=768, depth=12, heads=12, patch=32),
+    }
+    HUB: ClassVar = {
+        "vit_ti_16": ("timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k",),
+        "vit_s_16": ("timm/vit_small_patch16_224.augreg_in21k_ft_in1k",),
+        "vit_b_16": ("timm/vit_base_patch16_224.augreg2_in21k_ft_in1k", "google/vit-base-patch16-224",
+                     "torchvision:vit_b_16"),
+        "vit_b_32": ("timm/vit_base_patch32_224.augreg_in21k_ft_in1k", "torchvision:vit_b_32"),
+    }
+    NAMES: ClassVar = {
+        "torchvision": Names((
+            Rule("class_token", "class_token"),
+            Rule("position", "encoder.pos_embedding"),
+            torch.conv("patches", "conv_proj"),
+            torch.norm("blocks/norm1", "encoder.layers.encoder_layer_{i}.ln_1"),
+            _fused("encoder.layers.encoder_layer_{i}.self_attention.in_proj_weight",
+                   "encoder.layers.encoder_layer_{i}.self_attention.in_proj_bias"),
+            torch.dense("blocks/attention/out", "encoder.layers.encoder_layer_{i}.self_attention.out_proj"),
+            torch.norm("blocks/norm2", "encoder.layers.encoder_layer_{i}.ln_2"),
+            torch.dense("blocks/fc1", "encoder.layers.encoder_layer_{i}.mlp.0"),
+            torch.dense("blocks/fc2", "encoder.layers.encoder_layer_{i}.mlp.3"),
+            torch.norm("norm", "encoder.ln"),
+            torch.dense("head", "heads.head"),
+        ), config={"epsilon": 1e-6}, metadata={"format": "pt"}, image=TORCHVISION),
+        "timm": Names((
+            Rule("class_token", "cls_token"),
+            Rule("position", "pos_embed"),
+            torch.conv("patches", "patch_embed.proj"),
+            torch.norm("blocks/norm1", "blocks.{i}.norm1"),
+            _fused("blocks.{i}.attn.qkv.weight", "blocks.{i}.attn.qkv.bias"),
+            torch.dense("blocks/attention/out", "blocks.{i}.attn.proj"),
+            torch.norm("blocks/norm2", "blocks.{i}.norm2"),
+            torch.dense("blocks/fc1", "blocks.{i}.mlp.fc1"),
+            torch.dense("blocks/fc2", "blocks.{i}.mlp.fc2"),
+            torch.norm("norm", "norm"),
+            torch.dense("head", "head"),
+        ), config={"epsilon": 1e-6}, metadata={"format": "pt"}, image=AUGREG),
+        "huggingface": Names((
+            Rule("class_token", "vit.embeddings.cls_token"),
+            Rule("position", "vit.embeddings.position_embeddings"),
+            torch.conv("patches", "vit.embeddings.patch_embeddings.projection"),
+            torch.norm("blocks/norm1", "vit.encoder.layer.{i}.layernorm_before"),
+            *(torch.dense(f"blocks/attention/{name}", f"vit.encoder.layer.{{i}}.attention.attention.{name}")
+              for name in QKV),
+            torch.dense("blocks/attention/out", "vit.encoder.layer.{i}.attention.output.dense"),
+            torch.norm("blocks/norm2", "vit.encoder.layer.{i}.layernorm_after"),
+            torch.dense("blocks/fc1", "vit.encoder.layer.{i}.intermediate.dense"),
+            torch.dense("blocks/fc2", "vit.encoder.layer.{i}.output.dense"),
+            torch.norm("norm", "vit.layernorm"),
+            torch.dense("head", "classifier"),
+            Spare("vit.pooler.dense.weight"), Spare("vit.pooler.dense.bias"),
+        ), config={"epsilon": 1e-12}, metadata={"format": "pt"},
+            image=ImageInput(resize=None, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))),
+    }
+
+    width: int
+    depth: int
+    heads: int
+    _: KW_ONLY
+    classes: int = 1000
+    patch: int = 16
+    size: int = 224
+    hidden: int | None = None
+    dropout: float = 0.0
+    epsilon: float = 1e-6
+
+    def forward(self, scope: nn.Scope, x):
+        if x.ndim != 4 or x.shape[1:3] != (self.size, self.size) or self.size % self.patch:
+            raise ValueError(f"ViT: images are [batch, {self.size}, {self.size}, channels], a whole number of patches "
+                             f"of {self.patch}; got {x.shape}")
+        width = self.width
+        x = nn.Conv(width, self.patch, self.patch, padding="VALID")(scope["patches"], x)
+        x = x.reshape(len(x), -1, width)                                    # [batch, patches, width]
+        token = scope.param("class_token", (1, 1, width), initializers.zeros, (None, None, "embed")).astype(x.dtype)
+        x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, width)), x], 1)    # [batch, tokens, width]
+        x = x + scope.param("position", (1, *x.shape[1:]), small, (None, None, "embed")).astype(x.dtype)
+        x = nn.Dropout(self.dropout)(scope["drop"], x)
+        block = encoder_block(heads=self.heads, hidden=self.hidden or 4 * width, dropout=self.dropout,
+                              epsilon=self.epsilon)
+        x = nn.Stack(block, self.depth)(scope["blocks"], x)
+        x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
+        return nn.Dense(self.classes)(scope["head"], x[:, 0])
+
+    def example(self):
+        return jax.ShapeDtypeStruct((1, self.size, self.size, 3), jnp.float32)
