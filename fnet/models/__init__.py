@@ -9,16 +9,20 @@ from fnet.models._generate import Generated, generate, padded
 from fnet.models._gpt import GPT
 from fnet.models._images import ImageInput
 from fnet.models._llama import Llama
+from fnet.models._llama_bpe import LlamaBPE
 from fnet.models._mlp import MLP
 from fnet.models._mobilenet import MobileNetV2
 from fnet.models._model import Model
 from fnet.models._resnet import ResNet, ResNet9
 from fnet.models._rnn import LSTMClassifier, LSTMLanguageModel
+from fnet.models._tokenizers import ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, read_tokenizer
 from fnet.models._tree import TreeLSTM, Trees, pack_trees
 from fnet.models._vit import ViT
+from fnet.models._wordpiece import WordPiece
 
 __all__ = [
-    "CNN", "GPT", "MLP", "AlexNet", "Bert", "Encoded", "Generated", "ImageInput", "LSTMClassifier",
-    "LSTMLanguageModel", "Llama", "MobileNetV2", "Model", "ResNet", "ResNet9", "TreeLSTM", "Trees", "ViT",
-    "generate", "pack_trees", "padded", "pretrained", "sentence_embedding", "unstack",
+    "CNN", "GPT", "MLP", "AlexNet", "Bert", "ByteTokenizer", "CharTokenizer", "Encoded", "Generated",
+    "HuggingFaceTokenizer", "ImageInput", "LSTMClassifier", "LSTMLanguageModel", "Llama", "LlamaBPE", "MobileNetV2",
+    "Model", "ResNet", "ResNet9", "TreeLSTM", "Trees", "ViT", "WordPiece", "generate", "pack_trees", "padded",
+    "pretrained", "read_tokenizer", "sentence_embedding", "unstack",
 ]

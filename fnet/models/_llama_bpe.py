@@ -1,0 +1,138 @@
+"""llama2.c's tokeniser: SentencePiece's byte-pair encoding, from a tokenizer.bin."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import struct
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from fnet.models._tokenizers import contents, in_range
+
+_BEGIN, _END, _BYTES = 1, 2, 3    # <s>, </s>, and the first of the 256 single bytes
+_FIRST = _BYTES + 256             # the first piece of text
+
+
+class LlamaBPE:
+    """Characters, merged two by two, the pair with the best score first and the leftmost of equals.
+
+    A space is put before the text, and a character that the vocabulary lacks becomes its bytes.
+
+        words = LlamaBPE.read("tokenizer.bin")
+        words.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
+
+    Args:
+        pieces: every token, in the order of their numbers: <unk>, <s>, </s>, the 256 bytes (as <0x00> to <0xFF>, or
+            in old files as the code points of these numbers), then the pieces of text.
+        scores: of each as the result of a merge.
+
+    Raises:
+        ValueError: where the bytes are not where they must be.
+
+    Source: Karpathy's llama2.c, run.c (encode, decode) and tokenizer.py; Sennrich, Haddow and Birch (2016), Neural
+    Machine Translation of Rare Words with Subword Units; Kudo and Richardson (2018), SentencePiece.
+    """
+
+    bos, eos = _BEGIN, _END
+
+    def __init__(self, pieces: Sequence[bytes], scores: Sequence[float]):
+        self.pieces, self.scores = tuple(pieces), tuple(scores)
+        held = self.pieces[_BYTES:_FIRST]
+        if len(held) < 256 or any(piece not in (b"<0x%02X>" % i, chr(i).encode()) for i, piece in enumerate(held)):
+            raise ValueError("the tokens 3 to 258 of a Llama vocabulary are the bytes, <0x00> to <0xFF>; this one of "
+                             f"{len(self.pieces)} tokens has others")
+        if len(self.scores) != len(self.pieces):
+            raise ValueError(f"{len(self.pieces)} tokens and {len(self.scores)} scores")
+        # Of equal pieces the first; and none below 259, which text stands for only where nothing else does.
+        self._numbers = {self.pieces[number]: number for number in range(len(self.pieces) - 1, _FIRST - 1, -1)}
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.pieces)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> LlamaBPE:
+        """From a tokenizer.bin: the length of the longest token, then for each a score, its length and its bytes.
+
+        Raises:
+            ValueError: where the file is something else.
+        """
+        raw = contents(path, text=False)
+        pieces, scores, at = [], [], 4
+        longest = struct.unpack_from("<i", raw)[0] if len(raw) >= 4 else 0
+        while at < len(raw):
+            score, length = struct.unpack_from("<fi", raw, at) if at + 8 <= len(raw) else (math.nan, -1)
+            if not 0 < length <= min(longest, len(raw) - at - 8) or not math.isfinite(score):
+                raise ValueError(f"{path} is no tokenizer.bin of llama2.c: token {len(pieces)}, at byte {at}, has the "
+                                 f"score {score} and the length {length}; lengths are 1 to {longest} and end with the "
+                                 "file")
+            pieces.append(raw[at + 8:at + 8 + length])
+            scores.append(score)
+            at += 8 + length
+        try:
+            return cls(pieces, scores)
+        except ValueError as error:
+            raise ValueError(f"{path} is no tokenizer.bin of llama2.c: {error}") from None
+
+    def encode(self, text: str, *, bos: bool = True, eos: bool = False) -> np.ndarray:
+        """[tokens], int32.
+
+        Args:
+            text: the text.
+            bos: whether <s> stands in front.
+            eos: whether </s> stands behind.
+        """
+        tokens = []
+        for char in (" " + text if text else ""):
+            raw = char.encode(errors="replace")
+            known = self._numbers.get(raw)
+            tokens.extend([byte + _BYTES for byte in raw] if known is None else [known])
+        return np.array([_BEGIN] * bos + self._merged(tokens) + [_END] * eos, np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text: without <s> and </s>, nor the space that `encode` put behind <s>. No UTF-8 becomes U+FFFD.
+
+        Raises:
+            ValueError: for a token outside the vocabulary.
+        """
+        raw, before = [], None
+        for token in in_range(tokens, self.vocab_size).tolist():
+            if token not in (_BEGIN, _END):
+                one = _BYTES <= token < _FIRST
+                piece = bytes([token - _BYTES]) if one else self.pieces[token]
+                raw.append(piece.removeprefix(b" ") if before == _BEGIN else piece)
+            before = token
+        return b"".join(raw).decode(errors="replace")
+
+    def _merged(self, tokens):
+        """The tokens that are left when no two neighbours make a third."""
+        right = list(range(1, len(tokens) + 1))
+        left = list(range(-1, len(tokens) - 1))
+        queue = []
+
+        def offer(at):
+            """Puts the pair that begins at `at` into the queue, where it makes a token."""
+            if at < 0 or right[at] >= len(tokens):
+                return
+            pair = tokens[at], tokens[right[at]]
+            made = self._numbers.get(self.pieces[pair[0]] + self.pieces[pair[1]])
+            if made is not None:
+                heapq.heappush(queue, (-self.scores[made], at, made, pair))
+
+        for at in range(len(tokens)):
+            offer(at)
+        while queue:
+            _, at, made, pair = heapq.heappop(queue)
+            after = right[at]
+            if tokens[at] is None or after >= len(tokens) or (tokens[at], tokens[after]) != pair:
+                continue    # one of the two was merged with another since
+            tokens[at], tokens[after] = made, None
+            right[at] = right[after]
+            if right[at] < len(tokens):
+                left[right[at]] = at
+            offer(left[at])
+            offer(at)
+        return [token for token in tokens if token is not None]
