@@ -12,8 +12,6 @@ front. Several paths of ours for one key of theirs are parts of theirs along our
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -56,11 +54,19 @@ DEPTHWISE = Layout("depthwise", _swap, _swap)                                # [
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One key of theirs for one path of ours, or for several that are its parts along our last axis."""
+    """One key of theirs for one path of ours, or for several that are its parts along our last axis.
+
+    Args:
+        ours: the path or paths, with fields for numbers.
+        theirs: the key, with the same fields, and others that count stacked copies.
+        layout: what lies between the two.
+        beside: keys that may stand beside it, with its numbers.
+    """
 
     ours: str | tuple[str, ...]
     theirs: str
     layout: Layout = SAME
+    beside: tuple[Spare, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +153,9 @@ class Words:
 
     def batch_norm(self, ours: str, theirs: str) -> tuple:
         """scale, bias, mean and var of a BatchNorm, and PyTorch's count of batches, which nothing reads."""
-        rules = tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}") for mine, name in self._norm)
-        if self._count is None:
-            return rules
-        return (*rules, Spare(f"{theirs}{self._join}{self._count}", f"{ours}/mean", np.int64(0)))
+        count = () if self._count is None else (Spare(f"{theirs}{self._join}{self._count}", write=np.int64(0)),)
+        return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", beside=count if mine == "mean" else ())
+                     for mine, name in self._norm)
 
     def embed(self, ours: str, theirs: str) -> tuple:
         """The table of an Embed."""
@@ -166,104 +171,6 @@ torch = Words(".", DENSE, CONV, "weight", "bias", (("scale", "weight"), ("bias",
                                                   ("var", "running_var")), "num_batches_tracked")
 keras = Words("/", SAME, SAME, "kernel", "bias", (("scale", "gamma"), ("bias", "beta"), ("mean", "moving_mean"),
                                                  ("var", "moving_variance")))
-
-
-class Entry(NamedTuple):
-    """A rule applied to one place of one model.
-
-    paths, specs: our arrays. copies: the sizes of the axes in front that their keys count out. keys: one, or one for
-    each copy, the last axis fastest.
-    """
-
-    rule: Rule | Spare | Tied
-    paths: tuple[str, ...]
-    specs: tuple
-    copies: tuple[int, ...]
-    keys: tuple[str, ...]
-
-    def shape(self) -> tuple[int, ...]:
-        """The shape that each of their arrays must have."""
-        shapes = [spec.shape[len(self.copies):] for spec in self.specs]
-        whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes)) if len(shapes) > 1 else shapes[0]
-        return self.rule.layout.theirs(np.broadcast_to(np.int8(0), whole)).shape
-
-
-class Plan(NamedTuple):
-    """Every array of one model with its keys: what is read and written, and what may stand beside it."""
-
-    reads: list[Entry]
-    beside: list[Entry]
-
-    def keys(self) -> dict[str, Entry]:
-        return {key: entry for entry in self.reads for key in entry.keys}
-
-
-def plan(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> Plan:
-    """The rules applied to the arrays of a model.
-
-    Args:
-        names: the rules.
-        prefix: one of their prefixes.
-        leaves: {path: spec} of parameters and state.
-        who: whose rules these are, for errors.
-
-    Raises:
-        ValueError: where an array has no rule, or two.
-    """
-    reads, beside, taken = [], [], set()
-    for rule in names.flat():
-        first, *others = [None] if rule.ours is None else (rule.ours,) if isinstance(rule.ours, str) else rule.ours
-        if first is None:
-            beside.append(Entry(rule, (), (), (), (prefix + rule.theirs,)))
-            continue
-        pattern = _pattern(first)
-        for path in leaves:
-            found = pattern.fullmatch(path)
-            if not found or (isinstance(rule, Rule) and path in taken):
-                continue
-            numbers = {name: int(number) for name, number in found.groupdict().items()}
-            paths = (path, *(_written(other, numbers) for other in others))
-            lacking = [each for each in paths if each not in leaves]
-            if lacking:
-                raise ValueError(f"{who}: the rule for {rule.theirs!r} wants {lacking[0]!r} beside {path!r}, and the "
-                                 "model has no such array")
-            free = [name for name in dict.fromkeys(_FIELD.findall(rule.theirs)) if name[0] not in numbers]
-            free = list(dict.fromkeys(name for name, *_ in free))
-            copies = leaves[path].shape[:len(free)]
-            keys = tuple(prefix + _written(rule.theirs, numbers | dict(zip(free, each)))
-                         for each in itertools.product(*map(range, copies)))
-            entry = Entry(rule, paths, tuple(leaves[each] for each in paths), copies, keys)
-            if isinstance(rule, Rule):
-                taken.update(paths)
-                reads.append(entry)
-            else:
-                beside.append(entry)
-    lacking = [path for path in leaves if path not in taken]
-    if lacking:
-        raise ValueError(f"{who}: no rule names {', '.join(map(repr, lacking[:4]))}"
-                         + (f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""))
-    read = {key for entry in reads for key in entry.keys}
-    return Plan(reads, [entry for entry in beside if read.isdisjoint(entry.keys)])
-
-
-_FIELD = re.compile(r"\{(\w+)([+-]\d+)?(:letter)?\}")
-
-
-def _pattern(ours):
-    """A path of ours as a regular expression with a group for each number."""
-    parts, at = [], 0
-    for field in _FIELD.finditer(ours):
-        parts += [re.escape(ours[at:field.start()]), rf"(?P<{field[1]}>\d+)"]
-        at = field.end()
-    return re.compile("".join(parts) + re.escape(ours[at:]))
-
-
-def _written(theirs, numbers):
-    def one(field):
-        number = numbers[field[1]] + int(field[2] or 0)
-        return chr(ord("a") + number) if field[3] else str(number)
-
-    return _FIELD.sub(one, theirs)
 
 
 def _flat(rules):

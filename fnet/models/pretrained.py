@@ -23,7 +23,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from fnet.models import _hub, _llama2c, _rules, _tensors
+from fnet.models import _hub, _llama2c, _plan, _tensors
 from fnet.models._model import Model
 from fnet.models._rules import (
     CONV,
@@ -113,41 +113,29 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     """
     model.check(params, model.example(), state=state)
     kinds, leaves = _leaves(model)
-    known = _known(model)
-    if names is None:
-        fitting = [name for name in known if not _differs(model, known[name])]
-        if len(fitting) != 1:
-            raise ValueError(f"pretrained.save: names={' or '.join(map(repr, fitting or known))}: say whose names to "
-                             f"write for this {type(model).__name__}")
-        names = fitting[0]
-    rules = _rules_of(model, names)
-    plan = _rules.plan(rules, rules.prefixes[0], leaves, _who(model, names))
-    path = Path(path).expanduser()
+    if like is not None:
+        source = _tensors.read(find(like))
+        names, plan = _told(model, leaves, source, names)
+    else:
+        source = None
+        names = _names_to_write(model) if names is None else names
+        rules = _rules_of(model, names)
+        plan = _plan.plan(rules, rules.prefixes[0], leaves, _who(model, names))
+    rules, path = _rules_of(model, names), Path(path).expanduser()
     _check_config(model, names, path)
     if path.is_dir():
         path = path / ("model.bin" if rules.header else "model.safetensors")
-    trees = {"params": params, "state": state}
-    arrays = {}
-    for entry in plan.reads:
-        arrays |= _written(entry, [np.asarray(_get(trees[kinds[place]], place)) for place in entry.paths])
-    metadata = dict(rules.metadata)
-    beside = {}
-    if like is not None:
-        source = _tensors.read(find(like))
-        metadata |= source.metadata
-        beside = source.arrays
-    for entry in plan.beside:
-        for key in entry.keys:
-            if isinstance(entry.rule, Tied) and (entry.rule.write or key in beside):
-                arrays |= _written(entry, [np.asarray(_get(trees[kinds[place]], place)) for place in entry.paths])
-            elif isinstance(entry.rule, Spare) and key in beside:
-                arrays[key] = beside[key]
-            elif isinstance(entry.rule, Spare) and entry.rule.write is not None:
-                arrays[key] = np.asarray(entry.rule.write)
+    trees, arrays = {"params": params, "state": state}, {}
+    for entry in (*plan.reads, *_beside(plan, source)):
+        if isinstance(entry.rule, Spare):
+            arrays |= {key: source.arrays[key] if source and key in source.arrays else np.asarray(entry.rule.write)
+                       for key in entry.keys}
+        else:
+            arrays |= _written(entry, [np.asarray(_get(trees[kinds[place]], place)) for place in entry.paths])
     if rules.header:
         _llama2c.write(path, rules.header(model), arrays)
     else:
-        _tensors.write(path, arrays, metadata)
+        _tensors.write(path, arrays, {**rules.metadata, **(source.metadata if source else {})})
     return path
 
 
@@ -254,7 +242,7 @@ def _told(model, leaves, tensors, name):
         rules = _rules_of(model, each)
         for prefix in rules.prefixes:
             try:
-                plan = _rules.plan(rules, prefix, leaves, _who(model, each))
+                plan = _plan.plan(rules, prefix, leaves, _who(model, each))
             except ValueError as error:     # names that this configuration has no rules for, beside others
                 unfit = unfit or error
                 continue
@@ -271,6 +259,23 @@ def _told(model, leaves, tensors, name):
                          f"{' or '.join(_known(model)) if name is None else name}: its keys are {held}, ...; "
                          f"{told}'s are {wanted}, ...")
     return told, plan
+
+
+def _names_to_write(model):
+    known = _known(model)
+    fitting = [name for name in known if not _differs(model, known[name])]
+    if len(fitting) != 1:
+        raise ValueError(f"pretrained.save: say whose names to write for this {type(model).__name__}: names="
+                         f"{' or '.join(map(repr, fitting or known))}")
+    return fitting[0]
+
+
+def _beside(plan, source):
+    """The entries beside the model's own that a file gets: those that the source has, or that are always written."""
+    for entry in plan.beside:
+        held = source is not None and all(key in source.arrays for key in entry.keys)
+        if held or (entry.rule.write is not None and entry.rule.write is not False):
+            yield entry
 
 
 def _differs(model, rules):

@@ -1,0 +1,106 @@
+"""The image models against torchvision's, timm's and transformers' own, through the files that those write.
+
+The logits stand in tests/reference/vision.npz; tests/reference/make_vision_fixtures.py made them.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+
+import drawn
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fnet import models
+from fnet.models import pretrained
+
+REFERENCE = pathlib.Path(__file__).parents[1] / "reference"
+SMALL_RESNET = dict(depths=(1, 2, 1, 1), classes=10)
+SMALL_VIT = models.ViT(32, 2, 2, classes=10, patch=8, size=32, hidden=64)
+MODELS = {
+    "alexnet-torchvision": models.AlexNet(classes=10, width=4, hidden=32),
+    "resnet_basic-torchvision": models.ResNet(**SMALL_RESNET, bottleneck=False),
+    "resnet_bottleneck-torchvision": models.ResNet(**SMALL_RESNET),
+    "mobilenet_v2-torchvision": models.MobileNetV2(classes=10, width=0.25),
+    "mobilenet_v2-timm": models.MobileNetV2(classes=10, width=0.25),
+    "vit-torchvision": SMALL_VIT,
+    "vit-timm": SMALL_VIT,
+    "vit-huggingface": dataclasses.replace(SMALL_VIT, epsilon=1e-12),
+}
+PUBLISHED = {    # parameters: torchvision's pages, and timm's for Ti and S
+    (models.AlexNet, "alexnet"): 61_100_840,
+    (models.MobileNetV2, "mobilenet_v2"): 3_504_872,
+    (models.ResNet, "resnet18"): 11_689_512,
+    (models.ResNet, "resnet34"): 21_797_672,
+    (models.ResNet, "resnet50"): 25_557_032,
+    (models.ResNet, "resnet101"): 44_549_160,
+    (models.ResNet9, "resnet9"): 6_573_120,
+    (models.ViT, "vit_ti_16"): 5_717_416,
+    (models.ViT, "vit_s_16"): 22_050_664,
+    (models.ViT, "vit_b_16"): 86_567_656,
+    (models.ViT, "vit_b_32"): 88_224_232,
+}
+
+
+@functools.cache
+def fixture(name):
+    with np.load(REFERENCE / "vision.npz") as arrays:
+        return {key: arrays[f"{name}/{key}"] for key in ("logits", "shapes", "checksum", "size")}
+
+
+def written(name, folder):
+    """The file that the other library would write."""
+    held = fixture(name)
+    weights = drawn.weights(json.loads(str(held["shapes"])))
+    assert drawn.checksum(weights) == held["checksum"], "this NumPy draws other numbers: make vision.npz again"
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return weights, drawn.images(name, (2, int(held["size"]), int(held["size"]), 3))
+
+
+def logits(model, params, state, x):
+    return jax.jit(lambda params, state, x: model(params, x, state=state)[0])(params, state, x)
+
+
+def near(got, want, tolerance=2e-5):
+    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_the_way_back(name, tmp_path):
+    model = MODELS[name]
+    weights, x = written(name, tmp_path)
+    names = pretrained.names_of(model, tmp_path)
+    assert names == name.split("-")[1]
+    params, state = pretrained.load(model, tmp_path)
+    near(logits(model, params, state, x), fixture(name)["logits"])
+
+    back = load_file(pretrained.save(model, params, state, tmp_path / "back.safetensors", names=names, like=tmp_path))
+    assert list(back) == list(load_file(tmp_path / "model.safetensors"))
+    for key, array in weights.items():
+        assert back[key].dtype == array.dtype
+        np.testing.assert_array_equal(back[key], array, key)
+
+
+def test_the_two_versions_of_resnet_differ_in_their_strides_alone(tmp_path):
+    name = "resnet_v1-torchvision"
+    _, x = written(name, tmp_path)
+    model = MODELS["resnet_bottleneck-torchvision"]
+    params, state = pretrained.load(model, tmp_path)
+    near(logits(dataclasses.replace(model, version="v1"), params, state, x), fixture(name)["logits"])
+
+
+@pytest.mark.parametrize(("cls", "preset"), PUBLISHED, ids=lambda value: value if isinstance(value, str) else "")
+def test_published_parameter_counts(cls, preset):
+    model = cls.preset(preset)
+    spec = model.spec(model.example())
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec.params)) == PUBLISHED[cls, preset]
+
+
+def test_every_preset_is_counted():
+    classes = {cls for cls, _ in PUBLISHED}
+    assert {(cls, preset) for cls in classes for preset in cls.PRESETS} == set(PUBLISHED)
+    assert all(set(cls.HUB) <= set(cls.PRESETS) for cls in classes)
