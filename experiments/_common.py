@@ -15,8 +15,8 @@ def option(default, help):
     return dataclasses.field(default=default, metadata={"help": help})
 
 
-def define_flags(cls):
-    """A flag for every field of a dataclass, and --config for a file of them."""
+def define_flags(cls, by="dataset"):
+    """A flag for every field of a dataclass, and --config for a file of them; `by` decides what has no default."""
     define = {
         bool: flags.DEFINE_bool,
         int: flags.DEFINE_integer,
@@ -26,7 +26,7 @@ def define_flags(cls):
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = (typing.get_args(hints[field.name]) or (hints[field.name],))[0]
-        default = "by dataset" if field.default is None else field.default
+        default = f"by {by}" if field.default is None else field.default
         define[kind](field.name, None, f"{field.metadata['help']} (default: {default})")
     flags.DEFINE_string("config", None, "JSON file to take values from, such as another run's")
 

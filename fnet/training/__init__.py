@@ -17,6 +17,7 @@ from fnet.training._metrics import Mean, Total, confusion, evaluator, mean
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
 from fnet.training._progress import Progress, duration
 from fnet.training._state import TrainState
+from fnet.training._windows import Windows, read_tokens, stretches
 from fnet.training._workdir import clear
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Progress",
     "Total",
     "TrainState",
+    "Windows",
     "clear",
     "confusion",
     "cutout",
@@ -51,7 +53,9 @@ __all__ = [
     "random_flip",
     "random_shift",
     "read_metrics",
+    "read_tokens",
     "same_config",
     "save_config",
     "schedule",
+    "stretches",
 ]

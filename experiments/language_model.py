@@ -1,0 +1,255 @@
+"""Trains a model of text and lets it write: a GPT, a Llama or an LSTM over characters, bytes or tokens.
+
+    python experiments/language_model.py                              # The Tempest, minutes on two CPU cores
+    python experiments/language_model.py --preset=10m --data_dir=DIR  # 10 million parameters, for an accelerator
+    python experiments/language_model.py --model=lstm --tokens=byte
+
+The text is DIR/input.txt, or every *.txt of the folder; without --data_dir it is The Tempest, which lies beside this
+script. DIR/train.bin and DIR/val.bin, 16-bit tokens as nanoGPT's scripts write them, are read with --tokens=bin.
+
+The run's folder (--workdir, else runs/language_model) receives config.json, metrics.jsonl, a TensorBoard log,
+checkpoints, curves.png, sample.txt, and the trained weights as model.safetensors with their vocabulary, which
+experiments/generate.py --workdir=... reads. The same command resumes a run that was interrupted; --restart trains anew.
+"""
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+
+import _common as common
+import _pictures as pictures
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags, logging
+
+from fnet import hardware as hw
+from fnet import models
+from fnet import training as tr
+from fnet import transforms as ft
+from fnet.models import pretrained
+
+option = common.option
+TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What decides a run's result (and data_dir, which does not)."""
+
+    preset: str = option("small", "sizes and steps: small, 10m or 124m")
+    data_dir: str | None = option(None, "the folder of the text: input.txt, *.txt, or train.bin and val.bin")
+    tokens: str = option("char", "what a token is: char, byte, or bin for nanoGPT's files")
+    vocab_size: int | None = option(None, "tokens=bin: how many tokens there are (50304 holds GPT-2's)")
+    model: str = option("gpt", "gpt, llama or lstm")
+    width: int | None = option(None, "features of a token")
+    depth: int | None = option(None, "blocks, or LSTMs")
+    heads: int | None = option(None, "attention heads")
+    context: int | None = option(None, "tokens that the model sees")
+    dropout: float | None = option(None, "on embeddings, attention and residual branches")
+    steps: int | None = option(None, "training steps")
+    batch_size: int | None = option(None, "texts in a batch")
+    optimizer: str = option("adamw", f"one of {', '.join(tr.OPTIMIZERS)}")
+    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}")
+    learning_rate: float | None = option(None, "the largest step size")
+    final: float = option(0.1, "the last step size, as a fraction of the largest")
+    warmup: float = option(0.02, "fraction of the run during which the step size rises")
+    weight_decay: float = option(0.1, "on kernels and embeddings, not on biases and norm scales")
+    beta2: float = option(0.99, "adamw: decay of the second moment")
+    clip: float = option(1.0, "largest norm of the gradient; 0 for none")
+    ema: float = option(0.0, "decay of the average of weights that is evaluated; 0 for none")
+    early_stop: int = option(0, "stop after so many evaluations without gain in validation loss")
+    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16")
+    seed: int = option(0, "of initial weights, batches and dropout")
+
+
+PRESETS = {
+    "small": {"width": 128, "depth": 4, "heads": 4, "context": 128, "dropout": 0.1, "steps": 2000, "batch_size": 16,
+              "learning_rate": 2e-3},
+    "10m": {"width": 384, "depth": 6, "heads": 6, "context": 256, "dropout": 0.2, "steps": 5000, "batch_size": 64,
+            "learning_rate": 1e-3},
+    "124m": {"width": 768, "depth": 12, "heads": 12, "context": 1024, "dropout": 0.0, "steps": 20000, "batch_size": 16,
+             "learning_rate": 6e-4},
+}
+
+
+def make_model(config, vocab_size):
+    if config.model == "lstm":
+        return models.LSTMLanguageModel(vocab_size, config.width, config.depth, dropout=config.dropout, tied=True)
+    sizes = vocab_size, config.width, config.depth, config.heads
+    if config.model == "gpt":
+        return models.GPT(*sizes, context=config.context, dropout=config.dropout)
+    hidden = -(-8 * config.width // 3 // 32) * 32            # as many weights as an MLP of four times the width
+    return models.Llama(*sizes, config.heads, hidden, context=config.context, tied=True)
+
+
+def read(config):
+    """(tokens to train on, tokens to validate on, the tokeniser or None)."""
+    folder = Path(config.data_dir).expanduser() if config.data_dir else None
+    if config.tokens == "bin":
+        if folder is None:
+            raise tr.ConfigError("--tokens=bin: name the folder of train.bin and val.bin with --data_dir")
+        words = models.read_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+        return tr.read_tokens(folder / "train.bin"), tr.read_tokens(folder / "val.bin"), words
+    paths = [TEMPEST] if folder is None else [folder / "input.txt"]
+    if folder is not None and not paths[0].exists():
+        paths = sorted(folder.glob("*.txt"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no text: put input.txt or other *.txt there, or leave --data_dir away")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    words = models.ByteTokenizer() if config.tokens == "byte" else models.CharTokenizer(text)
+    tokens = words.encode(text).astype(np.uint16 if words.vocab_size > 256 else np.uint8)
+    train, validation = np.split(tokens, [len(tokens) * 9 // 10])
+    return train, validation, words
+
+
+def train(config, workdir, policy, *, jit=True):
+    """Trains, or goes on, or finds the run finished. Returns the model, its parameters, its tokeniser and its loss."""
+    train_tokens, test_tokens, words = read(config)
+    vocab_size = config.vocab_size or words.vocab_size
+    batches = tr.Windows(train_tokens, length=config.context, batch_size=config.batch_size, seed=config.seed,
+                         vocab_size=vocab_size)
+    model, steps = make_model(config, vocab_size), config.steps
+    rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup, final=config.final)
+    options = {"b2": config.beta2} if config.optimizer == "adamw" else {}
+    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, clip=config.clip or None, **options)
+    tx = ft.loss_scale(tx, policy)
+
+    def step(state, batch):
+        tokens = batch["tokens"]                                            # [batch, context + 1]
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+
+        def loss(params):
+            logits = model(params, tokens[:, :-1], key=key, train=True)     # [batch, context, vocab_size]
+            logits = logits.astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(), logits
+
+        gradient = ft.autocast(ft.scaled_value_and_grad(loss, has_aux=True), policy)
+        (value, logits), grads = gradient(state.opt_state, state.params)
+        metrics = {"loss": value, "accuracy": tr.mean(logits.argmax(-1) == tokens[:, 1:]),
+                   "learning_rate": rate(state.step)}
+        if scaler := ft.loss_scale_state(state.opt_state):
+            metrics |= {"loss_scale": scaler.scale, "skipped": scaler.skipped.astype(jnp.float32)}
+        return state.apply(tx, grads), metrics
+
+    def measure(state, batch):
+        tokens = batch["tokens"].astype(jnp.int32)
+        logits = ft.autocast(model, policy)(state.averaged, tokens[:, :-1]).astype(jnp.float32)
+        weight = jnp.broadcast_to(batch["weight"][:, None], tokens[:, 1:].shape)
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return {"loss": tr.mean(each, weight), "accuracy": tr.mean(logits.argmax(-1) == tokens[:, 1:], weight)}
+
+    held_out = tr.stretches(test_tokens, config.context)[:2000]
+    evaluate = {"validation": tr.evaluator(measure, {"tokens": held_out}, batch_size=config.batch_size)}
+    stop = tr.EarlyStop(metric="validation/loss", patience=config.early_stop, mode="min") if config.early_stop else None
+
+    params, _ = model.init(jax.random.key(config.seed), jax.ShapeDtypeStruct((1, config.context), jnp.int32))
+    state = tr.TrainState.create(params, tx, ema=config.ema or None)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * config.context:,} to validate on, "
+          f"{vocab_size} different")
+    print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} x {config.context} tokens")
+
+    every = max(math.ceil(steps / 20), 10)
+    tr.save_config(config, workdir)
+    began = time.perf_counter()
+    state = tr.fit(
+        step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, jit=jit, every=every, log_every=every,
+        best="validation/loss", best_mode="min", early_stop=stop, progress=tr.Progress(),
+    )
+    rows = tr.read_metrics(workdir)
+    speed = np.median([row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row])
+    print(f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}, {speed:.1f} steps/s, "
+          f"{speed * config.batch_size * config.context:.0f} tokens/s")
+    last = [row["validation/loss"] for row in rows if "validation/loss" in row][-1]
+    pictures.curves(rows, workdir / "curves.png", title=f"{config.model}, {count:,} parameters: loss {last:.4f}")
+    return model, state.averaged, words, last
+
+
+def write(model, params, words, workdir, config):
+    """The weights and the vocabulary, for generate.py; and a sample."""
+    if getattr(model, "NAMES", None):
+        pretrained.save(model, params, {}, workdir / "model.safetensors", names="huggingface")
+    if isinstance(words, models.CharTokenizer):
+        words.write(workdir / "characters.json")
+    prompt = words.encode("\n") if words else np.zeros(1, np.int32)
+    most = config.context - len(prompt) if config.model != "lstm" else 500
+    out = models.generate(model, params, prompt[None], jax.random.key(config.seed), max_tokens=min(most, 500),
+                          temperature=flags.FLAGS.temperature, top_k=min(flags.FLAGS.top_k, model.vocab_size))
+    tokens = np.asarray(out.tokens[0])
+    text = words.decode(tokens) if words else " ".join(map(str, tokens))
+    (workdir / "sample.txt").write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def checked(config):
+    """The configuration, once it is known to make sense."""
+    choices = {"model": ("gpt", "llama", "lstm"), "tokens": ("char", "byte", "bin"),
+               "precision": ("auto", "float32", "bfloat16", "float16")}
+    for name, known in choices.items():
+        if getattr(config, name) not in known:
+            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
+    for name in ("width", "depth", "heads", "context", "steps", "batch_size", "learning_rate", "vocab_size"):
+        if getattr(config, name) is not None and getattr(config, name) <= 0:
+            raise tr.ConfigError(f"--{name}={getattr(config, name)}: it has to be more than 0")
+    if config.width % config.heads:
+        raise tr.ConfigError(f"--heads={config.heads}: they have to divide --width={config.width}")
+    if config.tokens == "bin" and config.vocab_size is None:
+        config = dataclasses.replace(config, vocab_size=50304)
+    elif config.tokens != "bin" and config.vocab_size is not None:
+        raise tr.ConfigError(f"--vocab_size is for --tokens=bin; {config.tokens} tokens know their number")
+    tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
+    tr.schedule(config.schedule, 0.1, 1, warmup=config.warmup)
+    return config
+
+
+def decided(config, workdir):
+    """The chip's policy and the configuration with its type for good: a run that goes on keeps what it began with."""
+    policy = hw.policy()
+    if (workdir / "config.json").exists() and not flags.FLAGS.restart:
+        precision = tr.load_config(Config, workdir / "config.json").precision
+        if precision != policy.compute.name:
+            policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was begun with it")
+    return policy, dataclasses.replace(config, precision=policy.compute.name)
+
+
+def main(argv):
+    if argv[1:]:
+        common.stop(f"{argv[1]}: flags begin with --, as in --preset=small")
+    logging.set_verbosity(logging.WARNING)                 # Orbax says a lot
+    with common.one_line_errors(ValueError, OSError):      # ConfigError, unknown names, files
+        config = checked(common.config_from_flags(Config, PRESETS, by="preset"))
+        workdir = Path(flags.FLAGS.workdir or "runs/language_model")
+        policy = hw.policy(config.precision) if config.precision != "auto" else None
+        if policy is None:
+            policy, config = decided(config, workdir)
+        if flags.FLAGS.restart:
+            tr.clear(workdir)
+        tr.same_config(config, workdir, but=("data_dir",))
+
+    print(f"chip: {hw.detect()}")
+    print(f"policy: {policy}")
+    try:
+        with common.one_line_errors(tr.CheckpointError, OSError, ValueError):
+            model, params, words, loss = train(config, workdir, policy, jit=not flags.FLAGS.nojit)
+    except tr.Interrupted as stopped:
+        common.stop(stopped, 130)
+    except KeyboardInterrupt:
+        common.stop("interrupted between two checkpoints; the same command goes on from the last", 130)
+    except tr.Diverged as broken:
+        common.stop(broken, 1)
+    print(write(model, params, words, workdir, config).strip("\n"))
+    print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, sample.txt, weights")
+    print(f"validation loss {loss:.4f}")
+
+
+if __name__ == "__main__":
+    common.define_flags(Config, by="preset")
+    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/language_model)")
+    flags.DEFINE_bool("restart", False, "remove the run in workdir first")
+    flags.DEFINE_bool("nojit", False, "run op by op, to step through in a debugger")
+    flags.DEFINE_float("temperature", 0.8, "of the sample at the end")
+    flags.DEFINE_integer("top_k", 200, "of the sample at the end")
+    app.run(main, flags_parser=common.parse_flags)
