@@ -54,23 +54,16 @@ def header(file: Path) -> Header:
             made = Header(*numbers, abs(vocab), length, vocab > 0)
             if 28 + 4 * sum(map(math.prod, shapes(made).values())) == size:
                 return made
-    raise ValueError(f"{file} is no model.bin of llama2.c's version 0: seven integers, then as many floats as they "
-                     f"say; it has {size} bytes")
-
-
-def is_one(file: Path) -> bool:
-    try:
-        header(file)
-    except ValueError:
-        return False
-    return True
+    raise ValueError(f"{file} is no safetensors file, and no model.bin of llama2.c's version 0 (seven integers, then "
+                     f"as many floats as they say; this has {size} bytes): convert it to safetensors")
 
 
 def read(file: Path) -> dict[str, np.ndarray]:
     """Views of the mapped file by run.c's names."""
+    known = shapes(header(file))
     mapped = np.memmap(file, "<f4", "r", 28)
     arrays, at = {}, 0
-    for name, shape in shapes(header(file)).items():
+    for name, shape in known.items():
         count = math.prod(shape)
         arrays[name] = mapped[at:at + count].reshape(shape)
         at += count

@@ -21,7 +21,7 @@ DTYPES = {
     "BOOL": np.bool_,
 }
 INDEX = "model.safetensors.index.json"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _ALIGNMENT = 64    # what XLA's CPU client takes without copying it
 
 
@@ -45,13 +45,13 @@ def read(path: Path) -> Tensors:
         return _shards(file)
     if file.suffix == ".safetensors":
         return _safetensors(file)
-    if _llama2c.is_one(file):
-        return Tensors(file, _llama2c.read(file), {})
-    if file.suffix in _PICKLES or _head(file)[:2] in (b"PK", b"\x80\x02"):
+    if file.suffix in _PICKLES or _pickled(file):
         raise ValueError(
-            f"{file} is a pickle, which can run any code when it is read, or a kind of file that is not known: fnet "
-            "reads safetensors. Where you trust the file, convert it with PyTorch: import torch, safetensors.torch as "
-            f"s; s.save_file(torch.load({file.name!r}, weights_only=True), 'model.safetensors')")
+            f"{file} is a pickle, which can run any code when it is opened: fnet reads safetensors. Convert it with "
+            f"PyTorch: import torch, safetensors.torch as s; s.save_file(torch.load({file.name!r}, weights_only=True), "
+            "'model.safetensors')")
+    if file.suffix == ".bin":
+        return Tensors(file, _llama2c.read(file), {})
     raise ValueError(f"{file} is no safetensors file (*.safetensors, or {INDEX} beside its shards) nor llama2.c's "
                      "model.bin: convert it to safetensors with the framework that wrote it")
 
@@ -62,7 +62,7 @@ def weights_file(path: Path) -> Path:
         return path
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
-    for name in (INDEX, "model.safetensors"):
+    for name in (INDEX, "model.safetensors", "model.bin"):
         if (path / name).is_file():
             return path / name
     found = sorted(path.glob("*.safetensors"))
@@ -71,7 +71,7 @@ def weights_file(path: Path) -> Path:
     if len(found) > 1:
         raise ValueError(f"{path} holds {len(found)} safetensors files ({', '.join(f.name for f in found[:4])}) and no "
                          f"{INDEX}: name the file that you mean")
-    others = sorted(f for f in path.iterdir() if f.suffix in _PICKLES)
+    others = sorted(f for f in path.iterdir() if f.suffix in (".bin", *_PICKLES))
     if others:
         return others[0]
     held = ", ".join(sorted(f.name for f in path.iterdir())[:6]) or "nothing"
@@ -151,9 +151,11 @@ def _shards(index: Path) -> Tensors:
     return Tensors(index, arrays, metadata)
 
 
-def _head(file):
+def _pickled(file):
+    """Whether a file begins like one of PyTorch's: a zip, or a pickle of protocol 2 to 5."""
     with file.open("rb") as opened:
-        return opened.read(8)
+        head = opened.read(2)
+    return head == b"PK" or (head[:1] == b"\x80" and head[1:] in (b"\2", b"\3", b"\4", b"\5"))
 
 
 def _is(names):

@@ -23,7 +23,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from fnet.models import _hub, _llama2c, _plan, _tensors
+from fnet.models import _fit, _hub, _llama2c, _plan, _tensors
 from fnet.models._model import Model
 from fnet.models._rules import (
     CONV,
@@ -44,8 +44,6 @@ __all__ = [
     "CONV", "DENSE", "DEPTHWISE", "SAME", "Layout", "Names", "Rule", "Spare", "Tied", "find", "flattened", "keras",
     "load", "model", "names_of", "save", "torch",
 ]
-
-_LISTED = 8    # how many problems an error names before it counts the rest
 
 
 def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=None, names: str | None = None
@@ -77,10 +75,10 @@ def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=Non
         raise TypeError(f"pretrained.load wants the path of the weights for this {type(model).__name__}: a file, a "
                         "folder or a name; only the name of a preset stands for both")
     tensors = _tensors.read(find(path))
-    kinds, leaves = _leaves(model)
-    name, plan = _told(model, leaves, tensors, names)
-    _check_config(model, name, tensors.path)
-    _check_keys(model, name, plan, tensors)
+    kinds, leaves = _fit.leaves_of(model)
+    name, plan = _fit.told(model, leaves, tensors, names)
+    _fit.check_config(model, name, tensors.path)
+    _fit.check_keys(model, name, plan, tensors)
     trees = {"params": {}, "state": {}}
     for entry in plan.reads:
         for place, array in zip(entry.paths, _read(entry, tensors, dtype)):
@@ -112,17 +110,17 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
             write.
     """
     model.check(params, model.example(), state=state)
-    kinds, leaves = _leaves(model)
+    kinds, leaves = _fit.leaves_of(model)
     if like is not None:
         source = _tensors.read(find(like))
-        names, plan = _told(model, leaves, source, names)
+        names, plan = _fit.told(model, leaves, source, names)
     else:
         source = None
-        names = _names_to_write(model) if names is None else names
-        rules = _rules_of(model, names)
-        plan = _plan.plan(rules, rules.prefixes[0], leaves, _who(model, names))
-    rules, path = _rules_of(model, names), Path(path).expanduser()
-    _check_config(model, names, path)
+        names = _fit.names_to_write(model) if names is None else names
+        rules = _fit.rules_of(model, names)
+        plan = _plan.plan(rules, rules.prefixes[0], leaves, _fit.who(model, names))
+    rules, path = _fit.rules_of(model, names), Path(path).expanduser()
+    _fit.check_config(model, names, path)
     if path.is_dir():
         path = path / ("model.bin" if rules.header else "model.safetensors")
     trees, arrays = {"params": params, "state": state}, {}
@@ -166,7 +164,7 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
     Raises:
         ValueError: where the file holds nothing of this model.
     """
-    return _told(model, _leaves(model)[1], _tensors.read(find(path)), None)[0]
+    return _fit.told(model, _fit.leaves_of(model)[1], _tensors.read(find(path)), None)[0]
 
 
 def find(name: str | os.PathLike) -> Path:
@@ -194,7 +192,7 @@ def _class_of(name):
 def _variant(cls, name, path, changes):
     """The preset, changed as the weights at `path` want it."""
     made = cls.preset(name, **changes)
-    told, _ = _told(made, _leaves(made)[1], _tensors.read(path), None)
+    told, _ = _fit.told(made, _fit.leaves_of(made)[1], _tensors.read(path), None)
     return dataclasses.replace(made, **{**made.NAMES[told].config, **changes})
 
 
@@ -202,72 +200,6 @@ def _classes():
     from fnet import models
 
     return [cls for cls in map(models.__dict__.get, models.__all__) if isinstance(cls, type) and issubclass(cls, Model)]
-
-
-def _known(model):
-    known = getattr(model, "NAMES", None)
-    if not known:
-        what = type(model).__name__ if not isinstance(model, type) else f"the class {model.__name__}"
-        raise TypeError(f"pretrained.load and save take a model with rules (NAMES), as fnet.models' ResNet; got {what}")
-    return known
-
-
-def _rules_of(model, name):
-    known = _known(model)
-    if name not in known:
-        raise ValueError(f"{type(model).__name__} knows no names {name!r}: it knows {', '.join(known)}")
-    return known[name]
-
-
-def _who(model, name):
-    return f"{type(model).__name__}, names of {name}"
-
-
-def _leaves(model):
-    """({path: "params" or "state"}, {path: spec}) of all arrays of a model."""
-    _known(model)
-    spec = model.spec(model.example())
-    kinds, leaves = {}, {}
-    for kind, tree in zip(("params", "state"), spec):
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            place = jax.tree_util.keystr(path, simple=True, separator="/")
-            kinds[place], leaves[place] = kind, leaf
-    return kinds, leaves
-
-
-def _told(model, leaves, tensors, name):
-    """(whose names the file holds, the plan for them): those of which it holds most."""
-    best, unfit = None, None
-    for each in _known(model) if name is None else (name,):
-        rules = _rules_of(model, each)
-        for prefix in rules.prefixes:
-            try:
-                plan = _plan.plan(rules, prefix, leaves, _who(model, each))
-            except ValueError as error:     # names that this configuration has no rules for, beside others
-                unfit = unfit or error
-                continue
-            keys = plan.keys()
-            hits = sum(key in tensors.arrays for key in keys)
-            if best is None or hits > best[0]:
-                best = hits, each, plan
-    if best is None:
-        raise unfit
-    hits, told, plan = best
-    if not hits:
-        wanted, held = (", ".join(map(repr, list(keys)[:3])) for keys in (plan.keys(), tensors.arrays))
-        raise ValueError(f"{tensors.path} holds no weights of a {type(model).__name__} by the names of "
-                         f"{' or '.join(_known(model)) if name is None else name}: its keys are {held}, ...; "
-                         f"{told}'s are {wanted}, ...")
-    return told, plan
-
-
-def _names_to_write(model):
-    known = _known(model)
-    fitting = [name for name in known if not _differs(model, known[name])]
-    if len(fitting) != 1:
-        raise ValueError(f"pretrained.save: say whose names to write for this {type(model).__name__}: names="
-                         f"{' or '.join(map(repr, fitting or known))}")
-    return fitting[0]
 
 
 def _beside(plan, source):
@@ -278,67 +210,15 @@ def _beside(plan, source):
             yield entry
 
 
-def _differs(model, rules):
-    """{field: value} of what these names take for granted and the model has otherwise."""
-    return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
-
-
-def _check_config(model, name, path):
-    if wanted := _differs(model, _rules_of(model, name)):
-        want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())
-        have = ", ".join(f"{field}={getattr(model, field)!r}" for field in wanted)
-        raise ValueError(f"{path}: weights by the names of {name} are for a {type(model).__name__} with {want}; this "
-                         f"one has {have}: use dataclasses.replace(model, {want}), or pretrained.model(name of the "
-                         "preset, path)")
-
-
-def _check_keys(model, name, plan, tensors):
-    """Holds the keys of a file, and the shapes of its arrays, to the plan."""
-    wanted, spare = plan.keys(), {key: entry for entry in plan.beside for key in entry.keys}
-    extra = [key for key in tensors.arrays if key not in wanted and key not in spare]
-    missing = [key for key in wanted if key not in tensors.arrays]
-    wrong = [f"{key!r} is missing (for {_ours(wanted[key])}{_near(key, extra, '; the file has {!r}')})"
-             for key in missing]
-    wrong += [f"{key!r} {tensors.arrays[key].shape} is not expected{_near(key, missing, ' (nearest: {!r})')}"
-              for key in extra]
-    for key, entry in wanted.items():
-        if key in tensors.arrays and tensors.arrays[key].shape != entry.shape():
-            wrong.append(f"{key!r} is {tensors.arrays[key].shape} and must be {entry.shape()} for {_ours(entry)}")
-    for key, entry in spare.items():
-        if isinstance(entry.rule, Tied) and key in tensors.arrays and not _tied(key, entry, wanted, tensors):
-            wrong.append(f"{key!r} must hold the same numbers as {_ours(entry)}, to which the model ties it")
-    if wrong:
-        listed = "; ".join(wrong[:_LISTED]) + (f"; and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else "")
-        raise ValueError(f"{tensors.path} does not fit this {type(model).__name__} by the names of {name}: {listed}")
-
-
-def _tied(key, entry, wanted, tensors):
-    first = next(each for each in wanted.values() if each.paths == entry.paths)
-    if any(each not in tensors.arrays for each in first.keys):
-        return True     # listed as missing already
-    array = tensors.arrays[key]
-    return array.shape == entry.shape() and np.array_equal(
-        entry.rule.layout.ours(array), first.rule.layout.ours(tensors.arrays[first.keys[0]]))
-
-
-def _ours(entry):
-    return " and ".join(map(repr, entry.paths))
-
-
-def _near(key, keys, text):
-    near = difflib.get_close_matches(key, keys, 1, 0.7)
-    return text.format(near[0]) if near else ""
-
-
 def _read(entry, tensors, dtype):
     """Our arrays of one entry, each copied once: from the mapped file to its place."""
     held = {tensors.arrays[key].dtype for key in entry.keys}
     if len(held) > 1:
-        raise TypeError(f"{tensors.path}: the parts of {_ours(entry)} are of several dtypes, "
+        raise TypeError(f"{tensors.path}: the parts of {_fit.ours(entry)} are of several dtypes, "
                         f"{', '.join(sorted(map(str, held)))}: give dtype=")
     (theirs,) = held
     if not jax.dtypes.issubdtype(theirs, np.floating):
-        raise TypeError(f"{tensors.path}: {entry.keys[0]!r} is {theirs}; {_ours(entry)} must be of floating point")
+        raise TypeError(f"{tensors.path}: {entry.keys[0]!r} is {theirs}; {_fit.ours(entry)} must be of floating point")
     wanted = np.dtype(theirs if dtype is None else dtype)
     if jax.dtypes.canonicalize_dtype(wanted) != wanted:
         raise TypeError(f"{tensors.path}: {entry.keys[0]!r} is {wanted}, which JAX holds with jax_enable_x64 alone: "

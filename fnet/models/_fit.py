@@ -1,0 +1,140 @@
+"""Whether a file of weights and a model belong together: by whose names, and in every key and shape."""
+
+from __future__ import annotations
+
+import difflib
+
+import jax
+import numpy as np
+
+from fnet.models import _plan
+from fnet.models._rules import Tied
+
+LISTED = 8    # how many problems an error names before it counts the rest
+
+
+def _known(model):
+    known = getattr(model, "NAMES", None)
+    if not known:
+        what = type(model).__name__ if not isinstance(model, type) else f"the class {model.__name__}"
+        raise TypeError(f"pretrained.load and save take a model with rules (NAMES), as fnet.models' ResNet; got {what}")
+    return known
+
+
+def rules_of(model, name):
+    known = _known(model)
+    if name not in known:
+        raise ValueError(f"{type(model).__name__} knows no names {name!r}: it knows {', '.join(known)}")
+    return known[name]
+
+
+def who(model, name):
+    return f"{type(model).__name__}, names of {name}"
+
+
+def leaves_of(model):
+    """({path: "params" or "state"}, {path: spec}) of all arrays of a model."""
+    _known(model)
+    spec = model.spec(model.example())
+    kinds, leaves = {}, {}
+    for kind, tree in zip(("params", "state"), spec):
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            place = jax.tree_util.keystr(path, simple=True, separator="/")
+            kinds[place], leaves[place] = kind, leaf
+    return kinds, leaves
+
+
+def told(model, leaves, tensors, name):
+    """(whose names the file holds, the plan for them): those of which it holds most."""
+    best, unfit = None, None
+    for each in _known(model) if name is None else (name,):
+        rules = rules_of(model, each)
+        for prefix in rules.prefixes:
+            try:
+                plan = _plan.plan(rules, prefix, leaves, who(model, each))
+            except ValueError as error:     # names that this configuration has no rules for, beside others
+                unfit = unfit or error
+                continue
+            hits = sum(key in tensors.arrays for key in plan.keys())
+            score = hits, not _differs(model, rules)
+            if best is None or score > best[0]:
+                best = score, each, plan
+    if best is None:
+        raise unfit
+    (hits, _), told, plan = best
+    if not hits:
+        wanted, held = (", ".join(map(repr, list(keys)[:3])) for keys in (plan.keys(), tensors.arrays))
+        raise ValueError(f"{tensors.path} holds no weights of a {type(model).__name__} by the names of "
+                         f"{' or '.join(_known(model)) if name is None else name}: its keys are {held}, ...; "
+                         f"{told}'s are {wanted}, ...")
+    return told, plan
+
+
+def _differs(model, rules):
+    """{field: value} of what these names take for granted and the model has otherwise."""
+    return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
+
+
+def names_to_write(model):
+    known = _known(model)
+    fitting = [name for name in known if not _differs(model, known[name])]
+    if len(fitting) != 1:
+        raise ValueError(f"pretrained.save: say whose names to write for this {type(model).__name__}: names="
+                         f"{' or '.join(map(repr, fitting or known))}")
+    return fitting[0]
+
+
+def check_config(model, name, path):
+    if wanted := _differs(model, rules_of(model, name)):
+        want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())
+        have = ", ".join(f"{field}={getattr(model, field)!r}" for field in wanted)
+        raise ValueError(f"{path}: weights by the names of {name} are for a {type(model).__name__} with {want}; this "
+                         f"one has {have}: use dataclasses.replace(model, {want}), or pretrained.model(name of the "
+                         "preset, path)")
+
+
+def check_keys(model, name, plan, tensors):
+    """Holds the keys of a file, and the shapes of its arrays, to the plan."""
+    held, wanted, spare = tensors.arrays, plan.keys(), {key: entry for entry in plan.beside for key in entry.keys}
+    extra = [key for key in held if key not in wanted and key not in spare]
+    missing = [key for key in wanted if key not in held]
+
+    def lacking(key):
+        return f"{key!r} is missing (for {ours(wanted[key])}{_near(key, extra, '; the file has {!r}')})"
+
+    def unexpected(key):
+        return f"{key!r} {held[key].shape} is not expected{_near(key, missing, ' (nearest: {!r})')}"
+
+    def misshapen(key):
+        return f"{key!r} is {held[key].shape} and must be {wanted[key].shape()} for {ours(wanted[key])}"
+
+    def untied(key):
+        return f"{key!r} must hold the same numbers as {ours(spare[key])}, to which the model ties it"
+
+    wrong = [(lacking, key) for key in missing] + [(unexpected, key) for key in extra]
+    wrong += [(misshapen, key) for key, entry in wanted.items() if key in held and held[key].shape != entry.shape()]
+    wrong += [(untied, key) for key, entry in spare.items()
+              if isinstance(entry.rule, Tied) and key in held and not _tied(key, entry, wanted, tensors)]
+    if wrong:
+        listed = "; ".join(say(key) for say, key in wrong[:LISTED])
+        rest = f"; and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
+        raise ValueError(f"{tensors.path} does not fit this {type(model).__name__} by the names of {name}: "
+                         f"{listed}{rest}")
+
+
+def _tied(key, entry, wanted, tensors):
+    first = next(each for each in wanted.values() if each.paths == entry.paths)
+    if any(each not in tensors.arrays for each in first.keys):
+        return True     # listed as missing already
+    array = tensors.arrays[key]
+    return array.shape == entry.shape() and np.array_equal(
+        entry.rule.layout.ours(array), first.rule.layout.ours(tensors.arrays[first.keys[0]]))
+
+
+def ours(entry):
+    return " and ".join(map(repr, entry.paths))
+
+
+def _near(key, keys, text):
+    near = difflib.get_close_matches(key, keys, 1, 0.7)
+    return text.format(near[0]) if near else ""

@@ -1,0 +1,171 @@
+"""Files of weights: shards, damage, malice, pickles, and llama2.c's model.bin."""
+
+import json
+import pathlib
+import pickle
+import struct
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from fnet.models import _llama2c, _tensors
+
+A = np.arange(6, dtype=np.float32).reshape(2, 3)
+B = np.arange(4, dtype=np.float16)
+
+
+def refused(path, text, error=ValueError):
+    with pytest.raises(error, match=text) as caught:
+        _tensors.read(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def sharded(folder, **index):
+    save_file({"a": A}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": B}, folder / "model-00002-of-00002.safetensors", {"format": "pt"})
+    where = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / _tensors.INDEX).write_text(json.dumps({"weight_map": where | index}))
+    return folder / _tensors.INDEX
+
+
+def test_dtypes_and_shapes(tmp_path):
+    arrays = {name: np.ones((2, 3), dtype) for name, dtype in _tensors.DTYPES.items() if name != "F8_E5M2"}
+    arrays |= {"scalar": np.array(3, np.float64), "empty": np.zeros((0, 4), np.float32)}
+    _tensors.write(tmp_path / "new" / "x.safetensors", arrays, {"format": "pt"})
+    read = _tensors.read(tmp_path / "new")
+    assert read.metadata == {"format": "pt"} and set(read.arrays) == set(arrays)
+    for key, array in arrays.items():
+        assert read.arrays[key].dtype == array.dtype
+        np.testing.assert_array_equal(read.arrays[key], array)
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["x.safetensors"]
+
+
+def test_shards(tmp_path):
+    index = sharded(tmp_path)
+    for path in (tmp_path, index):
+        tensors = _tensors.read(path)
+        assert tensors.path == index and tensors.metadata == {"format": "pt"}
+        np.testing.assert_array_equal(tensors.arrays["a"], A)
+        np.testing.assert_array_equal(tensors.arrays["b"], B)
+
+
+def test_shards_that_are_not_what_the_index_says(tmp_path):
+    index = sharded(tmp_path, b="model-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"places 'b' in model-00001-of-00002.safetensors, which does not hold it"):
+        _tensors.read(tmp_path)
+    sharded(tmp_path, c="model-00001-of-00002.safetensors")
+    refused(index, "places 'c' in model-00001-of-00002.safetensors, which does not hold it")
+    sharded(tmp_path, a="model-00002-of-00002.safetensors", c="model-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"holds 'a', which model.safetensors.index.json places in model-00002"):
+        _tensors.read(tmp_path)
+    sharded(tmp_path, c="model-00003-of-00003.safetensors")
+    refused(index, "names 3 shards; model-00003-of-00003.safetensors is not beside it", FileNotFoundError)
+    for text in ("{", "[]", '{"weight_map": {"a": "../../secret.safetensors"}}', '{"weight_map": {"a": 3}}',
+                 '{"weight_map": 3}', '{"weight_map": ' + "[" * 100_000):
+        index.write_text(text)
+        refused(index, "is no index of shards: ")
+
+
+def header(**tensors):
+    return json.dumps(tensors).encode()
+
+
+def entry(shape, begin, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(("head", "body", "length"), [
+    pytest.param(header(a=entry([4], 0, 16)), 4, None, id="beyond the file"),
+    pytest.param(header(a=entry([4], 0, 16), b=entry([4], 8, 24)), 24, None, id="overlap"),
+    pytest.param(header(a=entry([4], 4, 20)), 20, None, id="gap"),
+    pytest.param(header(a=entry([4], 0, 16)), 20, None, id="more behind"),
+    pytest.param(header(a=entry([5], 0, 16)), 16, None, id="shape and size"),
+    pytest.param(header(a=entry([1 << 62, 1 << 62], 0, 16)), 16, None, id="overflow"),
+    pytest.param(header(a=entry([-4], 0, 16)), 16, None, id="negative"),
+    pytest.param(header(a=entry([4], 0, 16, "F99")), 16, None, id="unknown dtype"),
+    pytest.param(header(a=entry([4], 0, 16))[:-1] + b',"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 16, None,
+                 id="a key twice"),
+    pytest.param(b"{}", 0, 1 << 40, id="huge header"),
+    pytest.param(b"{}", 0, 1 << 63, id="negative header"),
+    pytest.param(b"[" * 100_000, 0, None, id="deep"),
+    pytest.param(b"\x80\x04", 0, None, id="no JSON"),
+])
+def test_a_hostile_header_is_refused(tmp_path, head, body, length):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(struct.pack("<Q", len(head) if length is None else length) + head + bytes(body))
+    refused(file, "is no whole safetensors file: ")
+
+
+def test_damaged_files(tmp_path):
+    file = tmp_path / "x.safetensors"
+    save_file({"a": A}, file)
+    whole = file.read_bytes()
+    for cut in (0, 4, 20, len(whole) - 1):
+        file.write_bytes(whole[:cut])
+        refused(file, "is no whole safetensors file: ")
+    head = header(a=entry([4], 0, 2, "F4"))
+    file.write_bytes(struct.pack("<Q", len(head)) + head + bytes(2))
+    refused(file, "'a' is of dtype F4, which fnet does not read")
+
+
+class Trap:
+    """A pickle that leaves a trace when it is opened."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.trace,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "resnet50.pth", "last.ckpt", "weights"])
+def test_pickles_are_never_opened(tmp_path, name):
+    trace, file = tmp_path / "trace", tmp_path / name
+    file.write_bytes(pickle.dumps(Trap(trace)))
+    refused(file, r"is a pickle, which can run any code .* fnet reads safetensors. Convert it with PyTorch: "
+            rf"import torch, safetensors.torch as s; s.save_file\(torch.load\('{name}', weights_only=True\), "
+            r"'model.safetensors'\)")
+    assert not trace.exists()
+
+
+def test_folders_without_weights(tmp_path):
+    refused(tmp_path, r"holds no weights \(model.safetensors, .*\): it holds nothing", FileNotFoundError)
+    (tmp_path / "notes.txt").write_text("")
+    refused(tmp_path, "it holds notes.txt", FileNotFoundError)
+    (tmp_path / "model.h5").write_text("HDF")
+    refused(tmp_path / "model.h5", r"is no safetensors file \(.*\) nor llama2.c's model.bin: convert it")
+    refused(tmp_path / "gone", "no such file or folder", FileNotFoundError)
+    for name in ("a", "b"):
+        save_file({"a": A}, tmp_path / f"{name}.safetensors")
+    refused(tmp_path, r"holds 2 safetensors files \(a.safetensors, b.safetensors\) and no model.safetensors.index.json")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is a pickle"):
+        _tensors.read(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama2c(tmp_path, tied):
+    head = _llama2c.Header(8, 12, 2, 4, 2, 5, 6, tied)
+    numbers = np.random.default_rng(0)
+    arrays = {name: numbers.standard_normal(shape, np.float32) for name, shape in _llama2c.shapes(head).items()}
+    file = tmp_path / "model.bin"
+    # run.c: Config, then token_embedding_table, rms_att_weight, wq, wk, wv, wo, rms_ffn_weight, w1, w2, w3, ...
+    raw = struct.pack("<7i", 8, 12, 2, 4, 2, 5 if tied else -5, 6)
+    file.write_bytes(raw + b"".join(array.tobytes() for array in arrays.values()))
+    assert arrays["wk"].shape == (2, 4, 8) and ("wcls" in arrays) == (not tied)
+    assert _llama2c.header(file) == head
+    read = _tensors.read(tmp_path).arrays
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(read[name], array, name)
+    whole = file.read_bytes()
+    _llama2c.write(file, head, read)
+    assert file.read_bytes() == whole
+    with pytest.raises(ValueError, match=r"'wq' must be \(2, 8, 8\) in a model.bin of Header.*; got \(2, 8\)"):
+        _llama2c.write(file, head, arrays | {"wq": np.ones((2, 8))})
+    assert file.read_bytes() == whole and len(list(tmp_path.iterdir())) == 1
+    file.write_bytes(whole[:-4])
+    refused(file, r"is no safetensors file, and no model.bin of llama2.c's version 0 \(seven integers, then as many "
+            rf"floats as they say; this has {len(whole) - 4} bytes\): convert it to safetensors")
