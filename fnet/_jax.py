@@ -6,6 +6,7 @@ Each has a test in tests/test_jax_names.py that fails in words when JAX moves it
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 # From jax._src rather than jax.extend.core, whose import loads Pallas and costs 60 ms.
-from jax._src import ad_util, source_info_util
-from jax._src.core import Jaxpr, Literal, Primitive, get_opaque_trace_state
+from jax._src import ad_util, core, source_info_util
+from jax._src.core import Jaxpr, Literal, Primitive, auto_insert_reshard, get_opaque_trace_state
+from jax._src.interpreters import ad, partial_eval
 from jax._src.sharding_impls import UNSPECIFIED
 
 try:
@@ -23,8 +25,9 @@ try:
 except ImportError:    # jax >= 0.12: one class for both
     ClosedJaxpr = Jaxpr
 
-__all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "SubJaxpr", "close", "consts_as_inputs",
-           "equation_context", "hoisted", "scan_parts", "scope_path", "sub_jaxprs", "trace_state"]
+__all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "SubJaxpr", "again", "bind", "close", "consts_as_inputs",
+           "custom_vmap_rule", "equation_context", "hoisted", "origin", "scan_parts", "scope_path", "sub_jaxprs",
+           "trace_state", "vary_alike"]
 
 
 def trace_state():
@@ -34,6 +37,11 @@ def trace_state():
     between them.
     """
     return get_opaque_trace_state()
+
+
+def vary_alike(*arrays):
+    """Operands that all vary over the same axes of a mesh, as inside shard_map those of one operation must."""
+    return auto_insert_reshard(*arrays)
 
 
 # Traversal: which jaxprs an equation holds, and how often each runs.
@@ -116,12 +124,58 @@ def scope_path(eqn: Any, outer: str = "") -> str:
     return f"{outer}/{inner}" if outer and inner else outer or inner
 
 
+def origin(eqn: Any) -> tuple:
+    """What `scope_path` and `equation_context` read of an equation, to tell equations that share it."""
+    info = eqn.source_info
+    return id(info.name_stack), id(info.traceback), id(eqn.ctx)
+
+
 @contextlib.contextmanager
 def equation_context(eqn: Any):
     """Operations done inside carry the equation's names, source line and JAX context (mesh, compute type, ...)."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
+
+
+def again(eqn: Any, arrays: list) -> list:
+    """The outputs of an equation evaluated once more on these arrays.
+
+    While JAX only writes equations down, one whose inputs have the types it was traced with is written down as it is,
+    without asking again what comes of it: half the time of binding it.
+    """
+    trace, primitive = core.trace_ctx.trace, eqn.primitive
+    if type(trace) is partial_eval.DynamicJaxprTrace and not eqn.effects:
+        info = source_info_util.current()
+        inputs = [partial_eval.DynamicJaxprTracer(trace, v.aval, v, info) if isinstance(v, Literal) and x is v.val
+                  else trace.to_jaxpr_tracer(x, info) if isinstance(x, core.Tracer) else None
+                  for x, v in zip(arrays, eqn.invars)]
+        if all(x is not None and x.aval == v.aval for x, v in zip(inputs, eqn.invars)):
+            return trace.emit_eqn(inputs, [v.aval for v in eqn.outvars], primitive, eqn.params, eqn.effects, info,
+                                  eqn.ctx)
+    return bind(primitive, arrays, primitive.get_bind_params(eqn.params))
+
+
+def bind(primitive: Any, arrays: list, params: dict) -> list:
+    """The outputs of a primitive.
+
+    While JAX linearizes, each primitive is linearized anew, unless it stands in a jit, for which JAX keeps the result:
+    a third of the time. The jit is an inlined one, of which nothing is left.
+    """
+    outputs = None
+    if type(core.trace_ctx.trace) is ad.LinearizeTrace:
+        with contextlib.suppress(TypeError):    # parameters that have no hash
+            outputs = _inlined(primitive, frozenset(params.items()))
+    outputs = primitive.bind(*arrays, **params) if outputs is None else outputs(*arrays)
+    return list(outputs) if primitive.multiple_results else [outputs]
+
+
+@functools.lru_cache(4096)
+def _inlined(primitive, params):
+    return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)), inline=_EARLY)
+
+
+_EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
 def close(jaxpr: Any) -> Any:
@@ -203,6 +257,19 @@ class CustomVjp:
         closed = jax.make_jaxpr(run)(self._types, [_aval(v) for v in saved],
                                      [v.aval for v in outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)])
         return closed, [False] * self.consts + live
+
+
+def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tuple[Any, list[bool]]:
+    """(the jaxpr of a custom_vmap equation's batching rule for inputs of these types, which outputs are batched)."""
+    flags, tree = [], params["in_tree"]
+
+    def rule(*arrays):
+        outputs, which = params["rule"](size, list(jax.tree.unflatten(tree, batched)),
+                                        *jax.tree.unflatten(tree, arrays))
+        flags[:] = jax.tree.leaves(which)
+        return jax.tree.leaves(outputs)
+
+    return jax.make_jaxpr(rule)(*types), flags
 
 
 def _aval(atom):

@@ -56,6 +56,38 @@ def test_name_stack_stands_in_equations():
     assert str(eqn.source_info.name_stack) == "outer/inner", MOVED.format("eqn.source_info.name_stack")
 
 
+def test_equations_are_written_down_again_as_they_are(monkeypatch):
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2.0)(1.0)
+    monkeypatch.setattr(_jax, "bind", lambda *_: pytest.fail(MOVED.format("DynamicJaxprTrace.emit_eqn or trace_ctx")))
+
+    def f(x):
+        y, = _jax.again(closed.jaxpr.eqns[0], [x])
+        return _jax.again(closed.jaxpr.eqns[1], [y, closed.jaxpr.eqns[1].invars[1].val])[0]
+
+    assert str(jax.make_jaxpr(f)(1.0)) == str(closed)
+
+
+def test_linearizing_keeps_what_it_has_done(monkeypatch):
+    seen, inlined = [], _jax._inlined
+    monkeypatch.setattr(_jax, "_inlined", lambda *key: seen.append(key) or inlined(*key))
+    grad = jax.grad(lambda x: _jax.bind(lax.sin_p, [x], {"accuracy": None})[0])
+    assert jax.jit(grad)(0.0) == 1 and seen, MOVED.format("LinearizeTrace or trace_ctx")
+    names = [eqn.primitive.name for eqn in jax.make_jaxpr(grad)(0.0).jaxpr.eqns]
+    assert "jit" not in names and "pjit" not in names, MOVED.format("jit's inline")
+
+
+def test_a_batching_rule_is_traced():
+    @jax.custom_batching.custom_vmap
+    def f(x, y):
+        return x + y
+
+    f.def_vmap(lambda size, batched, x, y: (x * y, batched[0]))
+    params = jax.make_jaxpr(f)(1.0, 2.0).jaxpr.eqns[0].params
+    closed, batched = _jax.custom_vmap_rule(params, 3, [True, False], [jnp.ones(3), jnp.ones(())])
+    assert [eqn.primitive.name for eqn in closed.jaxpr.eqns] == ["mul"] and batched == [True], MOVED.format(
+        "custom_vmap_call's parameters")
+
+
 def test_private_names_stand_in_one_file():
     root = pathlib.Path(fnet.__file__).parent
     # jax.core.Tracer is public and stays; the rest of jax.core comes and goes.

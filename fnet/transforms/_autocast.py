@@ -149,7 +149,7 @@ class _Autocast(Interpreter):
 
     def literal(self, atom):
         scalar = np.ndim(atom.val) == 0 and getattr(atom.aval, "dtype", None) == F32
-        return Value(atom.val, float(abs(atom.val)) if scalar else None)
+        return Value(atom.val, abs(float(atom.val)) if scalar else None)
 
     def outer(self, jaxpr):
         if not any(_wide(v) for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)):
@@ -159,7 +159,8 @@ class _Autocast(Interpreter):
         return (True,) * len(jaxpr.outvars)
 
     def plan(self, jaxpr, wanted):
-        """{variable: whether everything that uses it wants float32}, from the end to the beginning."""
+        """{variable: whether everything that uses it wants float32}, from the end to the beginning; and
+        {id of an equation: its kind, and whether its outputs are all wanted in float32}."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -175,14 +176,16 @@ class _Autocast(Interpreter):
         for v, wide in zip(jaxpr.outvars, wanted):
             use(v, wide)
         for eqn in reversed(jaxpr.eqns):
-            wide = all(uses.get(v, True) for v in eqn.outvars)
-            for v, w in zip(eqn.invars, self._inputs_wanted(eqn, wide, uses)):
+            kind, wide = self.kind(eqn), True
+            for v in eqn.outvars:
+                wide = bool(wide and uses.get(v, True))
+            uses[id(eqn)] = kind, wide
+            for v, w in zip(eqn.invars, self._inputs_wanted(eqn, kind, wide, uses)):
                 use(v, w)
         return uses
 
-    def _inputs_wanted(self, eqn, wide, uses):
+    def _inputs_wanted(self, eqn, kind, wide, uses):
         count, name = len(eqn.invars), eqn.primitive.name
-        kind = self.kind(eqn)
         if kind == "follow":
             return [wide] * count
         if kind == "lower":
@@ -197,14 +200,14 @@ class _Autocast(Interpreter):
             return [False] * consts + [True] * carry + [False] * rest
         if name == "while":
             return [False] * (count - len(eqn.outvars)) + [True] * len(eqn.outvars)
-        return [name != "cond"] * count
+        return [name not in ("cond", "custom_vmap_call")] * count
 
     def wanted(self, plan, eqn):
         outs = tuple(plan.get(v, True) for v in eqn.outvars)
         if eqn.primitive.name == "scan":
             carry = _jax.scan_parts(eqn)[1]
             return (True,) * carry + outs[carry:]
-        return (True,) * len(outs) if eqn.primitive.name in ("while", "cond") else outs
+        return (True,) * len(outs) if eqn.primitive.name in ("while", "cond", "custom_vmap_call") else outs
 
     def kind(self, eqn) -> str:
         """"lower", "follow", "cast", "convolution" or "float32"."""
@@ -229,8 +232,9 @@ class _Autocast(Interpreter):
         name, compute, marked = eqn.primitive.name, self.compute(scope), _marked(eqn)
         if name in _ENTERED and not marked:
             return NotImplemented
-        kind = "author" if marked or compute == F32 else self.kind(eqn)
-        wide = all(plan.get(v, True) for v in eqn.outvars)
+        kind, wide = plan[id(eqn)]
+        if marked or compute == F32:
+            kind = "author"
         dtype, reason = F32, _REASONS[kind]
         if kind == "lower":
             dtype, reason = compute, reason + _WIDE * wide
@@ -247,7 +251,10 @@ class _Autocast(Interpreter):
         return outputs
 
     def _follow(self, eqn, inputs, wide, compute):
-        name, floats, strong, largest = eqn.primitive.name, [], [], 0.0
+        name = eqn.primitive.name
+        if wide and name in _ARITHMETIC:
+            return plain(eqn, inputs), F32, "is only used in float32"
+        floats, strong, largest = [], [], 0.0
         for value, v in zip(inputs, eqn.invars):
             if _wide(v):
                 floats.append(value)
@@ -270,7 +277,7 @@ class _Autocast(Interpreter):
 
 
 _ENTERED = frozenset(("jit", "closed_call", "core_call", "scan", "while", "cond", "remat2", "checkpoint", "shard_map",
-                      "custom_jvp_call", "custom_vjp_call"))
+                      "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"))
 
 
 def _wide(v) -> bool:

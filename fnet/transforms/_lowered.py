@@ -41,7 +41,10 @@ class _Params:
 
     def __init__(self, params):
         self.items = tuple(sorted(params.items(), key=lambda item: item[0]))
-        self._hash = hash(str(self.items))    # some values are lists or hold dicts
+        try:
+            self._hash = hash(self.items)
+        except TypeError:    # some values are lists or hold dicts
+            self._hash = hash(str(self.items))
 
     def __hash__(self):
         return self._hash

@@ -7,6 +7,7 @@ notes on values, a look ahead over each jaxpr, and values whose dtype is no long
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,8 +33,9 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
         g = ft.rewrite(f, double_sines)
 
     The result is an ordinary JAX function: it can be differentiated, compiled, batched and rewritten again. Loops,
-    branches, jit, remat, shard_map and custom derivatives stay what they are, and the rule is offered the equations
-    inside them; jit keeps its name, donation and shardings. What the rule leaves alone stays exactly as it was.
+    branches, jit, remat, shard_map, custom derivatives and custom batching stay what they are, and the rule is offered
+    the equations inside them; jit keeps its name, donation and shardings. What the rule leaves alone stays exactly as
+    it was.
 
     Args:
         f: any JAX function. Array arguments are traced; other arguments are handed to it as they are.
@@ -122,21 +124,27 @@ class Interpreter:
         plan = self.plan(jaxpr, wanted)
         env = dict(zip(jaxpr.constvars, map(Value, consts)))
         env.update(zip(jaxpr.invars, args))
-        last = _last_uses(jaxpr)
-        for i, eqn in enumerate(jaxpr.eqns):
-            inputs = [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in eqn.invars]
-            path = _jax.scope_path(eqn, scope)
-            with _jax.equation_context(eqn):
-                outputs = self.equation(eqn, path, inputs, plan)
-                if outputs is NotImplemented:
-                    enter = _ENTER.get(eqn.primitive.name)
-                    if enter is None:
-                        outputs = plain(eqn, inputs)
-                    else:
-                        outputs = enter(self, eqn, path, inputs, self.wanted(plan, eqn))
-            env.update(zip(eqn.outvars, outputs))
-            for v in last.get(i, ()):
-                env.pop(v, None)
+        last, paths, i = _last_uses(jaxpr), {}, 0
+        # Equations of one source line stand together: what they share is found and entered once.
+        for (stack, *_), group in itertools.groupby(jaxpr.eqns, _jax.origin):
+            group = tuple(group)
+            if stack not in paths:
+                paths[stack] = _jax.scope_path(group[0], scope)
+            path = paths[stack]
+            with _jax.equation_context(group[0]):
+                for eqn in group:
+                    inputs = [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in eqn.invars]
+                    outputs = self.equation(eqn, path, inputs, plan)
+                    if outputs is NotImplemented:
+                        enter = _ENTER.get(eqn.primitive.name)
+                        if enter is None:
+                            outputs = plain(eqn, inputs)
+                        else:
+                            outputs = enter(self, eqn, path, inputs, self.wanted(plan, eqn))
+                    env.update(zip(eqn.outvars, outputs))
+                    for v in last.get(i, ()):
+                        env.pop(v, None)
+                    i += 1
         return [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in jaxpr.outvars]
 
     def body(self, closed, scope, wanted, notes, *, pin=None):
@@ -196,13 +204,13 @@ def restore(value: Value, aval):
 
 def bind(eqn, arrays, **changes) -> list[Value]:
     """The equation's primitive on other inputs, with some of its parameters changed."""
-    outputs = eqn.primitive.bind(*arrays, **{**eqn.primitive.get_bind_params(eqn.params), **changes})
-    return [Value(y) for y in (outputs if eqn.primitive.multiple_results else [outputs])]
+    outputs = _jax.bind(eqn.primitive, arrays, {**eqn.primitive.get_bind_params(eqn.params), **changes})
+    return [Value(y) for y in outputs]
 
 
 def plain(eqn, inputs: list[Value]) -> list[Value]:
     """The equation as it was traced."""
-    return bind(eqn, [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)])
+    return [Value(y) for y in _jax.again(eqn, [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)])]
 
 
 def _described(x):
@@ -359,6 +367,20 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
     return [Value(y) for y in function(*_xs(inputs))]
 
 
+def _custom_vmap(self, eqn, scope, inputs, wanted):
+    """The function and its batching rule are rewritten apart; both give the outputs their traced dtypes."""
+    notes = [value.note for value in inputs]
+    function = jax.custom_batching.custom_vmap(self.body(_jax.close(eqn.params["call"]), scope, wanted, notes))
+
+    @function.def_vmap
+    def batch(size, batched, *xs):
+        types = [jax.ShapeDtypeStruct(jnp.shape(x), v.aval.dtype) for x, v in zip(xs, eqn.invars)]
+        closed, batched = _jax.custom_vmap_rule(eqn.params, size, batched, types)
+        return self.body(closed, scope, wanted, notes)(*xs), batched
+
+    return [Value(y) for y in function(*_xs(inputs))]
+
+
 def _moves(x) -> bool:
     """Whether x can have a tangent."""
     return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
@@ -372,5 +394,5 @@ def _zero(x):
 _ENTER = {
     "jit": _jit, "closed_call": _inline, "core_call": _inline, "scan": _scan, "while": _while, "cond": _cond,
     "remat2": _remat, "checkpoint": _remat, "shard_map": _shard_map, "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp,
+    "custom_vjp_call": _custom_vjp, "custom_vmap_call": _custom_vmap,
 }
