@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 
 class PeerError(Exception):
@@ -24,15 +25,16 @@ class Live:
 
     Args:
         name: what it is called in sentences.
-        command: what to run; it ends in `serve`.
+        command: what to run, in the repository's root; it ends in `serve`.
         environment: variables to set.
     """
 
     def __init__(self, name: str, command: list[str], environment: dict | None = None):
         self.name = name
         self.errors = tempfile.TemporaryFile()
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
-                                        env={**os.environ, **(environment or {})})
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
+            cwd=Path(__file__).parent.parent, env={**os.environ, **(environment or {})})
         self.heard = b""
 
     def ask(self, do: str, *, limit: float, **details):

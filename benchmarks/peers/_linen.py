@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from benchmarks.peers import _workloads as spec
@@ -15,7 +16,8 @@ from benchmarks.peers._steps import Run, fitted, nested
 def build(workload, weights, batches, *, train, mixed, tuned=False):
     model = MODELS[type(workload)](workload, jnp.bfloat16 if mixed else jnp.float32)
     like = jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), batches[0][0])
-    params, stats = fitted(like["params"], nested(weights)), nested(weights, stats=True)
+    params = {name: _cell(tree) if name.startswith("lstm") else tree for name, tree in nested(weights).items()}
+    params, stats = fitted(like["params"], params), nested(weights, stats=True)
 
     def apply(params, stats, x, train):
         if not (train and stats):
@@ -24,6 +26,15 @@ def build(workload, weights, batches, *, train, mixed, tuned=False):
         return logits, updated["batch_stats"]
 
     return Run(apply, params, stats, batches, train=train, tuned=tuned)
+
+
+def _cell(lstm):
+    """The gates one by one: the input's kernels ii, if, ig, io, the state's hi, ... with the biases."""
+    tree = {}
+    for i, gate in enumerate("ifgo"):
+        kernel, recurrent, bias = (np.split(lstm[name], 4, -1)[i] for name in ("kernel", "recurrent_kernel", "bias"))
+        tree |= {f"i{gate}": {"kernel": kernel}, f"h{gate}": {"kernel": recurrent, "bias": bias}}
+    return tree
 
 
 class MLP(nn.Module):
@@ -84,4 +95,76 @@ class GPT(nn.Module):
         return embed.attend(x)
 
 
-MODELS = {spec.MLP: MLP, spec.CNN: CNN, spec.GPT: GPT}
+class ViT(nn.Module):
+    w: spec.ViT
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x, train):                                          # [batch, height, width, channels]
+        w = self.w
+        patch = (w.patch, w.patch)
+        x = nn.Conv(w.width, patch, patch, "VALID", dtype=self.dtype, name="patch")(x)
+        x = x.reshape(len(x), -1, w.width)                                 # [batch, tokens, width]
+        x = x + nn.Embed(x.shape[1], w.width, dtype=self.dtype, name="position")(jnp.arange(x.shape[1]))
+        for i in range(w.depth):
+            x = Block(w.heads, True, self.dtype, name=f"block{i}")(x)
+        x = nn.LayerNorm(epsilon=spec.EPSILON, dtype=self.dtype, name="norm")(x).mean(1)
+        return nn.Dense(w.classes, dtype=self.dtype, name="head")(x)
+
+
+class Residual(nn.Module):
+    width: int
+    out: int
+    stride: int
+    bottleneck: bool
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x, train):                                          # [batch, height, width, channels]
+        a, b, stride = self.width, self.out, self.stride
+        convs = [(1, a, 1), (3, a, stride), (1, b, 1)] if self.bottleneck else [(3, a, stride), (3, b, 1)]
+        y = x
+        for j, (window, channels, strides) in enumerate(convs, 1):
+            y = conv_norm(channels, window, strides, f"conv{j}", f"norm{j}", self.dtype, train)(y)
+            y = nn.relu(y) if j < len(convs) else y
+        if x.shape != y.shape:
+            x = conv_norm(b, 1, stride, "shortcut", "shortcut_norm", self.dtype, train)(x)
+        return nn.relu(x + y)
+
+
+def conv_norm(channels, window, stride, conv, norm, dtype, train):
+    return nn.Sequential([
+        nn.Conv(channels, (window, window), stride, window // 2, use_bias=False, dtype=dtype, name=conv),
+        nn.BatchNorm(not train, momentum=0.9, epsilon=spec.EPSILON, dtype=dtype, name=norm)])
+
+
+class ResNet(nn.Module):
+    w: spec.ResNet
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x, train):                                          # [batch, height, width, channels]
+        w = self.w
+        window, stride = (7, 2) if w.photos else (3, 1)
+        x = nn.relu(conv_norm(w.width, window, stride, "stem", "stem_norm", self.dtype, train)(x))
+        if w.photos:
+            x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+        for i, (_, width, out, stride) in enumerate(w.blocks()):
+            x = Residual(width, out, stride, w.bottleneck, self.dtype, name=f"block{i}")(x, train)
+        return nn.Dense(w.classes, dtype=self.dtype, name="head")(x.mean((1, 2)))
+
+
+class LSTM(nn.Module):
+    w: spec.LSTM
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, tokens, train):                                     # [batch, time]
+        w = self.w
+        x = nn.Embed(w.vocab, w.width, dtype=self.dtype, name="token")(tokens)
+        for i in range(w.depth):
+            x = nn.RNN(nn.OptimizedLSTMCell(w.width, dtype=self.dtype, name=f"lstm{i}"))(x)
+        return nn.Dense(w.vocab, dtype=self.dtype, name="head")(x)         # [batch, time, vocab]
+
+
+MODELS = {spec.MLP: MLP, spec.CNN: CNN, spec.GPT: GPT, spec.ViT: ViT, spec.ResNet: ResNet, spec.LSTM: LSTM}

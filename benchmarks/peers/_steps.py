@@ -44,15 +44,21 @@ class Run:
         return loss
 
     def wait(self, value):
-        jax.block_until_ready((value, self.state))
+        jax.block_until_ready(value)    # and with it the state, which the same program makes
 
     def numpy(self, value):
         return np.asarray(value, np.float32)
 
-    def device(self):
+    @staticmethod
+    def platform():
+        return jax.default_backend()
+
+    @staticmethod
+    def device():
         return jax.devices()[0].device_kind
 
-    def memory(self):
+    @staticmethod
+    def memory():
         return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 

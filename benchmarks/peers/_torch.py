@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,12 +27,15 @@ class Run:
     """As `_steps.Run`."""
 
     def __init__(self, workload, weights, batches, *, train, mixed, compiled):
+        if DEVICE == "cuda":
+            torch.set_float32_matmul_precision("high")    # TF32, as JAX has it by default
         model = MODELS[type(workload)](workload)
         _fill(model, weights)
         self.model = model.to(DEVICE, memory_format=torch.channels_last).train(train)
         self.batches = [tuple(_on_device(a) for a in batch) for batch in transposed(batches)]
         self.train, self.mixed = train, mixed
-        self.optimizer = torch.optim.AdamW(model.parameters(), spec.LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8,
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, spec.LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8,
                                            weight_decay=spec.WEIGHT_DECAY, fused=True)
         f = self._loss if train else self.model
         self.f = torch.compile(f) if compiled else f
@@ -59,10 +63,16 @@ class Run:
     def numpy(self, value):
         return value.float().cpu().numpy()
 
-    def device(self):
+    @staticmethod
+    def platform():
+        return DEVICE
+
+    @staticmethod
+    def device():
         return torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
 
-    def memory(self):
+    @staticmethod
+    def memory():
         return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
 
 
@@ -73,27 +83,23 @@ def _on_device(array):
     return tensor if tensor.is_floating_point() else tensor.long()
 
 
+NAMES = {"weight": ("kernel", "scale", "embedding"), "weight_ih": ("kernel",), "weight_hh": ("recurrent_kernel",),
+         "bias_ih": ("bias",), "running_mean": ("mean",), "running_var": ("var",)}
+
+
 def _fill(model, weights):
     """Copies the weights in, by name: block.0.attn.qkv.weight is block0/attn's query, key and value."""
     left = dict(weights)
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            *parents, kind = re.sub(r"\.(\d+)", r"\1", name).split(".")
-            place = "/".join(parents)
-            kinds = {"weight": ("kernel", "scale", "embedding"), "running_mean": ("mean",),
-                     "running_var": ("var",), "num_batches_tracked": ()}.get(kind, (kind,))
-            for kind in kinds:
-                if place.endswith("/qkv"):
-                    three = [left.pop(f"{place[:-3]}{part}/{kind}", None) for part in ("query", "key", "value")]
-                    array = None if three[0] is None else torch.cat([torch.from_numpy(a) for a in three], -1).numpy()
-                else:
-                    array = left.pop(f"{place}/{kind}", None)
-                if array is not None:
-                    tensor.copy_(torch.from_numpy(channels_first(array) if kind == "kernel" else array))
-                    break
-            else:
-                if kinds:
-                    raise ValueError(f"no weights for {name}")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        name = re.sub(r"lstm\.(\w+)_l(\d+)", r"lstm\2.\1", name)            # lstm.weight_ih_l0
+        *parents, name = re.sub(r"\.(\d+)", r"\1", name).split(".")
+        if name in ("num_batches_tracked", "bias_hh"):
+            continue
+        place = "/".join(parents)
+        places = [place[:-3] + part for part in ("query", "key", "value")] if place.endswith("/qkv") else [place]
+        kind = next(kind for kind in NAMES.get(name, (name,)) if f"{places[0]}/{kind}" in left)
+        array = np.concatenate([left.pop(f"{place}/{kind}") for place in places], -1)
+        tensor.data.copy_(torch.from_numpy(channels_first(array) if kind.endswith("kernel") else array))
     if left:
         raise ValueError(f"weights that the model does not have: {sorted(left)}")
 
@@ -167,4 +173,75 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.token.weight)                   # [batch, time, vocab]
 
 
-MODELS = {spec.MLP: MLP, spec.CNN: CNN, spec.GPT: GPT}
+class ViT(nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        self.patch = nn.Conv2d(3, w.width, w.patch, w.patch)
+        self.position = nn.Embedding((w.size // w.patch) ** 2, w.width)
+        self.block = nn.ModuleList(Block(w.width, w.heads, True, False) for _ in range(w.depth))
+        self.norm = nn.LayerNorm(w.width, spec.EPSILON)
+        self.head = nn.Linear(w.width, w.classes)
+
+    def forward(self, x):                                                  # [batch, channels, height, width]
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.position.weight    # [batch, tokens, width]
+        for block in self.block:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+class Residual(nn.Module):
+    def __init__(self, before, width, out, stride, bottleneck):
+        super().__init__()
+        convs = [(before, width, 1, 1), (width, width, 3, stride), (width, out, 1, 1)] if bottleneck else [
+            (before, width, 3, stride), (width, out, 3, 1)]
+        for j, (a, b, window, strides) in enumerate(convs, 1):
+            self.add_module(f"conv{j}", nn.Conv2d(a, b, window, strides, window // 2, bias=False))
+            self.add_module(f"norm{j}", nn.BatchNorm2d(b, spec.EPSILON, 0.1))
+        self.n = len(convs)
+        self.projects = before != out or stride != 1
+        if self.projects:
+            self.shortcut = nn.Conv2d(before, out, 1, stride, bias=False)
+            self.shortcut_norm = nn.BatchNorm2d(out, spec.EPSILON, 0.1)
+
+    def forward(self, x):                                                  # [batch, channels, height, width]
+        y = x
+        for j in range(1, self.n + 1):
+            y = getattr(self, f"norm{j}")(getattr(self, f"conv{j}")(y))
+            y = F.relu(y) if j < self.n else y
+        return F.relu(y + (self.shortcut_norm(self.shortcut(x)) if self.projects else x))
+
+
+class ResNet(nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        window, stride = (7, 2) if w.photos else (3, 1)
+        self.stem = nn.Conv2d(3, w.width, window, stride, window // 2, bias=False)
+        self.stem_norm = nn.BatchNorm2d(w.width, spec.EPSILON, 0.1)
+        self.photos = w.photos
+        self.block = nn.ModuleList(Residual(*sizes, w.bottleneck) for sizes in w.blocks())
+        self.head = nn.Linear(list(w.blocks())[-1][2], w.classes)
+
+    def forward(self, x):                                                  # [batch, channels, height, width]
+        x = F.relu(self.stem_norm(self.stem(x)))
+        if self.photos:
+            x = F.max_pool2d(x, 3, 2, 1)
+        for block in self.block:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class LSTM(nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        self.token = nn.Embedding(w.vocab, w.width)
+        self.lstm = nn.LSTM(w.width, w.width, w.depth, batch_first=True)
+        self.head = nn.Linear(w.width, w.vocab)
+        for name, bias in self.lstm.named_parameters():
+            if name.startswith("bias_hh"):    # the model has one bias; it stays 0
+                nn.init.zeros_(bias).requires_grad_(False)
+
+    def forward(self, tokens):                                             # [batch, time]
+        return self.head(self.lstm(self.token(tokens))[0])                 # [batch, time, vocab]
+
+
+MODELS = {spec.MLP: MLP, spec.CNN: CNN, spec.GPT: GPT, spec.ViT: ViT, spec.ResNet: ResNet, spec.LSTM: LSTM}

@@ -19,6 +19,8 @@ PEERS = {
     "linen-tuned": ("_linen", {"tuned": True}),
     "equinox": ("_equinox", {}),
     "equinox-tuned": ("_equinox", {"tuned": True}),
+    "nnx": ("_nnx", {}),
+    "keras": ("_keras", {}),
     "torch": ("_torch", {}),
     "torch-compile": ("_torch", {"compiled": True}),
 }
@@ -44,7 +46,7 @@ class Worker:
         self.count, self.each = 0, None
 
     def prepare(self):
-        """Imports what the peer needs: {"missing": a package} or {"versions": ...}."""
+        """Imports what the peer needs: {"missing": a package} or {"platform": "cpu" or another}."""
         allocator(self.allocator)
         module, self.options = PEERS[self.names[0]]
         try:
@@ -58,7 +60,7 @@ class Worker:
 
             if not hasattr(ft, "tune"):
                 return {"missing": "fnet.transforms.tune"}
-        return {}
+        return {"platform": self.module.Run.platform()}
 
     def start(self):
         """Builds and compiles; the seconds of the first step, and the losses of the first few."""
@@ -74,7 +76,8 @@ class Worker:
         values += [self._step() for _ in range(self.checked - 1)]
         values = [self.run.numpy(value) for value in values]
         losses = map(float, values) if self.train else map(spec.cross_entropy, values, (y for _, y in batches))
-        return {"first": first, "losses": list(losses), "device": self.run.device()}
+        return {"first": first, "losses": list(losses), "platform": self.run.platform(),
+                "device": self.run.device()}
 
     def time(self, budget):
         """Seconds per step. One step goes untimed: what the last peer left in the caches is not this one's fault."""

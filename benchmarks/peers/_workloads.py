@@ -79,20 +79,142 @@ class GPT:
             _norm("norm", self.width, self.bias))
 
     def draw(self, rng):
-        tokens = rng.integers(0, self.vocab, (self.batch, self.time + 1), np.int32)
-        return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        return _tokens(rng, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ViT:
+    """An encoder of GPT's blocks with biases and without the causal mask:  [batch, size, size, 3] -> [batch, classes]
+
+        x = patch(images) + position              a convolution of patch × patch, stride patch; then [tokens, width]
+        logits = head(mean(norm(blocks(x))))      the mean over all tokens; no class token
+
+    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words; widths as in Touvron et al. (2021), DeiT-Ti; the
+    mean as in Beyer et al. (2022), Better plain ViT baselines.
+    """
+
+    batch: int = 32
+    size: int = 32
+    patch: int = 4
+    width: int = 192
+    depth: int = 12
+    heads: int = 3
+    classes: int = 10
+
+    def shapes(self):
+        return _merged(
+            _dense("patch", self.patch, self.patch, 3, self.width),
+            {"position/embedding": ((self.size // self.patch) ** 2, self.width)},
+            *(_block(f"block{i}", self.width, True) for i in range(self.depth)),
+            _norm("norm", self.width), _dense("head", self.width, self.classes))
+
+    def draw(self, rng):
+        return _images(rng, self.batch, self.size), _labels(rng, self.batch, self.classes)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNet:
+    """A residual network with BatchNorm:  [batch, size, size, 3] -> [batch, classes]
+
+        stem: conv 3 × 3 (for photos 7 × 7, stride 2), norm, ReLU (for photos a 3 × 3 max-pooling, stride 2)
+        block: x = relu(shortcut(x) + f(x)); f is two 3 × 3 convolutions, or 1 × 1, 3 × 3, 1 × 1 with `bottleneck`, each
+            with a norm and, but for the last, a ReLU; the stride is in the first 3 × 3; the shortcut is a 1 × 1
+            convolution and a norm where the shapes differ
+        head: the mean over space, a dense layer
+
+    Convolutions have no bias; their padding is half the window on both sides. BatchNorm's momentum is 0.9.
+
+    Source: He et al. (2016), Deep Residual Learning for Image Recognition; the stride as in PyTorch's ResNet v1.5.
+    """
+
+    batch: int = 32
+    size: int = 32
+    depths: tuple[int, ...] = (2, 2, 2, 2)
+    width: int = 64
+    bottleneck: bool = False
+    photos: bool = False
+    classes: int = 10
+
+    def blocks(self):
+        """(input channels, channels, output channels, stride) of every block."""
+        channels = self.width
+        for stage, depth in enumerate(self.depths):
+            width = self.width << stage
+            out = 4 * width if self.bottleneck else width
+            for i in range(depth):
+                yield channels, width, out, 2 if stage and not i else 1
+                channels = out
+
+    def shapes(self):
+        window = 7 if self.photos else 3
+        parts = [{"stem/kernel": (window, window, 3, self.width)}, _batch_norm("stem_norm", self.width)]
+        for i, (before, width, out, stride) in enumerate(self.blocks()):
+            convs = [(1, before, width), (3, width, width), (1, width, out)] if self.bottleneck else [
+                (3, before, width), (3, width, out)]
+            for j, (window, a, b) in enumerate(convs, 1):
+                parts += [{f"block{i}/conv{j}/kernel": (window, window, a, b)}, _batch_norm(f"block{i}/norm{j}", b)]
+            if before != out or stride != 1:
+                parts += [{f"block{i}/shortcut/kernel": (1, 1, before, out)},
+                          _batch_norm(f"block{i}/shortcut_norm", out)]
+        return _merged(*parts, _dense("head", out, self.classes))
+
+    def draw(self, rng):
+        return _images(rng, self.batch, self.size), _labels(rng, self.batch, self.classes)
+
+
+@dataclasses.dataclass(frozen=True)
+class LSTM:
+    """A table of tokens, layers `lstm0`, `lstm1`, ..., and `head`:  [batch, time] -> [batch, time, vocab]
+
+    Gates in the order input, forget, cell, output; one bias; the first state is zero. The targets are the next tokens.
+
+    Source: Hochreiter and Schmidhuber (1997), Long Short-Term Memory; Gers et al. (2000) for the forget gate.
+    """
+
+    batch: int = 32
+    time: int = 128
+    width: int = 256
+    depth: int = 2
+    vocab: int = 256
+
+    def shapes(self):
+        width, gates = self.width, 4 * self.width
+        cells = ({f"lstm{i}/kernel": (width, gates), f"lstm{i}/recurrent_kernel": (width, gates),
+                  f"lstm{i}/bias": (gates,)} for i in range(self.depth))
+        return _merged({"token/embedding": (self.vocab, self.width)}, *cells, _dense("head", self.width, self.vocab))
+
+    def draw(self, rng):
+        return _tokens(rng, self)
 
 
 WORKLOADS = {
     "mlp": MLP(),
     "cnn": CNN(),
     "gpt": GPT(),
+    "lstm": LSTM(),
+    "vit-tiny": ViT(),
+    "resnet18": ResNet(),
+    "resnet50": ResNet(128, 224, (3, 4, 6, 3), bottleneck=True, photos=True, classes=1000),
+    "gpt2-124m": GPT(16, 1024, 768, 12, 12, 50304, bias=True),    # the vocabulary padded to a multiple of 128
+    "gpt2-350m": GPT(8, 1024, 1024, 24, 16, 50304, bias=True),
 }
+ACCELERATOR = ("resnet50", "gpt2-124m", "gpt2-350m")    # out of a CPU's reach; mixed precision by default
 SMALL = {
     "mlp": MLP(8, (12, 16, 10)),
     "cnn": CNN(4, 8, ((8,), (16,))),
     "gpt": GPT(2, 16, 32, 2, 2, 32),
+    "lstm": LSTM(2, 6, 16, 2, 32),
+    "vit-tiny": ViT(2, 8, 4, 24, 2, 3),
+    "resnet18": ResNet(2, 8, (1, 1), 8),
+    "resnet50": ResNet(2, 32, (1, 1), 8, bottleneck=True, photos=True),
+    "gpt2-124m": GPT(2, 16, 32, 2, 2, 32, bias=True),
+    "gpt2-350m": GPT(2, 16, 32, 3, 2, 32, bias=True),
 }
+
+
+def items(workload) -> tuple[str, int]:
+    """What one step gets through: ("tokens", how many) or ("examples", how many)."""
+    return ("tokens", workload.batch * workload.time) if hasattr(workload, "time") else ("examples", workload.batch)
 
 
 def workload(name: str, size: str = "full"):
@@ -133,6 +255,11 @@ def _images(rng, batch, size):
     return rng.standard_normal((batch, size, size, 3), np.float32)
 
 
+def _tokens(rng, w):
+    tokens = rng.integers(0, w.vocab, (w.batch, w.time + 1), np.int32)
+    return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+
+
 def _labels(rng, batch, classes):
     return rng.integers(0, classes, batch, np.int32)
 
@@ -147,6 +274,10 @@ def _dense(path, *shape, bias=True):
 
 def _norm(path, width, bias=True):
     return {f"{path}/scale": (width,), **({f"{path}/bias": (width,)} if bias else {})}
+
+
+def _batch_norm(path, width):
+    return {f"{path}/{name}": (width,) for name in ("scale", "bias", "mean", "var")}
 
 
 def _block(path, width, bias):
