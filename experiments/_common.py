@@ -7,6 +7,7 @@ import typing
 
 from absl import flags
 
+from fnet import hardware as hw
 from fnet import training as tr
 
 
@@ -48,6 +49,17 @@ def config_from_flags(cls, presets=None, by=None):
             raise tr.ConfigError(f"no {by} is called '{choice}': use {', '.join(presets)}")
         values = presets[choice] | {k: v for k, v in values.items() if v is not None}
     return tr.from_dict(cls, values)
+
+
+def decided(config, workdir, *, restart=False):
+    """The policy, and the configuration with its type for good: a run that goes on keeps what it began with."""
+    policy = hw.policy() if config.precision == "auto" else hw.policy(config.precision)
+    begun = workdir / "config.json"
+    if config.precision == "auto" and begun.exists() and not restart:
+        precision = tr.load_config(type(config), begun).precision
+        if precision != policy.compute.name:
+            policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was begun with it")
+    return policy, dataclasses.replace(config, precision=policy.compute.name)
 
 
 def parse_flags(argv):

@@ -47,6 +47,12 @@ class AlexNet(Model):
     dropout: float = 0.5
 
     def forward(self, scope: nn.Scope, x):
+        return nn.Dense(self.classes)(scope["head"], self.features(scope, x))
+
+    @nn.method
+    def features(self, scope: nn.Scope, x):
+        """What the last layer sees: [batch, hidden]."""
+
         def conv(i, x, channels, kernel_size, padding, strides=1):
             return jax.nn.relu(nn.Conv(channels, kernel_size, strides, padding=padding)(scope[f"conv{i}"], x))
 
@@ -61,8 +67,8 @@ class AlexNet(Model):
         x = nn.Flatten()(scope["flatten"], x)
         for i in (1, 2):
             x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)
-            x = jax.nn.relu(nn.Dense(self.hidden)(scope[f"fc{i}"], x))      # [batch, hidden]
-        return nn.Dense(self.classes)(scope["head"], x)
+            x = jax.nn.relu(nn.Dense(self.hidden)(scope[f"fc{i}"], x))
+        return x
 
     def example(self):
         return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)

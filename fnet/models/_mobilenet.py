@@ -97,6 +97,12 @@ class MobileNetV2(Model):
     dropout: float = 0.2
 
     def forward(self, scope: nn.Scope, x):
+        x = nn.Dropout(self.dropout)(scope["drop"], self.features(scope, x))
+        return nn.Dense(self.classes)(scope["head"], x)
+
+    @nn.method
+    def features(self, scope: nn.Scope, x):
+        """What the last layer sees, before dropout: [batch, 1280]."""
         stem = conv_norm(channels=_divisible(32 * self.width), kernel_size=3, stride=2)
         x = jax.nn.relu6(stem(scope["stem"], x))                            # [batch, height / 2, width / 2, 32]
         for s, (expansion, channels, blocks, stride) in enumerate(STAGES):
@@ -107,9 +113,7 @@ class MobileNetV2(Model):
                 x = block(stage[f"block{b}"], x)
         last = conv_norm(channels=_divisible(1280 * max(1.0, self.width)))
         x = jax.nn.relu6(last(scope["last"], x))                            # [batch, height / 32, width / 32, 1280]
-        x = nn.GlobalAvgPool()(scope["pool"], x)                            # [batch, 1280]
-        x = nn.Dropout(self.dropout)(scope["drop"], x)
-        return nn.Dense(self.classes)(scope["head"], x)
+        return nn.GlobalAvgPool()(scope["pool"], x)
 
     def example(self):
         return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)

@@ -100,6 +100,11 @@ class ResNet(Model):
         return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
 
     def forward(self, scope: nn.Scope, x):
+        return nn.Dense(self.classes)(scope["head"], self.features(scope, x))
+
+    @nn.method
+    def features(self, scope: nn.Scope, x):
+        """What the last layer sees: [batch, channels]."""
         if self.version not in ("v1", "v1.5"):
             raise ValueError(f"ResNet: version is 'v1' or 'v1.5'; got {self.version!r}")
         stem = scope["stem"]
@@ -113,8 +118,7 @@ class ResNet(Model):
                     channels=self.width * 2 ** (s - 1), stride=2 if s > 1 and b == 0 else 1,
                     bottleneck=self.bottleneck, version=self.version, use_bias=self.use_bias, epsilon=self.epsilon,
                 )(stage[f"block{b}"], x)
-        x = nn.GlobalAvgPool()(scope["pool"], x)                            # [batch, channels]
-        return nn.Dense(self.classes)(scope["head"], x)
+        return nn.GlobalAvgPool()(scope["pool"], x)
 
 
 class ResNet9(Model):
@@ -141,6 +145,13 @@ class ResNet9(Model):
     scale: float = 0.125
 
     def forward(self, scope: nn.Scope, x):
+        x = self.features(scope, x)
+        return nn.Dense(self.classes, use_bias=False)(scope["head"], x) * self.scale
+
+    @nn.method
+    def features(self, scope: nn.Scope, x):
+        """What the last layer sees: [batch, 8 width]."""
+
         def conv(at, x, channels):
             x = nn.Conv(channels, 3, use_bias=False)(at["conv"], x)
             return jax.nn.relu(nn.BatchNorm()(at["norm"], x))
@@ -152,8 +163,7 @@ class ResNet9(Model):
                 x = nn.MaxPool(2)(stage["pool"], x)
             if s in (1, 3):
                 x = x + conv(stage["residual2"], conv(stage["residual1"], x, channels), channels)
-        x = x.max((1, 2))                                                   # [batch, channels]
-        return nn.Dense(self.classes, use_bias=False)(scope["head"], x) * self.scale
+        return x.max((1, 2))
 
     def example(self):
         return jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)

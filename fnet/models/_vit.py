@@ -127,6 +127,11 @@ class ViT(Model):
     epsilon: float = 1e-6
 
     def forward(self, scope: nn.Scope, x):
+        return nn.Dense(self.classes)(scope["head"], self.features(scope, x))
+
+    @nn.method
+    def features(self, scope: nn.Scope, x):
+        """What the last layer sees, the class token: [batch, width]."""
         if x.ndim != 4 or x.shape[1:3] != (self.size, self.size) or self.size % self.patch:
             raise ValueError(f"ViT: images are [batch, {self.size}, {self.size}, channels], a whole number of patches "
                              f"of {self.patch}; got {x.shape}")
@@ -140,8 +145,7 @@ class ViT(Model):
         block = encoder_block(heads=self.heads, hidden=self.hidden or 4 * width, dropout=self.dropout,
                               epsilon=self.epsilon)
         x = nn.Stack(block, self.depth)(scope["blocks"], x)
-        x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
-        return nn.Dense(self.classes)(scope["head"], x[:, 0])
+        return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x[:, 0])
 
     def example(self):
         return jax.ShapeDtypeStruct((1, self.size, self.size, 3), jnp.float32)

@@ -1,0 +1,63 @@
+"""Photos for the networks that have published weights; Pillow is imported when the first one is opened."""
+
+import numpy as np
+
+from fnet import models
+from fnet import training as tr
+
+PRESETS = tuple(preset for cls in (models.AlexNet, models.ResNet, models.MobileNetV2, models.ViT)
+                for preset in cls.PRESETS)
+
+
+def opened(photo):
+    """The picture, turned as its camera was held.
+
+    Raises:
+      OSError: it is not there, or no picture.
+      ModuleNotFoundError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("photos are read with Pillow, which is missing: pip install pillow") from None
+    with Image.open(photo) as picture:
+        return ImageOps.exif_transpose(picture).convert("RGB")
+
+
+def dataset(folder, image):
+    """A folder of photos as a data set: a folder for each class.
+
+    Args:
+      folder: FOLDER/CLASS/*, of which every fifth photo of a class, in a fixed random order, is for the test; or
+        FOLDER/train/CLASS/* and FOLDER/test/CLASS/*.
+      image: the `ImageInput` that crops them.
+
+    Raises:
+      ValueError: fewer than two classes, an empty one, or classes that differ.
+      OSError: a file that is no picture.
+    """
+    if (folder / "train").is_dir() and (folder / "test").is_dir():
+        train, test = _classes(folder / "train"), _classes(folder / "test")
+        if list(train) != list(test):
+            raise ValueError(f"{folder}: train has the classes {', '.join(train)}, test has {', '.join(test)}")
+    else:
+        train, test = {}, {}
+        for name, files in _classes(folder).items():
+            order = np.random.RandomState(0).permutation(len(files))
+            test[name] = [files[i] for i in order[::5]]
+            train[name] = [files[i] for i in order if files[i] not in test[name]]
+    if len(train) < 2 or not all(map(len, (*train.values(), *test.values()))):
+        found = ", ".join(f"{name} ({len(files)} + {len(test[name])})" for name, files in train.items())
+        raise ValueError(f"{folder}: photos are in FOLDER/CLASS/*, in two classes or more, two or more in each; found "
+                         f"{found or 'no folder'}")
+    arrays = []
+    for part in (train, test):
+        arrays.append(np.stack([image.crop(opened(file)) for files in part.values() for file in files]))
+        arrays.append(np.repeat(np.arange(len(part), dtype=np.int32), [len(files) for files in part.values()]))
+    return tr.datasets.Dataset("photos", *arrays, tuple(train))
+
+
+def _classes(folder):
+    """{class: its files}, both in order of name."""
+    folders = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    return {each.name: sorted(file for file in each.iterdir() if not file.name.startswith(".")) for each in folders}

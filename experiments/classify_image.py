@@ -1,0 +1,106 @@
+"""Says what is on a photo: a photo in, five labels out.
+
+    python experiments/classify_image.py photo.jpg                     # ResNet-50
+    python experiments/classify_image.py --model=mobilenet_v2 *.jpg
+    python experiments/classify_image.py --weights=runs/finetune photo.png      # what finetune.py made
+
+The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache;
+where there are none, the message says what to download. Each family of weights gets its photos prepared as it was
+trained for. Labels are those that lie beside the weights (labels.json or config.json), else ImageNet's thousand.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import _common as common
+import _photos as photos
+import jax
+import numpy as np
+from absl import app, logging
+
+from fnet import hardware as hw
+from fnet import training as tr
+from fnet import transforms as ft
+from fnet.models import pretrained
+
+option = common.option
+IMAGENET = Path(__file__).parent / "data" / "imagenet_labels.txt"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which weights, and how many labels."""
+
+    model: str = option("resnet50", f"one of {', '.join(photos.PRESETS)}")
+    weights: str | None = option(None, "file or folder of the weights")
+    labels: str | None = option(None, "file of the labels: one a line, or JSON")
+    top: int = option(5, "how many labels to print for a photo")
+    precision: str = option("float32", "auto (what suits the chip), float32, bfloat16 or float16")
+
+
+def main(argv):
+    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
+    files = argv[1:]
+    if not files:
+        common.stop("no photo given: python experiments/classify_image.py photo.jpg")
+    with common.one_line_errors(ValueError, TypeError, OSError, ModuleNotFoundError):
+        config = checked(common.config_from_flags(Config))
+        pictures = [photos.opened(file) for file in files]
+        path = pretrained.find(config.weights or config.model)
+        labels = read_labels(config, path)
+        model = pretrained.model(config.model, path, classes=len(labels))
+        names = pretrained.names_of(model, path)
+        params, state = pretrained.load(model, path)
+    prepare = model.NAMES[names].image
+    policy = hw.policy() if config.precision == "auto" else hw.policy(config.precision)
+    predict = jax.jit(ft.autocast(lambda params, state, x: jax.nn.softmax(model(params, x, state=state)[0]), policy))
+    print(f"{config.model}, {names} names, from {path}: {prepare.size} x {prepare.size} pixels, {len(labels)} labels")
+    for file, picture in zip(files, pictures):
+        x = prepare.normalise(prepare.crop(picture))[None]                  # [1, height, width, 3]
+        shares = np.asarray(predict(params, state, x), np.float32)[0]       # [labels]
+        print(file)
+        for index in np.argsort(-shares)[:config.top]:
+            print(f"  {shares[index]:.3f}  {labels[index]}")
+
+
+def checked(config):
+    """The configuration, once it is known to make sense."""
+    for name, known in {"model": photos.PRESETS, "precision": ("auto", "float32", "bfloat16", "float16")}.items():
+        if getattr(config, name) not in known:
+            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
+    if config.top < 1:
+        raise tr.ConfigError(f"--top={config.top}: it has to be 1 or more")
+    return config
+
+
+def read_labels(config, path):
+    """The name of each class: --labels, what lies beside the weights, or ImageNet's."""
+    folder = path if path.is_dir() else path.parent
+    if config.labels:
+        file = Path(config.labels).expanduser()
+    elif (folder / "labels.json").is_file():
+        file = folder / "labels.json"
+    elif "id2label" in _text(folder / "config.json"):
+        file = folder / "config.json"
+    else:
+        file = IMAGENET
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".json":
+        return text.splitlines()
+    try:
+        held = json.loads(text)
+        held = held.get("id2label", held) if isinstance(held, dict) else dict(enumerate(held))
+        names = {int(index): str(name).replace("_", " ") for index, name in held.items()}
+        return [names[index] for index in range(len(names))]
+    except (ValueError, KeyError, AttributeError):
+        raise ValueError(f"{file} holds no labels: a list of names, or names by the numbers 0, 1, ...") from None
+
+
+def _text(file):
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+if __name__ == "__main__":
+    common.define_flags(Config)
+    app.run(main, flags_parser=common.parse_flags)

@@ -1,0 +1,277 @@
+"""Teaches a published network other classes: a linear probe of its features, or all of its weights.
+
+    python experiments/finetune.py --model=mobilenet_v2 --dataset=cifar10
+    python experiments/finetune.py --model=resnet50 --mode=full --dataset=photos --data_dir=DIR
+
+The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache.
+The data set photos is DIR/CLASS/*, of which a fifth is kept for the test, or DIR/train/CLASS/* and DIR/test/CLASS/*.
+
+linear: every image goes through the network once, and a dense layer is trained on what comes out. full: everything is
+trained, the last layer from new.
+
+The run's folder (--workdir, else runs/finetune) receives config.json, metrics.jsonl, a TensorBoard log, checkpoints,
+curves.png, confusion.png, and the result as model.safetensors and labels.json, in the names that the weights came with:
+experiments/classify_image.py --weights=runs/finetune reads them. The same command resumes a run that was interrupted;
+--restart trains anew.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+
+import _common as common
+import _photos as photos
+import _pictures as pictures
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags, logging
+
+from fnet import hardware as hw
+from fnet import layers as nn
+from fnet import models
+from fnet import training as tr
+from fnet import transforms as ft
+from fnet.models import pretrained
+
+option = common.option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What decides a run's result (and data_dir and weights, which do not)."""
+
+    mode: str = option("linear", "linear (a probe of the features) or full")
+    model: str = option("resnet50", f"one of {', '.join(photos.PRESETS)}")
+    weights: str | None = option(None, "file or folder of the weights")
+    dataset: str = option("digits", "digits, mnist, fashion_mnist, cifar10 or photos")
+    data_dir: str | None = option(None, "where its files are, or go")
+    size: int | None = option(None, "height and width that images are brought to; None: what the weights are made for")
+    epochs: float | None = option(None, "passes over the training images")
+    steps: int | None = option(None, "training steps, instead of epochs")
+    batch_size: int | None = option(None, "images in a batch")
+    optimizer: str | None = option(None, f"one of {', '.join(tr.OPTIMIZERS)}")
+    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}")
+    learning_rate: float | None = option(None, "the largest step size")
+    warmup: float = option(0.1, "fraction of the run during which the step size rises")
+    weight_decay: float | None = option(None, "on kernels, not on biases and norm scales")
+    label_smoothing: float = option(0.0, "share of the label spread over all classes")
+    augment: str = option("none", "full: none, flip or flip_crop")
+    freeze_norms: bool = option(False, "full: BatchNorm keeps the statistics that it came with")
+    ema: float = option(0.0, "decay of the average of weights that is evaluated; 0 for none")
+    early_stop: int = option(0, "stop after so many evaluations without gain on a held-out tenth")
+    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16")
+    seed: int = option(0, "of the new layer, order, augmentation and dropout")
+
+
+PRESETS = {
+    "linear": {"epochs": 50, "batch_size": 256, "optimizer": "adam", "learning_rate": 2e-3, "weight_decay": 0.0},
+    "full": {"epochs": 5, "batch_size": 32, "optimizer": "nesterov", "learning_rate": 0.01, "weight_decay": 1e-4},
+}
+
+AUGMENT = {
+    "none": lambda key, images: images,
+    "flip": tr.random_flip,
+    "flip_crop": lambda key, images: tr.random_crop(
+        jax.random.fold_in(key, 1), tr.random_flip(key, images), images.shape[1] // 8),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The published network: its model and arrays, whose names they have, and how it wants its images."""
+
+    model: models.Model
+    params: dict
+    state: dict
+    names: str
+    image: models.ImageInput
+
+    def prepare(self, images):
+        """float32 [batch, height, width, 1 or 3], 0 to 255, as the network takes them."""
+        size = self.image.size
+        images = jnp.broadcast_to(images, (*images.shape[:3], 3))
+        return self.image.normalise(jax.image.resize(images, (len(images), size, size, 3), "linear"))
+
+
+def network(config):
+    path = pretrained.find(config.weights or config.model)
+    model = pretrained.model(config.model, path)
+    names = pretrained.names_of(model, path)
+    image = model.NAMES[names].image
+    size = config.size or image.size
+    if isinstance(model, (models.ViT, models.AlexNet)) and size != model.example().shape[1]:
+        raise tr.ConfigError(f"--size={size}: {config.model} takes images of {model.example().shape[1]} pixels alone")
+    return Network(model, *pretrained.load(model, path), names, dataclasses.replace(image, size=size))
+
+
+def train(config, workdir, policy, *, jit=True):
+    """Trains, or goes on, or finds the run finished. Returns the evaluation of its last state."""
+    with common.one_line_errors(ValueError, TypeError, OSError, ModuleNotFoundError):
+        held = network(config)
+        data = load(config, held.image)
+    classes = len(data.classes)
+    model = dataclasses.replace(held.model, classes=classes)
+    count = sum(leaf.size for leaf in jax.tree.leaves(held.params))
+    size = held.image.size
+    print(f"{config.model}, {held.names} names: {count:,} parameters, images of {size} x {size}")
+    print(f"{config.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} test images, "
+          f"{classes} classes")
+    make = probe if config.mode == "linear" else everything
+    inputs, params, state, forward = make(config, policy, held, model, data)
+
+    train_set, test_set = ({"x": x, "label": y} for x, y in zip(inputs, (data.train_labels, data.test_labels)))
+    held_out = None
+    if config.early_stop:
+        order = np.random.RandomState(config.seed).permutation(len(data.train_labels))
+        rest, tenth = np.split(order, [len(order) * 9 // 10])
+        held_out = {name: array[tenth] for name, array in train_set.items()}
+        train_set = {name: array[rest] for name, array in train_set.items()}
+    batches = tr.Batches(train_set, batch_size=min(config.batch_size, len(train_set["label"])), seed=config.seed)
+    steps = config.steps or batches.steps(config.epochs)
+    rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
+    tx = ft.loss_scale(tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay), policy)
+
+    def step(state, batch):
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        target = optax.smooth_labels(jax.nn.one_hot(batch["label"], classes), config.label_smoothing)
+
+        def loss(params):
+            logits, new = forward(params, state.state, batch["x"], key)
+            return optax.softmax_cross_entropy(logits, target).mean(), (logits, new)
+
+        gradient = ft.autocast(ft.scaled_value_and_grad(loss, has_aux=True), policy)
+        (value, (logits, new)), grads = gradient(state.opt_state, state.params)
+        accuracy = tr.mean(logits.argmax(-1) == batch["label"])
+        metrics = {"loss": value, "accuracy": accuracy, "learning_rate": rate(state.step)}
+        return state.apply(tx, grads, state=new), metrics
+
+    def measure(state, batch):
+        logits, _ = ft.autocast(forward, policy)(state.averaged, state.state, batch["x"], None)
+        label, weight, guess = batch["label"], batch["weight"], logits.argmax(-1)
+        return {
+            "loss": tr.mean(optax.softmax_cross_entropy_with_integer_labels(logits, label), weight),
+            "accuracy": tr.mean(guess == label, weight),
+            "confusion": tr.confusion(label, guess, classes, weight),
+        }
+
+    evaluate, stop = {"test": tr.evaluator(measure, test_set, batch_size=config.batch_size)}, None
+    if held_out:
+        evaluate["validation"] = tr.evaluator(measure, held_out, batch_size=config.batch_size)
+        stop = tr.EarlyStop(metric="validation/accuracy", patience=config.early_stop)
+    tr.save_config(config, workdir)
+    every = max(math.ceil(steps / 20), 10)
+    state = tr.fit(step, tr.TrainState.create(params, tx, state=state, ema=config.ema or None), batches, steps=steps,
+                   workdir=workdir, evaluate=evaluate, jit=jit, every=every, log_every=every, early_stop=stop,
+                   progress=tr.Progress())
+
+    values = evaluate["test"](state)
+    title = f"{config.dataset}, {config.model}, {config.mode}: test accuracy {values['accuracy']:.4f}"
+    pictures.curves(tr.read_metrics(workdir), workdir / "curves.png", title=title)
+    pictures.confusion_matrix(values["confusion"], data.classes, workdir / "confusion.png", title=title)
+    (workdir / "labels.json").write_text(json.dumps(data.classes))
+    pretrained.save(model, {**held.params, **state.averaged}, state.state or held.state, workdir / "model.safetensors",
+                    names=held.names)
+    print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png, "
+          "model.safetensors, labels.json")
+    return values
+
+
+def probe(config, policy, held, model, data):
+    """The features of all images, and a dense layer on them."""
+
+    @jax.jit
+    def features(params, state, images):
+        run = lambda params, images: held.model.features(params, held.prepare(images), state=state)[0]
+        return ft.autocast(run, policy)(params, images.astype(jnp.float32)).astype(jnp.float32)
+
+    began, inputs, size = time.perf_counter(), [], min(config.batch_size, 64)
+    for images in (data.train_images, data.test_images):
+        rows = []
+        for at in range(0, len(images), size):
+            batch = images[at:at + size]
+            padded = np.pad(batch, ((0, size - len(batch)), (0, 0), (0, 0), (0, 0)))
+            rows.append(np.asarray(features(held.params, held.state, padded))[:len(batch)])
+        inputs.append(np.concatenate(rows))
+    print(f"features: {inputs[0].shape[1]} of each image, {len(inputs[0]) + len(inputs[1])} images in "
+          f"{tr.duration(time.perf_counter() - began)}")
+    head = nn.Dense(model.classes)
+    params, _ = head.init(jax.random.key(config.seed), inputs[0][:1])
+    return inputs, {"head": params}, {}, lambda params, state, x, key: (head(params["head"], x), state)
+
+
+def everything(config, policy, held, model, data):
+    """The images, and the whole network with a new last layer."""
+    fresh, _ = nn.Dense(model.classes).init(jax.random.key(config.seed), held.params["head"]["kernel"].T[:1])
+    augment = AUGMENT[config.augment]
+
+    def forward(params, state, images, key):
+        images, train = images.astype(jnp.float32), key is not None and not config.freeze_norms
+        if key is not None:
+            key, augmenting = jax.random.split(key)
+            images = augment(augmenting, images)
+        return model(params, held.prepare(images), state=state, key=key, train=train)
+
+    inputs = data.train_images, data.test_images
+    return inputs, {**held.params, "head": fresh}, held.state, forward
+
+
+def load(config, image):
+    if config.dataset != "photos":
+        return tr.datasets.load(config.dataset, config.data_dir, announce=print)
+    if config.data_dir is None:
+        raise tr.ConfigError("--dataset=photos: --data_dir is the folder of DIR/CLASS/*.jpg")
+    return photos.dataset(Path(config.data_dir).expanduser(), image)
+
+
+def checked(config):
+    """The configuration, once it is known to make sense."""
+    choices = {"model": photos.PRESETS, "augment": AUGMENT, "dataset": (*tr.datasets.NAMES, "photos"),
+               "precision": ("auto", "float32", "bfloat16", "float16")}
+    for name, known in choices.items():
+        if getattr(config, name) not in known:
+            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
+    for name in ("size", "epochs", "steps", "batch_size", "learning_rate"):
+        if getattr(config, name) is not None and getattr(config, name) <= 0:
+            raise tr.ConfigError(f"--{name}={getattr(config, name)}: it has to be more than 0")
+    if config.mode == "linear" and (config.augment != "none" or config.freeze_norms):
+        raise tr.ConfigError("--mode=linear sees each image once: --augment and --freeze_norms are for --mode=full")
+    tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
+    tr.schedule(config.schedule, 0.1, 1, warmup=config.warmup)
+    return config
+
+
+def main(argv):
+    if argv[1:]:
+        common.stop(f"{argv[1]}: flags begin with --, as in --dataset=digits")
+    logging.set_verbosity(logging.WARNING)                 # Orbax says a lot
+    workdir = Path(flags.FLAGS.workdir or "runs/finetune")
+    with common.one_line_errors(ValueError, OSError):      # ConfigError, and unknown names
+        config = checked(common.config_from_flags(Config, PRESETS, by="mode"))
+        policy, config = common.decided(config, workdir, restart=flags.FLAGS.restart)
+        if flags.FLAGS.restart:
+            tr.clear(workdir)
+        tr.same_config(config, workdir, but=("data_dir", "weights"))
+    print(f"chip: {hw.detect()}")
+    print(f"policy: {policy}")
+    try:
+        with common.one_line_errors(tr.CheckpointError, OSError):
+            values = train(config, workdir, policy, jit=not flags.FLAGS.nojit)
+    except tr.Interrupted as stopped:
+        common.stop(stopped, 130)
+    except KeyboardInterrupt:
+        common.stop("interrupted between two checkpoints; the same command goes on from the last", 130)
+    except tr.Diverged as broken:
+        common.stop(broken, 1)
+    print(f"test accuracy {values['accuracy']:.4f}")
+
+
+if __name__ == "__main__":
+    common.define_flags(Config)
+    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/finetune)")
+    flags.DEFINE_bool("restart", False, "remove the run in workdir first")
+    flags.DEFINE_bool("nojit", False, "run op by op, to step through in a debugger")
+    app.run(main, flags_parser=common.parse_flags)
