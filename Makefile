@@ -4,7 +4,17 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
 
-.PHONY: demo test lint clean
+# $(call install,PYTHON,EXTRAS): fnet, in the versions that were tested with that Python, or with the newest
+comma := ,
+define install
+@version=$$($(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+pins=constraints/py$$version.txt; \
+[ -f $$pins ] || pins=$$(ls constraints/py*.txt | sort -V | tail -n 1); \
+echo "installing fnet and its extras $(2) with $(1) ($$pins)"; \
+$(1) -m pip install --quiet --disable-pip-version-check -c $$pins -e '.[$(2)]'
+endef
+
+.PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -12,6 +22,14 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+# Every CPU table; in an environment of its own, since the peers (PyTorch, Keras) are nobody's dependency.
+bench: PEERS = .venv-bench/bin/python -m benchmarks.peers
+bench: .venv-bench/.installed
+	for table in dispatch eager tracing precision 'precision step'; do .venv-bench/bin/python -m benchmarks.$$table || exit; done
+	$(PEERS) mlp cnn gpt --mode=train,infer --dtype=float32,mixed $(ARGS)
+	$(PEERS) cnn gpt --allocator=tuned --dtype=float32,mixed $(ARGS)
+	$(PEERS) lstm vit-tiny resnet18 --mode=train,infer $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -21,11 +39,12 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "fnet needs Python 3.11 or newer; $(PYTHON) is %d.%d: try make PYTHON=python3.12 $(MAKECMDGOALS)" % v[:2])'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot create a virtual environment: install its venv package (on Debian and Ubuntu: apt-get install python3-venv), or name another interpreter: make PYTHON=... $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@version=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
-	pins=constraints/py$$version.txt; \
-	[ -f $$pins ] || pins=$$(ls constraints/py*.txt | sort -V | tail -n 1); \
-	echo "installing fnet and its test set into $(VENV) ($$pins)"; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $$pins -e '.[dev,experiments]'
+	$(call install,$(BIN)/python,dev$(comma)experiments)
+	@touch $@
+
+.venv-bench/.installed: pyproject.toml $(wildcard constraints/*.txt)
+	$(PYTHON) -m venv .venv-bench
+	$(call install,.venv-bench/bin/python,bench)
 	@touch $@
 
 clean:

@@ -6,6 +6,7 @@ compile once, and a slow spell of the machine meets all of them alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -21,7 +22,7 @@ class PeerError(Exception):
 
 
 class Live:
-    """A process that answers questions.
+    """A process that answers questions; leaving its `with` ends it.
 
     Args:
         name: what it is called in sentences.
@@ -48,8 +49,8 @@ class Live:
         while b"\n" not in self.heard:
             left = end - time.monotonic()
             if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
-                self.stop()
-                raise PeerError(f"{self.name} gave no answer to {do!r} within {limit:.0f} s and was stopped")
+                self.process.kill()
+                raise PeerError(f"{self.name} gave no answer to {do!r} within {limit:g} s and was stopped")
             chunk = os.read(self.process.stdout.fileno(), 1 << 16)
             if not chunk:
                 raise self._died(do)
@@ -67,9 +68,16 @@ class Live:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return PeerError(f"{self.name} {how} at {do!r}" + (f": {lines[-1]}" if lines else ""))
 
-    def stop(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
         self.process.kill()
         self.process.wait()
+        for file in self.process.stdout, self.errors:
+            file.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
 
 
 def serve(answers: dict) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -34,8 +35,8 @@ def compare(workload: str, mode: str, dtype: str, options) -> str:
     Raises:
         PeerError: where a peer fails, or does not compute what the first one does.
     """
-    peers = [_live(name, workload, mode, dtype, options) for name in options.peers]
-    try:
+    with contextlib.ExitStack() as alive:
+        peers = [alive.enter_context(_live(name, workload, mode, dtype, options)) for name in options.peers]
         present, notes = _present(peers, workload, options)
         started, tolerance = {}, TOLERANCE[dtype]
         for peer in present:
@@ -46,9 +47,6 @@ def compare(workload: str, mode: str, dtype: str, options) -> str:
             agree(peer.name, answer["losses"], reference, started[reference]["losses"], tolerance)
         figures = turns(present, rounds=options.rounds, budget=options.budget, limit=options.limit)
         memory = {peer.name: peer.ask("memory", limit=60) for peer in present}
-    finally:
-        for peer in peers:
-            peer.stop()
     more = {
         "first step s": {name: f"{each['first']:.1f}" for name, each in started.items()},
         "peak MB": {name: _peak(each) for name, each in memory.items()},

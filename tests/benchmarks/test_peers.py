@@ -1,0 +1,116 @@
+"""benchmarks.peers: peers agree before they are timed, and whatever stops a table says so in one sentence."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))    # benchmarks is no installed package
+
+from benchmarks._live import Live, PeerError, turns  # noqa: E402
+from benchmarks.peers import _workloads as spec  # noqa: E402
+from benchmarks.peers.__main__ import agree, main  # noqa: E402
+
+SERVE = "from benchmarks._live import serve; import os, time; serve({%s})"
+
+
+def peers(*arguments, code=0):
+    drop = ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
+    done = subprocess.run([sys.executable, "-m", "benchmarks.peers", *arguments], capture_output=True, text=True,
+                          cwd=ROOT, env={k: v for k, v in os.environ.items() if k not in drop}, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def live(answers, name="peer"):
+    return Live(name, [sys.executable, "-c", SERVE % answers])
+
+
+def test_a_table_of_two_peers():
+    out = peers("mlp", "--size=small", "--peers=fnet,linen", "--rounds=2", "--budget=0.01", "--allocator=tuned")
+    assert "`python -m benchmarks.peers mlp --size=small" in out
+    assert "**mlp**, train, float32, small size, allocator: tuned, on cpu; losses agree to 0.0001" in out
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith(("| peer", "| fnet", "| linen"))]
+    assert rows[0][4:] == ["ratio to fnet", "first step s", "peak MB", "examples/s |"]
+    assert [row[0] for row in rows[1:]] == ["| fnet", "| linen"]
+    median, low, high = map(float, rows[1][1:4])
+    assert 0 < low <= median <= high and rows[1][4] == "1.00"
+    assert int(rows[1][6]) > 50 and int(rows[1][7].strip(" |").replace(",", "")) > 0
+
+
+def test_inference_in_mixed_precision():
+    out = peers("mlp", "--size=small", "--peers=jax", "--mode=infer", "--dtype=mixed", "--rounds=1", "--budget=0.01")
+    assert "**mlp**, infer, mixed, small size, allocator: default, on cpu; losses agree to 0.03" in out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is installed")
+def test_a_peer_that_is_not_installed():
+    sentence = "torch needs torch, which is not installed: pip install -e '.[bench]'"
+    assert peers("mlp", "--size=small", "--peers=torch", code=1).strip() == f"benchmarks.peers: {sentence}"
+
+
+def test_what_is_meant_for_accelerators():
+    said = peers("gpt2-124m", "--peers=fnet", code=1)
+    assert said.strip() == ("benchmarks.peers: gpt2-124m is meant for an accelerator and fnet sees none here: a step "
+                            "would take minutes; --force runs it all the same")
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["mlp", "--peers=fnet,tensorflow"], "no 'tensorflow' among fnet, fnet-tuned, jax"),
+    (["mlp", "--dtype=bf16"], "no 'bf16' among float32, mixed"),
+    (["alexnet"], "invalid choice: 'alexnet'"),
+])
+def test_unknown_names(arguments, sentence, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert sentence in capsys.readouterr().err
+
+
+def test_losses_that_disagree():
+    agree("linen", [2.0, 1.0], "fnet", [2.0001, 1.0], 1e-4)
+    for wrong in 1.01, float("nan"):
+        with pytest.raises(PeerError, match=re.escape(
+                f"linen does not compute what fnet does: its loss on batch 1 is {wrong:.6g}, fnet's is 1 (relative "
+                "0.0001 allowed); no times were taken")):
+            agree("linen", [2.0, wrong], "fnet", [2.0, 1.0], 1e-4)
+
+
+def test_turns_go_round():
+    now = "'time': lambda budget: (print('noise'), time.time())[1]"
+    with live(now, "a") as a, live(now, "b") as b:
+        figures = turns([a, b], rounds=3, budget=0, limit=60)
+    order = sorted((at, name) for name, times in figures.items() for at in times)
+    assert "".join(name for _, name in order) == "ababab"
+
+
+def test_a_peer_that_fails_dies_or_sleeps():
+    with live("'fail': lambda: 1 / 0, 'sleep': lambda: time.sleep(60)") as peer:
+        with pytest.raises(PeerError, match=r"^peer failed at 'fail': ZeroDivisionError: division by zero$"):
+            peer.ask("fail", limit=60)
+        with pytest.raises(PeerError, match=r"^peer gave no answer to 'sleep' within 0.2 s and was stopped$"):
+            peer.ask("sleep", limit=0.2)
+        with pytest.raises(PeerError, match=r"^peer was killed by signal 9 at 'fail'"):
+            peer.ask("fail", limit=60)
+    with live("'die': lambda: (os.write(2, b'out of memory'), os._exit(3))") as peer:
+        with pytest.raises(PeerError, match=r"^peer ended with code 3 at 'die': out of memory$"):
+            peer.ask("die", limit=60)
+
+
+@pytest.mark.parametrize("name", spec.WORKLOADS)
+def test_weights_and_batches_are_the_same_everywhere(name):
+    small = spec.workload(name, "small")
+    first, second = spec.weights(small), spec.weights(small)
+    assert all(np.array_equal(first[path], second[path]) for path in first) and len(first) == len(second)
+    assert all(array.dtype == np.float32 and np.unique(array).size > 1 for array in first.values())
+    (x, y), (x2, _) = spec.batches(small)[0], spec.batches(small)[1]
+    assert not np.array_equal(x, x2) and y.min() >= 0 and type(small) is type(spec.workload(name))
+
+
+def test_cross_entropy_by_hand():
+    assert spec.cross_entropy([[0.0, np.log(3.0)]], [1]) == pytest.approx(np.log(4 / 3))
