@@ -148,7 +148,7 @@ def sentence_embedding(hidden, lengths):
     if hidden.ndim != 3 or lengths.shape != hidden.shape[:1]:
         raise ValueError("sentence_embedding takes hidden [batch, time, width] and lengths [batch]; got "
                          f"{hidden.shape} and {lengths.shape}")
-    hidden = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+    hidden = hidden.astype(jnp.float32) if jnp.finfo(hidden.dtype).bits < 32 else hidden
     real = np.arange(hidden.shape[1])[None] < lengths[:, None]                   # [batch, time]
     mean = jnp.where(real[..., None], hidden, 0).sum(1) / lengths[:, None].astype(hidden.dtype)
     return mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)

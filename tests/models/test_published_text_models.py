@@ -1,0 +1,275 @@
+"""The text models against transformers' own, through the files that it writes, and against PyTorch in training.
+
+What they must give stands in tests/reference/text.npz; tests/reference/make_text_fixtures.py made it.
+"""
+
+import functools
+import json
+import math
+import pathlib
+
+import drawn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import close
+from safetensors.numpy import load_file, save_file
+
+from fnet import models
+from fnet import training as tr
+from fnet.models import pretrained
+
+ROOT = pathlib.Path(__file__).parents[2]
+MODELS = {
+    "gpt": models.GPT(69, 32, 2, 4, context=32),
+    "llama": models.Llama(69, 32, 2, 4, 2, 48, context=64),
+    "llama_tied": models.Llama(69, 32, 2, 4, 4, 48, context=64, tied=True),
+    "bert": models.Bert(69, 32, 2, 4, 48, context=20),
+}
+DECODERS = ("gpt", "llama", "llama_tied")
+PUBLISHED = {
+    (models.GPT, "gpt2"): 124_439_808,               # the four: transformers' GPT2LMHeadModel
+    (models.GPT, "gpt2-medium"): 354_823_168,
+    (models.GPT, "gpt2-large"): 774_030_080,
+    (models.GPT, "gpt2-xl"): 1_557_611_200,
+    (models.Llama, "stories260k"): 260_032,          # llama2.c's sizes, counted from its model.py
+    (models.Llama, "stories15m"): 15_191_712,
+    (models.Llama, "stories42m"): 41_689_600,
+    (models.Llama, "stories110m"): 109_529_856,
+    (models.Llama, "smollm-135m"): 134_515_008,      # the hub's count of the published file, as all below
+    (models.Llama, "tinyllama-1.1b"): 1_100_048_384,
+    (models.Llama, "llama2-7b"): 6_738_415_616,
+    (models.Llama, "llama3-8b"): 8_030_261_248,
+    (models.Bert, "bert-base-uncased"): 109_482_240,
+    (models.Bert, "bert-large-uncased"): 335_141_888,
+    (models.Bert, "minilm-l6"): 22_713_216,
+    (models.Bert, "minilm-l12"): 33_360_000,
+    (models.LSTMLanguageModel, "zaremba-small"): 4_651_600,      # 20 and 66 million in the paper, without biases' twins
+    (models.LSTMLanguageModel, "zaremba-medium"): 19_775_200,
+    (models.LSTMLanguageModel, "zaremba-large"): 66_022_000,
+}
+
+
+@functools.cache
+def reference():
+    with np.load(ROOT / "tests" / "reference" / "text.npz") as arrays:
+        return dict(arrays)
+
+
+def written(name, folder):
+    """The file that transformers would write."""
+    weights = drawn.weights(json.loads(str(reference()[f"{name}/shapes"])))
+    assert drawn.checksum(weights) == reference()[f"{name}/checksum"], "this NumPy draws other numbers"
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return weights
+
+
+def near(got, want, tolerance=2e-5):
+    """At the places that are real: the rows' lengths are the fixture's."""
+    real = np.arange(want.shape[1])[None] < reference()["lengths"][:, None]
+    got, want = np.asarray(got)[real], want[real]
+    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "one by one"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_and_the_way_back(name, stacked, tmp_path):
+    weights = written(name, tmp_path)
+    model = MODELS[name]
+    params, state = pretrained.load(model, tmp_path)
+    assert state == {}
+    if not stacked:
+        apart, taken = models.unstack(model, params)
+        model, params = apart, pretrained.load(apart, tmp_path)[0]
+        close(params, taken, 0)
+    logits = jax.jit(model)(params, reference()["tokens"], reference()["lengths"])
+    near(logits, reference()[f"{name}/logits"])
+
+    path = pretrained.save(model, params, state, tmp_path / "back.safetensors", names="huggingface", like=tmp_path)
+    back = load_file(path)
+    assert set(back) == set(weights)
+    for key, array in weights.items():
+        np.testing.assert_array_equal(back[key], array, key)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_text_is_transformers_own(name, tmp_path):
+    written(name, tmp_path)
+    params, _ = pretrained.load(MODELS[name], tmp_path)
+    held = reference()
+    out = models.generate(MODELS[name], params, held["tokens"], max_tokens=16, temperature=0, lengths=held["lengths"])
+    np.testing.assert_array_equal(out.tokens, held[f"{name}/more"])
+
+
+def test_bert(tmp_path):
+    written("bert", tmp_path)
+    params, _ = pretrained.load(MODELS["bert"], tmp_path)
+    tokens, lengths = reference()["tokens"], reference()["lengths"]
+    hidden, pooled = jax.jit(MODELS["bert"])(params, tokens, lengths)
+    near(hidden, reference()["bert/hidden"])
+    np.testing.assert_allclose(pooled, reference()["bert/pooled"], atol=2e-5)
+    second = jax.jit(MODELS["bert"])(params, tokens, None, reference()["bert/segment"].astype(np.int32)).hidden
+    near(second, reference()["bert/second"])
+
+
+def test_what_old_files_carry_along(tmp_path):
+    """GPT-2's causal masks, Llama's frequencies and tied head, BERT's position numbers and prefix."""
+    for name, prefix, more in (
+        ("gpt", "", {f"h.{i}.attn.bias": (1, 1, 32, 32) for i in range(2)}),
+        ("llama_tied", "", {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (4,) for i in range(2)}),
+        ("bert", "bert.", {"bert.embeddings.position_ids": (1, 20)}),
+    ):
+        weights = {prefix + key.removeprefix("transformer."): value for key, value in written(name, tmp_path).items()}
+        if name == "llama_tied":
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        old = tmp_path / f"{name}.safetensors"
+        save_file(weights | {key: np.zeros(shape, np.float32) for key, shape in more.items()}, old)
+        close(pretrained.load(MODELS[name], old), pretrained.load(MODELS[name], tmp_path), 0)
+        if name == "llama_tied":
+            save_file(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, old)
+            with pytest.raises(ValueError, match=r"'lm_head\.weight' must hold the same numbers as 'embed/embedding'"):
+                pretrained.load(MODELS[name], old)
+
+
+def test_adamw_follows_pytorch_for_100_steps(tmp_path):
+    """GPT-2's and its twin's loss, from the same weights on the same batches: 4.66 falls to 3.07."""
+    written("gpt", tmp_path)
+    model, held = MODELS["gpt"], reference()
+    params, _ = pretrained.load(model, tmp_path)
+    text = (ROOT / "experiments" / "data" / "tempest.txt").read_text(encoding="utf-8")
+    row = models.CharTokenizer(text).encode(text)
+    tx = tr.optimizer("adamw", 1e-3, weight_decay=0.1, decay_all=True, b2=0.95)
+
+    @jax.jit
+    def step(state, tokens):
+        def loss(params):
+            logits = model(params, tokens[:, :-1], key=jax.random.key(0), train=True)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply(tx, grads), value
+
+    state, losses = tr.TrainState.create(params, tx), []
+    for starts in held["curve/starts"]:
+        state, value = step(state, np.stack([row[at:at + 33] for at in starts]))
+        losses.append(value)
+    np.testing.assert_allclose(losses, held["curve/losses"], atol=1e-3)
+    assert losses[-1] < 3.2 < 4.6 < losses[0]
+
+
+@pytest.mark.parametrize(("cls", "preset"), PUBLISHED, ids=lambda value: value if isinstance(value, str) else "")
+def test_published_parameter_counts(cls, preset):
+    model = cls.preset(preset)
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.spec(model.example()).params)) == \
+        PUBLISHED[cls, preset]
+
+
+def test_every_preset_is_counted():
+    classes = {cls for cls, _ in PUBLISHED}
+    assert {(cls, preset) for cls in classes for preset in cls.PRESETS} == set(PUBLISHED)
+    assert all(set(cls.HUB) <= set(cls.PRESETS) for cls in classes)
+
+
+def filled(model):
+    """Parameters of a model, none of them 0 or 1, in less time than `init` takes to compile."""
+    rng = np.random.default_rng(0)
+    draw = lambda spec: (rng.uniform(-2, 2, spec.shape) / np.sqrt(spec.shape[-1])).astype(np.float32)
+    return jax.tree.map(draw, model.spec(model.example()).params)
+
+
+def numpy_llama(raw, tokens):
+    """Logits of the last token [vocab_size], from the bytes of a model.bin: run.c's forward, written from the paper."""
+    dim, hidden, depth, heads, kv_heads, vocab, context = np.frombuffer(raw[:28], "<i4").tolist()
+    floats, at, d = np.frombuffer(raw[28:], "<f4").astype(np.float64), 0, dim // heads
+    shapes = {"embed": (abs(vocab), dim), "norm1": (depth, dim), "q": (depth, dim, dim),
+              "k": (depth, kv_heads * d, dim), "v": (depth, kv_heads * d, dim), "o": (depth, dim, dim),
+              "norm2": (depth, dim), "gate": (depth, hidden, dim), "down": (depth, dim, hidden),
+              "up": (depth, hidden, dim), "norm": (dim,), "rotary": (context, d), "head": (abs(vocab), dim)}
+    w = {}
+    for name, shape in shapes.items():
+        if name != "head" or vocab < 0:
+            w[name] = floats[at:at + math.prod(shape)].reshape(shape)
+            at += math.prod(shape)
+    norm = lambda x, scale: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
+    angles = np.arange(len(tokens))[:, None] * 10000.0 ** (-np.arange(0, d, 2) / d)
+    turn = lambda x: ((x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, None])
+    unturn = lambda z: np.stack([z.real, z.imag], -1).reshape(*z.shape[:-1], d)
+    seen = np.tril(np.ones((len(tokens), len(tokens)), bool))
+    x = w["embed"][tokens]
+    for i in range(depth):
+        y = norm(x, w["norm1"][i])
+        q, k, v = ((y @ w[name][i].T).reshape(len(tokens), -1, d) for name in "qkv")
+        q, k = unturn(turn(q)), unturn(turn(k))
+        k, v = (np.repeat(each, heads // kv_heads, 1) for each in (k, v))
+        scores = np.where(seen, np.einsum("thd,shd->hts", q, k) / np.sqrt(d), -np.inf)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        y = np.einsum("hts,shd->thd", scores / scores.sum(-1, keepdims=True), v).reshape(len(tokens), dim)
+        x = x + y @ w["o"][i].T
+        y = norm(x, w["norm2"][i])
+        gate = y @ w["gate"][i].T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w["up"][i].T)) @ w["down"][i].T
+    return norm(x[-1], w["norm"]) @ w["head" if vocab < 0 else "embed"].T
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama2c_files(tied, tmp_path):
+    """A model.bin out and in again, and an independent reader's logits and greedy text."""
+    model = models.Llama(50, 16, 2, 4, 2, 24, context=32, interleaved=True, tied=tied)
+    params = filled(model)
+    path = pretrained.save(model, params, {}, tmp_path / "model.bin")
+    close(pretrained.load(model, path)[0], params, 0)
+
+    raw, prompt = path.read_bytes(), [3, 1, 4, 1, 5]
+    row = list(prompt)
+    for _ in range(12):
+        row.append(int(numpy_llama(raw, row).argmax()))
+    out = models.generate(model, params, [prompt], max_tokens=12, temperature=0)
+    assert out.tokens[0].tolist() == row[5:]
+    logits = jax.jit(model)(params, jnp.array([prompt]))[0, -1]
+    np.testing.assert_allclose(logits, numpy_llama(raw, prompt), rtol=1e-4, atol=1e-5)
+
+    with pytest.raises(ValueError, match=r"for a Llama with interleaved=True; this one has interleaved=False"):
+        pretrained.load(models.Llama(50, 16, 2, 4, 2, 24, context=32, tied=tied), path)
+
+
+HEADERS = {    # run.c's seven integers, of which the rest of the file is said to be full
+    "no layers": (16, 24, 0, 4, 2, 50, 32), "negative": (-16, 24, 2, 4, 2, 50, 32), "long": (16, 24, 3, 4, 2, 50, 32),
+    "heads do not divide": (16, 24, 2, 3, 2, 50, 32), "groups do not divide": (16, 24, 2, 4, 3, 50, 32),
+    "huge": (2**31 - 1, 2**31 - 1, 2**31 - 1, 1, 1, 2**31 - 1, 2**31 - 1), "no words": (16, 24, 2, 4, 2, 0, 32),
+    "least": (16, 24, 2, 4, 2, -2**31, 32),
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_hostile_headers(header, tmp_path):
+    model = models.Llama(50, 16, 2, 4, 2, 24, context=32, interleaved=True, tied=True)
+    path = pretrained.save(model, filled(model), {}, tmp_path / "model.bin")
+    path.write_bytes(np.array(header, "<i4").tobytes() + path.read_bytes()[28:])
+    with pytest.raises(ValueError, match=r"model\.bin"):
+        pretrained.load(model, path)
+
+
+def test_inputs_that_do_not_fit():
+    for model in (MODELS["gpt"], MODELS["bert"]):
+        wrong = jnp.zeros((1, model.context + 1), jnp.int32)
+        says = (rf"takes tokens \[batch, time\], time up to its context of {model.context}; got shape "
+                rf"\(1, {model.context + 1}\)")
+        with pytest.raises(ValueError, match=says):
+            model.spec(wrong)
+    with pytest.raises(ValueError, match=r"Bert: segment has the shape of tokens, \(1, 5\); got \(1, 4\)"):
+        model.spec(wrong[:, :5], segment=wrong[:, :4])
+    with pytest.raises(ValueError, match=r"hidden \[batch, time, width\] and lengths \[batch\]; got \(1, 5, 32\) and "):
+        models.sentence_embedding(jnp.zeros((1, 5, 32)), np.array([5, 5]))
+    with pytest.raises(TypeError, match=r"unstack takes a model with stacked=True, .*; got LSTMLanguageModel"):
+        models.unstack(models.LSTMLanguageModel(5, 4), {})
+
+
+def test_sentence_embedding():
+    hidden = np.random.default_rng(0).standard_normal((2, 4, 3), np.float32)
+    got = models.sentence_embedding(np.where([[[1]] * 4, [[1], [1], [0], [0]]], hidden, np.nan), np.array([4, 2]))
+    for row, given, length in zip(got, hidden, (4, 2)):
+        mean = given[:length].mean(0)
+        np.testing.assert_allclose(row, mean / np.linalg.norm(mean), rtol=1e-5)
+    assert models.sentence_embedding(jnp.asarray(hidden, jnp.bfloat16), np.array([4, 2])).dtype == jnp.float32
