@@ -1,0 +1,217 @@
+"""Tokenisers against those that others wrote, and against files that nobody should trust.
+
+tests/reference/tokenizers.json holds what Hugging Face's tokenizers and llama2.c make of the same texts.
+"""
+
+import itertools
+import json
+import pathlib
+import struct
+import sys
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fnet import models
+
+HELD = json.loads((pathlib.Path(__file__).parents[1] / "reference" / "tokenizers.json").read_text(encoding="utf-8"))
+WORDPIECE, LLAMA = HELD["wordpiece"], HELD["llama_bpe"]
+TEXTS = settings(max_examples=150, deadline=None)
+SPECIAL = [b"<unk>", b"\n<s>\n", b"\n</s>\n"]
+
+
+def wordpiece(**options):
+    return models.WordPiece(WORDPIECE["vocabulary"], **options)
+
+
+def pieces(old=False):
+    single = [chr(byte).encode() if old else b"<0x%02X>" % byte for byte in range(256)]
+    return [*SPECIAL, *single, *(piece.encode() for piece in LLAMA["pieces"])], [0.0] * 259 + LLAMA["scores"]
+
+
+def tokenizer_bin(pieces, scores):
+    raw = struct.pack("<i", max(map(len, pieces)))
+    return raw + b"".join(struct.pack("<fi", score, len(piece)) + piece for piece, score in zip(pieces, scores))
+
+
+@TEXTS
+@given(st.text())
+def test_bytes(text):
+    words = models.ByteTokenizer()
+    if not any(0xD800 <= ord(char) < 0xE000 for char in text):
+        tokens = words.encode(text)
+        assert tokens.dtype == np.int32 and tokens.tolist() == list(text.encode())
+        assert words.decode(tokens) == text
+    assert words.decode([255, 65]) == "\ufffdA"
+
+
+@TEXTS
+@given(st.text(min_size=1))
+def test_characters(text):
+    words = models.CharTokenizer(text)
+    tokens = words.encode(text)
+    assert tokens.dtype == np.int32 and words.vocab_size == len(set(text))
+    assert words.decode(tokens) == text
+    order = sorted(set(text))
+    assert tokens.tolist() == [order.index(char) for char in text]
+
+
+def test_characters_in_a_file(tmp_path):
+    words = models.CharTokenizer("to be or not tö be")
+    words.write(tmp_path / "characters.json")
+    again = models.read_tokenizer(tmp_path)
+    assert isinstance(again, models.CharTokenizer) and again.characters == words.characters
+    with pytest.raises(ValueError, match="the character 'x' at 3 is none of the 8 that this CharTokenizer knows"):
+        words.encode("be x")
+    with pytest.raises(ValueError, match="holds every character; this one is empty"):
+        models.CharTokenizer("")
+    for text in ('["a"]', '"ba"', '"aa"', '""', "{", "[" * 100_000):
+        (tmp_path / "characters.json").write_text(text)
+        with pytest.raises(ValueError, match="is no vocabulary of characters: a JSON string of them, in order"):
+            models.read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["lower", "cased"])
+@pytest.mark.parametrize("number", range(len(WORDPIECE["texts"])))
+def test_wordpiece_is_hugging_faces(case, number):
+    tokens = wordpiece(lowercase=case == "lower").encode(WORDPIECE["texts"][number])
+    assert tokens.tolist() == WORDPIECE[case][number]
+
+
+@pytest.mark.parametrize("number", range(len(LLAMA["texts"])))
+def test_llama_bpe_is_llama2cs(number):
+    words = models.LlamaBPE(*pieces())
+    tokens = words.encode(LLAMA["texts"][number])
+    assert tokens.tolist() == LLAMA["tokens"][number]
+    assert words.decode(tokens) == LLAMA["texts"][number]
+
+
+@TEXTS
+@given(st.text(st.sampled_from("abeht é汉\t🙂<0x41>")))
+def test_llama_bpe_merges_the_best_pair_first(text):
+    """Against the definition: look at every pair, merge the best, begin again."""
+    words = models.LlamaBPE(*pieces(old=True))
+    number = {piece: i for i, piece in reversed(list(enumerate(words.pieces))) if i >= 259}
+    row = []
+    for char in " " * bool(text) + text:
+        row += [number[char.encode()]] if char.encode() in number else [byte + 3 for byte in char.encode()]
+    while True:
+        pairs = [(words.scores[made], -i, made) for i, (a, b) in enumerate(itertools.pairwise(row))
+                 if (made := number.get(words.pieces[a] + words.pieces[b])) is not None]
+        if not pairs:
+            break
+        _, at, made = max(pairs)
+        row[-at:2 - at] = [made]
+    assert words.encode(text, bos=False).tolist() == row
+    assert words.encode(text, eos=True).tolist() == [1, *row, 2]
+    assert words.decode(words.encode(text)) == text
+
+
+def test_wordpiece_in_a_file(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\r\n".join(WORDPIECE["vocabulary"]) + "\r\n", encoding="utf-8", newline="")
+    words = models.read_tokenizer(tmp_path)
+    assert isinstance(words, models.WordPiece) and words.vocab_size == len(WORDPIECE["vocabulary"])
+    whole = words.encode("The Tempest: our revels now are ended.")
+    assert words.decode(whole) == "the tempest : our revels now are ended ."
+    short = words.encode("The Tempest: our revels now are ended.", max_length=6)
+    assert short.tolist() == [*whole[:5], whole[-1]]
+    assert words.decode(words.encode("☃ now")) == "now"         # what it does not know is no text
+    assert words.words("[SEP] is text") == ["[", "sep", "]", "is", "text"]
+    with pytest.raises(ValueError, match=r"max_length counts \[CLS\] and \[SEP\] too; got 1"):
+        words.encode("x", max_length=1)
+
+
+def test_tokenizer_bin(tmp_path):
+    for old in (False, True):
+        (tmp_path / "tokenizer.bin").write_bytes(tokenizer_bin(*pieces(old)))
+        words = models.read_tokenizer(tmp_path)
+        assert isinstance(words, models.LlamaBPE) and words.vocab_size == len(pieces()[0])
+        assert words.encode(LLAMA["texts"][-1]).tolist() == LLAMA["tokens"][-1]
+        assert words.decode([1, 3 + 0xE6, 3 + 0xB1, 3 + 0x89, 2]) == "汉"
+        assert words.decode([3 + 0xE6]) == "\ufffd"
+
+
+def hostile():
+    """Files that are no vocabulary, and what is said of them."""
+    good = tokenizer_bin(*pieces())
+    yield "tokenizer.bin", b"", "this one of 0 tokens has others"
+    yield "tokenizer.bin", good[:-1], "end with the file"
+    yield "tokenizer.bin", good[:7], r"token 0, at byte 4, has the score nan and the length -1"
+    yield "tokenizer.bin", good + struct.pack("<fi", 0, 2**31 - 1), r"the length 2147483647; lengths are 1 to "
+    yield "tokenizer.bin", good + struct.pack("<fi", 0, -5) + b"xxxxx", "the length -5"
+    yield "tokenizer.bin", good + struct.pack("<fi", 0, 0), "the length 0"
+    yield "tokenizer.bin", good + struct.pack("<fi", float("nan"), 1) + b"x", "the score nan"
+    yield "tokenizer.bin", tokenizer_bin(*(each[3:] for each in pieces())), "tokens 3 to 258 of a Llama vocabulary"
+    yield "vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n", r"this one of 3 tokens lacks \[SEP\]"
+    yield "vocab.txt", b"", r"this one of 0 tokens lacks \[PAD\], \[UNK\], \[CLS\], \[SEP\]"
+    yield "vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\na\nb\na\n", "the vocabulary has 'a' more than once"
+    yield "vocab.txt", b"[PAD]\n\xff\xfe\n", "is no text in UTF-8"
+
+
+@pytest.mark.parametrize(("name", "raw", "text"), list(hostile()))
+def test_hostile_files(name, raw, text, tmp_path):
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(ValueError, match=text) as error:
+        models.read_tokenizer(tmp_path)
+    assert str(tmp_path / name) in str(error.value)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    with (tmp_path / "vocab.txt").open("wb") as file:
+        file.truncate(2**26 + 1)                                # sparse: it takes no room
+    with pytest.raises(ValueError, match="has 67,108,865 bytes: a vocabulary has at most 67,108,864"):
+        models.read_tokenizer(tmp_path / "vocab.txt")
+
+
+def test_no_tokenizer_there(tmp_path):
+    for path in (tmp_path, tmp_path / "vocab.txt", tmp_path / "words.model"):
+        with pytest.raises(FileNotFoundError, match=r"no tokeniser there; one of vocab\.txt, tokenizer\.bin, char"):
+            models.read_tokenizer(path)
+
+
+@pytest.mark.parametrize("words", [models.ByteTokenizer(), models.CharTokenizer("abc"), wordpiece(),
+                                   models.LlamaBPE(*pieces())], ids=lambda words: type(words).__name__)
+def test_decoding_what_is_no_token(words):
+    assert words.decode([]) == words.decode(iter(())) == ""
+    for token in (words.vocab_size, -1):
+        with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary, 0 to {words.vocab_size - 1}"):
+            words.decode([0, token])
+    with pytest.raises(ValueError, match=r"decode takes one row of integer tokens; got float64\[1\]"):
+        words.decode([0.5])
+
+
+def test_llama_pieces_and_scores_go_together():
+    with pytest.raises(ValueError, match=r"(\d+) tokens and 3 scores"):
+        models.LlamaBPE(pieces()[0], [0.0] * 3)
+
+
+def test_a_tokenizer_json(tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ModuleNotFoundError, match="is read by the library tokenizers, which is missing: pip install"):
+        models.read_tokenizer(tmp_path)
+
+    class Tokenizer:
+        """As much of the library's class as is used."""
+
+        @classmethod
+        def from_str(cls, text):
+            if text != "{}":
+                raise Exception("missing field `model`")
+            return cls()
+
+        encode = staticmethod(lambda text: types.SimpleNamespace(ids=[len(text), 7]))
+        decode = staticmethod(repr)
+        get_vocab_size = staticmethod(lambda: 9)
+
+    monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Tokenizer))
+    words = models.read_tokenizer(tmp_path)
+    assert words.encode("abc").tolist() == [3, 7] and words.encode("").dtype == np.int32
+    assert words.decode(np.array([3, 7])) == "[3, 7]" and words.vocab_size == 9
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer\.json: missing field `model`"):
+        models.read_tokenizer(path)
