@@ -16,7 +16,7 @@ from benchmarks.peers._steps import Run
 from benchmarks.peers._torch_layout import channels_first, transposed
 
 
-def build(workload, weights, batches, *, train, mixed, tuned=False):
+def build(workload, weights, batches, *, train, mixed, **how):
     make = MODELS[type(workload)]
     state = None
     if make is ResNet:
@@ -36,7 +36,7 @@ def build(workload, weights, batches, *, train, mixed, tuned=False):
             return jax.vmap(model)(x), state
         return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
 
-    return Run(apply, params, state, transposed(batches), train=train, tuned=tuned)
+    return Run(apply, params, state, transposed(batches), train=train, **how)
 
 
 NAMES = {"query_proj": "query", "key_proj": "key", "value_proj": "value", "output_proj": "out"}

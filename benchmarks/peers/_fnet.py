@@ -10,14 +10,14 @@ from fnet import layers as nn
 from fnet import transforms as ft
 
 
-def build(workload, weights, batches, *, train, mixed, tuned=False):
+def build(workload, weights, batches, *, train, mixed, **how):
     model = MODELS[type(workload)](w=workload)
 
     def apply(params, stats, x, train):
         return model(params, x, state=stats, train=train)
 
     wrap = (lambda f: ft.autocast(f, "bfloat16")) if mixed else (lambda f: f)
-    return Run(apply, nested(weights), nested(weights, stats=True), batches, train=train, tuned=tuned, wrap=wrap)
+    return Run(apply, nested(weights), nested(weights, stats=True), batches, train=train, **how, wrap=wrap)
 
 
 @nn.layer

@@ -15,10 +15,10 @@ from benchmarks.peers import _workloads as spec
 from benchmarks.peers._steps import Run, nested
 
 
-def build(workload, weights, batches, *, train, mixed, tuned=False):
+def build(workload, weights, batches, *, train, mixed, **how):
     low = jnp.bfloat16 if mixed else jnp.float32
     model = functools.partial(MODELS[type(workload)], workload, low)
-    return Run(model, nested(weights), nested(weights, stats=True), batches, train=train, tuned=tuned)
+    return Run(model, nested(weights), nested(weights, stats=True), batches, train=train, **how)
 
 
 def _dense(p, x, low):

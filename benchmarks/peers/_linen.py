@@ -13,7 +13,7 @@ from benchmarks.peers import _workloads as spec
 from benchmarks.peers._steps import Run, fitted, nested
 
 
-def build(workload, weights, batches, *, train, mixed, tuned=False):
+def build(workload, weights, batches, *, train, mixed, **how):
     model = MODELS[type(workload)](workload, jnp.bfloat16 if mixed else jnp.float32)
     like = jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), batches[0][0])
     params = {name: _cell(tree) if name.startswith("lstm") else tree for name, tree in nested(weights).items()}
@@ -25,7 +25,7 @@ def build(workload, weights, batches, *, train, mixed, tuned=False):
         logits, updated = model.apply({"params": params, "batch_stats": stats}, x, train, mutable=["batch_stats"])
         return logits, updated["batch_stats"]
 
-    return Run(apply, params, stats, batches, train=train, tuned=tuned)
+    return Run(apply, params, stats, batches, train=train, **how)
 
 
 def _cell(lstm):

@@ -11,15 +11,22 @@ import numpy as np
 import optax
 
 from benchmarks.peers import _workloads as spec
+from fnet import transforms as ft
 
 
 class Run:
     """A peer at work: `step(i)` is a training step on a batch, giving the loss, or a forward pass, giving the logits.
 
     The first call traces and compiles. Nothing is waited for but by `wait`.
+
+    Args:
+        apply, params, stats: the model.
+        wrap: put around the gradient, or in inference around the model.
+        rules: what `ft.tune` is given, {} for its own choice; None: not tuned.
+        options: compile with tune's compiler options and nothing else of it.
     """
 
-    def __init__(self, apply, params, stats, batches, *, train, tuned=False, wrap=lambda f: f):
+    def __init__(self, apply, params, stats, batches, *, train, wrap=lambda f: f, rules=None, options=False):
         self.batches = [(jnp.asarray(x), jnp.asarray(y)) for x, y in batches]
         params, stats = jax.tree.map(jnp.array, (params, stats))
         self.train = train
@@ -30,11 +37,16 @@ class Run:
         else:
             self.state = params, stats
             f = wrap(lambda state, x: apply(*state, x, False)[0])
-        if tuned:
-            from fnet import transforms as ft
+        donated = 0 if train else ()
+        if options:
+            from fnet.transforms import _tune_cpu
 
-            f = ft.tune(f)
-        self.f = jax.jit(f, donate_argnums=0 if train else ())
+            program = jax.make_jaxpr(f)(self.state, *self.batches[0][:1 + train])
+            self.f = jax.jit(f, donate_argnums=donated, compiler_options=_tune_cpu.options(program))
+        else:
+            self.f = jax.jit(f, donate_argnums=donated)
+        if rules is not None:
+            self.f = ft.tune(self.f, rules=rules)
 
     def step(self, i):
         x, y = self.batches[i % len(self.batches)]

@@ -12,13 +12,13 @@ from benchmarks._live import serve
 
 PEERS = {
     "fnet": ("_fnet", {}),
-    "fnet-tuned": ("_fnet", {"tuned": True}),
+    "fnet-tuned": ("_fnet", {"rules": {}}),
     "jax": ("_handwritten", {}),
-    "jax-tuned": ("_handwritten", {"tuned": True}),
+    "jax-tuned": ("_handwritten", {"rules": {}}),
     "linen": ("_linen", {}),
-    "linen-tuned": ("_linen", {"tuned": True}),
+    "linen-tuned": ("_linen", {"rules": {}}),
     "equinox": ("_equinox", {}),
-    "equinox-tuned": ("_equinox", {"tuned": True}),
+    "equinox-tuned": ("_equinox", {"rules": {}}),
     "nnx": ("_nnx", {}),
     "keras": ("_keras", {}),
     "torch": ("_torch", {}),
@@ -40,8 +40,8 @@ def allocator(kind: str) -> None:
 class Worker:
     """What the process answers."""
 
-    def __init__(self, *, peer, workload, size, mode, mixed, checked, allocator):
-        self.names = peer, workload, size
+    def __init__(self, *, peer, workload, size, mode, mixed, checked, allocator, **how):
+        self.names, self.how = (peer, workload, size), how
         self.train, self.mixed, self.checked, self.allocator = mode == "train", mixed, checked, allocator
         self.count, self.each = 0, None
 
@@ -49,17 +49,13 @@ class Worker:
         """Imports what the peer needs: {"missing": a package} or {"platform": "cpu" or another}."""
         allocator(self.allocator)
         module, self.options = PEERS[self.names[0]]
+        self.options = {**self.options, **self.how}
         try:
             self.module = importlib.import_module(f"benchmarks.peers.{module}")
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("benchmarks"):
                 raise
             return {"missing": error.name}
-        if self.options.get("tuned"):
-            from fnet import transforms as ft
-
-            if not hasattr(ft, "tune"):
-                return {"missing": "fnet.transforms.tune"}
         return {"platform": self.module.Run.platform()}
 
     def start(self):

@@ -1,5 +1,6 @@
 """benchmarks.peers: peers agree before they are timed, and whatever stops a table says so in one sentence."""
 
+import collections
 import importlib.util
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,8 +16,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))    # benchmarks is no installed package
 
 from benchmarks._live import Live, PeerError, turns  # noqa: E402
+from benchmarks.peers import _fnet, _handwritten  # noqa: E402
 from benchmarks.peers import _workloads as spec  # noqa: E402
-from benchmarks.peers.__main__ import agree, main  # noqa: E402
+from benchmarks.peers.__main__ import main  # noqa: E402
+from benchmarks.peers._compare import agree  # noqa: E402
+from benchmarks.rules import verdict  # noqa: E402
 
 SERVE = "from benchmarks._live import serve; import os, time; serve({%s})"
 
@@ -33,12 +38,12 @@ def live(answers, name="peer"):
 
 
 def test_a_table_of_two_peers():
-    out = peers("mlp", "--size=small", "--peers=fnet,linen", "--rounds=2", "--budget=0.01", "--allocator=tuned")
+    out = peers("mlp", "--size=small", "--peers=fnet,jax-tuned", "--rounds=2", "--budget=0.01", "--allocator=tuned")
     assert "`python -m benchmarks.peers mlp --size=small" in out
     assert "**mlp**, train, float32, small size, allocator: tuned, on cpu; losses agree to 0.0001" in out
-    rows = [line.split(" | ") for line in out.splitlines() if line.startswith(("| peer", "| fnet", "| linen"))]
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith(("| peer", "| fnet", "| jax-tuned"))]
     assert rows[0][4:] == ["ratio to fnet", "first step s", "peak MB", "examples/s |"]
-    assert [row[0] for row in rows[1:]] == ["| fnet", "| linen"]
+    assert [row[0] for row in rows[1:]] == ["| fnet", "| jax-tuned"]
     median, low, high = map(float, rows[1][1:4])
     assert 0 < low <= median <= high and rows[1][4] == "1.00"
     assert int(rows[1][6]) > 50 and int(rows[1][7].strip(" |").replace(",", "")) > 0
@@ -114,3 +119,23 @@ def test_weights_and_batches_are_the_same_everywhere(name):
 
 def test_cross_entropy_by_hand():
     assert spec.cross_entropy([[0.0, np.log(3.0)]], [1]) == pytest.approx(np.log(4 / 3))
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_fnet_compiles_to_what_one_writes_by_hand(name):
+    small = spec.workload(name, "small")
+    counts = []
+    for module in _fnet, _handwritten:
+        run = module.build(small, spec.weights(small), spec.batches(small, 1), train=True, mixed=False)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):    # Optax needs both
+            program = run.f.lower(run.state, *run.batches[0]).compile().as_text()
+        counts.append(collections.Counter(re.findall(r" ([a-z][\w-]*)\(", program)))
+    assert counts[0] == counts[1] and counts[0]["fusion"] > 10
+
+
+def test_what_is_said_of_a_rule():
+    off = [1.0] * 10
+    assert verdict([0.9] * 9 + [1.5], off) == "pays: 0.90 of the time"
+    assert verdict([1.2] * 10, off) == "costs: 1.20 of the time"
+    for even in [0.99] * 10, [0.9] * 8 + [1.5] * 2:
+        assert verdict(even, off).startswith("makes no difference that shows: ")
