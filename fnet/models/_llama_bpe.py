@@ -36,7 +36,7 @@ class LlamaBPE:
     Machine Translation of Rare Words with Subword Units; Kudo and Richardson (2018), SentencePiece.
     """
 
-    bos, eos = _BEGIN, _END
+    stop = (_BEGIN, _END)
 
     def __init__(self, pieces: Sequence[bytes], scores: Sequence[float]):
         self.pieces, self.scores = tuple(pieces), tuple(scores)

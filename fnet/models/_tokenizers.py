@@ -22,6 +22,7 @@ class ByteTokenizer:
     """
 
     vocab_size = 256
+    stop = ()
 
     def encode(self, text: str) -> np.ndarray:
         """[bytes], int32."""
@@ -46,6 +47,8 @@ class CharTokenizer:
     Args:
         text: holds every character that there will be.
     """
+
+    stop = ()
 
     def __init__(self, text: str):
         self.characters = "".join(sorted(set(text)))
@@ -115,6 +118,8 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:    # the library raises Exception itself
             raise ValueError(f"{path} is no tokenizer.json: {error}") from None
+        ends = map(self._tokenizer.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"))
+        self.stop = tuple(number for number in ends if number is not None)
 
     @property
     def vocab_size(self) -> int:
@@ -136,7 +141,8 @@ def read_tokenizer(path: str | os.PathLike):
             (`HuggingFaceTokenizer`), or a folder with one of them, in this order.
 
     Returns:
-        What has `encode(text) -> int32 [tokens]`, `decode(tokens) -> text` and `vocab_size`.
+        What has `encode(text) -> int32 [tokens]`, `decode(tokens) -> text`, `vocab_size`, and `stop`, the tokens that
+        end a text.
 
     Raises:
         FileNotFoundError: where there is none.

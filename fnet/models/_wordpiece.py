@@ -56,6 +56,7 @@ class WordPiece:
             raise ValueError(f"the vocabulary has {twice!r} more than once")
         self._unknown, self._begin, self._end = (self._numbers[token] for token in self.SPECIAL[1:])
         self._longest = max(map(len, self.vocabulary))
+        self.stop = (self._end,)
 
     @property
     def vocab_size(self) -> int:

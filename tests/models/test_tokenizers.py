@@ -204,6 +204,7 @@ def test_a_tokenizer_json(tmp_path, monkeypatch):
                 raise Exception("missing field `model`")
             return cls()
 
+        token_to_id = {"</s>": 5}.get
         encode = staticmethod(lambda text: types.SimpleNamespace(ids=[len(text), 7]))
         decode = staticmethod(repr)
         get_vocab_size = staticmethod(lambda: 9)
@@ -211,7 +212,7 @@ def test_a_tokenizer_json(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Tokenizer))
     words = models.read_tokenizer(tmp_path)
     assert words.encode("abc").tolist() == [3, 7] and words.encode("").dtype == np.int32
-    assert words.decode(np.array([3, 7])) == "[3, 7]" and words.vocab_size == 9
+    assert words.decode(np.array([3, 7])) == "[3, 7]" and words.vocab_size == 9 and words.stop == (5,)
     path.write_text("[]")
     with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer\.json: missing field `model`"):
         models.read_tokenizer(path)

@@ -1,0 +1,119 @@
+"""Lets a model write on: prompts in, text out.
+
+    python experiments/generate.py "Once upon a time"                            # stories15m, of llama2.c
+    python experiments/generate.py --weights=runs/language_model "MIRANDA."     # what language_model.py trained
+    python experiments/generate.py --model=gpt2 --top_k=40 "The answer" "In 1912"      # several prompts at once
+
+The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache;
+where there are none, the message says what to download. The tokeniser lies beside them: tokenizer.bin (llama2.c),
+characters.json, or tokenizer.json (pip install tokenizers).
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import _common as common
+import jax
+import jax.numpy as jnp
+import language_model
+import numpy as np
+from absl import app, logging
+
+from fnet import hardware as hw
+from fnet import models
+from fnet import training as tr
+from fnet.models import pretrained
+
+option = common.option
+PRESETS = tuple(preset for cls in (models.Llama, models.GPT) for preset in cls.PRESETS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which weights, and how tokens are drawn."""
+
+    model: str = option("stories15m", f"one of {', '.join(PRESETS)}")
+    weights: str | None = option(None, "file or folder of the weights, or the folder of a run of language_model.py")
+    tokenizer: str | None = option(None, "file or folder of the tokeniser (default: beside the weights)")
+    max_tokens: int = option(200, "how many tokens to generate at most")
+    temperature: float = option(0.8, "what logits are divided by; 0: the likeliest token every time")
+    top_k: int = option(0, "draw among so many of the likeliest tokens; 0: all")
+    top_p: float = option(0.95, "draw among the likeliest tokens that have this probability together; 1: all")
+    precision: str = option("float32", "of the weights: float32, bfloat16 or float16")
+    seed: int = option(0, "of the draws")
+
+
+def main(argv):
+    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
+    with common.one_line_errors(ValueError, TypeError, OSError, ModuleNotFoundError):
+        config = checked(common.config_from_flags(Config))
+        path = pretrained.find(config.weights or config.model)
+        folder = path if path.is_dir() else path.parent
+        model, words = read(config, folder, path)
+        params, _ = pretrained.load(model, path, dtype=jnp.dtype(config.precision))
+        prompts = argv[1:] or [""]
+        starts = [words.encode(prompt) if prompt else begin(words) for prompt in prompts]
+        tokens, lengths = models.padded(starts)
+        if jax.default_backend() == "cpu":
+            model, params = models.unstack(model, params)
+        most = min(config.max_tokens, model.context + 1 - int(lengths.max()))
+        if most < 1:
+            raise ValueError(f"the longest prompt has {lengths.max()} tokens; the model sees {model.context}")
+        options = dict(temperature=config.temperature, top_k=config.top_k or None, lengths=lengths, stop=words.stop,
+                       top_p=config.top_p if config.top_p < 1 else None)
+    print(f"{config.model if not config.weights else config.weights}: {type(model).__name__}, "
+          f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {config.precision}, {hw.detect().name}")
+
+    key = jax.random.key(config.seed)
+    began = time.perf_counter()
+    jax.block_until_ready(models.generate(model, params, tokens, key, max_tokens=most, **options))
+    first = time.perf_counter() - began
+    began = time.perf_counter()
+    out = jax.block_until_ready(models.generate(model, params, tokens, key, max_tokens=most, **options))
+    took = time.perf_counter() - began
+    for start, row, length in zip(starts, np.asarray(out.tokens), np.asarray(out.lengths)):
+        print(f"\n{words.decode([*start, *row[:length]])}")
+    count = int(out.lengths.sum())
+    print(f"\n{count} tokens in {took:.2f} s, {count / took:.0f} tokens/s (compiling included: {first:.1f} s)")
+
+
+def read(config, folder, path):
+    """(the model, its tokeniser): of a preset, or of a run of language_model.py."""
+    run = None
+    if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
+        run = tr.load_config(language_model.Config, folder / "config.json")
+    if run is not None and run.tokens == "byte":
+        words = models.ByteTokenizer()
+    else:
+        words = models.read_tokenizer(Path(config.tokenizer) if config.tokenizer else folder)
+    if run is not None:
+        return language_model.make_model(run, run.vocab_size or words.vocab_size), words
+    model = pretrained.model(config.model, path)
+    if words.vocab_size != model.vocab_size:
+        raise ValueError(f"the tokeniser has {words.vocab_size} tokens, the model {model.vocab_size}: they do not go "
+                         "together")
+    return model, words
+
+
+def begin(words):
+    """What stands before a text without a prompt: the token that ends the one before, or a new line."""
+    return words.encode("") if len(words.encode("")) else np.array(words.stop[:1] or words.encode("\n"), np.int32)
+
+
+def checked(config):
+    """The configuration, once it is known to make sense."""
+    for name, known in {"precision": ("float32", "bfloat16", "float16")}.items():
+        if getattr(config, name) not in known:
+            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
+    if config.weights is None and config.model not in PRESETS:
+        raise tr.ConfigError(f"--model={config.model}: use {', '.join(PRESETS)}")
+    if config.max_tokens < 1 or config.temperature < 0 or config.top_k < 0 or not 0 < config.top_p <= 1:
+        raise tr.ConfigError("--max_tokens is 1 or more, --temperature and --top_k 0 or more, --top_p above 0 and at "
+                             "most 1")
+    return config
+
+
+if __name__ == "__main__":
+    common.define_flags(Config)
+    app.run(main, flags_parser=common.parse_flags)
