@@ -183,6 +183,23 @@ def close(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
+def opened(closed: Any) -> Any:
+    """The jaxpr inside, where one is nothing but a jit without shardings."""
+    while len(closed.jaxpr.eqns) == 1 and closed.jaxpr.eqns[0].primitive.name == "jit":
+        jaxpr, eqn = closed.jaxpr, closed.jaxpr.eqns[0]
+        placed = [*eqn.params["in_shardings"], *eqn.params["out_shardings"]]
+        if (jaxpr.constvars or eqn.invars != jaxpr.invars or eqn.outvars != jaxpr.outvars
+                or any(sharding is not UNSPECIFIED for sharding in placed)):
+            break
+        closed = eqn.params["jaxpr"]
+    return closed
+
+
+def outermost() -> bool:
+    """Whether no transformation of JAX's is under way."""
+    return core.trace_state_clean()
+
+
 def consts_as_inputs(closed: Any) -> Any:
     """The open jaxpr whose first inputs are the constants."""
     jaxpr = closed.jaxpr

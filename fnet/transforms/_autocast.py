@@ -75,7 +75,8 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
         interpreter.check_rules()
         return outputs
 
-    cast.autocast = f, policy, rules    # for explain
+    vars(cast).pop("tuned", None)
+    cast.autocast = f, policy, rules    # for explain, in place of what `wraps` brought along
     return cast
 
 

@@ -1,4 +1,4 @@
-"""explain: what autocast makes of a function, per scope, with the reason."""
+"""explain: what autocast or tune makes of a function, per scope, with the reason."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import jax
 
-from fnet.hardware import Policy
+from fnet.hardware import Chip, Policy
 from fnet.transforms._autocast import Row, _Autocast
+from fnet.transforms._tune import Fired, Rule, _Tuner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,28 +37,61 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(f: Callable, *args, **kwargs) -> Explanation:
-    """What a function that autocast has wrapped does with these arguments; nothing is computed.
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What tune makes of a step. `str()` is a table; `rows` has one `Fired` for each equation that a rule has changed:
+    scope, primitive, rule, reason. `rules` are those that were on, `options` the compiler's."""
+
+    chip: Chip
+    rules: tuple[Rule, ...]
+    options: dict
+    rows: tuple[Fired, ...]
+
+    def __str__(self):
+        if not self.rules:
+            return f"{self.chip.name}: no rules are on; the step is compiled as it is"
+        counts = collections.Counter(self.rows)
+        table = [("scope", "rule", "operations"), *((row.scope or "(no scope)", row.rule,
+                 f"{count} {row.primitive}: {row.reason}") for row, count in counts.items())]
+        widths = [max(len(row[i]) for row in table) for i in range(2)]
+        silent = [rule.name for rule in self.rules if all(row.rule != rule.name for row in self.rows)]
+        lines = [f"{self.chip.name}: {len(self.rows)} equations rewritten"
+                 + f"; compiler options {self.options}" * bool(self.options)
+                 + f"; not fired: {', '.join(silent)}" * bool(silent), ""]
+        return "\n".join(lines + [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table])
+
+
+def explain(f: Callable, *args, **kwargs) -> Explanation | Tuning:
+    """What a function that autocast or tune has wrapped does with these arguments; nothing is computed.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
 
     Args:
-        f: the result of `autocast`, also under `jit`.
+        f: the result of `autocast`, also under `jit`, or of `tune`; of both, the outer one is explained.
         args, kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-        ValueError: where autocast has not wrapped `f`.
+        ValueError: where neither has wrapped `f`.
     """
     inner = f
-    while not hasattr(inner, "autocast"):
+    while not hasattr(inner, "autocast") and not hasattr(inner, "tuned"):
         if not hasattr(inner, "__wrapped__"):
-            raise ValueError(f"explain: {getattr(f, '__name__', f)!r} is not what autocast returned: "
+            raise ValueError(f"explain: {getattr(f, '__name__', f)!r} is not what autocast or tune returned: "
                              "explain(ft.autocast(f), ...)")
         inner = inner.__wrapped__
+    if hasattr(inner, "tuned"):
+        return _tuning(*inner.tuned, args, kwargs)
     function, policy, rules = inner.autocast
     rows = []
     interpreter = _Autocast(policy, rules, rows)
     jax.eval_shape(lambda args, kwargs: interpreter.run(function, args, kwargs), args, kwargs)
     interpreter.check_rules()
     return Explanation(policy, tuple(rows))
+
+
+def _tuning(step, chip, rules, args, kwargs):
+    rows = []
+    tuner = _Tuner(rules, rows)
+    jax.eval_shape(lambda args, kwargs: tuner.run(step, args, kwargs), args, kwargs)
+    return Tuning(chip, rules, tuner.options(step.trace(*args, **kwargs).jaxpr), tuple(rows))

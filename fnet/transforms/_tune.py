@@ -1,0 +1,164 @@
+"""tune: a finished step rewritten into the forms that the chip's compiler runs fast, with the same numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jaxlib
+
+from fnet import _jax, hardware
+from fnet.transforms import _tune_cpu
+from fnet.transforms._rewrite import Interpreter, Value, plain, restore
+from fnet.transforms._tune_cpu import Rule
+
+RULES = {"cpu": _tune_cpu.RULES}    # for GPUs and TPUs nothing has been measured to pay yet
+
+
+def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[str, bool] | None = None) -> Callable:
+    """`step`, rewritten into what the chip's compiler runs fast; numbers as before, up to rounding.
+
+        step = ft.tune(jax.jit(step, donate_argnums=0))
+
+    For a CPU: operands of matrix products are computed before the product reads them, weight gradients are products
+    of two matrices with the smaller side leading, poolings that tile the image and their gradients are elementwise,
+    sums over rows are products with ones, weight gradients of convolutions have a forward convolution's layout. NaN and
+    Inf stay where they were, ties in a pooling go where XLA's go, dtypes and named scopes stay, and nothing but float32
+    is touched. For GPUs and TPUs there are no rules: the step is compiled as it is.
+
+    Rules are applied to the whole program, hence after differentiation: give `tune` the step, not the model. Put it
+    outermost: called with arrays it compiles by itself, with the compiler options that suit the program, and keeps the
+    donation of a jitted step. Under another transformation (jit, vmap, grad) it is rewritten in place, and the options
+    are the outer jit's.
+
+    Args:
+        step: a function of arrays, jitted or not; fnet's or not. Loops, branches, jit, remat, shard_map and custom
+            derivatives inside it are entered.
+        chip: "auto" for this one, "cpu" for this machine's processor, the name of a chip, or a `hardware.Chip`.
+        rules: {name of a rule: False} switches rules off; `ft.explain(ft.tune(step), *args)` names those that fire.
+
+    Returns:
+        A function with step's signature and results.
+
+    Raises:
+        ValueError: for an unknown chip or rule.
+        TypeError: where `step` is no function, or cannot be traced.
+    """
+    if not callable(step):
+        raise TypeError(f"tune: a step is a function of arrays; got a {type(step).__name__}")
+    chip = _chip(chip)
+    chosen = _chosen(chip, rules or {})
+    inner = step if hasattr(step, "trace") else jax.jit(step)
+    tuner, programs = _Tuner(chosen), {}
+
+    @functools.wraps(step)
+    def tuned(*args, **kwargs):
+        if jax.config.jax_disable_jit:
+            return step(*args, **kwargs)
+        if not _jax.outermost():
+            return tuner.run(inner, args, kwargs)
+        key = len(args), frozenset(kwargs)
+        if key not in programs:
+            programs[key] = _program(tuner, step, inner, args, kwargs)
+        return programs[key](*args, **kwargs)
+
+    vars(tuned).pop("autocast", None)
+    tuned.tuned = inner, chip, chosen    # for explain, in place of what `wraps` brought along
+    return tuned
+
+
+def _chip(chip) -> hardware.Chip:
+    if isinstance(chip, hardware.Chip):
+        return chip
+    if not isinstance(chip, str):
+        raise TypeError(f"tune: a chip is 'auto', a name or a hardware.Chip; got a {type(chip).__name__}")
+    if chip == "cpu":
+        return hardware.detect(jax.local_devices(backend="cpu")[0])
+    found = hardware.detect(None if chip == "auto" else chip)
+    if not found.known and chip != "auto":
+        raise ValueError(f"tune: no chip is called {chip!r}; nearest: "
+                         f"{', '.join(map(repr, hardware.chips.nearest(chip)))}")
+    return found
+
+
+def _chosen(chip, rules) -> tuple[Rule, ...]:
+    every = {rule.name: rule for platform in RULES.values() for rule in platform}
+    for name, on in rules.items():
+        if name not in every:
+            raise ValueError(f"tune: no rule is called {name!r}; there are {', '.join(every)}")
+        if not isinstance(on, bool):
+            raise ValueError(f"tune: the rule {name!r} is True (on) or False (off); got {on!r}")
+    return tuple(rule for rule in RULES.get(chip.kind, ()) if rules.get(rule.name, _pays(rule)))
+
+
+def _pays(rule) -> bool:
+    """Whether the rule is on for the XLA that is installed."""
+    return rule.below is None or _version(jaxlib.__version__) < _version(rule.below)
+
+
+def _version(text) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:3] if part.isdigit())
+
+
+def _program(tuner, step, inner, args, kwargs):
+    """The step compiled for itself: with the donation of the jitted one, and the compiler options that suit it."""
+    try:
+        traced = inner.trace(*args, **kwargs)
+    except (TypeError, jax.errors.JAXIndexError) as error:
+        name, said = getattr(step, "__name__", type(step).__name__), str(error).strip().split("\n")[0]
+        raise TypeError(f"tune traces the step with arrays in place of numbers, and '{name}' cannot be traced: "
+                        f"{said}") from error
+    where, named = traced.args_info
+    if len(where) != len(args) or len(named) != len(kwargs):
+        raise TypeError("tune: a step takes arrays alone; bind its static arguments with functools.partial")
+    given = lambda info: bool(jax.tree.leaves(info)) and all(leaf.donated for leaf in jax.tree.leaves(info))
+    return jax.jit(
+        functools.wraps(step)(lambda *args, **kwargs: tuner.run(inner, args, kwargs)),
+        donate_argnums=[i for i, info in enumerate(where) if given(info)],
+        donate_argnames=[name for name, info in named.items() if given(info)],
+        compiler_options=tuner.options(traced.jaxpr) or None)
+
+
+class Fired(NamedTuple):
+    """What tune made of one equation: its scope, primitive, the rule that fired, and what it does."""
+
+    scope: str
+    primitive: str
+    rule: str
+    reason: str
+
+
+class _Tuner(Interpreter):
+    """A note says that a value is an argument or a view of one, which costs nothing to read as it is."""
+
+    def __init__(self, rules, rows=None):
+        super().__init__()
+        self.rows, self.rules = rows, {}
+        for rule in rules:
+            for primitive in rule.primitives:
+                self.rules.setdefault(primitive, []).append(rule)
+
+    def depends(self, scope):
+        return None if self.rows is None else object()    # every call is explained
+
+    def options(self, closed) -> dict:
+        return _tune_cpu.options(closed) if self.rules else {}
+
+    def argument(self, x):
+        return Value(x, True)
+
+    def opened(self, closed):
+        return _jax.opened(closed)
+
+    def equation(self, eqn, scope, inputs, plan):
+        for rule in self.rules.get(eqn.primitive.name, ()):
+            outputs = rule.apply(eqn, inputs)
+            if outputs is not None:
+                if self.rows is not None:
+                    self.rows.append(Fired(scope, eqn.primitive.name, rule.name, rule.reason))
+                return [Value(restore(Value(y), v.aval)) for y, v in zip(outputs, eqn.outvars)]
+        if eqn.primitive.name in _tune_cpu.VIEWS and inputs[0].note:
+            return [Value(y.x, True) for y in plain(eqn, inputs)]
+        return NotImplemented

@@ -1,0 +1,152 @@
+"""Rules of tune for CPUs: the forms of a finished step that XLA:CPU runs fast, with the same numbers up to rounding.
+
+Each rule takes an equation and its inputs and gives the outputs, or None where it does not apply. An input's note is
+True where it costs nothing to read as it is: an argument of the function, or a view of one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from fnet import _jax
+
+F32 = jnp.dtype("float32")
+LARGE = 1 << 19    # elements from which on a product's operand is worth it; below, XLA's own way is as good
+VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
+
+
+class Rule(NamedTuple):
+    """A rule of tune: the primitives that it looks at, what it does, in words, and from which jaxlib on it is off."""
+
+    name: str
+    primitives: tuple[str, ...]
+    apply: Callable
+    reason: str
+    below: str | None = None
+
+
+def apart(x):
+    """x, computed before what reads it: without this XLA computes elementwise producers inside strided copies."""
+    return lax.optimization_barrier(x)
+
+
+def products(eqn, inputs):
+    """A matrix product whose operands are computed first; x^T y in two dimensions, with its smaller side leading."""
+    x, y = (value.x for value in inputs)
+    if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
+        return None
+    x, y = (value.x if value.note else apart(value.x) for value in inputs)
+    (left, right), batch = eqn.params["dimension_numbers"]
+    rest = {k: v for k, v in eqn.params.items() if k != "dimension_numbers"}
+    leading = tuple(range(len(left)))
+    if any(batch) or left != leading or right != leading or x.ndim == len(left) or y.ndim == len(right):
+        return [lax.dot_general(x, y, ((left, right), batch), **rest)]
+    shape = x.shape[len(left):] + y.shape[len(right):]
+    rows = math.prod(x.shape[:len(left)])
+    x, y = x.reshape(rows, -1), y.reshape(rows, -1)
+    dot = functools.partial(lax.dot_general, dimension_numbers=(((0,), (0,)), ((), ())), **rest)
+    z = dot(x, y) if x.shape[1] <= y.shape[1] else apart(dot(y, x)).T
+    return [z.reshape(shape)]
+
+
+def _windows(eqn, x):
+    """The window (a, b) of a pooling that tiles [batch, height, width, channels], or None."""
+    p = eqn.params
+    window = p["window_dimensions"]
+    plain = (x.ndim == 4 and tuple(window) == tuple(p["window_strides"]) and window[0] == window[3] == 1
+             and not any(low or high for low, high in p["padding"])
+             and all(d == 1 for name in ("base_dilation", "window_dilation") for d in p.get(name, ()))
+             and not x.shape[1] % window[1] and not x.shape[2] % window[2])
+    return tuple(window[1:3]) if plain else None
+
+
+def _tiles(x, a, b):
+    """The a b elements of each window, row by row, [batch, height / a, width / b, channels] each."""
+    n, h, w, c = x.shape
+    x = x.reshape(n, h // a, a, w // b, b, c)
+    return [x[:, :, i, :, j] for i in range(a) for j in range(b)]
+
+
+def max_pool(eqn, inputs):
+    """Windows that tile the image, as elementwise maxima."""
+    x = inputs[0].x
+    window = _windows(eqn, x)
+    return None if window is None else [functools.reduce(lax.max, _tiles(x, *window))]
+
+
+def max_pool_gradient(eqn, inputs):
+    """The gradient of such a pooling: the cotangent where the window's first largest element stands, found as
+    select_and_scatter finds it, NaN and ties included."""
+    g, x = inputs[0].x, inputs[1].x
+    window = _windows(eqn, x)
+    if window is None or eqn.params["select_prim"] is not lax.ge_p:
+        return None
+    a, b = window
+    first, *rest = _tiles(x, a, b)
+    place = jnp.zeros(first.shape, jnp.int8)
+    for i, tile in enumerate(rest, 1):
+        stays = first >= tile
+        first, place = lax.select(stays, first, tile), lax.select(stays, place, jnp.full_like(place, i))
+    place, g = lax.optimization_barrier((place, g))
+    where = jnp.arange(a * b, dtype=jnp.int8).reshape(1, 1, a, 1, b, 1)
+    wide = lambda t: t[:, :, None, :, None]
+    return [jnp.where(wide(place) == where, wide(g), jnp.zeros((), g.dtype)).reshape(x.shape)]
+
+
+def sums(eqn, inputs):
+    """The sum of a large array over all axes but the last, as a product with ones."""
+    x, axes = inputs[0].x, eqn.params["axes"]
+    if sorted(axes) != list(range(x.ndim - 1)) or x.ndim < 2 or x.size < LARGE // 2 or x.dtype != F32:
+        return None
+    x = (x if inputs[0].note else apart(x)).reshape(-1, x.shape[-1])
+    return [lax.dot_general(jnp.ones((1, len(x)), x.dtype), x, (((1,), (0,)), ((), ())))[0]]
+
+
+def convolution_gradient(eqn, inputs):
+    """The weight gradient of a convolution in the layout of a forward one."""
+    x, w = (value.x for value in inputs)
+    p = eqn.params
+    lhs, rhs, out = p["dimension_numbers"]
+    if (x.ndim != 4 or lhs[0] != 3 or x.dtype != F32 or w.dtype != F32
+            or p["feature_group_count"] != 1 or p["batch_group_count"] != 1):
+        return None
+    x = apart(x.transpose(lhs[2], lhs[3], lhs[1], lhs[0]).transpose(3, 0, 1, 2))
+    w = apart(w.transpose(rhs[2], rhs[3], rhs[1], rhs[0]))
+    rest = {k: v for k, v in p.items() if k != "dimension_numbers"}
+    z = lax.conv_general_dilated_p.bind(x, w, dimension_numbers=lax.conv_dimension_numbers(
+        x.shape, w.shape, ("NHWC", "HWIO", "NHWC")), **rest)
+    inverse = [0] * 4
+    for axis, place in enumerate((0, 3, 1, 2)):
+        inverse[out[axis]] = place
+    return [z.transpose(inverse)]
+
+
+RULES = (
+    Rule("products", ("dot_general",), products, "its operands are computed before it reads them"),
+    Rule("max_pool", ("reduce_window_max",), max_pool, "elementwise maxima"),
+    Rule("max_pool_gradient", ("select_and_scatter_add",), max_pool_gradient,
+         "the largest element's place is found elementwise"),
+    Rule("sums", ("reduce_sum",), sums, "a product with ones"),
+    Rule("convolution_gradient", ("conv_general_dilated",), convolution_gradient, "a forward convolution's layout"),
+)
+
+
+def options(closed) -> dict:
+    """Compiler options for a program: its float32 convolutions are faster with XLA's own kernels than with YNNPACK's,
+    its products, and above all those in bfloat16, are not."""
+    slow = any(eqn.primitive.name == "conv_general_dilated" and eqn.invars[0].aval.dtype == F32
+               for eqn in _equations(closed.jaxpr))
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if slow else {}
+
+
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in _jax.sub_jaxprs(eqn):
+            yield from _equations(sub.jaxpr)

@@ -1,0 +1,366 @@
+"""tune: every rule against the plain step, NaN and ties where they were, inside every body, beside every transform."""
+
+import functools
+import re
+
+import equinox as eqx
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from precision_cases import jittered, normal
+
+from fnet import hardware as hw
+from fnet import layers as nn
+from fnet import transforms as ft
+from fnet.transforms import _tune, _tune_cpu
+
+NAMES = [rule.name for rule in _tune_cpu.RULES]
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch):
+    """Rules that spare small arrays take these small ones too."""
+    monkeypatch.setattr(_tune_cpu, "LARGE", 2)
+
+
+def only(*names):
+    return {name: name in names for name in NAMES}
+
+
+def fired(step, *args, **options):
+    return {row.rule for row in ft.explain(ft.tune(step, "cpu", **options), *args).rows}
+
+
+def cross_entropy(logits, classes=4):
+    labels = jnp.arange(len(logits)) % classes
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def of_layer(model, x):
+    params, state = model.init(jax.random.key(0), x)
+
+    def loss(params, x):
+        y, _ = model(params, x, state=state, train=True)
+        return cross_entropy(y.reshape(len(y), -1)[:, :4])
+
+    return jax.value_and_grad(loss), (jittered(params), x)
+
+
+def mlp():
+    return of_layer(nn.Sequential(nn.Dense(24), jax.nn.gelu, nn.Dense(4)), normal(1, 16, 12))
+
+
+def cnn():
+    return of_layer(nn.Sequential(nn.Conv(6, 3), jax.nn.relu, nn.MaxPool(2), nn.Conv(8, 3, 2), jax.nn.relu,
+                                  nn.MaxPool((2, 1)), nn.Flatten(), nn.Dense(4)), normal(1, 4, 8, 12, 3))
+
+
+def transformer():
+    block = nn.Sequential(nn.Residual(nn.LayerNorm(), nn.Attention(2, causal=True)),
+                          nn.Residual(nn.LayerNorm(), nn.Dense(32), jax.nn.gelu, nn.Dense(16)))
+    return of_layer(nn.Sequential(nn.Stack(nn.Remat(block), 2), nn.Dense(4)), normal(1, 3, 6, 16))
+
+
+def recurrent():
+    return of_layer(nn.Sequential(nn.LSTM(8), nn.Dense(4)), normal(1, 3, 5, 6))
+
+
+def linen_cnn():
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.max_pool(linen.relu(linen.Conv(6, (3, 3))(x)), (2, 2), (2, 2))
+            return linen.Dense(4)(x.reshape(len(x), -1))
+
+    x = normal(1, 4, 8, 8, 3)
+    params = jittered(Net().init(jax.random.key(0), x))
+    return jax.value_and_grad(lambda params, x: cross_entropy(Net().apply(params, x))), (params, x)
+
+
+def equinox_mlp():
+    params, static = eqx.partition(eqx.nn.MLP(12, 4, 24, 2, key=jax.random.key(0)), eqx.is_array)
+    loss = lambda params, x: cross_entropy(jax.vmap(eqx.combine(params, static))(x))
+    return jax.value_and_grad(loss), (params, normal(1, 8, 12))
+
+
+STEPS = {f.__name__: f for f in (mlp, cnn, transformer, recurrent, linen_cnn, equinox_mlp)}
+
+
+def near(got, want, limit=1e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert np.abs(a - b).max() <= limit * np.abs(b).max() + 1e-9
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_numbers_stay(name):
+    step, args = STEPS[name]()
+    want = jax.jit(step)(*args)
+    near(ft.tune(step, "cpu")(*args), want)
+    used = fired(step, *args)
+    assert {"products", "sums"} <= used
+    assert ("max_pool_gradient" in used) == ("cnn" in name)
+    for rule in used:
+        assert fired(step, *args, rules=only(rule)) == {rule}
+        near(jax.jit(ft.tune(step, "cpu", rules=only(rule)))(*args), want)
+
+
+def test_every_rule_fires_somewhere():
+    made = [make() for make in (cnn, mlp)]
+    assert set().union(*(fired(step, *args) for step, args in made)) == set(NAMES)
+
+
+# Pooling.
+
+def pooled(x, window, g):
+    def pool(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, *window, 1), (1, *window, 1), "VALID")
+
+    y, back = jax.vjp(pool, x)
+    return y, back(g)[0]
+
+
+@pytest.mark.parametrize("window", [(2, 2), (3, 2), (1, 4)])
+@pytest.mark.parametrize("kind", ["ties", "nan", "inf"])
+def test_pooling_is_that_of_xla_bit_for_bit(window, kind):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 3, (4, 6, 12, 5)).astype(np.float32)
+    if kind == "nan":
+        x[rng.random(x.shape) < 0.3] = np.nan
+    if kind == "inf":
+        x = np.where(rng.random(x.shape) < 0.3, -np.inf, np.where(rng.random(x.shape) < 0.3, np.inf, x))
+    g = rng.normal(size=(4, 6 // window[0], 12 // window[1], 5)).astype(np.float32)
+    args = jnp.asarray(x, jnp.float32), jnp.asarray(g)
+    f = lambda x, g: pooled(x, window, g)
+    assert fired(f, *args) == {"max_pool", "max_pool_gradient"}
+    for got, want in zip(ft.tune(f, "cpu")(*args), jax.jit(f)(*args)):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("window", "strides", "padding", "shape"), [
+    ((1, 3, 3, 1), (1, 2, 2, 1), "SAME", (2, 6, 6, 3)),        # windows overlap
+    ((1, 2, 2, 1), (1, 2, 2, 1), "VALID", (2, 7, 6, 3)),       # a row is left over
+    ((2, 2, 2, 1), (2, 2, 2, 1), "VALID", (2, 6, 6, 3)),       # over the batch
+    ((1, 2, 2), (1, 2, 2), "VALID", (2, 6, 6)),                # not an image
+])
+def test_other_poolings_are_left_alone(window, strides, padding, shape):
+    f = jax.grad(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, window, strides, padding).sum())
+    assert not fired(f, normal(1, *shape)) & {"max_pool", "max_pool_gradient"}
+
+
+# NaN and Inf.
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_inf_stay_where_they_were(name, bad):
+    """One bad example among the gradients of each: no other's is touched."""
+    step, (params, x) = STEPS[name]()
+    x = x.at[1].set(bad)
+    each = lambda params, x: jax.vmap(lambda row: step(params, row[None]))(x)
+    for got, want in zip(jax.tree.leaves(ft.tune(each, "cpu")(params, x)), jax.tree.leaves(jax.jit(each)(params, x))):
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+
+
+@pytest.mark.parametrize("rule", NAMES)
+def test_one_bad_number_spreads_no_further(rule):
+    x, w, g = normal(1, 2, 8, 8, 4), normal(2, 3, 3, 4, 6), normal(3, 2, 8, 8, 6)
+    conv = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    f = {"products": lambda x: x.reshape(-1, 4).T @ g.reshape(-1, 6),
+         "max_pool": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[0],
+         "max_pool_gradient": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[1],
+         "sums": lambda x: x.sum((0, 1, 2)),
+         "convolution_gradient": lambda x: jax.grad(lambda w: jnp.vdot(conv(x, w), g))(w)}[rule]
+    assert rule in fired(f, x)
+    for bad in (np.nan, np.inf, -np.inf):
+        broken = x.at[1, 2, 3, 1].set(bad)
+        got, want = ft.tune(f, "cpu", rules=only(rule))(broken), jax.jit(f)(broken)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        np.testing.assert_array_equal(np.isposinf(got), np.isposinf(want))
+
+
+# Inside bodies, beside other transforms.
+
+def test_bodies_are_entered():
+    w = normal(1, 8, 8, scale=0.2)
+    grad = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())
+    scan = lambda w, x: lax.scan(lambda w, x: (w - grad(w, x), None), w, x)[0]
+    loop = lambda w, x: lax.fori_loop(0, 3, lambda i, w: w - grad(w, x[0]), w)
+    test = lambda w, x: lax.while_loop(lambda w: jnp.abs(w).max() > 0.1, lambda w: 0.5 * (w - 0 * grad(w, x[0])), w)
+    cond = lambda w, x: lax.cond(x.sum() > 0, grad, lambda w, x: w, w, x[0])
+    remat = lambda w, x: jax.grad(lambda w: jax.checkpoint(lambda w: jnp.sin(x[0] @ w))(w).sum())(w)
+    custom = jax.custom_jvp(lambda w, x: x[0] @ w)
+    custom.defjvp(lambda p, t: (custom(*p), custom(t[0], p[1])))
+    inner = lambda w, x: jax.jit(grad)(w, x[0])
+    x = normal(2, 3, 4, 8)
+    every = (scan, loop, test, cond, remat, custom, inner)
+    for f in every:
+        assert "products" in fired(f, w, x)
+    near(jax.jit(lambda *args: [ft.tune(f, "cpu")(*args) for f in every])(w, x),
+         jax.jit(lambda *args: [f(*args) for f in every])(w, x))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(lambda w, x: lax.psum(grad(w, x[0]), "data"), mesh=mesh, in_specs=(P(), P("data")),
+                           out_specs=P())
+    x = normal(2, 4, 4, 8)
+    assert "products" in fired(mapped, w, x)
+    near(ft.tune(mapped, "cpu")(w, x), jax.jit(mapped)(w, x))
+
+
+def test_beside_other_transforms():
+    step, (params, x) = mlp()
+    tuned, stacked = ft.tune(step, "cpu"), jnp.stack([x, 2 * x])
+
+    def variants(step, tune):
+        batched = lambda step: lambda params, x: jax.vmap(step, (None, 0))(params, x)
+        slices = ft.microbatch(lambda params, x: step(params, x), 2)
+        return {
+            "microbatch": tune(slices)(params, x),
+            "microbatch inside": ft.microbatch(lambda params, x: tune(step)(params, x), 2)(params, x),
+            "vmap": batched(tune(step))(params, stacked),
+            "vmap inside": tune(batched(step))(params, stacked),
+            "grad": jax.grad(lambda params: tune(step)(params, x)[0])(params),
+            "jvp": jax.jvp(lambda params: tune(step)(params, x), (params,), (params,)),
+            "twice": tune(tune(step))(params, x),
+        }
+
+    got = jax.jit(lambda: variants(step, functools.partial(ft.tune, chip="cpu")))()
+    near(got, jax.jit(lambda: variants(step, lambda f: f))())
+    low = ft.tune(ft.autocast(step, "bfloat16"), "cpu")
+    near(low(params, x), jax.jit(ft.autocast(step, "bfloat16"))(params, x), 1e-3)
+    assert "sums" in {row.rule for row in ft.explain(low, params, x).rows}
+    with jax.disable_jit():
+        near(tuned(params, x), step(params, x))
+
+
+def test_shardings_stay():
+    step, (params, x) = mlp()
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    f = lambda params, x: (step(params, x), x * 2)
+    got, want = ft.tune(f, "cpu")(params, x), jax.jit(f)(params, x)
+    near(got, want)
+    assert got[1].sharding.is_equivalent_to(want[1].sharding, 2)
+    pinned = jax.jit(lambda x: x.T @ x, out_shardings=NamedSharding(mesh, P("data")))
+    x = jax.device_put(normal(1, 16, 8), NamedSharding(mesh, P("data")))
+    assert ft.tune(pinned, "cpu")(x).sharding.is_equivalent_to(pinned(x).sharding, 2)
+
+
+def test_donation_names_and_results_of_a_jitted_step():
+    def train(state, batch, *, rate):
+        return {"w": state["w"] - rate * (batch.T @ batch)}, batch.sum()
+
+    step = ft.tune(jax.jit(train, donate_argnums=0), "cpu")
+    assert step.__name__ == "train"
+    state, batch = {"w": jnp.ones((4, 4))}, normal(1, 8, 4)
+    new, total = step(state, batch, rate=0.1)
+    near((new, total), jax.jit(train)({"w": jnp.ones((4, 4))}, batch, rate=0.1))
+    assert state["w"].is_deleted() and not batch.is_deleted()
+    new, _ = step(new, batch, rate=0.2)
+    near(new, jax.jit(train)(jax.jit(train)({"w": jnp.ones((4, 4))}, batch, rate=0.1)[0], batch, rate=0.2)[0])
+
+
+def test_a_step_is_traced_once():
+    traces = []
+
+    def f(x):
+        traces.append(1)
+        return x.T @ x
+
+    step = ft.tune(f, "cpu")
+    for _ in range(3):
+        step(normal(1, 8, 4))
+    assert len(traces) == 1
+    step(normal(1, 6, 4))
+    assert len(traces) == 2
+
+
+def test_scopes_stay():
+    step, args = mlp()
+    tuned = jax.jit(jax.named_scope("outer")(ft.tune(step, "cpu")))
+    text = tuned.lower(*args).as_text(debug_info=True)
+    dots = re.findall(r'loc\("([^"]*dot_general[^"]*)"', text)
+    for scope in ("outer/jvp(0)/", "outer/transpose(jvp(0))/", "outer/jvp(2)/", "outer/transpose(jvp(2))/"):
+        assert any(scope in name for name in dots), (scope, dots)
+
+
+def test_other_dtypes_are_left_alone():
+    half, whole = normal(1, 8, 4).astype(jnp.bfloat16), jnp.arange(32).reshape(8, 4)
+    f = lambda a, b: (a.T @ a, b.T @ b, b.sum(0))
+    assert fired(f, half, whole) == set()
+    with jax.enable_x64(True):
+        assert fired(lambda a: (a.T @ a, a.sum(0)), jnp.ones((8, 4), jnp.float64)) == set()
+
+
+def test_small_arrays_are_left_alone(monkeypatch):
+    monkeypatch.setattr(_tune_cpu, "LARGE", 1 << 19)
+    step, args = mlp()
+    assert fired(step, *args) == set()
+
+
+def test_convolutions_choose_the_compilers_kernels():
+    step, args = cnn()
+    assert "ynn" in str(ft.explain(ft.tune(step, "cpu"), *args).options)
+    step, args = mlp()
+    assert ft.explain(ft.tune(step, "cpu"), *args).options == {}
+
+
+# Which rules.
+
+def test_rules_are_switched_off_by_name_and_by_version(monkeypatch):
+    step, args = cnn()
+    assert "sums" not in fired(step, *args, rules={"sums": False})
+    old = tuple(rule._replace(below="0.1") if rule.name == "sums" else rule for rule in _tune_cpu.RULES)
+    monkeypatch.setitem(_tune.RULES, "cpu", old)
+    assert "sums" not in fired(step, *args)
+    assert "sums" in fired(step, *args, rules={"sums": True})
+    new = tuple(rule._replace(below="99.0") for rule in _tune_cpu.RULES)
+    monkeypatch.setitem(_tune.RULES, "cpu", new)
+    assert "sums" in fired(step, *args)
+
+
+def test_chips():
+    step, args = mlp()
+    for chip in ("NVIDIA H100 80GB HBM3", hw.chips["TPU v5e"]):
+        plain = ft.tune(step, chip)
+        near(plain(*args), jax.jit(step)(*args), 0)
+        assert str(ft.explain(plain, *args)).endswith("no rules are on; the step is compiled as it is")
+    assert ft.explain(ft.tune(step), *args).rows
+
+
+def test_explain_is_a_table():
+    step, args = mlp()
+    text = str(ft.explain(jax.jit(ft.tune(step)), *args))
+    assert re.search(r"equations rewritten; not fired: max_pool, max_pool_gradient, convolution_gradient", text)
+    assert re.search(r"^0 +products +2 dot_general: its operands are computed before it reads them$", text, re.M)
+    cast = ft.autocast(ft.tune(step), "bfloat16")
+    assert "scope" in str(ft.explain(cast, *args)) and ft.explain(cast, *args).policy.compute == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: ft.tune(3), TypeError, "tune: a step is a function of arrays; got a int"),
+    (lambda: ft.tune(jnp.sin, "TPU v99"), ValueError, "tune: no chip is called 'TPU v99'; nearest: "),
+    (lambda: ft.tune(jnp.sin, 5), TypeError, "tune: a chip is 'auto', a name or a hardware.Chip; got a int"),
+    (lambda: ft.tune(jnp.sin, rules={"sum": False}), ValueError,
+     f"tune: no rule is called 'sum'; there are {', '.join(NAMES)}"),
+    (lambda: ft.tune(jnp.sin, rules={"sums": "no"}), ValueError, "tune: the rule 'sums' is True (on) or False (off); "
+                                                                   "got 'no'"),
+    (lambda: ft.tune(lambda x: float(x) + 1)(jnp.ones(())), TypeError,
+     "tune traces the step with arrays in place of numbers, and '<lambda>' cannot be traced: "),
+    (lambda: ft.tune(jax.jit(lambda x, n: x * n, static_argnums=1))(jnp.ones(()), 3), TypeError,
+     "tune: a step takes arrays alone; bind its static arguments with functools.partial"),
+])
+def test_bad_input(make, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        make()
+
+
+def test_partial_binds_static_arguments():
+    f = jax.jit(lambda n, x: x ** n, static_argnums=0)
+    np.testing.assert_array_equal(ft.tune(functools.partial(f, 3), "cpu")(jnp.full(2, 2.0)), [8.0, 8.0])
