@@ -35,6 +35,7 @@ class Config:
     model: str = option("resnet50", f"one of {', '.join(photos.PRESETS)}")
     weights: str | None = option(None, "file or folder of the weights")
     labels: str | None = option(None, "file of the labels: one a line, or JSON")
+    size: int | None = option(None, "height and width of the input; None: what the weights are made for")
     top: int = option(5, "how many labels to print for a photo")
     precision: str = option("float32", "auto (what suits the chip), float32, bfloat16 or float16")
 
@@ -52,7 +53,9 @@ def main(argv):
         model = pretrained.model(config.model, path, classes=len(labels))
         names = pretrained.names_of(model, path)
         params, state = pretrained.load(model, path)
-    prepare = model.NAMES[names].image
+        prepare = model.NAMES[names].image
+        prepare = prepare.at(config.size or prepare.size)
+        model.spec(jax.ShapeDtypeStruct((1, prepare.size, prepare.size, 3), np.float32))    # says what does not fit
     policy = hw.policy() if config.precision == "auto" else hw.policy(config.precision)
     predict = jax.jit(ft.autocast(lambda params, state, x: jax.nn.softmax(model(params, x, state=state)[0]), policy))
     print(f"{config.model}, {names} names, from {path}: {prepare.size} x {prepare.size} pixels, {len(labels)} labels")
@@ -69,8 +72,9 @@ def checked(config):
     for name, known in {"model": photos.PRESETS, "precision": ("auto", "float32", "bfloat16", "float16")}.items():
         if getattr(config, name) not in known:
             raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
-    if config.top < 1:
-        raise tr.ConfigError(f"--top={config.top}: it has to be 1 or more")
+    for name in ("top", "size"):
+        if getattr(config, name) is not None and getattr(config, name) < 1:
+            raise tr.ConfigError(f"--{name}={getattr(config, name)}: it has to be 1 or more")
     return config
 
 
@@ -93,7 +97,7 @@ def read_labels(config, path):
         held = held.get("id2label", held) if isinstance(held, dict) else dict(enumerate(held))
         names = {int(index): str(name).replace("_", " ") for index, name in held.items()}
         return [names[index] for index in range(len(names))]
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} holds no labels: a list of names, or names by the numbers 0, 1, ...") from None
 
 

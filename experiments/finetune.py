@@ -105,7 +105,7 @@ def network(config):
     size = config.size or image.size
     if isinstance(model, (models.ViT, models.AlexNet)) and size != model.example().shape[1]:
         raise tr.ConfigError(f"--size={size}: {config.model} takes images of {model.example().shape[1]} pixels alone")
-    return Network(model, *pretrained.load(model, path), names, dataclasses.replace(image, size=size))
+    return Network(model, *pretrained.load(model, path), names, image.at(size))
 
 
 def train(config, workdir, policy, *, jit=True):

@@ -62,7 +62,7 @@ def told(model, leaves, tensors, name):
     if best is None:
         raise unfit
     (hits, _), told, plan = best
-    if not hits:
+    if 10 * hits < len(plan.keys()):
         wanted, held = (", ".join(map(repr, list(keys)[:3])) for keys in (plan.keys(), tensors.arrays))
         raise ValueError(f"{tensors.path} holds no weights of a {type(model).__name__} by the names of "
                          f"{' or '.join(_known(model)) if name is None else name}: its keys are {held}, ...; "

@@ -31,6 +31,11 @@ class ImageInput:
     scale: float = 1 / 255
     order: str = "rgb"
 
+    def at(self, size: int) -> ImageInput:
+        """The same for another size of the input: it shows as much of a photo."""
+        resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
+        return dataclasses.replace(self, size=size, resize=resize)
+
     def crop(self, photo) -> np.ndarray:
         """What the network sees of a `PIL.Image`: uint8 [size, size, 3], red, green, blue."""
         photo = photo.convert("RGB")

@@ -1,0 +1,222 @@
+"""Fine-tuning and classifying as a user runs them, with a backbone that is small enough for a test."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from checks import same
+
+from fnet import hardware as hw
+from fnet import models
+from fnet.models import pretrained
+
+pytest.importorskip("sklearn")
+Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("matplotlib")
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "experiments"))
+import classify_image as classify  # noqa: E402
+import finetune  # noqa: E402
+
+# The experiment itself, in a world where a small network is published, too.
+TINY = """
+import runpy, sys
+from fnet import models
+models.ResNet.PRESETS["tiny"] = dict(depths=(1, 1), bottleneck=False, width=8)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, {folder!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+SMALL = models.ResNet((1, 1), bottleneck=False, width=8)
+
+
+def start(script, *flags, **variables):
+    drop = ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
+    environment = {k: v for k, v in os.environ.items() if k not in drop} | variables
+    folder = str(ROOT / "experiments")
+    return subprocess.Popen([sys.executable, "-c", TINY.format(folder=folder), f"{folder}/{script}", *map(str, flags)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+
+
+def finished(process, code=0):
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == code, out + err
+    return out if code == 0 else err
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(models.ResNet.PRESETS, "tiny", dict(depths=(1, 1), bottleneck=False, width=8))
+    monkeypatch.setattr(finetune.photos, "PRESETS", (*finetune.photos.PRESETS, "tiny"))
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    numbers = np.random.default_rng(0)
+    draw = lambda leaf: (numbers.standard_normal(leaf.shape) / np.sqrt(max(np.prod(leaf.shape[:-1]), 1))).astype("f4")
+    params, state = SMALL.spec(SMALL.example())
+    params = jax.tree.map(lambda leaf: draw(leaf) if len(leaf.shape) > 1 else np.ones(leaf.shape, "f4"), params)
+    pretrained.save(SMALL, params, jax.tree.map(lambda leaf: np.ones(leaf.shape, "f4"), state), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Ten photos of each of two colours, of several sizes and kinds."""
+    folder, numbers = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for name, colour in {"red": (220, 30, 30), "sea blue": (20, 60, 200)}.items():
+        (folder / name).mkdir()
+        for i in range(10):
+            pixels = np.clip(numbers.normal(colour, 20, (40 + 3 * i, 60 - 2 * i, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.{('png', 'jpg')[i % 2]}")
+    return folder
+
+
+def policy():
+    return hw.policy("float32")
+
+
+def config(weights, **changes):
+    known = {"model": "tiny", "weights": str(weights), "precision": "float32"}
+    return finetune.Config(**finetune.PRESETS[changes.get("mode", "linear")] | known | changes)
+
+
+def test_a_probe_learns_photos_and_the_classifier_names_them(tiny, weights, photos, tmp_path, capsys):
+    probe = start("finetune.py", "--model=tiny", f"--weights={weights}", "--dataset=photos", f"--data_dir={photos}",
+                  "--steps=60", "--size=64", "--learning_rate=0.05", "--precision=float32", f"--workdir={tmp_path}")
+    out = finished(probe)
+    for words in ("chip: ", "policy: ", "tiny, torchvision names: ", "images of 64 x 64",
+                  "photos: 16 training images, 4 test images, 2 classes", "features: 16 of each image, 20 images in "):
+        assert words in out
+    assert out.splitlines()[-1] == "test accuracy 1.0000"
+    assert json.loads((tmp_path / "config.json").read_text())["mode"] == "linear"
+    assert json.loads((tmp_path / "labels.json").read_text()) == ["red", "sea blue"]
+    for name in ("curves.png", "confusion.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+    # All but the last layer is what it was.
+    params, _ = pretrained.load(dataclasses.replace(SMALL, classes=2), tmp_path)
+    before, _ = pretrained.load(SMALL, weights)
+    assert params["head"]["kernel"].shape == (16, 2)
+    same({**params, "head": before["head"]}, before)
+
+    named = start("classify_image.py", "--model=tiny", f"--weights={tmp_path}", "--size=64", "--top=1",
+                  photos / "red" / "1.jpg", photos / "sea blue" / "0.png")
+    again = finetune.train(config(weights, dataset="photos", data_dir=str(photos), steps=60, size=64,
+                                  learning_rate=0.05), tmp_path, policy())
+    assert again["accuracy"] == 1 and "resumed at step 60" in capsys.readouterr().out
+    lines = finished(named).splitlines()
+    assert lines[0].endswith("64 x 64 pixels, 2 labels")
+    assert [line.split("  ")[-1] for line in lines[2::2]] == ["red", "sea blue"]
+
+
+def test_the_whole_network_is_trained(tiny, weights, tmp_path, capsys):
+    options = config(weights, mode="full", size=32, steps=3, batch_size=64, augment="flip_crop", ema=0.9,
+                     early_stop=5)
+    finetune.train(options, tmp_path, policy())
+    out = capsys.readouterr().out
+    assert "digits: 1437 training images, 360 test images, 10 classes" in out and "validation/accuracy" in out
+    params, state = pretrained.load(dataclasses.replace(SMALL, classes=10), tmp_path)
+    before, were = pretrained.load(SMALL, weights)
+    assert params["head"]["kernel"].shape == (16, 10)
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), params["stage1"], before["stage1"])
+    assert all(jax.tree.leaves(moved))
+    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, state, were)))
+
+    held, data = finetune.network(options), finetune.load(options, None)
+    frozen = dataclasses.replace(options, freeze_norms=True)
+    model = dataclasses.replace(SMALL, classes=10)
+    _, params, state, forward = finetune.everything(frozen, policy(), held, model, data)
+    _, new = jax.jit(forward)(params, state, data.train_images[:2], jax.random.key(0))
+    same(new, were)
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    (dict(model="resnet5"), "--model=resnet5: use alexnet, resnet18"),
+    (dict(dataset="mnst"), "--dataset=mnst: use digits, mnist, fashion_mnist, cifar10, photos"),
+    (dict(size=0), "--size=0: it has to be more than 0"),
+    (dict(augment="flip"), "--mode=linear sees each image once: --augment and --freeze_norms are for --mode=full"),
+])
+def test_a_configuration_without_sense(tiny, changes, text):
+    with pytest.raises(ValueError, match=text):
+        finetune.checked(config("", **changes))
+
+
+def test_weights_and_data_that_do_not_fit(tiny, weights, photos, tmp_path, monkeypatch):
+    monkeypatch.setenv("FNET_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    vit = models.ViT(8, 1, 2, classes=3, hidden=8, patch=112)
+    monkeypatch.setitem(models.ViT.PRESETS, "tiny_vit", dict(width=8, depth=1, heads=2, hidden=8, classes=3, patch=112))
+    params, state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, "f4"), tuple(vit.spec(vit.example())))
+    pretrained.save(vit, params, state, tmp_path / "vit.safetensors", names="timm")
+    for changes, text in {
+        ("mobilenet_v2", str(weights)): "holds no weights of a MobileNetV2 by the names of torchvision or timm",
+        ("alexnet", None): "the weights 'alexnet' are not on this disk: .* write its model.safetensors in Python",
+        ("tiny_vit", str(tmp_path / "vit.safetensors")): "--size=64: tiny_vit takes images of 224 pixels alone",
+    }.items():
+        with pytest.raises((ValueError, OSError), match=text):
+            finetune.network(finetune.Config(size=64, **dict(zip(("model", "weights"), changes))))
+    image = models.ResNet.NAMES["torchvision"].image
+    with pytest.raises(ValueError, match="--dataset=photos: --data_dir is the folder of DIR/CLASS/"):
+        finetune.load(config(weights, dataset="photos"), image)
+    with pytest.raises(ValueError, match="two classes or more, two or more in each; found no folder"):
+        finetune.load(config(weights, dataset="photos", data_dir=str(photos / "red")), image)
+
+
+def test_photos_come_split_or_are_split(photos, tmp_path):
+    image = dataclasses.replace(models.ResNet.NAMES["torchvision"].image, size=8, resize=9)
+    data = finetune.photos.dataset(photos, image)
+    assert data.classes == ("red", "sea blue") and data.train_images.shape == (16, 8, 8, 3)
+    assert (data.train_labels.tolist(), data.test_labels.tolist()) == ([0] * 8 + [1] * 8, [0, 0, 1, 1])
+    assert (data.test_images[:2, ..., 0] > 150).all() and (data.test_images[2:, ..., 0] < 100).all()
+    shutil.copytree(photos, tmp_path / "train")
+    shutil.copytree(photos / "red", tmp_path / "test" / "red")
+    with pytest.raises(ValueError, match="train has the classes red, sea blue, test has red"):
+        finetune.photos.dataset(tmp_path, image)
+    shutil.copytree(photos / "sea blue", tmp_path / "test" / "sea blue")
+    assert len(finetune.photos.dataset(tmp_path, image).test_labels) == 20
+
+
+def test_labels(tmp_path):
+    def read(**changes):
+        return classify.read_labels(classify.Config(**changes), tmp_path)
+
+    assert (len(read()), read()[0], read()[999]) == (1000, "tench", "toilet tissue")
+    (tmp_path / "config.json").write_text('{"steps": 3}')
+    assert len(read()) == 1000
+    (tmp_path / "config.json").write_text('{"id2label": {"0": "tabby_cat", "1": "dog"}}')
+    assert read() == ["tabby cat", "dog"]
+    (tmp_path / "labels.json").write_text('["a", "b", "c"]')
+    assert read() == ["a", "b", "c"]
+    (tmp_path / "names.txt").write_text("one\ntwo\n")
+    assert read(labels=str(tmp_path / "names.txt")) == ["one", "two"]
+    for text in ('{"a": "b"}', '{"1": "b"}', "3", "{"):
+        (tmp_path / "labels.json").write_text(text)
+        with pytest.raises(ValueError, match=r"labels.json holds no labels: a list of names, or names by the numbers"):
+            read()
+    with pytest.raises(ValueError, match="--top=0: it has to be 1 or more"):
+        classify.checked(classify.Config(top=0))
+    with pytest.raises(ValueError, match="--model=gpt2: use alexnet, "):
+        classify.checked(classify.Config(model="gpt2"))
+
+
+def test_errors_are_one_line_and_exit_2(weights, tmp_path):
+    cases = [
+        (("classify_image.py", "--model=tiny", f"--weights={weights}", tmp_path / "no.jpg"), "No such file .*no.jpg"),
+        (("finetune.py", "--model=vit_s_16", f"--workdir={tmp_path}"), "the weights 'vit_s_16' are not on this disk"),
+    ]
+    nowhere = {"FNET_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path)}
+    running = [(start(*flags, **nowhere), text) for flags, text in cases]
+    for err, text in [(finished(process, 2), text) for process, text in running]:
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        assert re.search(text, err), err
