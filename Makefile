@@ -31,6 +31,9 @@ bench: .venv-bench/.installed
 	$(PEERS) cnn gpt --allocator=tuned --dtype=float32,mixed $(ARGS)
 	$(PEERS) lstm vit-tiny resnet18 --mode=train,infer $(ARGS)
 
+verify-pretrained: $(STAMP)
+	$(BIN)/python tests/reference/verify_pretrained.py $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 

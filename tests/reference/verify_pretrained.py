@@ -1,0 +1,235 @@
+"""Published weights of full size against published answers: what was compared, and how close it came.
+
+    make verify-pretrained
+    python tests/reference/verify_pretrained.py [--photos=DIR] [CHECK ...]
+
+Each check is a function of CHECKS. It yields sentences that say what was compared and how close, raises `Skip` where
+something is not on this disk, and AssertionError where the answer is another. Photos come out of matplotlib,
+scikit-image and scikit-learn, where those are installed (or from --photos=DIR); PyTorch is used where it is.
+"""
+
+import importlib.util
+import json
+import pathlib
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from fnet.models import pretrained
+
+HERE = pathlib.Path(__file__).parent
+PHOTOS = {
+    "grace_hopper": ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
+    "coffee": ("skimage", "data/coffee.png"),
+    "chelsea": ("skimage", "data/chelsea.png"),
+    "china": ("sklearn", "datasets/images/china.jpg"),
+    "flower": ("sklearn", "datasets/images/flower.jpg"),
+}
+NAMED = {"grace_hopper": ("military_uniform", 0.70), "coffee": ("espresso", 0.99), "chelsea": ("Egyptian_cat", 0.73)}
+CHECKS = {}
+FLAGS = [flag for flag in sys.argv[1:] if flag.startswith("--photos=")]
+
+
+class Skip(Exception):
+    """What this check needs is not here."""
+
+
+def check(function):
+    """Puts a check into the table."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def weights(name):
+    """Where the weights of a name lie."""
+    try:
+        return pretrained.find(name)
+    except FileNotFoundError as error:
+        raise Skip(str(error)) from None
+
+
+def photos():
+    """{name: PIL.Image} of the photos that are installed, and the packages that are not."""
+    if importlib.util.find_spec("PIL") is None:
+        raise Skip("Pillow, which reads photos, is not installed")
+    from PIL import Image
+
+    found, lacking = {}, set()
+    folder = pathlib.Path(FLAGS[0].partition("=")[2]) if FLAGS else None
+    for name, (package, path) in PHOTOS.items():
+        spec = importlib.util.find_spec(package)
+        places = [] if spec is None else [pathlib.Path(spec.origin).parent / path]
+        places += [] if folder is None else [folder / pathlib.Path(path).name]
+        place = next((place for place in places if place.is_file()), None)
+        if place is None:
+            lacking.add(package)
+        else:
+            found[name] = Image.open(place)
+    if not found:
+        raise Skip(f"no photo is here: {', '.join(sorted(lacking))} are not installed")
+    return found, sorted(lacking)
+
+
+def logits(name, names, pictures):
+    """{photo: logits} of a preset's published weights, those that have these names."""
+    path = weights(name)
+    model = pretrained.model(name, path)
+    if pretrained.names_of(model, path) != names:
+        raise Skip(f"{path} holds the weights of {pretrained.names_of(model, path)}, not of {names}")
+    params, state = pretrained.load(model, path)
+    prepare = model.NAMES[names].image
+    predict = jax.jit(lambda params, state, x: model(params, x, state=state)[0])
+    return {photo: np.asarray(predict(params, state, prepare.normalise(prepare.crop(picture))[None]))[0]
+            for photo, picture in pictures.items()}
+
+
+@check
+def memory():
+    """Weights are mapped and copied once: the process grows by their own size."""
+    status = pathlib.Path("/proc/self/status")
+    if not status.is_file():
+        raise Skip("/proc/self/status is not on this system")
+    path = weights("resnet50")
+    model = pretrained.model("resnet50", path)
+    held = lambda: next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if "RssAnon" in line)
+    jax.device_put(np.zeros(3)).block_until_ready()
+    before, began = held(), time.perf_counter()
+    trees = jax.block_until_ready(pretrained.load(model, path))
+    seconds, grown, size = time.perf_counter() - began, held() - before, sum(a.nbytes for a in jax.tree.leaves(trees))
+    yield f"{size / 1e6:.1f} MB of weights in {seconds:.2f} s; the process grew by {grown / 1e6:.1f} MB"
+    assert grown < 1.1 * size
+
+
+@check
+def resnet50_names_photos():
+    """Keras' ResNet-50 says what is on the photos."""
+    path = weights("resnet50")
+    if not (path / "labels.json").is_file():
+        raise Skip(f"{path}/labels.json, the labels of the classes, is not here")
+    labels = {int(index): name for index, name in json.loads((path / "labels.json").read_text()).items()}
+    pictures, lacking = photos()
+    for photo, values in logits("resnet50", "keras", pictures).items():
+        share = np.exp(values - values.max()) / np.exp(values - values.max()).sum()
+        best = int(share.argmax())
+        name, published = NAMED.get(photo, (None, None))
+        yield (f"{photo}: {labels[best]} {share[best]:.3f}"
+               + (f", published {name} about {published:.2f}" if name else ""))
+        assert name in (None, labels[best]) and abs(share[best] - (published or share[best])) < 0.02, photo
+    for package in lacking:
+        yield f"(without the photos of {package}, which is not installed)"
+
+
+@check
+def mobilenet_v2_logits():
+    """MobileNetV2 by torchvision's names against torchvision's own logits for the photos."""
+    pictures, lacking = photos()
+    with np.load(HERE / "published_mobilenet_v2.npz") as reference:
+        for photo, values in logits("mobilenet_v2", "torchvision", pictures).items():
+            error = np.abs(values - reference[photo]).max()
+            yield f"{photo}: logits up to {np.abs(values).max():.1f}, largest difference to torchvision's {error:.1e}"
+            assert error < 1e-4, photo
+    for package in lacking:
+        yield f"(without the photos of {package}, which is not installed)"
+
+
+@check
+def mobilenet_v2_back_into_torch():
+    """Saved and loaded back unchanged: by PyTorch where it is installed, bit by bit anywhere."""
+    yield from _back("mobilenet_v2")
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("torchvision") is None:
+        yield "(PyTorch and torchvision are not installed: its load_state_dict was not asked)"
+        return
+    import torch
+    import torchvision
+    from safetensors.torch import load_file as load_torch
+
+    path = weights("mobilenet_v2")
+    model = pretrained.model("mobilenet_v2", path)
+    with tempfile.TemporaryDirectory() as folder:
+        file = pretrained.save(model, *pretrained.load(model, path), folder, like=path)
+        twin, original = torchvision.models.mobilenet_v2().eval(), torchvision.models.mobilenet_v2().eval()
+        twin.load_state_dict(load_torch(file), strict=True)
+        original.load_state_dict(load_torch(path / "model.safetensors" if path.is_dir() else path), strict=True)
+        x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 3, 224, 224), np.float32))
+        with torch.no_grad():
+            same = torch.equal(twin(x), original(x))
+            ours = jax.jit(lambda p, s, x: model(p, x, state=s)[0])(*pretrained.load(model, file),
+                                                                    x.permute(0, 2, 3, 1).numpy())
+            error = np.abs(np.asarray(ours) - twin(x).numpy()).max()
+    yield f"torchvision {torchvision.__version__} loads it (strict); logits bitwise its own; fnet's within {error:.1e}"
+    assert same and error < 1e-4
+
+
+@check
+def resnet50_back():
+    """Keras' names out and in again."""
+    yield from _back("resnet50")
+
+
+@check
+def mobilenet_v2_errors():
+    """A key renamed, dropped, added or reshaped in the real file is named."""
+    path = weights("mobilenet_v2")
+    model = pretrained.model("mobilenet_v2", path)
+    arrays = load_file(path / "model.safetensors" if path.is_dir() else path)
+    key = "features.5.conv.1.0.weight"
+    changes = {
+        "renamed": {**{k: v for k, v in arrays.items() if k != key}, "features.5.conv.1.0.wieght": arrays[key]},
+        "dropped": {k: v for k, v in arrays.items() if k != key},
+        "added": {**arrays, "features.19.weight": arrays[key]},
+        "reshaped": {**arrays, key: arrays[key].reshape(-1)},
+    }
+    for what, changed in changes.items():
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder) / "model.safetensors"
+            save_file(changed, file)
+            try:
+                pretrained.load(model, file)
+            except ValueError as error:
+                message = str(error).partition("torchvision: ")[2]
+                yield f"{what}: {message}"
+                assert ("features.19.weight" if what == "added" else key) in message
+            else:
+                raise AssertionError(f"{what}: no error")
+
+
+def _back(name):
+    path = weights(name)
+    model = pretrained.model(name, path)
+    params, state = pretrained.load(model, path)
+    with tempfile.TemporaryDirectory() as folder:
+        back = load_file(pretrained.save(model, params, state, folder, like=path))
+    original = load_file(path / "model.safetensors" if path.is_dir() else path)
+    assert back.keys() == original.keys()
+    assert all(back[key].dtype == original[key].dtype and np.array_equal(back[key], original[key]) for key in original)
+    yield f"{len(original)} keys in, {len(back)} out, every array the same, bit for bit"
+
+
+def main(names):
+    unknown = [name for name in names if name not in CHECKS]
+    if unknown:
+        sys.exit(f"error: there is no check {unknown[0]!r}: there are {', '.join(CHECKS)}")
+    counts = {"ok": 0, "skipped": 0, "failed": 0}
+    for name in names or CHECKS:
+        print(f"{name}: {CHECKS[name].__doc__.splitlines()[0]}")
+        outcome = "ok"
+        try:
+            for sentence in CHECKS[name]():
+                print(f"    {sentence}", flush=True)
+        except Skip as reason:
+            outcome = "skipped"
+            print(f"    skipped: {reason}")
+        except (AssertionError, ValueError, TypeError, OSError) as error:
+            outcome = "failed"
+            print(f"    FAILED: {error or type(error).__name__}")
+        counts[outcome] += 1
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    return 1 if counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main([name for name in sys.argv[1:] if name not in FLAGS]))
