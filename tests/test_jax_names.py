@@ -3,6 +3,7 @@
 What fnet reads out of an equation's parameters is held by tests/hardware/test_traversal.py.
 """
 
+import functools
 import pathlib
 import re
 
@@ -86,6 +87,20 @@ def test_a_batching_rule_is_traced():
     closed, batched = _jax.custom_vmap_rule(params, 3, [True, False], [jnp.ones(3), jnp.ones(())])
     assert [eqn.primitive.name for eqn in closed.jaxpr.eqns] == ["mul"] and batched == [True], MOVED.format(
         "custom_vmap_call's parameters")
+
+
+def test_operands_vary_alike():
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("devices",))
+    spec = jax.sharding.PartitionSpec("devices")
+    found = []
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec)
+    def f(x, y):
+        found.append([jax.typeof(a) for a in _jax.vary_alike(x, y)])
+        return x * y
+
+    jax.eval_shape(f, jnp.ones(2), jnp.ones(1))
+    assert found[0][0] == found[0][1], MOVED.format("auto_insert_reshard")
 
 
 def test_private_names_stand_in_one_file():

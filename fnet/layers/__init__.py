@@ -11,6 +11,7 @@ Optax's: `optax.squared_error` (square), `optax.sigmoid_binary_cross_entropy` an
 `optax.softmax_cross_entropy_with_integer_labels` (log), `optax.hinge_loss` (hinge).
 """
 
+from fnet.layers._attend import dot_product_attention
 from fnet.layers._attention import Attention, Rotary
 from fnet.layers._compose import Parallel, Remat, Residual, Sequential, Stack
 from fnet.layers._conv import Conv, ConvTranspose, DepthwiseConv
@@ -28,6 +29,7 @@ from fnet.layers._spec import ParamSpec, Spec
 __all__ = [
     "GRU", "LSTM", "RNN", "Attention", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv",
     "Dropout", "Embed", "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel",
-    "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack", "from_linen",
-    "from_nnx", "layer", "linen_variables", "method", "nnx_variables", "to_linen", "to_nnx", "update_nnx",
+    "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack",
+    "dot_product_attention", "from_linen", "from_nnx", "layer", "linen_variables", "method", "nnx_variables",
+    "to_linen", "to_nnx", "update_nnx",
 ]

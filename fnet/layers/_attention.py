@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fnet.layers._attend import attend, mask_of
+from fnet.layers._attend_xla import Form, Span, seen
 from fnet.layers._core import Layer
 from fnet.layers._dropout import Dropout
 from fnet.layers._linear import Dense, floating, wide, zeros
@@ -119,10 +121,13 @@ class Attention(Layer):
         if cache is not None:
             k, v, fits = self._append(scope, cache, k, v, lengths)
             lengths = None
-        seen = self._seen(scope, x, k, order, mask, lengths, cached=cache is not None)
-        # A causal query sees itself at least; only a mask or a length of 0 can leave one with nothing.
-        blind = mask is not None or lengths is not None
-        y = self._attend(scope, q, k, v, seen, blind)                    # [b, t, h, d]
+        if mask is not None:
+            mask = mask_of(mask, (len(x), self.heads, x.shape[1], k.shape[1]), f"Attention at {scope}: a mask")
+        where = {"mask": mask, "lengths": lengths, "starts": None if cache is None else start}
+        if self.dropout and scope.train:
+            y = self._dropped(scope, q, k, v, where)
+        else:
+            y = attend(q, k, v, **where, causal=self.causal, window=self.window)             # [b, t, h, d]
         if cache is not None:
             y = jnp.where(fits[:, None, None, None], y, jnp.nan)
         y = y.reshape(*x.shape[:2], self.heads * dim)
@@ -190,53 +195,24 @@ class Attention(Layer):
             scope.update(name, value)
         return keys.astype(k.dtype), values.astype(v.dtype), index + new <= keys.shape[1]
 
-    def _seen(self, scope, x, k, order, mask, lengths, cached):
-        """Which key each query sees, [b or 1, h or 1, t, s], or None for all."""
-        t, s = x.shape[1], k.shape[1]
-        seen = None
-        if self.causal or self.window is not None:
-            rows = order if cached else jnp.arange(t, dtype=jnp.int32)[None]    # [b or 1, t]
-            ahead = rows[:, :, None] - jnp.arange(s, dtype=jnp.int32)[None, None]
-            if self.causal:
-                seen = ahead >= 0
-            if self.window is not None:
-                near = ahead < self.window if self.causal else jnp.abs(ahead) < self.window
-                seen = near if seen is None else seen & near
-            seen = seen[:, None]                                                # [b or 1, 1, t, s]
-        if lengths is not None:
-            real = (jnp.arange(s, dtype=lengths.dtype)[None] < lengths[:, None])[:, None, None]
-            seen = real if seen is None else seen & real
-        if mask is not None:
-            mask = self._mask(scope, jnp.asarray(mask), (len(x), self.heads, t, s))
-            seen = mask if seen is None else seen & mask
-        return seen
-
-    def _mask(self, scope, mask, shape):
-        full = (mask.shape[0], 1, *mask.shape[1:]) if mask.ndim == 3 else (1,) * (4 - mask.ndim) + mask.shape
-        fits = 2 <= mask.ndim <= 4 and all(have in (1, need) for have, need in zip(full, shape))
-        if not fits or mask.dtype != jnp.bool_:
-            raise ValueError(f"Attention at {scope}: a mask is boolean, True where a query may see a key, and "
-                             f"[t, s], [b, t, s] or [b, h, t, s] of {shape}; got {mask.dtype}{list(mask.shape)}")
-        return mask.reshape(full)
-
-    def _attend(self, scope, q, k, v, seen, blind):
-        """[b, t, h, d]. Query heads of one group stand one after the other, so that keys are never repeated."""
+    def _dropped(self, scope, q, k, v, where):
+        """[b, t, h, d], with dropout on the weights."""
         b, t, heads, dim = q.shape
         groups, s = k.shape[2], k.shape[1]
+        where = {name: x for name, x in where.items() if x is not None}
+        form = Form(self.causal, self.window, 1 / math.sqrt(dim), tuple(where))
+        mask = seen(form, Span(0, t, 0, s), (t, s), where.values())
         q = q.reshape(b, t, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4).reshape(b, groups, -1, dim)
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)          # [b, g, s, d]
         batch = (0, 1), (0, 1)
-        narrow = jnp.finfo(q.dtype).bits < 32
-        wider = jnp.float32 if narrow else None
-        logits = lax.dot_general(q, k, (((3,), (3,)), batch), preferred_element_type=wider)    # [b, g, h/g t, s]
-        logits = logits.reshape(b, heads, t, s) * (1 / math.sqrt(dim))
-        if seen is not None:
-            logits = jnp.where(seen, logits, jnp.finfo(logits.dtype).min)
+        logits = lax.dot_general(q, k, (((3,), (3,)), batch), preferred_element_type=wide(q).dtype)
+        logits = logits.reshape(b, heads, t, s) * form.scale
+        if mask is not None:
+            logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
         weights = jax.nn.softmax(logits)
-        if blind:
-            weights = jnp.where(seen, weights, 0)
-        if self.dropout:
-            weights = Dropout(self.dropout)(scope["dropout"], weights)
+        if mask is not None and form.blind(t, s):
+            weights = jnp.where(mask, weights, 0)
+        weights = Dropout(self.dropout)(scope["dropout"], weights)
         weights = weights.astype(v.dtype).reshape(b, groups, -1, s)
         y = lax.dot_general(weights, v, (((3,), (2,)), batch))                                 # [b, g, h/g t, d]
         return y.reshape(b, heads, t, dim).transpose(0, 2, 1, 3)

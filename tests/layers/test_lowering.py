@@ -12,6 +12,7 @@ from fnet import layers as nn
 
 COUNTED = ("dot_general", "convolution", "reduce", "reduce_window", "select_and_scatter", "scatter", "gather", "while",
            "sort")
+PRODUCT = re.compile(r"(?<= )(?:dot|convolution)\(")    # in compiled HLO
 KEY = jax.random.key(0)
 
 
@@ -137,6 +138,11 @@ MODELS = {
 }
 
 
+# The backward pass of attention names the product of queries and keys again, which the compiler finds to be the forward
+# pass's, and has one sum less than that of a softmax.
+APART = {"gpt": Counter(dot_general=1, reduce=-1)}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_step_lowers_like_the_model_by_hand(name):
     model, by_hand, x, labels = MODELS[name]
@@ -154,8 +160,11 @@ def test_step_lowers_like_the_model_by_hand(name):
     lowered, lowered_by_hand = (jax.jit(step_of(f)).lower(*args) for f in (loss, loss_by_hand))
     counts, counts_by_hand = operations(lowered.as_text()), operations(lowered_by_hand.as_text())
     assert counts_by_hand["dot_general"] > 2
+    counts.subtract(APART.get(name, {}))
     assert counts == counts_by_hand
-    ours, theirs = lowered.compile()(*args), lowered_by_hand.compile()(*args)
+    compiled, compiled_by_hand = lowered.compile(), lowered_by_hand.compile()
+    assert len(PRODUCT.findall(compiled.as_text())) <= len(PRODUCT.findall(compiled_by_hand.as_text()))
+    ours, theirs = compiled(*args), compiled_by_hand(*args)
     assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs))
 
 

@@ -1,0 +1,263 @@
+"""Attention as ordinary XLA operations: forward and backward pass, in blocks of queries where a mask hides keys.
+
+Glossary: b batch, t time of the queries, s time of the keys, h heads, g key/value heads, r = h / g, d head_dim.
+Statistics of a row of logits: peak is its maximum, total the sum of exp(logits - peak), both [b, h, t].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What an attention computes, apart from its arrays.
+
+    Attributes:
+        causal, window, scale: as in `dot_product_attention`.
+        given: which of "mask", "lengths" and "starts" stand behind query, key and value, in this order.
+        precision: of the products, as in `jax.default_matmul_precision`; None: the platform's.
+    """
+
+    causal: bool
+    window: int | None
+    scale: float
+    given: tuple[str, ...] = ()
+    precision: Any = None
+
+    def blind(self, t: int, s: int) -> bool:
+        """Whether there may be queries that see no key."""
+        return bool(self.given) or (self.window is not None and t > s)
+
+
+class Span(NamedTuple):
+    """Queries start .. stop - 1 see no keys but low .. high - 1."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+
+
+def spans(form: Form, t: int, s: int) -> list[Span]:
+    """The queries in up to eight blocks (more with a window), each with the keys that it can see.
+
+    Four blocks do 5/8 of the work that the square of a causal mask is; from eight on, what a product of few rows costs
+    outweighs what is skipped.
+    """
+    size = max(32, -(-t // (8 if t >= 1024 else 4)))
+    if form.window is not None:
+        size = max(min(size, max(64, form.window)), -(-t // 32))
+    if (not form.causal and form.window is None) or "starts" in form.given:
+        return [Span(0, t, 0, s)]
+    found = []
+    for start in range(0, max(t, 1), size):
+        stop, low, high = min(start + size, t), 0, s
+        if size < t and form.causal:
+            high = min(high, stop)
+        if size < t and form.window is not None:
+            low, high = max(0, start - form.window + 1), min(high, stop - 1 + form.window)
+        found.append(Span(start, stop, low, max(low, high)))
+    return found
+
+
+def widened(dtype):
+    """What sums and softmax of this dtype are taken in."""
+    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
+
+
+class Products(NamedTuple):
+    """How matrix products [b, g, m, k] x [b, g, k, n] are written: operands rounded to `compute`, which the products
+    take as `operand`, sums in `wide`."""
+
+    compute: Any
+    operand: Any
+    precision: Any
+    barred: bool = False
+
+    @property
+    def wide(self):
+        return widened(self.compute)
+
+    def read(self, x):
+        return _cast(_cast(x, self.compute), self.operand)
+
+    def rows(self, x, y):
+        """x y^T for y [b, g, n, k]."""
+        return self._dot(x, y, 3, 3)
+
+    def mix(self, x, y):
+        """x y for y [b, g, k, n]."""
+        return self._dot(x, y, 3, 2)
+
+    def sums(self, x, y):
+        """x^T y for x [b, g, k, m] and y [b, g, k, n]."""
+        if not self.barred:
+            return self._dot(x, y, 2, 2)
+        return self._dot(lax.optimization_barrier(self.read(x).swapaxes(2, 3)), y, 3, 2)
+
+    def _dot(self, x, y, i, j):
+        x, y = self.read(x), self.read(y)
+        if not self.barred:
+            return lax.dot_general(x, y, (((i,), (j,)), ((0, 1), (0, 1))), precision=self.precision,
+                                   preferred_element_type=self.wide)
+        shape = (*x.shape[:2], x.shape[2], y.shape[5 - j])
+        x, y = (lax.optimization_barrier(a).reshape(-1, *a.shape[2:]) for a in (x, y))
+        z = lax.dot_general(x, y, (((2,), (j - 1,)), ((0,), (0,))), preferred_element_type=self.wide)
+        return lax.optimization_barrier(z).reshape(shape)
+
+
+def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where):
+    """(out [b, t, h, d], peak, total), all of `products.wide`.
+
+    Weights are normalised after they have met the values: a division of [t, d] numbers, not of [t, s].
+    """
+    b, t, h, _ = q.shape
+    g = k.shape[2]
+    q, k, v = _split(q, g), _split(k, g), _split(v, g)                 # [b, g, r, t, d], [b, g, 1, s, d]
+    k, v = k[:, :, 0], v[:, :, 0]
+    parts = []
+    for at in blocks:
+        if at.low == at.high:
+            zeros = jnp.zeros((b, h, at.stop - at.start), products.wide)
+            parts.append((jnp.zeros((b, g, h // g, at.stop - at.start, v.shape[-1]), products.wide), zeros, zeros + 1))
+            continue
+        logits, seen = _logits(form, products, at, q, k, where)        # [b, h, t, s]
+        peak = lax.stop_gradient(logits.max(-1))
+        weights = jnp.exp(logits - peak[..., None])
+        total = weights.sum(-1)
+        if seen is not None and form.blind(t, k.shape[2]):
+            weights = jnp.where(seen, weights, 0)
+        y = products.mix(_grouped(weights, g), v[:, :, at.low:at.high])
+        y = y.reshape(b, g, h // g, -1, v.shape[-1]) / total.reshape(b, g, h // g, -1, 1)
+        parts.append((y, peak, total))
+    y, peak, total = zip(*parts)
+    return _join(_concatenate(y, 3)), _concatenate(peak, 2), _concatenate(total, 2)
+
+
+def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest):
+    """The gradients of q, k and v, given ..., out, peak, total and the gradient of out.
+
+    Weights are computed again from their statistics, by the operations of the forward pass, which a compiler that has
+    both passes before it does once. With w = weights of sum 1 and a gradient y' of y = w v (Dao et al., 2022,
+    FlashAttention, appendix B.2):
+
+        v' = w^T y',  logits' = w (y' v^T - sum(y' y)),  q' = logits' k,  k' = logits'^T q
+    """
+    *where, out, peak, total, y = rest
+    b, t, h, d = q.shape
+    g, s = k.shape[2], k.shape[1]
+    out, y = out.astype(products.wide), y.astype(products.wide)
+    inverse = 1 / total.astype(products.wide)
+    delta = (out * y).sum(-1).swapaxes(1, 2)                           # [b, h, t]
+    # Where the range allows, the gradient is divided and not the weights; in float16 it would vanish.
+    early = products.compute == jnp.float16
+    y = _split(y, g)
+    if not early:
+        y, delta = y * inverse.reshape(b, g, h // g, t, 1), delta * inverse
+    q, k, v = _split(q, g), _split(k, g)[:, :, 0], _split(v, g)[:, :, 0]
+    of_q, of_k, of_v = [], [], []
+    for at in blocks:
+        rows, keys = slice(at.start, at.stop), slice(at.low, at.high)
+        if at.low == at.high:
+            of_q.append(jnp.zeros((b, g, h // g, at.stop - at.start, d), products.wide))
+            continue
+        logits, seen = _logits(form, products, at, q, k, where)
+        weights = jnp.exp(logits - peak[:, :, rows, None].astype(products.wide))
+        if early:
+            weights = weights * inverse[:, :, rows, None]
+        if seen is not None and form.blind(t, s):
+            weights = jnp.where(seen, weights, 0)
+        part = _merged(y[:, :, :, rows])                               # [b, g, r t, d]
+        slope = products.rows(part, v[:, :, keys]).reshape(weights.shape)
+        slope = _grouped(weights * (slope - delta[:, :, rows, None]) * form.scale, g)
+        of_q.append(products.mix(slope, k[:, :, keys]).reshape(b, g, h // g, -1, d))
+        pad = ((0, 0), (0, 0), (at.low, s - at.high), (0, 0))
+        of_k.append(jnp.pad(products.sums(slope, _merged(q[:, :, :, rows])), pad))
+        of_v.append(jnp.pad(products.sums(_grouped(weights, g), part), pad))
+    of_k, of_v = (functools.reduce(jnp.add, parts) if parts else jnp.zeros((b, g, s, d), products.wide)
+                  for parts in (of_k, of_v))
+    return _join(_concatenate(of_q, 3)), of_k.swapaxes(1, 2), of_v.swapaxes(1, 2)
+
+
+def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v, *rest):
+    """The slope of out along the slopes of those of q, k and v that `moving` names."""
+    slopes = iter(rest[len(form.given):])
+    return jax.jvp(lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[:len(form.given)])[0], (q, k, v),
+                   tuple(_cast(next(slopes), x.dtype) if moves else jnp.zeros_like(x)
+                         for x, moves in zip((q, k, v), moving)))[1]
+
+
+def seen(form: Form, at: Span, shape, where):
+    """Which of the keys of a span each query sees, broadcastable to [b, h, t, s] of that span, or None for all.
+
+    Args:
+        shape: (t, s) of the whole.
+        where: the arrays that `form.given` names.
+    """
+    given = dict(zip(form.given, where))
+    found = []
+    rows = jnp.arange(at.start, at.stop, dtype=jnp.int32)
+    keys = jnp.arange(at.low, at.high, dtype=jnp.int32)
+    if form.causal or form.window is not None:
+        ahead = (rows[:, None] - keys[None])[None, None]
+        if "starts" in given:
+            ahead = ahead + lax.expand_dims(given["starts"].astype(jnp.int32), (1, 2, 3))
+        if form.causal:
+            found.append(ahead >= 0)
+        if form.window is not None:
+            found.append(ahead < form.window if form.causal else jnp.abs(ahead) < form.window)
+    if "lengths" in given:
+        found.append(keys[None, None, None] < lax.expand_dims(given["lengths"].astype(jnp.int32), (1, 2, 3)))
+    if "mask" in given:
+        mask = given["mask"]
+        for axis, size, low, high in (2, shape[0], at.start, at.stop), (3, shape[1], at.low, at.high):
+            if mask.shape[axis] == size:
+                mask = lax.slice_in_dim(mask, low, high, axis=axis)
+        found.append(mask)
+    return functools.reduce(jnp.logical_and, found) if found else None
+
+
+def _logits(form, products, at, q, k, where):
+    """(logits [b, h, t, s] of a span, which of them are seen)."""
+    b, g, r, t, _ = q.shape
+    shape = b, g * r, at.stop - at.start, at.high - at.low
+    logits = products.rows(_merged(q[:, :, :, at.start:at.stop]), k[:, :, at.low:at.high]).reshape(shape) * form.scale
+    mask = seen(form, at, (t, k.shape[2]), where)
+    return logits if mask is None else jnp.where(mask, logits, jnp.finfo(logits.dtype).min), mask
+
+
+def _cast(x, dtype):
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+def _split(x, groups):
+    """[b, t, h, d] -> [b, g, r, t, d]: the query heads of one group stand together, so that keys are never repeated."""
+    b, t, h, d = x.shape
+    return x.reshape(b, t, groups, h // groups, d).transpose(0, 2, 3, 1, 4)
+
+
+def _join(x):
+    """[b, g, r, t, d] -> [b, t, h, d]."""
+    b, g, r, t, d = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(b, t, g * r, d)
+
+
+def _merged(x):
+    """[b, g, r, t, d] -> [b, g, r t, d]."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _grouped(x, groups):
+    """[b, h, t, s] -> [b, g, r t, s]."""
+    return x.reshape(len(x), groups, -1, x.shape[-1])
+
+
+def _concatenate(parts, axis):
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
