@@ -1,18 +1,20 @@
-"""Round-robin timing: each peer in its own process, several rounds, medians and ratios.
+"""What the benchmarks print: medians, ranges and ratios, under the command, the machine and the versions.
 
-A benchmark module has a dict PEERS of name -> function that returns one figure, and ends with `main(PEERS, ...)`.
-The machines are shared and noisy, so peers take turns and only ratios within one run are compared.
+A small benchmark is a module with a dict of name -> function that returns one figure, and ends with `main(...)`. The
+machines are shared and noisy, so peers take turns (`_live`) and only ratios within one run are compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import timeit
+
+from benchmarks._live import Live, serve, turns
 
 
 def seconds(run, *, budget=1.0, repeats=5) -> float:
@@ -24,25 +26,22 @@ def seconds(run, *, budget=1.0, repeats=5) -> float:
 
 
 def main(module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, base: str | None = None) -> dict:
-    """Runs every peer once a round in a process of its own; prints a table and returns {name: median}.
+    """Runs every peer once a round, each in a process of its own; prints a table and returns {name: median}.
 
     Args:
-        module: the module to run (`python -m module name` prints one figure in seconds).
+        module: the module to run (`python -m module name` is the process of one peer).
         peers: name -> function returning seconds.
         unit, scale: how figures are printed: seconds * scale in that unit.
         base: the peer that ratios are taken to; None: the last.
     """
     if len(sys.argv) > 1 and sys.argv[1] in peers:
-        print(repr(peers[sys.argv[1]]()))
+        serve({"time": lambda budget: peers[sys.argv[1]]()})
         return {}
-    environment = {"JAX_PLATFORMS": "cpu", **os.environ}
-    figures = {name: [] for name in peers}
-    for _ in range(rounds):
-        for name in peers:
-            out = subprocess.run([sys.executable, "-m", module, name], check=True, capture_output=True, text=True,
-                                 env=environment)
-            figures[name].append(float(out.stdout.split()[-1]))
-    print(header(f"python -m {module}", rounds))
+    environment = {"JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
+    with contextlib.ExitStack() as alive:
+        live = [alive.enter_context(Live(name, [sys.executable, "-m", module, name], environment)) for name in peers]
+        figures = turns(live, rounds=rounds, budget=0)
+    print(header(" ".join(["python -m", module, *sys.argv[1:]]), rounds))
     print(table(figures, unit=unit, scale=scale, bases=[base or list(peers)[-1]]))
     return {name: statistics.median(values) for name, values in figures.items()}
 

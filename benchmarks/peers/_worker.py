@@ -43,7 +43,7 @@ class Worker:
     def __init__(self, *, peer, workload, size, mode, mixed, checked, allocator, **how):
         self.names, self.how = (peer, workload, size), how
         self.train, self.mixed, self.checked, self.allocator = mode == "train", mixed, checked, allocator
-        self.count, self.each = 0, None
+        self.count = 0
 
     def prepare(self):
         """Imports what the peer needs: {"missing": a package} or {"platform": "cpu" or another}."""
@@ -70,16 +70,19 @@ class Worker:
         values = [self._step()]
         first = time.perf_counter() - begun
         values += [self._step() for _ in range(self.checked - 1)]
+        begun = time.perf_counter()
+        self._step()
+        self.each = time.perf_counter() - begun
         values = [self.run.numpy(value) for value in values]
         losses = map(float, values) if self.train else map(spec.cross_entropy, values, (y for _, y in batches))
         return {"first": first, "losses": list(losses), "platform": self.run.platform(),
                 "device": self.run.device()}
 
     def time(self, budget):
-        """Seconds per step. One step goes untimed: what the last peer left in the caches is not this one's fault."""
-        begun = time.perf_counter()
-        self._step()
-        steps = max(2, math.ceil(budget / (self.each or time.perf_counter() - begun)))
+        """Seconds per step, over two steps at least."""
+        if self.each < 0.05:
+            self._step()    # untimed: a short step would feel the caches that the last peer left
+        steps = max(2, math.ceil(budget / self.each))
         begun = time.perf_counter()
         for i in range(steps):
             value = self.run.step(self.count + i)
