@@ -146,15 +146,14 @@ def _whole(f, *args, **params):
     """As ordinary operations, the same on every platform. Derivatives of derivatives come from these, and where those
     of a narrow dtype would be products that XLA:CPU does not have, they are in float32."""
     form, compute = params["form"], params["compute"]
-    t, s = args[0].shape[1], args[1].shape[1]
     products = Products(compute, xla.widened(compute), form.precision)
-    return f([xla.Span(0, t, 0, s)], products, *args, **params)
+    return f([xla.Span(0, args[0].shape[1], 0, args[1].shape[1])], products, *args, **params)
 
 
-def _by_default(f, *args, **params):
+def _by_xla(f, *args, **params):
     form, compute = params["form"], params["compute"]
-    t, s = args[0].shape[1], args[1].shape[1]
-    return f([xla.Span(0, t, 0, s)], Products(compute, compute, form.precision), *args, **params)
+    products = Products(compute, compute, form.precision)
+    return f([xla.Span(0, args[0].shape[1], 0, args[1].shape[1])], products, *args, **params)
 
 
 def _on_cpu(f, *args, **params):
@@ -163,6 +162,25 @@ def _on_cpu(f, *args, **params):
     form, compute = params["form"], params["compute"]
     products = Products(compute, compute, form.precision, barred=compute == jnp.bfloat16)
     return f(xla.spans(form, args[0].shape[1], args[1].shape[1]), products, *args, **params)
+
+
+def _explain(query, key, *_, form, **params) -> str:
+    """Which form an equation takes on this machine, in words."""
+    if jax.default_backend() != "cpu":
+        return "plain XLA"
+    if len(xla.spans(form, query.shape[1], key.shape[1])) > 1:
+        return "keys that the mask hides from a block of queries are skipped"
+    if not form.causal and form.window is None:
+        return "plain XLA, for no key is hidden from all"
+    return "plain XLA, for " + ("what is hidden is known at run time only" if "starts" in form.given
+                                else "so few queries make one block")
+
+
+def _lower(params, compute, out) -> dict | None:
+    """The parameters that change where autocast sets the dtypes; None where the author has set them."""
+    if params["compute"] != jnp.float32 or params["form"].precision is not None:
+        return None
+    return {"compute": compute, "outs": (out,) * len(params["outs"])}
 
 
 @functools.lru_cache(1024)
@@ -176,7 +194,8 @@ def _define(primitive, f):
     run = jax.jit(lambda *args, params: primitive.bind(*args, **dict(params)), static_argnames="params")
     primitive.def_impl(lambda *args, **params: run(*args, params=tuple(params.items())))
     primitive.def_abstract_eval(lambda *types, **params: list(_types(f, types, tuple(params.items()))))
-    for platform, form in ((None, _by_default), ("cpu", _on_cpu)):
+    primitive.lower, primitive.explain = _lower, _explain    # for autocast
+    for platform, form in ((None, _by_xla), ("cpu", _on_cpu)):
         mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
 

@@ -218,6 +218,8 @@ class _Autocast(Interpreter):
                 return "convolution"
             default = eqn.params.get("precision") in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2)
             return "lower" if default and all(map(_wide, (*eqn.invars[:2], *eqn.outvars))) else "float32"
+        if hasattr(eqn.primitive, "lower"):    # it holds products, and a parameter that says what they compute in
+            return "lower" if eqn.primitive.lower(eqn.params, F32, F32) else "float32"
         if name in _STRUCTURE or name in _ARITHMETIC:
             return "follow"
         if name in _POWERS:
@@ -239,8 +241,12 @@ class _Autocast(Interpreter):
         dtype, reason = F32, _REASONS[kind]
         if kind == "lower":
             dtype, reason = compute, reason + _WIDE * wide
-            outputs = [Value(lowered(eqn.primitive, inputs[0].x, inputs[1].x, eqn.params, compute=compute,
-                                     out=F32 if wide else compute))]
+            out = F32 if wide else compute
+            if name in _LOWER:
+                x, y = inputs[0].x, inputs[1].x
+                outputs = [Value(lowered(eqn.primitive, x, y, eqn.params, compute=compute, out=out))]
+            else:
+                outputs = bind(eqn, [value.x for value in inputs], **eqn.primitive.lower(eqn.params, compute, out))
         elif kind == "follow":
             outputs, dtype, reason = self._follow(eqn, inputs, wide, compute)
         else:
@@ -248,6 +254,9 @@ class _Autocast(Interpreter):
             if kind == "cast":    # a mask or a one-hot vector is exact in any dtype
                 outputs = [Value(y.x, 1.0) for y in outputs]
         if self.rows is not None and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
+            if hasattr(eqn.primitive, "explain"):
+                changes = eqn.primitive.lower(eqn.params, compute, F32) if kind == "lower" else {}
+                reason += "; " + eqn.primitive.explain(*(v.aval for v in eqn.invars), **{**eqn.params, **changes})
             self.rows.append(Row(scope, name, kind, dtype.name, reason))
         return outputs
 
