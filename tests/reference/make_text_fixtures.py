@@ -3,9 +3,11 @@ llama2.c make of texts.
 
     python -m venv torch-env && torch-env/bin/pip install torch==2.13.0 transformers==5.23.0 tokenizers==0.23.3 numpy
     git clone https://github.com/karpathy/llama2.c
-    torch-env/bin/python tests/reference/make_text_fixtures.py llama2.c/run.c
+    torch-env/bin/python tests/reference/make_text_fixtures.py llama2.c/run.c [published FOLDER]
 
-Weights are drawn from their keys (tests/drawn.py); models compute in float64, the training curve in float32.
+Weights are drawn from their keys (tests/drawn.py); models compute in float64, the training curve in float32. With
+`published`, it writes published_minilm.npz as well: what transformers computes in float32, and tokenizers makes of the
+sentences, with all-MiniLM-L6-v2's model.safetensors, config.json and tokenizer.json in FOLDER.
 """
 
 import json
@@ -190,14 +192,46 @@ def llama_bpe(source):
             "tokens": [list(map(int, line.split())) for line in out.split("\n")[:-1]]}
 
 
+SENTENCES = {    # by the shape of their batch: two sizes, two lengths
+    (4, 24): ("A cat sits on the mat.", "The feline rests on a rug, quite unbothered by the noise outside.",
+              "Quarterly profits fell by a tenth.", "Dogs."),
+    (2, 64): ("We are such stuff as dreams are made on, and our little life is rounded with a sleep.",
+              "Crème brûlée, naïve façade: don't-stop 3.14 <汉字>!"),
+}
+
+
+def published(folder):
+    """MiniLM's hidden states at the tokens that are real, and its sentence embeddings."""
+    words = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+    words.no_truncation()
+    words.no_padding()
+    model, arrays = transformers.BertModel.from_pretrained(folder).eval(), {}
+    for (batch, time), sentences in SENTENCES.items():
+        rows = [words.encode(sentence).ids for sentence in sentences]
+        lengths = np.array([len(row) for row in rows], np.int32)
+        tokens = np.zeros((batch, time), np.int32)
+        for row, given in zip(tokens, rows):
+            row[:len(given)] = given
+        real = torch.from_numpy(np.arange(time)[None] < lengths[:, None])
+        with torch.no_grad():
+            hidden = model(torch.from_numpy(tokens), attention_mask=real.long()).last_hidden_state
+        mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)      # sentence-transformers' pooling
+        made = {"sentences": np.array(sentences), "tokens": tokens, "lengths": lengths, "hidden": hidden[real].numpy(),
+                "embeddings": torch.nn.functional.normalize(mean).numpy()}
+        arrays |= {f"{batch}x{time}/{name}": value for name, value in made.items()}
+    np.savez_compressed(HERE / "published_minilm.npz", **arrays)
+
+
 def main():
+    if sys.argv[2:]:
+        published(sys.argv[3])
     arrays = {}
     models(arrays)
     curve(arrays)
     np.savez_compressed(HERE / "text.npz", **arrays)
     made = {"wordpiece": wordpiece(), "llama_bpe": llama_bpe(sys.argv[1])}
     (HERE / "tokenizers.json").write_text(json.dumps(made, ensure_ascii=True, indent=None) + "\n")
-    for name in ("text.npz", "tokenizers.json"):
+    for name in ("text.npz", "tokenizers.json", "published_minilm.npz"):
         print(f"{name}: {(HERE / name).stat().st_size / 1e3:.0f} kB")
 
 

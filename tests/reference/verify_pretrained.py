@@ -18,6 +18,7 @@ import time
 import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
+from verifying import CHECKS, Skip, check, weights
 
 from fnet.models import pretrained
 
@@ -30,26 +31,7 @@ PHOTOS = {
     "flower": ("sklearn", "datasets/images/flower.jpg"),
 }
 NAMED = {"grace_hopper": ("military_uniform", 0.70), "coffee": ("espresso", 0.99), "chelsea": ("Egyptian_cat", 0.73)}
-CHECKS = {}
 FLAGS = [flag for flag in sys.argv[1:] if flag.startswith("--photos=")]
-
-
-class Skip(Exception):
-    """What this check needs is not here."""
-
-
-def check(function):
-    """Puts a check into the table."""
-    CHECKS[function.__name__] = function
-    return function
-
-
-def weights(name):
-    """Where the weights of a name lie."""
-    try:
-        return pretrained.find(name)
-    except FileNotFoundError as error:
-        raise Skip(str(error)) from None
 
 
 def photos():
@@ -207,6 +189,9 @@ def _back(name):
     assert back.keys() == original.keys()
     assert all(back[key].dtype == original[key].dtype and np.array_equal(back[key], original[key]) for key in original)
     yield f"{len(original)} keys in, {len(back)} out, every array the same, bit for bit"
+
+
+import verify_text  # noqa: E402, F401    its checks come after these
 
 
 def main(names):
