@@ -97,7 +97,7 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     Args:
         model: the model.
         params, state: as `load` or `model.init` gave them; state `{}` where the model has none.
-        path: the file to write, *.safetensors (a folder: model.safetensors in it), or llama2.c's model.bin.
+        path: the file to write, *.safetensors (or a folder: model.safetensors in it); *.bin for llama2.c's names.
         names: whose names to write, one of the model's `NAMES`; None: the only ones that fit the model's
             configuration.
         like: a file with the same names, whose notes and spare keys (PyTorch's count of batches) are taken over.
@@ -121,8 +121,11 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
         plan = _plan.plan(rules, rules.prefixes[0], leaves, _fit.who(model, names))
     rules, path = _fit.rules_of(model, names), Path(path).expanduser()
     _fit.check_config(model, names, path)
-    if path.is_dir():
-        path = path / ("model.bin" if rules.header else "model.safetensors")
+    kind = ".bin" if rules.header else ".safetensors"
+    if path.is_dir() or not path.suffix:
+        path = path / f"model{kind}"
+    if path.suffix != kind:
+        raise ValueError(f"pretrained.save writes *{kind} by the names of {names}; {path} is called otherwise")
     trees, arrays = {"params": params, "state": state}, {}
     for entry in (*plan.reads, *_beside(plan, source)):
         if isinstance(entry.rule, Spare):

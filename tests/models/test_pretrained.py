@@ -194,6 +194,9 @@ def test_another_configuration(file, trees, tmp_path):
     refused(ValueError, r"'h.2.qkv.weight' is missing", Small(depth=3), file)
     with pytest.raises(ValueError, match="say whose names to write for this Small: names='torch' or 'keras'"):
         pretrained.save(Small(epsilon=0.1), *trees, tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"save writes \*.safetensors by the names of torch; .*x.pt is called otherwise"):
+        pretrained.save(TORCH, *trees, tmp_path / "x.pt")
+    assert pretrained.save(TORCH, *trees, tmp_path / "new") == tmp_path / "new" / "model.safetensors"
     with pytest.raises(ValueError, match=r"Small: 1 of its arrays do not fit: 'embed/embedding' .* is missing"):
         pretrained.save(TORCH, {k: v for k, v in trees[0].items() if k != "embed"}, trees[1], tmp_path)
 

@@ -11,6 +11,7 @@ import pathlib
 
 import drawn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -104,3 +105,80 @@ def test_every_preset_is_counted():
     classes = {cls for cls, _ in PUBLISHED}
     assert {(cls, preset) for cls in classes for preset in cls.PRESETS} == set(PUBLISHED)
     assert all(set(cls.HUB) <= set(cls.PRESETS) for cls in classes)
+
+
+@pytest.mark.parametrize(("name", "cls", "resize"), [("torchvision", models.ResNet, 28), ("timm", models.ViT, 26)])
+@pytest.mark.parametrize("size", ["45x37", "37x61"])
+def test_photos_are_prepared_as_the_weights_were_trained(name, cls, resize, size):
+    Image = pytest.importorskip("PIL.Image")
+
+    image = dataclasses.replace(cls.NAMES[name].image, size=24, resize=resize)
+    with np.load(REFERENCE / "vision.npz") as arrays:
+        pixels, want = (arrays[f"photo-{name}-{size}/{part}"] for part in ("pixels", "input"))
+    got = image.normalise(image.crop(Image.fromarray(pixels)))
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_photos_in_other_ways():
+    Image = pytest.importorskip("PIL.Image")
+
+    photo = Image.fromarray(np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3))
+    caffe = models.ResNet.NAMES["keras"].image
+    np.testing.assert_allclose(caffe.normalise(np.array(photo))[1, 2], np.array([20, 19, 18]) - caffe.mean, rtol=1e-6)
+    np.testing.assert_array_equal(caffe.normalise(jnp.array(photo)), caffe.normalise(np.array(photo)))
+    squashed = models.ViT.NAMES["huggingface"].image.at(2)
+    assert squashed.crop(photo).shape == (2, 2, 3) and squashed.crop(photo.convert("L")).shape == (2, 2, 3)
+    assert (caffe.at(112).resize, caffe.at(112).size, squashed.resize) == (128, 112, None)
+
+
+def test_resnet9_against_plain_jax():
+    model, x = models.ResNet9(classes=3, width=4), drawn.images("resnet9", (2, 16, 16, 3))
+    spec = model.spec(x)
+    params, state = jax.tree.map(lambda leaf: 0.1 + 0.2 * drawn.images(str(leaf.shape), leaf.shape) ** 2, tuple(spec))
+
+    def conv(place, x):
+        norm, stats = place[0]["norm"], place[1]["norm"]
+        x = jax.lax.conv_general_dilated(x, place[0]["conv"]["kernel"], (1, 1), "SAME",
+                                         dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        row = lambda a: a[None, None, None]
+        x = (x - row(stats["mean"])) / jnp.sqrt(row(stats["var"]) + 1e-5) * row(norm["scale"]) + row(norm["bias"])
+        return jax.nn.relu(x)
+
+    @jax.jit
+    def plain(x):
+        for s in range(4):
+            stage = params[f"stage{s}"], state[f"stage{s}"]
+            x = conv(stage, x)
+            if s:
+                x = x.reshape(2, x.shape[1] // 2, 2, x.shape[2] // 2, 2, -1).max((2, 4))
+            if s in (1, 3):
+                first, second = ([part[f"residual{i}"] for part in stage] for i in (1, 2))
+                x = x + conv(second, conv(first, x))
+        return x.max((1, 2)) @ params["head"]["kernel"] / 8
+
+    near(logits(model, params, state, x), plain(x))
+
+
+def test_features_are_what_the_last_layer_sees():
+    model = SMALL_VIT
+    draw = lambda leaf: drawn.images(str(leaf.shape), leaf.shape)
+    params = jax.tree.map(draw, model.spec(model.example()).params)
+    x = drawn.images("x", (2, 32, 32, 3))
+    features = jax.jit(model.features)(params, x)
+    assert features.shape == (2, 32)
+    head = params["head"]
+    near(features @ head["kernel"] + head["bias"][None], jax.jit(model)(params, x))
+
+
+@pytest.mark.parametrize(("model", "shape", "text"), [
+    (models.AlexNet(), (1, 200, 224, 3),
+     r"come to 6 x 6 before its dense layers, as 224 x 224 do; \(1, 200, 224, 3\) comes to 5 x 6"),
+    (models.ViT(8, 1, 2), (1, 225, 224, 3),
+     r"images are \[batch, 224, 224, channels\], a whole number of patches of 16; got \(1, 225, 224, 3\)"),
+    (models.ViT(8, 1, 2, size=30), (1, 30, 30, 3), "a whole number of patches of 16"),
+    (models.ResNet((1,), version="v2"), (1, 32, 32, 3), "ResNet: version is 'v1' or 'v1.5'; got 'v2'"),
+])
+def test_inputs_and_fields_without_sense(model, shape, text):
+    with pytest.raises(ValueError, match=text):
+        model.spec(jax.ShapeDtypeStruct(shape, jnp.float32))

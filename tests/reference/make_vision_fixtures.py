@@ -83,6 +83,13 @@ CASES = {    # name: (model, size of its images)
 }
 
 
+TRANSFORMS = {
+    "torchvision": torchvision.transforms._presets.ImageClassification(crop_size=24, resize_size=28),
+    "timm": timm.data.create_transform((3, 24, 24), interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3,
+                                       crop_pct=0.9),
+}
+
+
 def filled(model):
     """The model with drawn weights, their shapes, and the weights, by the keys of its own files."""
     if not isinstance(model, transformers.PreTrainedModel):
@@ -112,6 +119,11 @@ def small():
         arrays[f"{name}/checksum"] = np.array(drawn.checksum(weights))
         arrays[f"{name}/size"] = np.array(size)
         print(name, sum(value.size for value in weights.values()), "numbers, logits", arrays[f"{name}/logits"][0, :3])
+    for name, transform in TRANSFORMS.items():
+        for width, height in ((45, 37), (37, 61)):
+            pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+            x = transform(Image.fromarray(pixels)).permute(1, 2, 0).numpy()
+            arrays |= {f"photo-{name}-{width}x{height}/pixels": pixels, f"photo-{name}-{width}x{height}/input": x}
     np.savez_compressed(HERE / "vision.npz", **arrays)
     print(f"vision.npz: {(HERE / 'vision.npz').stat().st_size / 1e3:.0f} kB")
 
