@@ -10,7 +10,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +59,15 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
     return rewritten
 
 
-class Value(NamedTuple):
-    """A value while a jaxpr is evaluated: the array, and what the interpreter has noted about it (hashable)."""
+class Value:
+    """A value while a jaxpr is evaluated: the array, what the interpreter has noted about it (hashable), and the array
+    in the dtype that it was traced with, once something has asked for it: all that do share it, so that the gradients
+    that they send back are added up in that dtype."""
 
-    x: Any
-    note: Any = None
+    __slots__ = ("note", "restored", "x")
+
+    def __init__(self, x, note=None):
+        self.x, self.note, self.restored = x, note, None
 
 
 class Interpreter:
@@ -209,7 +213,9 @@ def restore(value: Value, aval):
     dtype = getattr(aval, "dtype", None)
     if dtype is None or getattr(value.x, "dtype", dtype) == dtype:
         return value.x
-    return lax.convert_element_type(value.x, dtype)
+    if value.restored is None:
+        value.restored = lax.convert_element_type(value.x, dtype)
+    return value.restored
 
 
 def bind(eqn, arrays, **changes) -> list[Value]:

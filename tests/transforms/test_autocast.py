@@ -248,6 +248,18 @@ def test_carries_and_branches_keep_their_dtypes():
             assert all(v.aval.dtype != BF16 for v in eqn.outvars)
 
 
+def test_gradients_of_float32_uses_are_added_up_in_float32():
+    """Rounded one by one and then added up in 16 bits, as BatchNorm's would be, they no longer cancel."""
+    def f(w, x):
+        h = x @ w
+        return jnp.tanh((h - h.mean(0, keepdims=True)) @ Y.T).sum()
+
+    eqns = equations(jax.grad(ft.autocast(f, "bfloat16")), Y, X)
+    assert {e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "add_any"} == {F32}
+    widened = [e for e in eqns if e.primitive.name == "convert_element_type" and e.outvars[0].aval.dtype == F32]
+    assert len(widened) == 1
+
+
 # What the author says.
 
 def test_the_authors_casts_and_precision_win():
