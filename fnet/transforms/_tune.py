@@ -24,9 +24,9 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
     For a CPU: operands of matrix products are computed before the product reads them, weight gradients are products
     of two matrices with the smaller side leading, poolings that tile the image and their gradients are elementwise,
-    sums over rows are products with ones, weight gradients of convolutions have a forward convolution's layout. NaN and
-    Inf stay where they were, ties in a pooling go where XLA's go, dtypes and named scopes stay, and nothing but float32
-    is touched. For GPUs and TPUs there are no rules: the step is compiled as it is.
+    weight gradients of convolutions have a forward convolution's layout. NaN and Inf stay where they were, ties in a
+    pooling go where XLA's go, dtypes and named scopes stay, and nothing but float32 is touched. For GPUs and TPUs there
+    are no rules: the step is compiled as it is.
 
     Rules are applied to the whole program, hence after differentiation: give `tune` the step, not the model. Put it
     outermost: called with arrays it compiles by itself, with the compiler options that suit the program, and keeps the

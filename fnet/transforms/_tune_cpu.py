@@ -99,13 +99,16 @@ def max_pool_gradient(eqn, inputs):
     return [jnp.where(wide(place) == where, wide(g), jnp.zeros((), g.dtype)).reshape(x.shape)]
 
 
-def sums(eqn, inputs):
-    """The sum of a large array over all axes but the last, as a product with ones."""
-    x, axes = inputs[0].x, eqn.params["axes"]
-    if sorted(axes) != list(range(x.ndim - 1)) or x.ndim < 2 or x.size < LARGE // 2 or x.dtype != F32:
-        return None
-    x = (x if inputs[0].note else apart(x)).reshape(-1, x.shape[-1])
-    return [lax.dot_general(jnp.ones((1, len(x)), x.dtype), x, (((1,), (0,)), ((), ())))[0]]
+def _ends_swapped(x):
+    """[a, b, c] -> [c, b, a], by ways that stay in the cache: in one go it takes four to ten times as long.
+
+    A loop over halves is what keeps XLA from making one strided copy of it all, together with what x is computed from.
+    """
+    a, b, c = x.shape
+    halves = 1 if a % 2 else 2
+    turned = lax.map(lambda part: apart(apart(part.transpose(1, 0, 2)).transpose(0, 2, 1)),
+                     x.reshape(halves, a // halves, b, c))                         # [halves, b, c, a / halves]
+    return apart(turned.transpose(2, 1, 0, 3)).reshape(c, b, a)
 
 
 def convolution_gradient(eqn, inputs):
@@ -113,14 +116,15 @@ def convolution_gradient(eqn, inputs):
     x, w = (value.x for value in inputs)
     p = eqn.params
     lhs, rhs, out = p["dimension_numbers"]
-    if (x.ndim != 4 or lhs[0] != 3 or x.dtype != F32 or w.dtype != F32
+    if (x.ndim != 4 or lhs != (3, 0, 1, 2) or rhs != (3, 0, 1, 2) or x.dtype != F32 or w.dtype != F32
             or p["feature_group_count"] != 1 or p["batch_group_count"] != 1):
         return None
-    x = apart(x.transpose(lhs[2], lhs[3], lhs[1], lhs[0]).transpose(3, 0, 1, 2))
-    w = apart(w.transpose(rhs[2], rhs[3], rhs[1], rhs[0]))
+    n, h, width, c = x.shape
+    x = _ends_swapped(x.reshape(n, h * width, c)).reshape(c, h, width, n)
+    w = apart(apart(w).transpose(1, 2, 0, 3))
     rest = {k: v for k, v in p.items() if k != "dimension_numbers"}
     z = lax.conv_general_dilated_p.bind(x, w, dimension_numbers=lax.conv_dimension_numbers(
-        x.shape, w.shape, ("NHWC", "HWIO", "NHWC")), **rest)
+        x.shape, w.shape, ("NHWC", "HWIO", "NHWC")), **rest)                       # [c, height, width, out]
     inverse = [0] * 4
     for axis, place in enumerate((0, 3, 1, 2)):
         inverse[out[axis]] = place
@@ -132,17 +136,17 @@ RULES = (
     Rule("max_pool", ("reduce_window_max",), max_pool, "elementwise maxima"),
     Rule("max_pool_gradient", ("select_and_scatter_add",), max_pool_gradient,
          "the largest element's place is found elementwise"),
-    Rule("sums", ("reduce_sum",), sums, "a product with ones"),
     Rule("convolution_gradient", ("conv_general_dilated",), convolution_gradient, "a forward convolution's layout"),
 )
 
 
 def options(closed) -> dict:
-    """Compiler options for a program: its float32 convolutions are faster with XLA's own kernels than with YNNPACK's,
-    its products, and above all those in bfloat16, are not."""
+    """Compiler options for a program: where it has float32 convolutions, XLA's own kernels for those and YNNPACK's for
+    products and sums alone; its convolutions are the slower ones."""
     slow = any(eqn.primitive.name == "conv_general_dilated" and eqn.invars[0].aval.dtype == F32
                for eqn in _equations(closed.jaxpr))
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if slow else {}
+    types = "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+    return {"xla_cpu_experimental_ynn_fusion_type": types} if slow else {}
 
 
 def _equations(jaxpr):

@@ -104,7 +104,7 @@ def test_numbers_stay(name):
     want = jax.jit(step)(*args)
     near(ft.tune(step, "cpu")(*args), want)
     used = fired(step, *args)
-    assert {"products", "sums"} <= used
+    assert "products" in used
     assert ("max_pool_gradient" in used) == ("cnn" in name)
     for rule in used:
         assert fired(step, *args, rules=only(rule)) == {rule}
@@ -175,7 +175,6 @@ def test_one_bad_number_spreads_no_further(rule):
     f = {"products": lambda x: x.reshape(-1, 4).T @ g.reshape(-1, 6),
          "max_pool": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[0],
          "max_pool_gradient": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[1],
-         "sums": lambda x: x.sum((0, 1, 2)),
          "convolution_gradient": lambda x: jax.grad(lambda w: jnp.vdot(conv(x, w), g))(w)}[rule]
     assert rule in fired(f, x)
     for bad in (np.nan, np.inf, -np.inf):
@@ -233,7 +232,8 @@ def test_beside_other_transforms():
     near(got, jax.jit(lambda: variants(step, lambda f: f))())
     low = ft.tune(ft.autocast(step, "bfloat16"), "cpu")
     near(low(params, x), jax.jit(ft.autocast(step, "bfloat16"))(params, x), 1e-3)
-    assert "sums" in {row.rule for row in ft.explain(low, params, x).rows}
+    kept = ft.tune(ft.autocast(step, "bfloat16", rules={"0": "float32"}), "cpu")
+    assert {(row.scope, row.rule) for row in ft.explain(kept, params, x).rows} == {("0", "products")}
     with jax.disable_jit():
         near(tuned(params, x), step(params, x))
 
@@ -292,10 +292,10 @@ def test_scopes_stay():
 
 def test_other_dtypes_are_left_alone():
     half, whole = normal(1, 8, 4).astype(jnp.bfloat16), jnp.arange(32).reshape(8, 4)
-    f = lambda a, b: (a.T @ a, b.T @ b, b.sum(0))
+    f = lambda a, b: (a.T @ a, b.T @ b)
     assert fired(f, half, whole) == set()
     with jax.enable_x64(True):
-        assert fired(lambda a: (a.T @ a, a.sum(0)), jnp.ones((8, 4), jnp.float64)) == set()
+        assert fired(lambda a: a.T @ a, jnp.ones((8, 4), jnp.float64)) == set()
 
 
 def test_small_arrays_are_left_alone(monkeypatch):
@@ -315,14 +315,14 @@ def test_convolutions_choose_the_compilers_kernels():
 
 def test_rules_are_switched_off_by_name_and_by_version(monkeypatch):
     step, args = cnn()
-    assert "sums" not in fired(step, *args, rules={"sums": False})
-    old = tuple(rule._replace(below="0.1") if rule.name == "sums" else rule for rule in _tune_cpu.RULES)
+    assert "max_pool" not in fired(step, *args, rules={"max_pool": False})
+    old = tuple(rule._replace(below="0.1") if rule.name == "max_pool" else rule for rule in _tune_cpu.RULES)
     monkeypatch.setitem(_tune.RULES, "cpu", old)
-    assert "sums" not in fired(step, *args)
-    assert "sums" in fired(step, *args, rules={"sums": True})
+    assert "max_pool" not in fired(step, *args)
+    assert "max_pool" in fired(step, *args, rules={"max_pool": True})
     new = tuple(rule._replace(below="99.0") for rule in _tune_cpu.RULES)
     monkeypatch.setitem(_tune.RULES, "cpu", new)
-    assert "sums" in fired(step, *args)
+    assert "max_pool" in fired(step, *args)
 
 
 def test_chips():
@@ -347,10 +347,10 @@ def test_explain_is_a_table():
     (lambda: ft.tune(3), TypeError, "tune: a step is a function of arrays; got a int"),
     (lambda: ft.tune(jnp.sin, "TPU v99"), ValueError, "tune: no chip is called 'TPU v99'; nearest: "),
     (lambda: ft.tune(jnp.sin, 5), TypeError, "tune: a chip is 'auto', a name or a hardware.Chip; got a int"),
-    (lambda: ft.tune(jnp.sin, rules={"sum": False}), ValueError,
-     f"tune: no rule is called 'sum'; there are {', '.join(NAMES)}"),
-    (lambda: ft.tune(jnp.sin, rules={"sums": "no"}), ValueError, "tune: the rule 'sums' is True (on) or False (off); "
-                                                                   "got 'no'"),
+    (lambda: ft.tune(jnp.sin, rules={"pool": False}), ValueError,
+     f"tune: no rule is called 'pool'; there are {', '.join(NAMES)}"),
+    (lambda: ft.tune(jnp.sin, rules={"products": "no"}), ValueError,
+     "tune: the rule 'products' is True (on) or False (off); got 'no'"),
     (lambda: ft.tune(lambda x: float(x) + 1)(jnp.ones(())), TypeError,
      "tune traces the step with arrays in place of numbers, and '<lambda>' cannot be traced: "),
     (lambda: ft.tune(jax.jit(lambda x, n: x * n, static_argnums=1))(jnp.ones(()), 3), TypeError,
