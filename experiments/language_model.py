@@ -66,7 +66,7 @@ class Config:
 
 
 PRESETS = {
-    "small": {"width": 128, "depth": 4, "heads": 4, "context": 128, "dropout": 0.1, "steps": 2000, "batch_size": 16,
+    "small": {"width": 128, "depth": 4, "heads": 4, "context": 128, "dropout": 0.0, "steps": 2000, "batch_size": 16,
               "learning_rate": 2e-3},
     "10m": {"width": 384, "depth": 6, "heads": 6, "context": 256, "dropout": 0.2, "steps": 5000, "batch_size": 64,
             "learning_rate": 1e-3},
