@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fnet import transforms
 from fnet.training import _metrics
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._clock import Clock
 from fnet.training._early_stop import EarlyStop
 from fnet.training._logs import Logger
+from fnet.training._prefetch import Prefetch
 from fnet.training._progress import Progress, duration
 from fnet.training._signals import Signals, signals
 from fnet.training._utilization import utilization
@@ -49,6 +51,7 @@ def fit(
     progress: Progress | None = None,
     tensorboard: bool = True,
     jit: bool = True,
+    tune: bool = True,
 ) -> Any:
     """Trains until step `steps`, going on from the last checkpoint in `workdir` if there is one.
 
@@ -63,7 +66,8 @@ def fit(
       step: pure, `step(state, batch) -> (state, metrics)`; metrics are scalars (averaged over the
         steps between two logs) and what `mean(values, weight)` returns (averaged over examples).
       state: a `TrainState`, or any pytree with an integer array `step`. It is copied, then donated.
-      batches: `batches(i)` is the batch of step i, such as `Batches`.
+      batches: `batches(i)` is the batch of step i, such as `Batches`. A thread calls it, for the next steps while one
+        runs; the log says how much of the time the loop still waited ("time/data").
       steps: how many there will be in all, those of earlier calls on this workdir included.
       workdir: the run's folder: metrics.jsonl, tensorboard/ and checkpoints/. None keeps nothing.
       evaluate: functions of the state by name; they return what `evaluator(...)` returns.
@@ -77,6 +81,7 @@ def fit(
       progress: a `Progress` that shows the run, or None for silence.
       tensorboard: write TensorBoard's event files as well.
       jit: False runs everything op by op, for a debugger.
+      tune: rewrite the step into what this chip's compiler runs fast (`transforms.tune`), same numbers up to rounding.
 
     Returns:
       The state after the last step.
@@ -115,7 +120,7 @@ def fit(
                 f"'{metric}' is to be watched, but evaluate= has {sorted(evaluate or {})}: "
                 "a metric is called 'evaluation/metric', as in 'validation/accuracy'"
             )
-    run = _Run(step, state, batches, steps, evaluate or {}, early_stop, progress, log_every)
+    run = _Run(step, state, batches, steps, evaluate or {}, early_stop, progress, log_every, tune)
     run.every = every or steps
     run.save_every = save_every or run.every
     with contextlib.ExitStack() as stack:
@@ -148,7 +153,7 @@ class _Run:
     every: int
     save_every: int
 
-    def __init__(self, step, state, batches, steps, evaluate, early_stop, progress, log_every):
+    def __init__(self, step, state, batches, steps, evaluate, early_stop, progress, log_every, tune):
         self.state = jax.tree.map(jnp.copy, state)         # a copy, because each step donates it
         self.at = int(state.step)
         self.batches, self.steps, self.evaluate = batches, steps, evaluate
@@ -168,7 +173,8 @@ class _Run:
             state, metrics = step(state, batch)
             return state, _metrics.add(total, _metrics.as_metrics(metrics))
 
-        self.advance = jax.jit(advance, donate_argnums=(0, 1))
+        advance = jax.jit(advance, donate_argnums=(0, 1))
+        self.advance = transforms.tune(advance) if tune else advance
 
     def restore(self) -> None:
         if self.checkpoints.latest() is None:
@@ -189,14 +195,22 @@ class _Run:
             self.progress.start(self.at, self.steps)
         shown = self.progress is not None or self.logger is not None
         use = utilization(self.step, self.state, self.batches(self.at)) if shown else None
-        self.clock = clock = Clock()
+        self.clock = Clock()
+        with contextlib.closing(Prefetch(self.batches, self.at, self.steps)) as self.prefetch:
+            self.steps_with(use, seen)
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
+    def steps_with(self, use: Callable[[float], Any] | None, seen: Signals) -> None:
+        clock = self.clock
         while self.at < self.steps and not self.loop["stopped"]:
-            total = self.loop.pop("metrics")
-            self.state, self.loop["metrics"] = self.advance(self.state, total, self.batches(self.at))
+            batch, total = self.prefetch(), self.loop.pop("metrics")
+            self.state, self.loop["metrics"] = self.advance(self.state, total, batch)
             self.at += 1
             if clock.compiled is None:
                 jax.block_until_ready(self.state)
                 clock.start(self.at)
+                self.waited = self.prefetch.waited
                 self.say(f"compiled in {duration(clock.compiled)}, the first step included")
             last = self.at == self.steps
             trained = self.log(use) if self.at % self.log_every == 0 or last else {}
@@ -213,19 +227,19 @@ class _Run:
                 self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
             if seen.received and not last and not stop:
                 self.interrupted(seen.received)
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
 
     def log(self, use: Callable[[float], Any] | None) -> dict[str, float]:
         values = _metrics.results(self.loop["metrics"])
         self.loop["metrics"] = jax.tree.map(jnp.zeros_like, self.zeros)
         if not math.isfinite(values.get("loss", 0.0)):
             raise Diverged(self.diverged(f"the loss is {values['loss']}"))
+        rate, lap = self.clock.lap(self.at), self.at - self.logged
+        waited, self.waited = self.prefetch.waited - self.waited, self.prefetch.waited
         self.logged = self.at
-        rate = self.clock.lap(self.at)
         mfu = use(rate).value if use is not None and rate is not None else None
         if self.logger is not None:
-            times = {"steps_per_second": rate, "mfu": mfu, "compile_seconds": self.clock.compiled}
+            times = {"steps_per_second": rate, "mfu": mfu, "compile_seconds": self.clock.compiled,
+                     "data": rate and waited * rate / lap}
             row = {f"train/{k}": v for k, v in values.items()}
             row |= {f"time/{k}": v for k, v in times.items() if v is not None}
             self.logger.write(self.at, row)
