@@ -4,6 +4,7 @@ Everything here says of a number whether it is exact, measured, published, deriv
 takes an unknown chip for another.
 """
 
+from fnet.hardware._allocator import cpu_allocator
 from fnet.hardware._chip import Chip, FrozenTable, Links, Peak, Price, Quote
 from fnet.hardware._chips import System, chips, systems
 from fnet.hardware._count import Cost, Count, Matmul, count
@@ -16,7 +17,7 @@ from fnet.hardware._roofline import Bound, Roofline, roofline
 from fnet.hardware._tiles import Waste, tile_waste
 
 __all__ = [
-    "MFU", "Bound", "Check", "Chip", "Computed", "Cost", "Count", "FrozenTable", "Links", "Matmul", "Peak", "Policy",
-    "Price", "Quote", "Roofline", "System", "Value", "Waste", "checks", "chips", "computed", "count", "detect",
-    "flop_per_dollar", "measure", "mfu", "policy", "roofline", "systems", "tile_waste",
+    "Bound", "Check", "Chip", "Computed", "Cost", "Count", "FrozenTable", "Links", "MFU", "Matmul", "Peak", "Policy",
+    "Price", "Quote", "Roofline", "System", "Value", "Waste", "checks", "chips", "computed", "count", "cpu_allocator",
+    "detect", "flop_per_dollar", "measure", "mfu", "policy", "roofline", "systems", "tile_waste",
 ]
