@@ -17,7 +17,7 @@ from fnet.hardware._roofline import Bound, Roofline, roofline
 from fnet.hardware._tiles import Waste, tile_waste
 
 __all__ = [
-    "Bound", "Check", "Chip", "Computed", "Cost", "Count", "FrozenTable", "Links", "MFU", "Matmul", "Peak", "Policy",
+    "MFU", "Bound", "Check", "Chip", "Computed", "Cost", "Count", "FrozenTable", "Links", "Matmul", "Peak", "Policy",
     "Price", "Quote", "Roofline", "System", "Value", "Waste", "checks", "chips", "computed", "count", "cpu_allocator",
     "detect", "flop_per_dollar", "measure", "mfu", "policy", "roofline", "systems", "tile_waste",
 ]
