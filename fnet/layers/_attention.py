@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY
 
 import jax
@@ -15,7 +16,7 @@ from fnet.layers._attend import attend, mask_of
 from fnet.layers._attend_xla import Form, Span, seen
 from fnet.layers._core import Layer
 from fnet.layers._dropout import Dropout
-from fnet.layers._linear import Dense, floating, wide, zeros
+from fnet.layers._linear import Dense, floating, lecun_normal, wide, zeros
 from fnet.layers._scope import Scope
 
 
@@ -75,6 +76,7 @@ class Attention(Layer):
             away (Beltagy et al., 2020).
         use_bias: biases in all four projections.
         dropout: the rate of dropout on the attention weights.
+        kernel_init: of the projections; out_init: of the last of them, None: the same.
 
     Inputs:
         x: [b, t, f].
@@ -101,6 +103,8 @@ class Attention(Layer):
     window: int | None = None
     use_bias: bool = True
     dropout: float = 0.0
+    kernel_init: Callable = lecun_normal
+    out_init: Callable | None = None
 
     def forward(self, scope: Scope, x, context=None, *, mask=None, lengths=None, positions=None):
         x = floating(x, scope, "Attention")
@@ -131,7 +135,8 @@ class Attention(Layer):
         if cache is not None:
             y = jnp.where(fits[:, None, None, None], y, jnp.nan)
         y = y.reshape(*x.shape[:2], self.heads * dim)
-        return Dense(x.shape[-1], use_bias=self.use_bias, axes=("heads", "embed"))(scope["out"], y)
+        return Dense(x.shape[-1], use_bias=self.use_bias, kernel_init=self.out_init or self.kernel_init,
+                     axes=("heads", "embed"))(scope["out"], y)
 
     def _sizes(self, scope, x, source):
         if x.ndim != 3 or source.ndim != 3 or len(x) != len(source):
@@ -151,7 +156,8 @@ class Attention(Layer):
         return groups, dim
 
     def _project(self, scope, name, x, heads, dim):
-        y = Dense(heads * dim, use_bias=self.use_bias, axes=("embed", "heads"))(scope[name], x)
+        y = Dense(heads * dim, use_bias=self.use_bias, kernel_init=self.kernel_init,
+                  axes=("embed", "heads"))(scope[name], x)
         return y.reshape(*x.shape[:2], heads, dim)
 
     def _lengths(self, scope, lengths, x):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import KW_ONLY
 from typing import ClassVar
 
@@ -14,15 +16,16 @@ from fnet.models._model import Model
 from fnet.models._rules import Names, Rule, Spare, Tied, torch
 
 zeros = jax.nn.initializers.zeros
+normal = functools.cache(jax.nn.initializers.normal)    # one value for one deviation: layers are compared by it
 
 
 @nn.layer
-def gpt_block(scope, x, lengths=None, *, heads, dropout, epsilon):         # [batch, time, width]
-    norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]
-    y = nn.Attention(heads, causal=True, dropout=dropout)(scope["attention"], norm(scope["norm1"], x), lengths=lengths)
-    x = x + drop(scope["drop1"], y)
-    y = nn.Dense(4 * width)(scope["fc"], norm(scope["norm2"], x))          # [batch, time, 4 width]
-    y = nn.Dense(width)(scope["proj"], jax.nn.gelu(y, approximate=True))
+def gpt_block(scope, x, lengths=None, *, heads, dropout, epsilon, kernel_init, residual_init):
+    norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]    # [batch, time, width]
+    attention = nn.Attention(heads, causal=True, dropout=dropout, kernel_init=kernel_init, out_init=residual_init)
+    x = x + drop(scope["drop1"], attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths))
+    y = nn.Dense(4 * width, kernel_init=kernel_init)(scope["fc"], norm(scope["norm2"], x))
+    y = nn.Dense(width, kernel_init=residual_init)(scope["proj"], jax.nn.gelu(y, approximate=True))
     return x + drop(scope["drop2"], y)
 
 
@@ -45,7 +48,8 @@ class GPT(Model):
     """A decoder of text: GPT-2, and any size of it.
 
     Learnt positions; blocks of causal attention and an MLP of four times the width with GELU, each behind its
-    LayerNorm and around a residual; tied logits.
+    LayerNorm and around a residual; tied logits. Kernels and tables begin with a standard deviation of 0.02, those that
+    lead back into the residual with 0.02 / sqrt(2 depth).
 
     Args:
         vocab_size: the number of tokens.
@@ -94,7 +98,8 @@ class GPT(Model):
         positions = nn.Embed(self.context, self.width)
         x = embed(at, tokens) + positions(scope["positions"], self._positions(scope, tokens, lengths))
         x = nn.Dropout(self.dropout)(scope["drop"], x)                     # [batch, time, width]
-        block = gpt_block(heads=self.heads, dropout=self.dropout, epsilon=self.epsilon)
+        block = gpt_block(heads=self.heads, dropout=self.dropout, epsilon=self.epsilon, kernel_init=normal(0.02),
+                          residual_init=normal(0.02 / math.sqrt(2 * self.depth)))
         x = Blocks(block, self.depth, self.stacked)(scope["blocks"], x, lengths=lengths)
         return embed.attend(at, nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x))
 

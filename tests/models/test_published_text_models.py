@@ -215,6 +215,20 @@ def test_hostile_headers(header, tmp_path):
         pretrained.load(model, path)
 
 
+def test_gpt_begins_as_gpt2_does():
+    """Radford et al. (2019), section 2.3: residual layers scaled by 1 / sqrt(their number)."""
+    model = models.GPT(500, 64, 8, 4, context=128)
+    params, _ = model.init(jax.random.key(0), model.example())
+    blocks = params["blocks"]
+    for kernel, deviation in (
+        (params["embed"]["embedding"], 0.02), (params["positions"]["embedding"], 0.02),
+        (blocks["attention"]["query"]["kernel"], 0.02), (blocks["fc"]["kernel"], 0.02),
+        (blocks["attention"]["out"]["kernel"], 0.005), (blocks["proj"]["kernel"], 0.005),
+    ):
+        np.testing.assert_allclose(np.std(kernel), deviation, rtol=0.03)
+    assert not np.any(blocks["fc"]["bias"])
+
+
 def test_inputs_that_do_not_fit():
     for model in (MODELS["gpt"], MODELS["bert"]):
         wrong = jnp.zeros((1, model.context + 1), jnp.int32)
