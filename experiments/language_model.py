@@ -168,16 +168,16 @@ def train(config, workdir, policy, *, jit=True):
     return model, state.averaged, words, last
 
 
-def write(model, params, words, workdir, config):
-    """The weights and the vocabulary, for generate.py; and a sample."""
+def write(model, params, words, workdir, config, *, temperature, top_k):
+    """The weights and the vocabulary, for generate.py; and a sample, which it returns."""
     if getattr(model, "NAMES", None):
         pretrained.save(model, params, {}, workdir / "model.safetensors", names="huggingface")
     if isinstance(words, models.CharTokenizer):
         words.write(workdir / "characters.json")
     prompt = words.encode("\n") if words else np.zeros(1, np.int32)
-    most = config.context - len(prompt) if config.model != "lstm" else 500
-    out = models.generate(model, params, prompt[None], jax.random.key(config.seed), max_tokens=min(most, 500),
-                          temperature=flags.FLAGS.temperature, top_k=min(flags.FLAGS.top_k, model.vocab_size))
+    most = 500 if config.model == "lstm" else min(config.context, 500)
+    out = models.generate(model, params, prompt[None], jax.random.key(config.seed), max_tokens=most,
+                          temperature=temperature, top_k=top_k)
     tokens = np.asarray(out.tokens[0])
     text = words.decode(tokens) if words else " ".join(map(str, tokens))
     (workdir / "sample.txt").write_text(text + "\n", encoding="utf-8")
@@ -240,7 +240,8 @@ def main(argv):
         common.stop("interrupted between two checkpoints; the same command goes on from the last", 130)
     except tr.Diverged as broken:
         common.stop(broken, 1)
-    print(write(model, params, words, workdir, config).strip("\n"))
+    options = {name: flags.FLAGS[name].value for name in ("temperature", "top_k")}
+    print(write(model, params, words, workdir, config, **options).strip("\n"))
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, sample.txt, weights")
     print(f"validation loss {loss:.4f}")
 
@@ -250,6 +251,6 @@ if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "the run's folder (default: runs/language_model)")
     flags.DEFINE_bool("restart", False, "remove the run in workdir first")
     flags.DEFINE_bool("nojit", False, "run op by op, to step through in a debugger")
-    flags.DEFINE_float("temperature", 0.8, "of the sample at the end")
-    flags.DEFINE_integer("top_k", 200, "of the sample at the end")
+    flags.DEFINE_float("temperature", 0.8, "of the sample at the end", lower_bound=0)
+    flags.DEFINE_integer("top_k", 200, "of the sample at the end", lower_bound=1)
     app.run(main, flags_parser=common.parse_flags)

@@ -1,0 +1,245 @@
+"""Language models as a user trains them, lets them write, and compares sentences, in sizes that suit a test."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from checks import same
+
+from fnet import models
+from fnet import training as tr
+from fnet.models import pretrained
+
+pytest.importorskip("matplotlib")
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "experiments"))
+import embed  # noqa: E402
+import generate  # noqa: E402
+import language_model as experiment  # noqa: E402
+
+HELD = json.loads((ROOT / "tests" / "reference" / "tokenizers.json").read_text(encoding="utf-8"))
+LLAMA = dict(vocab_size=259 + len(HELD["llama_bpe"]["pieces"]), width=16, depth=1, heads=2, kv_heads=2, hidden=24,
+             context=40, interleaved=True, tied=True)
+BERT = dict(vocab_size=len(HELD["wordpiece"]["vocabulary"]), width=16, depth=1, heads=2, hidden=24, context=32)
+SMALL = ["--steps=12", "--width=16", "--depth=1", "--heads=2", "--context=24", "--batch_size=4", "--precision=float32"]
+
+# The experiment itself, in a world where small models are published, too.
+TINY = """
+import runpy, sys
+from fnet import models
+models.Llama.PRESETS["tiny"], models.Bert.PRESETS["minilm-l6"] = {presets!r}
+sys.argv = sys.argv[1:]
+sys.path.insert(0, {folder!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def start(script, *flags):
+    drop = ("XLA_FLAGS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
+    environment = {k: v for k, v in os.environ.items() if k not in drop}
+    folder = str(ROOT / "experiments")
+    return subprocess.Popen([sys.executable, "-c", TINY.format(folder=folder, presets=(LLAMA, BERT)),
+                             f"{folder}/{script}", *map(str, flags)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+
+
+def finished(process, code=0):
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == code, out + err
+    return out if code == 0 else err
+
+
+def filled(model):
+    rng = np.random.default_rng(0)
+    draw = lambda leaf: (rng.uniform(-2, 2, leaf.shape) / np.sqrt(leaf.shape[-1])).astype(np.float32)
+    return jax.tree.map(draw, model.spec(model.example()).params)
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    """model.bin and tokenizer.bin of a small Llama."""
+    folder = tmp_path_factory.mktemp("stories")
+    model = models.Llama(**LLAMA)
+    pretrained.save(model, filled(model), {}, folder / "model.bin")
+    pieces = ["<unk>", "\n<s>\n", "\n</s>\n", *(f"<0x{byte:02X}>" for byte in range(256)), *HELD["llama_bpe"]["pieces"]]
+    scores = [0.0] * 259 + HELD["llama_bpe"]["scores"]
+    raw = struct.pack("<i", max(len(piece.encode()) for piece in pieces))
+    for piece, score in zip(pieces, scores):
+        raw += struct.pack("<fi", score, len(piece.encode())) + piece.encode()
+    (folder / "tokenizer.bin").write_bytes(raw)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory):
+    """model.safetensors and vocab.txt of a small BERT."""
+    folder, model = tmp_path_factory.mktemp("minilm"), models.Bert(**BERT)
+    pretrained.save(model, filled(model), {}, folder)
+    (folder / "vocab.txt").write_text("\n".join(HELD["wordpiece"]["vocabulary"]) + "\n", encoding="utf-8")
+    return folder
+
+
+def test_trained_finished_and_asked_to_go_on(tmp_path):
+    """One run in its life; the weights it leaves are GPT-2's, by name."""
+    out = finished(start("language_model.py", *SMALL, f"--workdir={tmp_path}"))
+    assert "88,477 tokens to train on, 9,816 to validate on, 69 different" in out
+    assert "gpt: 4,800 parameters, 12 steps of 4 x 24 tokens" in out
+    loss = re.fullmatch(r"validation loss (\d\.\d{4})", out.splitlines()[-1])[1]
+    rows = tr.read_metrics(tmp_path)
+    assert rows[-1]["validation/loss"] == pytest.approx(float(loss), abs=1e-4)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    sample = (tmp_path / "sample.txt").read_text(encoding="utf-8")
+    assert len(sample) == 25 and sample.strip("\n") in out
+
+    config = tr.load_config(experiment.Config, tmp_path / "config.json")
+    words = models.read_tokenizer(tmp_path)
+    params, _ = pretrained.load(experiment.make_model(config, words.vocab_size), tmp_path)
+    logits = experiment.make_model(config, words.vocab_size)(params, words.encode("MIRANDA.")[None])
+    assert logits.shape == (1, 8, 69)
+
+    again, asked = (start("language_model.py", *SMALL, f"--workdir={tmp_path}"),
+                    start("generate.py", f"--weights={tmp_path}", "--max_tokens=9", "MIRANDA.", "A"))
+    again, asked = finished(again), finished(asked)
+    assert "resumed at step 12" in again and again.splitlines()[-1] == out.splitlines()[-1]
+    assert sample.strip("\n") in again
+    assert f"{tmp_path}: GPT, 4,800 parameters, float32" in asked
+    assert "\nMIRANDA." in asked and re.search(r"\n18 tokens in \d+\.\d\d s, \d+ tokens/s \(compiling inc", asked)
+
+
+def test_nanogpts_token_files(tmp_path):
+    rng = np.random.default_rng(0)
+    for name in ("train", "val"):
+        rng.integers(0, 300, 4000).astype("<u2").tofile(tmp_path / f"{name}.bin")
+    out = finished(start("language_model.py", *SMALL, "--model=llama", "--tokens=bin", "--vocab_size=300", "--ema=0.9",
+                         f"--data_dir={tmp_path}", f"--workdir={tmp_path}/run", "--early_stop=3"))
+    assert "4,000 tokens to train on, 3,984 to validate on, 300 different" in out and "llama: " in out
+    sample = np.array((tmp_path / "run" / "sample.txt").read_text().split(), int)
+    assert sample.shape == (24,) and 0 <= sample.min() and sample.max() < 300
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def small(**changes):
+    return experiment.Config(**{**experiment.PRESETS["small"], **changes})
+
+
+def test_what_is_read(tmp_path):
+    (tmp_path / "b.txt").write_text("zz")
+    (tmp_path / "a.txt").write_text("xyxyxyxyxy" * 3)
+    train, test, words = experiment.read(small(data_dir=str(tmp_path)))
+    assert words.decode([*train, *test]) == "xyxyxyxyxy" * 3 + "\nzz" and len(test) == 4
+    (tmp_path / "input.txt").write_text("é" * 20)
+    train, test, words = experiment.read(small(data_dir=str(tmp_path), tokens="byte"))
+    assert len(train) == 36 and len(test) == 4 and isinstance(words, models.ByteTokenizer)
+    assert train.dtype == np.uint8
+
+
+def test_the_sizes_that_are_named():
+    """10m and 124m say what they are; every model has about as many."""
+    count = lambda model: sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(
+        model.spec(jax.ShapeDtypeStruct((1, 8), np.int32)).params))
+    make = lambda preset, model, vocab: experiment.make_model(
+        experiment.Config(preset=preset, model=model, **experiment.PRESETS[preset]), vocab)
+    assert 10.5e6 < count(make("10m", "gpt", 65)) < 11e6
+    assert 10e6 < count(make("10m", "llama", 65)) < 11e6
+    assert count(make("124m", "gpt", 50257)) == 124_439_808
+    assert isinstance(make("small", "lstm", 65), models.LSTMLanguageModel)
+
+
+def test_prompts_in_text_out(stories):
+    flags = ["--model=tiny", f"--weights={stories}", "--max_tokens=12"]
+    out = finished(start("generate.py", *flags, "--temperature=0", "our revels", "now"))
+    model, words = models.Llama(**LLAMA), models.read_tokenizer(stories)
+    params, _ = pretrained.load(model, stories)
+    prompts = [words.encode("our revels"), words.encode("now")]
+    tokens, lengths = models.padded(prompts)
+    want = models.generate(model, params, tokens, max_tokens=12, temperature=0, lengths=lengths, stop=(1, 2))
+    for prompt, row, length in zip(prompts, want.tokens, want.lengths):
+        assert f"\n{words.decode([*prompt, *np.asarray(row[:length])])}\n" in out.replace("\r", "\n")
+    assert "Llama, " in out and f"\n{int(want.lengths.sum())} tokens in " in out
+
+
+def test_sentences_compared(minilm, tmp_path):
+    (tmp_path / "lines.txt").write_text("our revels now are ended\n\nthese our actors\nour revels now are ended\n")
+    pairs = start("embed.py", f"--weights={minilm}", "our revels", "these actors", "our revels")
+    found = start("embed.py", f"--weights={minilm}", f"--file={tmp_path}/lines.txt", "--top=1", "--batch_size=1",
+                  "our revels now are ended")
+    rows = re.findall(r"^ +\d  ([-\d. ]+)  (.*)$", finished(pairs), re.M)
+    nearness = np.array([row.split() for row, _ in rows], float)
+    assert [text for _, text in rows] == ["our revels", "these actors", "our revels"]
+    np.testing.assert_allclose(np.diag(nearness), 1, atol=1e-3)
+    assert nearness[0, 2] == 1 and nearness[0, 1] < 1
+    assert finished(found).splitlines() == ["our revels now are ended", "  1.000  our revels now are ended"]
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    (dict(model="rnn"), "--model=rnn: use gpt, llama, lstm"),
+    (dict(tokens="word"), "--tokens=word: use char, byte, bin"),
+    (dict(precision="int8"), "--precision=int8: use auto, float32"),
+    (dict(steps=0), "--steps=0: it has to be more than 0"),
+    (dict(heads=3), "--heads=3: they have to divide --width=128"),
+    (dict(vocab_size=5), "--vocab_size is for --tokens=bin; char tokens know their number"),
+    (dict(optimizer="adm"), "no optimiser is called 'adm'"),
+])
+def test_wrong_configurations(changes, text):
+    with pytest.raises(ValueError, match=text):
+        experiment.checked(small(**changes))
+
+
+def test_token_files_have_gpt2s_vocabulary_unless_told():
+    assert experiment.checked(small(tokens="bin")).vocab_size == 50304
+
+
+@pytest.mark.parametrize(("script", "changes", "text"), [
+    (generate, dict(model="llama"), "--model=llama: use stories260k, stories15m"),
+    (generate, dict(precision="int8"), "--precision=int8: use float32, bfloat16, float16"),
+    (generate, dict(temperature=-1.0), "--max_tokens is 1 or more, --temperature and --top_k 0 or more, --top_p abo"),
+    (embed, dict(model="bert"), "--model=bert: use minilm-l6, minilm-l12"),
+    (embed, dict(max_length=1), "--max_length=1: it has to be 2 or more, up to 512"),
+    (embed, dict(top=0), "--top=0: it has to be 1 or more"),
+])
+def test_wrong_options(script, changes, text):
+    with pytest.raises(tr.ConfigError, match=text):
+        script.checked(dataclasses.replace(script.Config(), **changes))
+
+
+def test_errors_are_one_line_and_exit_2(tmp_path, stories, minilm):
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "model.bin").write_bytes((stories / "model.bin").read_bytes())
+    (tmp_path / "mixed" / "vocab.txt").write_bytes((minilm / "vocab.txt").read_bytes())
+    (tmp_path / "empty").mkdir()
+    tiny, train = ("generate.py", "--model=tiny"), ("language_model.py", f"--workdir={tmp_path}/run")
+    cases = {
+        (*train, "--preset=11m"): "no preset is called '11m': use small, 10m, 124m",
+        (*train, "--tokens=bin"): "name the folder of train.bin and val.bin with --data_dir",
+        (*train, f"--data_dir={tmp_path}/empty"): "has no text: put input.txt or other",
+        (*train, "gpt"): "gpt: flags begin with --",
+        (*tiny, f"--weights={stories}", "revels " * 60): "the longest prompt has .* tokens; the model sees 40",
+        (*tiny, f"--weights={tmp_path}/mixed"): r"the tokeniser has \d+ tokens, the model \d+: they do not go together",
+        (*tiny, f"--weights={tmp_path}/no"): "no: no such file",
+        ("embed.py",): "no sentence given: python experiments/embed.py",
+    }
+    items = list(cases.items())
+    for some in (items[:4], items[4:]):                          # four at a time
+        started = [(start(*flags), text) for flags, text in some]
+        for process, text in started:
+            err = finished(process, 2)
+            assert err.startswith("error: ") and err.count("\n") == 1, err
+            assert re.search(text, err), err
+
+
+def test_both_forms_of_the_weights_are_one(stories):
+    """What generate.py does on a CPU: blocks one by one."""
+    model = models.Llama(**LLAMA)
+    params, _ = pretrained.load(model, stories)
+    apart, taken = models.unstack(model, params)
+    assert not apart.stacked and set(taken["blocks"]) == {"0"}
+    same(jax.tree.map(lambda leaf: leaf[None], taken["blocks"]["0"]), params["blocks"])
