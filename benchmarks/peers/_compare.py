@@ -102,7 +102,7 @@ def agree(name, losses, reference, expected, tolerance):
 
 
 def _live(label, how, workload, mode, dtype, options):
-    details = {"workload": workload, "size": options.size, "mode": mode, "mixed": dtype == "mixed", "checked": 4,
+    details = {"workload": workload, "size": options.size, "mode": mode, "mixed": dtype == "mixed", "checked": 3,
                "allocator": options.allocator, **how}
     # All peers share the device: none may take its memory whole.
     return Live(label, [sys.executable, "-m", "benchmarks.peers._worker", json.dumps(details)],

@@ -1,10 +1,13 @@
 """What is computed: the models by name, their weights and their batches, made with NumPy so that all peers start alike.
 
 What holds for all of them: float32 parameters; the loss is the mean softmax cross entropy over all targets; AdamW with
-learning rate 1e-3, betas 0.9 and 0.999, epsilon 1e-8 and weight decay 0.01 on every parameter; GELU in its tanh form;
+learning rate 1e-4, betas 0.9 and 0.999, epsilon 1e-8 and weight decay 0.01 on every parameter; GELU in its tanh form;
 LayerNorm and BatchNorm with epsilon 1e-5; no dropout. A path names an array as fnet does: "block0/attn/query/kernel",
 kernels [..., in, out], images channels last. Each class says its model in full; a peer writes it as its library's own
 documentation would.
+
+AdamW's first steps turn rounding errors of tiny gradients into whole steps. At this rate the losses of equal models stay
+within 1e-4 of each other over three steps, while one step left out shows as 1e-3; at 1e-3 ResNet-18's spread to 3e-3.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import itertools
 
 import numpy as np
 
-LEARNING_RATE, WEIGHT_DECAY, EPSILON = 1e-3, 0.01, 1e-5
+LEARNING_RATE, WEIGHT_DECAY, EPSILON = 1e-4, 0.01, 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
