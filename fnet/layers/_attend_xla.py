@@ -86,7 +86,10 @@ class Products(NamedTuple):
         return widened(self.compute)
 
     def read(self, x):
-        return _cast(_cast(x, self.compute), self.operand)
+        if self.compute == self.operand:
+            return _cast(x, self.compute)
+        x = _cast(x, self.operand)    # rounded, but not so its derivative: exactly x + (rounded - x)
+        return x + lax.stop_gradient(_cast(_cast(x, self.compute), self.operand) - x)
 
     def rows(self, x, y):
         """x y^T for y [b, g, n, k]."""
@@ -145,22 +148,22 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
     """The gradients of q, k and v, given ..., out, peak, total and the gradient of out.
 
     Weights are computed again from their statistics, by the operations of the forward pass, which a compiler that has
-    both passes before it does once. With w = weights of sum 1 and a gradient y' of y = w v (Dao et al., 2022,
-    FlashAttention, appendix B.2):
+    both passes before it does once. With w = weights of sum 1 and a gradient y' of y = w v:
 
-        v' = w^T y',  logits' = w (y' v^T - sum(y' y)),  q' = logits' k,  k' = logits'^T q
+        v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
+
+    sum(w w') is sum(y y') too, which costs less where y is at hand (Dao et al., 2022, FlashAttention, appendix B.4), but
+    in 16 bits y is rounded, and the sum of logits', which is 0, is not.
     """
-    *where, out, peak, total, y = rest
+    *where, _, peak, total, y = rest
     b, t, h, d = q.shape
     g, s = k.shape[2], k.shape[1]
-    out, y = out.astype(products.wide), y.astype(products.wide)
     inverse = 1 / total.astype(products.wide)
-    delta = (out * y).sum(-1).swapaxes(1, 2)                           # [b, h, t]
     # Where the range allows, the gradient is divided and not the weights; in float16 it would vanish.
     early = products.compute == jnp.float16
-    y = _split(y, g)
+    y = _split(y.astype(products.wide), g)
     if not early:
-        y, delta = y * inverse.reshape(b, g, h // g, t, 1), delta * inverse
+        y = y * inverse.reshape(b, g, h // g, t, 1)
     q, k, v = _split(q, g), _split(k, g)[:, :, 0], _split(v, g)[:, :, 0]
     of_q, of_k, of_v = [], [], []
     for at in blocks:
@@ -176,7 +179,10 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
             weights = jnp.where(seen, weights, 0)
         part = _merged(y[:, :, :, rows])                               # [b, g, r t, d]
         slope = products.rows(part, v[:, :, keys]).reshape(weights.shape)
-        slope = _grouped(weights * (slope - delta[:, :, rows, None]) * form.scale, g)
+        mean = (weights * slope).sum(-1, keepdims=True)
+        if not early:
+            mean = mean * inverse[:, :, rows, None]
+        slope = _grouped(weights * (slope - mean) * form.scale, g)
         of_q.append(products.mix(slope, k[:, :, keys]).reshape(b, g, h // g, -1, d))
         pad = ((0, 0), (0, 0), (at.low, s - at.high), (0, 0))
         of_k.append(jnp.pad(products.sums(slope, _merged(q[:, :, :, rows])), pad))
