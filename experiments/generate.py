@@ -3,6 +3,7 @@
     python experiments/generate.py "Once upon a time"                            # stories15m, of llama2.c
     python experiments/generate.py --weights=runs/language_model "MIRANDA."     # what language_model.py trained
     python experiments/generate.py --model=gpt2 --top_k=40 "The answer" "In 1912"      # several prompts at once
+    python experiments/generate.py --weights=model.bin                          # llama2.c's, of any size
 
 The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache;
 where there are none, the message says what to download. The tokeniser lies beside them: tokenizer.bin (llama2.c),
@@ -89,7 +90,11 @@ def read(config, folder, path):
         words = models.read_tokenizer(Path(config.tokenizer) if config.tokenizer else folder)
     if run is not None:
         return language_model.make_model(run, run.vocab_size or words.vocab_size), words
-    model = pretrained.model(config.model, path)
+    file = folder / "model.bin" if path.is_dir() else path
+    if file.suffix == ".bin" and file.is_file():
+        model = models.Llama.of_model_bin(file)
+    else:
+        model = pretrained.model(config.model, path)
     if words.vocab_size != model.vocab_size:
         raise ValueError(f"the tokeniser has {words.vocab_size} tokens, the model {model.vocab_size}: they do not go "
                          "together")

@@ -7,7 +7,7 @@ import difflib
 import jax
 import numpy as np
 
-from fnet.models import _plan
+from fnet.models import _llama2c, _plan
 from fnet.models._rules import Tied
 
 LISTED = 8    # how many problems an error names before it counts the rest
@@ -91,6 +91,14 @@ def check_config(model, name, path):
         raise ValueError(f"{path}: weights by the names of {name} are for a {type(model).__name__} with {want}; this "
                          f"one has {have}: use dataclasses.replace(model, {want}), or pretrained.model(name of the "
                          "preset, path)")
+
+
+def check_header(model, name, path):
+    """Holds the number of heads, which no shape shows, to what a model.bin says of itself."""
+    header = rules_of(model, name).header
+    if header is not None and header(model).n_heads != (held := _llama2c.header(path)).n_heads:
+        raise ValueError(f"{path} has {held.n_heads} attention heads; this {type(model).__name__} has "
+                         f"{header(model).n_heads}")
 
 
 def check_keys(model, name, plan, tensors):

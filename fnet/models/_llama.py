@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import KW_ONLY
+from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -131,6 +133,17 @@ class Llama(Model):
         if self.tied:
             return embed.attend(at, x)
         return nn.Dense(self.vocab_size, use_bias=False)(scope["head"], x)
+
+    @classmethod
+    def of_model_bin(cls, path: str | os.PathLike) -> Llama:
+        """The configuration that a model.bin of llama2.c says it is of.
+
+        Raises:
+            ValueError: where the file is something else.
+        """
+        head = _llama2c.header(Path(path))
+        return cls(head.vocab_size, head.dim, head.n_layers, head.n_heads, head.n_kv_heads, head.hidden_dim,
+                   context=head.seq_len, tied=head.tied, interleaved=True)
 
     def example(self):
         return jax.ShapeDtypeStruct((1, self.context), jnp.int32)

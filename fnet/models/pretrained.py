@@ -79,6 +79,7 @@ def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=Non
     name, plan = _fit.told(model, leaves, tensors, names)
     _fit.check_config(model, name, tensors.path)
     _fit.check_keys(model, name, plan, tensors)
+    _fit.check_header(model, name, tensors.path)
     trees = {"params": {}, "state": {}}
     for entry in plan.reads:
         for place, array in zip(entry.paths, _read(entry, tensors, dtype)):

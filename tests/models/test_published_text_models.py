@@ -3,6 +3,7 @@
 What they must give stands in tests/reference/text.npz; tests/reference/make_text_fixtures.py made it.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -194,6 +195,9 @@ def test_llama2c_files(tied, tmp_path):
     logits, decoder = jax.jit(model)(params, jnp.array([prompt]))[0], Decoder(raw)
     np.testing.assert_allclose(logits, np.stack([decoder(token) for token in prompt]), rtol=1e-4, atol=1e-5)
 
+    assert models.Llama.of_model_bin(path) == model
+    with pytest.raises(ValueError, match=r"model\.bin has 4 attention heads; this Llama has 8"):
+        pretrained.load(dataclasses.replace(model, heads=8, kv_heads=4), path)
     with pytest.raises(ValueError, match=r"for a Llama with interleaved=True; this one has interleaved=False"):
         pretrained.load(models.Llama(50, 16, 2, 4, 2, 24, context=32, tied=tied), path)
 

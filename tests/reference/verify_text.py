@@ -58,7 +58,7 @@ def minilm_against_transformers():
             real = np.arange(tokens.shape[1])[None] < lengths[:, None]
             apart = np.abs(np.asarray(got)[real] - hidden).max() / np.abs(hidden).max()
             embedded = np.abs(near - embeddings).max()
-            yield (f"{shape.replace('x', ' sentences of ')}: the same tokens, hidden states within {apart:.1e} of their "
+            yield (f"{shape.replace('x', ' sentences of ')}: the same tokens, hidden states within {apart:.1e} of the "
                    f"largest, sentence embeddings within {embedded:.1e}")
             assert apart < 1e-5 and embedded < 1e-6
 
