@@ -13,7 +13,6 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from precision_cases import jittered, normal
 
 from fnet import hardware as hw
 from fnet import layers as nn
@@ -21,6 +20,15 @@ from fnet import transforms as ft
 from fnet.transforms import _tune, _tune_cpu
 
 NAMES = [rule.name for rule in _tune_cpu.RULES]
+
+
+def normal(seed, *shape, scale=1.0):
+    return jnp.asarray(np.random.default_rng(seed).normal(0, scale, shape), jnp.float32)
+
+
+def jittered(params):
+    """Parameters moved off their initial zeros, where gradients vanish by symmetry."""
+    return jax.tree.map(lambda x: x + normal(x.size, *x.shape, scale=0.05), params)
 
 
 @pytest.fixture(autouse=True)
