@@ -6,9 +6,9 @@
     python -m benchmarks.peers cnn --peers=fnet-tuned,torch,torch-compile --mode=train,infer --dtype=float32,mixed
     python -m benchmarks.peers gpt2-124m --peers=fnet,fnet-tuned,torch-compile        # on an accelerator
 
-All processes are alive at once and compile one after the other. Their losses over the first three batches must agree
-before anything is timed. Then in each round each in turn runs for a quarter of a second, two steps at least, while the
-others sleep. Training waits once, at the end of a turn; inference after every call.
+All processes are alive at once and compile one after the other. Their first three losses must agree before anything is
+timed. Then in each round each in turn runs for a quarter of a second, two steps at least, while the others sleep.
+Training waits once, at the end of a turn; inference after every call.
 
 The columns: milliseconds per step, median, min and max over the rounds; ratios, each the median of the rounds' own;
 the seconds of the first step, which traces and compiles; the peak resident memory of the process, libraries included,

@@ -43,7 +43,6 @@ class Worker:
     def __init__(self, *, peer, workload, size, mode, mixed, checked, allocator, **how):
         self.names, self.how = (peer, workload, size), how
         self.train, self.mixed, self.checked, self.allocator = mode == "train", mixed, checked, allocator
-        self.count = 0
 
     def prepare(self):
         """Imports what the peer needs: {"missing": a package} or {"platform": "cpu" or another}."""
@@ -59,21 +58,23 @@ class Worker:
         return {"platform": self.module.Run.platform()}
 
     def start(self):
-        """Builds and compiles; the seconds of the first step, and the losses of the first few."""
+        """Builds and compiles; the seconds of the first step, and the first few losses.
+
+        Training sees one batch again and again: what it learns there shows at once. Inference sees several.
+        """
         from benchmarks.peers import _workloads as spec
 
         workload = spec.workload(*self.names[1:])
         batches = spec.batches(workload)
         self.run = self.module.build(workload, spec.weights(workload), batches, train=self.train, mixed=self.mixed,
                                      **self.options)
-        begun = time.perf_counter()
-        values = [self._step()]
-        first = time.perf_counter() - begun
-        values += [self._step() for _ in range(self.checked - 1)]
-        begun = time.perf_counter()
-        self._step()
-        self.each = time.perf_counter() - begun
-        values = [self.run.numpy(value) for value in values]
+        seconds, values = [], []
+        for i in range(self.checked + 1):
+            begun = time.perf_counter()
+            values.append(self._step(0 if self.train else i))
+            seconds.append(time.perf_counter() - begun)
+        first, self.each = seconds[0], seconds[-1]
+        values = [self.run.numpy(value) for value in values[:self.checked]]
         losses = map(float, values) if self.train else map(spec.cross_entropy, values, (y for _, y in batches))
         return {"first": first, "losses": list(losses), "platform": self.run.platform(),
                 "device": self.run.device()}
@@ -81,15 +82,14 @@ class Worker:
     def time(self, budget):
         """Seconds per step, over two steps at least."""
         if self.each < 0.05:
-            self._step()    # untimed: a short step would feel the caches that the last peer left
+            self._step(0)    # untimed: a short step would feel the caches that the last peer left
         steps = max(2, math.ceil(budget / self.each))
         begun = time.perf_counter()
         for i in range(steps):
-            value = self.run.step(self.count + i)
+            value = self.run.step(i)
             if not self.train:
                 self.run.wait(value)    # calls in inference do not depend on each other: they would overlap
         self.run.wait(value)
-        self.count += steps
         self.each = (time.perf_counter() - begun) / steps
         return self.each
 
@@ -100,10 +100,9 @@ class Worker:
         unit = 1 if sys.platform == "darwin" else 1024
         return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "device": self.run.memory()}
 
-    def _step(self):
-        value = self.run.step(self.count)
+    def _step(self, batch):
+        value = self.run.step(batch)
         self.run.wait(value)
-        self.count += 1
         return value
 
 
