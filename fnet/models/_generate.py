@@ -61,7 +61,8 @@ def generate(model: nn.Layer, params, prompts, key=None, *, max_tokens: int, tem
         key: a `jax.random.key`; greedy decoding needs none. A row's draws depend on its place in the batch and the
             number of the token, not on the other rows.
         max_tokens: how many tokens to generate at most.
-        temperature: what logits are divided by; 0: greedy, the likeliest token every time.
+        temperature: what logits are divided by; 0: greedy, the likeliest token every time. Within `jax.jit` a traced
+            temperature must not be 0.
         top_k: draw among the k likeliest tokens alone (Fan et al., 2018).
         top_p: draw among the fewest tokens whose probabilities add up to p (Holtzman et al., 2020, nucleus sampling).
             With top_k, what that left.
@@ -74,18 +75,17 @@ def generate(model: nn.Layer, params, prompts, key=None, *, max_tokens: int, tem
         TypeError: for prompts that are no integers.
     """
     prompts, lengths = _prompts(model, prompts, lengths, max_tokens)
-    sampled = isinstance(temperature, jax.Array) or temperature != 0
+    sampled = isinstance(temperature, jax.core.Tracer) or bool(temperature != 0)
     if sampled and key is None:
         raise ValueError("generate draws at random: give it a jax.random.key, or temperature=0 for the likeliest token")
     _check_range("temperature", temperature, 0, np.inf)
     for name, value, low, high in ("top_k", top_k, 1, np.inf), ("top_p", top_p, 0, 1):
         if value is not None:
             _check_range(name, value, low, high)
-    time = prompts.shape[1]
-    width = 1 + _bucket(time - 1)
-    room = _bucket(max_tokens)
+    time, room = prompts.shape[1], _bucket(max_tokens)
+    context = getattr(model, "context", None) or _bucket(time) + room
+    width = 1 + max(time - 1, min(_bucket(time - 1), context))
     prompts = jnp.pad(prompts, ((0, 0), (0, width - time)))
-    context = getattr(model, "context", None) or width + room
     return _cut(_generate(
         model, params, prompts, lengths, jax.random.key(0) if key is None else key,
         jnp.asarray(max_tokens, jnp.int32), jnp.asarray(temperature, jnp.float32), jnp.asarray(stop, jnp.int32),
@@ -173,12 +173,12 @@ def _prompts(model, prompts, lengths, max_tokens):
         held = np.asarray(lengths)
         if held.min() < 1 or held.max() > time:
             raise ValueError(f"generate: a prompt has 1 to {time} tokens; lengths are {held.tolist()}")
-        longest = held.max()
+        longest = int(held.max())
     context = getattr(model, "context", None)
     if context is not None and longest + max_tokens > context + 1:
         raise ValueError(f"generate: {longest} tokens of prompt and max_tokens={max_tokens} do not fit into the "
                          f"model's context of {context}")
-    return prompts.astype(jnp.int32), lengths.astype(jnp.int32)
+    return prompts[:, :longest].astype(jnp.int32), lengths.astype(jnp.int32)
 
 
 def _check_range(name, value, low, high):

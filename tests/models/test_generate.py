@@ -18,7 +18,6 @@ from fnet.models._generate import _likeliest, _pick
 VOCAB = 20
 MODELS = {
     "gpt": models.GPT(VOCAB, 16, 2, 2, context=40),
-    "gpt one by one": models.GPT(VOCAB, 16, 2, 2, context=40, stacked=False),
     "llama": models.Llama(VOCAB, 16, 2, 4, 2, 24, context=40),
     "lstm": models.LSTMLanguageModel(VOCAB, 16, tied=True),
 }
@@ -99,8 +98,6 @@ def test_one_program_for_all_lengths_and_options():
     draw(PROMPTS[:, :4], key, max_tokens=16, temperature=1.3, top_k=2, top_p=0.5)
     draw(np.tile(PROMPTS, 2), key, max_tokens=1, temperature=2, top_k=50, top_p=1)
     assert not model.traces
-    draw(np.tile(PROMPTS, 3), key, max_tokens=9, top_k=5, top_p=0.9)             # beyond a power of two
-    assert model.traces
 
 
 def test_a_row_does_not_depend_on_the_others():
@@ -116,7 +113,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 def test_stop_tokens_end_a_row():
     model, params = prepared("gpt")
-    free = np.asarray(greedy(model, params, PROMPTS, max_tokens=12, lengths=LENGTHS).tokens)
+    free = np.asarray(greedy(model, params, PROMPTS, max_tokens=12, lengths=LENGTHS, stop=[-1, -2]).tokens)
     stop = [int(free[0, 3]), int(free[1, 6])]
     out = greedy(model, params, PROMPTS, max_tokens=12, lengths=LENGTHS, stop=stop)
     for row, length, whole in zip(out.tokens, out.lengths, free):
@@ -128,19 +125,19 @@ def test_stop_tokens_end_a_row():
 
 def test_a_prompt_that_fills_the_context():
     model, params = prepared("gpt")
-    prompt = np.resize(PROMPTS[0], (1, 33))
-    out = greedy(model, params, prompt, max_tokens=8)            # the last of them needs no place
-    np.testing.assert_array_equal(out.tokens[0], without_cache("gpt", prompt[0], 8))
+    prompt = np.resize(PROMPTS[0], (1, 36))                     # from 17 on, a program is made for 32, then for 40
+    prompt = np.pad(prompt, ((0, 0), (0, 30)))                  # more padding than the model has places
+    out = greedy(model, params, prompt, max_tokens=5, lengths=[36])              # the last of them needs no place
+    np.testing.assert_array_equal(out.tokens[0], without_cache("gpt", prompt[0, :36], 5))
 
 
 def test_what_is_drawn_follows_the_probabilities():
     logits = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
     keys = jax.random.split(jax.random.key(0), 20000)
+    draw = jax.jit(lambda temperature, k, p: _pick(jnp.tile(logits, (len(keys), 1)), keys, temperature, k, p))
 
-    @functools.partial(jax.jit, static_argnames=("k", "p"))
     def draws(temperature, k=None, p=None):
-        return _pick(jnp.tile(logits, (len(keys), 1)), keys, temperature, None if k is None else jnp.int32(k),
-                     None if p is None else jnp.float32(p))
+        return draw(temperature, None if k is None else np.int32(k), None if p is None else np.float32(p))
 
     def held_to(tokens, weights):
         shares = np.bincount(tokens, minlength=5) / len(keys)
@@ -157,8 +154,11 @@ def test_what_is_drawn_follows_the_probabilities():
     held_to(draws(1.0, k=9, p=1.0), [0.4, 0.3, 0.15, 0.1, 0.05])
 
 
+FLOATS = st.floats(-100, 100, width=32, allow_subnormal=False)    # XLA takes a subnormal for 0
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(-100, 100, width=32), min_size=8, max_size=8), st.integers(1, 9), st.floats(0.01, 1))
+@given(st.lists(FLOATS, min_size=8, max_size=8), st.integers(1, 9), st.floats(0.01, 1))
 def test_the_likeliest_are_those_that_sorting_finds(logits, k, p):
     logits = np.array([logits], np.float32)
     order = np.sort(logits[0])[::-1]
@@ -184,10 +184,8 @@ def test_traced_in_16_bits_and_under_autocast():
     draw = lambda params, prompts, lengths, key, temperature: models.generate(
         model, params, prompts, key, max_tokens=6, temperature=temperature, lengths=lengths)
     inputs = params, PROMPTS, LENGTHS, jax.random.key(0), jnp.float32(0.9)
-    want = draw(*inputs)
-    np.testing.assert_array_equal(jax.jit(draw)(*inputs).tokens, want.tokens)
     lowered = ft.autocast(draw, "float32")(*inputs)
-    np.testing.assert_array_equal(lowered.tokens, want.tokens)
+    np.testing.assert_array_equal(lowered.tokens, jax.jit(draw)(*inputs).tokens)
 
 
 def test_padded():
@@ -205,7 +203,7 @@ def test_padded():
     (dict(lengths=[3, 8, 1]), ValueError, r"a prompt has 1 to 7 tokens; lengths are \[3, 8, 1\]"),
     (dict(max_tokens=0), ValueError, "max_tokens is at least 1; got 0"),
     (dict(max_tokens=35), ValueError, "7 tokens of prompt and max_tokens=35 do not fit into the model's context of 40"),
-    (dict(temperature=1.0), ValueError, "give it a jax.random.key, or temperature=0 for the likeliest token"),
+    (dict(temperature=np.float32(1)), ValueError, "give it a jax.random.key, or temperature=0 for the likeliest token"),
     (dict(temperature=-1.0, key=0), ValueError, r"temperature is at least 0; got -1\.0"),
     (dict(top_k=0), ValueError, "top_k is at least 1; got 0"),
     (dict(top_p=1.5), ValueError, r"top_p is from 0 to 1; got 1\.5"),
