@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 # From jax._src rather than jax.extend.core, whose import loads Pallas and costs 60 ms.
-from jax._src import ad_util, core, source_info_util
+from jax._src import ad_util, core, dispatch, source_info_util, xla_bridge
+from jax._src.config import _check_vma
 from jax._src.core import Jaxpr, Literal, Primitive, auto_insert_reshard, get_opaque_trace_state
+from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.interpreters import ad, partial_eval
-from jax._src.sharding_impls import UNSPECIFIED
+from jax._src.lib import cuda_versions
+from jax._src.sharding_impls import UNSPECIFIED, ShardingContext, SPMDAxisContext
 
 try:
     from jax._src.core import ClosedJaxpr
@@ -26,8 +31,9 @@ except ImportError:    # jax >= 0.12: one class for both
     ClosedJaxpr = Jaxpr
 
 __all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "SubJaxpr", "again", "bind", "close", "consts_as_inputs",
-           "custom_vmap_rule", "equation_context", "hoisted", "origin", "scan_parts", "scope_path", "sub_jaxprs",
-           "trace_state", "vary_alike"]
+           "cudnn_attention", "cudnn_version", "custom_vmap_rule", "equation_context", "hoisted", "origin",
+           "partitioning", "scan_parts", "scope_path", "splash_attention", "sub_jaxprs", "tell_devices", "trace_state",
+           "vary_alike"]
 
 
 def trace_state():
@@ -298,3 +304,90 @@ def _cotangents(outputs, given):
     rest = iter(given)
     return [next(rest) if jnp.issubdtype(v.aval.dtype, jnp.inexact) else np.zeros(v.aval.shape, jax.dtypes.float0)
             for v in outputs]
+
+
+# Kernels of attention that JAX has, below the functions that differentiate them.
+
+def tell_devices(*primitives: Any) -> None:
+    """Has JAX tell the lowering rules of these primitives the devices of a program, as it tells its own that XLA cannot
+    partition. It then wants to know the devices, and one mesh for the whole program: hence only where they may be
+    several GPUs, there or compiled for.
+    """
+    absent = "jax.experimental.topologies" in sys.modules
+    if absent or (xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu"):
+        dispatch.prim_requires_devices_during_lowering.update(primitives)
+
+
+def partitioning(ctx: Any) -> str:
+    """What becomes of the equation whose lowering rule has been given `ctx`: "whole" (it runs on one device, or on the
+    shards of a shard_map), "split" (XLA partitions it), or "unknown" (it does, and does not know the devices yet)."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, ShardingContext):
+        return "whole" if context.num_devices == 1 else "unknown" if context.device_assignment is None else "split"
+    if isinstance(context, SPMDAxisContext):
+        return "whole" if set(context.manual_axes) == set(context.mesh.axis_names) else "split"
+    return "whole"
+
+
+def cudnn_version() -> int | None:
+    """The version of cuDNN that JAX runs with, 90100 for 9.1.0; None where there is none."""
+    return None if cuda_versions is None else cuda_versions.cudnn_get_version()
+
+
+def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=True) -> list:
+    """cuDNN's flash attention of 16-bit q [b, t, h, d] and k, v [b, s, g, d].
+
+    Without `rest`: out and, with `residuals`, the logarithm of the sum of exponentials [b, h, t]. With that and out and
+    the gradient of out as `rest`: the gradients of q, k and v.
+    """
+    name = "dot_product_attention_bwd" if rest else "dot_product_attention_fwd"
+    kinds = fused.MaskType
+    kind = ((kinds.NO_MASK, kinds.CAUSAL), (kinds.PADDING, kinds.PADDING_CAUSAL))[lengths is not None][causal]
+    given = {"scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (bias is not None, False),
+             "mask_type": kind, "layout": fused.AttentionLayout.BTNH.value, "sliding_window_length": window,
+             "is_training": residuals}
+    # What a later version adds is optional and off.
+    rule = inspect.signature(getattr(fused, f"_{name}_cuda_lowering")).parameters.values()
+    operands = {"ctx", "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
+                "page_table_k", "page_table_v", "activation", "fwd_output", "grad_output"}
+    params = {p.name: given.get(p.name) for p in rule if p.name not in operands and p.kind is not p.VAR_POSITIONAL}
+    none = jnp.zeros(0, q.dtype)
+    queries = none if lengths is None else jnp.full(len(q), q.shape[1], jnp.int32)
+    return getattr(fused, f"_{name}_p").bind(q, k, v, none if bias is None else bias, queries,
+                                             none if lengths is None else lengths, none, none, none, none, *rest,
+                                             **params)
+
+
+def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=True, interpret=False) -> Any:
+    """The Pallas kernels of splash attention on TPUs for one row of a batch: q [h, t, d], k, v [g, s, d], unscaled.
+
+    Without `rest`: out and, with `residuals`, the logarithm of the sum of exponentials [h, t]. With those and the
+    gradient of out as `rest`: the gradients of q, k and v.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # loads Pallas, which only TPUs need
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    shape = q.shape[1], k.shape[1]
+    mask = (splash.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0) if window is not None
+            else splash.CausalMask(shape) if causal else splash.FullMask(shape))
+    sizes = kernels.BlockSizes(block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,
+                               block_q_dq=block, block_kv_dq=block)
+    kernel = splash.make_splash_mha(splash.MultiHeadMask([mask] * len(q)), block_sizes=sizes, head_shards=1,
+                                    q_seq_shards=1, save_residuals=residuals and not rest, interpret=interpret)
+    ids = None
+    if lengths is not None:
+        keys = jnp.arange(k.shape[1], dtype=jnp.int32) < lengths
+        ids = splash.SegmentIds(jnp.ones(q.shape[1], jnp.int32), keys.astype(jnp.int32))
+    with _check_vma(False):    # the kernels do not say what their results vary over, in a lowering rule nobody asks
+        return _splash(kernels, kernel, q, k, v, ids, *rest)
+
+
+def _splash(kernels, kernel, q, k, v, ids, *rest):
+    if not rest:
+        results = kernel(q, k, v, ids)
+        return (results[0], *results[1]) if kernel.kwargs["save_residuals"] else (results,)
+    out, logsumexp, gradient = rest
+    how = dict(kernel.kwargs)
+    args = [how[name] for name in inspect.signature(kernels._splash_attention_bwd).parameters if name in how]
+    kept = q, k, v, ids, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info
+    return tuple(kernels._splash_attention_bwd(*args, kept, gradient)[3:6])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.interpreters import mlir
 
 import fnet
 from fnet import _jax
@@ -101,6 +102,44 @@ def test_operands_vary_alike():
 
     jax.eval_shape(f, jnp.ones(2), jnp.ones(1))
     assert found[0][0] == found[0][1], MOVED.format("auto_insert_reshard")
+
+
+def test_kernels_of_attention():
+    x = jnp.ones((2, 128, 4, 16), jnp.bfloat16)
+    how = dict(scale=1.0, causal=True, window=None)
+    forward = jax.make_jaxpr(lambda x: _jax.cudnn_attention(x, x, x, None, None, **how))(x)
+    out, sums = forward.out_avals
+    backward = jax.make_jaxpr(lambda x, s: _jax.cudnn_attention(x, x, x, None, None, s, x, x, **how))(x, sums)
+    assert (out.shape, sums.shape) == ((2, 128, 4, 16), (2, 4, 128)), MOVED.format("cuDNN's attention, forward")
+    assert [a.shape for a in backward.out_avals] == [x.shape] * 3, MOVED.format("cuDNN's attention, backward")
+    assert _jax.cudnn_version() is None or _jax.cudnn_version() > 80000
+    q = jnp.ones((4, 128, 16))
+    how = dict(causal=True, window=None, block=128)
+    out, sums = jax.eval_shape(lambda q: _jax.splash_attention(q, q, q, None, **how), q)
+    grads = jax.eval_shape(lambda q, s: _jax.splash_attention(q, q, q, None, q, s, q, **how), q, sums)
+    assert (out.shape, sums.shape) == (q.shape, (4, 128)), MOVED.format("splash attention, forward")
+    assert [a.shape for a in grads] == [q.shape] * 3, MOVED.format("splash attention, backward")
+
+
+def test_lowering_rules_are_told_devices(monkeypatch):
+    asking, seen = _jax.Primitive("asking"), []
+    asking.def_abstract_eval(lambda x: x)
+
+    def rule(ctx, x):
+        seen.append(_jax.partitioning(ctx))
+        return [x]
+
+    mlir.register_lowering(asking, rule)
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("devices",))
+    spec = jax.sharding.PartitionSpec("devices")
+    placed = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec))
+    jax.jit(asking.bind).lower(jnp.ones(4))
+    jax.jit(asking.bind).lower(placed)
+    jax.jit(jax.shard_map(asking.bind, mesh=mesh, in_specs=spec, out_specs=spec)).lower(placed)
+    monkeypatch.setattr(_jax.jax, "default_backend", lambda: "gpu")
+    _jax.tell_devices(asking)
+    jax.jit(lambda x: asking.bind(x)).lower(placed)
+    assert seen == ["whole", "unknown", "whole", "split"], MOVED.format("the axis context of a lowering rule")
 
 
 def test_private_names_stand_in_one_file():

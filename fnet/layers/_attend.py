@@ -16,7 +16,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching, mlir
 
-from fnet._jax import Primitive, vary_alike
+from fnet import _jax
+from fnet._jax import Primitive
+from fnet.layers import _attend_flash as flash
 from fnet.layers import _attend_xla as xla
 from fnet.layers._attend_xla import Form, Products
 
@@ -78,7 +80,8 @@ def attend(query, key, value, *, mask=None, lengths=None, starts=None, causal, w
     given = tuple(name for name, x in where.items() if x is not None)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     form = Form(bool(causal), window, scale, given, jax.config.jax_default_matmul_precision)
-    arrays = vary_alike(query, key, value, *(where[name] for name in given))
+    _jax.tell_devices(attention_p, backward_p)
+    arrays = _jax.vary_alike(query, key, value, *(where[name] for name in given))
     return attention_p.bind(*arrays, form=form, compute=query.dtype, outs=(query.dtype,), residuals=False)[0]
 
 
@@ -164,16 +167,42 @@ def _on_cpu(f, *args, **params):
     return f(xla.spans(form, args[0].shape[1], args[1].shape[1]), products, *args, **params)
 
 
-def _explain(query, key, *_, form, **params) -> str:
+def _by_kernel(platform, primitive, f):
+    """The lowering rule for a platform that has kernels."""
+    def rule(ctx, *values, form, compute, outs, **params):
+        partitioning = _jax.partitioning(ctx)
+        run = functools.partial(_by_xla, f, form=form, compute=compute, outs=outs, **params)
+        if flash.refusal(platform, form, compute, *ctx.avals_in[:2], partitioning) is None:
+            kernel = flash.forward if primitive is attention_p else flash.backward
+
+            def run(*args):
+                results = kernel(platform, form, compute, *params.values(), partitioning, *args)
+                return [*(x.astype(dtype) for x, dtype in zip(results, outs)), *results[len(outs):]]
+
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
+
+    return rule
+
+
+def _explain(primitive, query, key, *_, form, compute, **params) -> str:
     """Which form an equation takes on this machine, in words."""
-    if jax.default_backend() != "cpu":
-        return "plain XLA"
-    if len(xla.spans(form, query.shape[1], key.shape[1])) > 1:
-        return "keys that the mask hides from a block of queries are skipped"
-    if not form.causal and form.window is None:
-        return "plain XLA, for no key is hidden from all"
-    return "plain XLA, for " + ("what is hidden is known at run time only" if "starts" in form.given
-                                else "so few queries make one block")
+    platform = jax.default_backend()
+    if platform == "cpu":
+        if len(xla.spans(form, query.shape[1], key.shape[1])) > 1:
+            return "keys that the mask hides from a block of queries are skipped"
+        if not form.causal and form.window is None:
+            return "plain XLA, for no key is hidden from all"
+        return "plain XLA, for " + ("what is hidden is known at run time only" if "starts" in form.given
+                                    else "so few queries make one block")
+    if platform == "gpu":
+        platform = "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
+    refused = ("there is no kernel for slopes" if primitive is slope_p
+               else flash.refusal(platform, form, compute, query, key))
+    if refused:
+        return f"plain XLA, for {refused}"
+    if platform == "cuda":
+        return "cuDNN's flash attention"
+    return "splash attention, a Pallas kernel, on one device or inside shard_map; plain XLA where XLA splits it"
 
 
 def _lower(params, compute, out) -> dict | None:
@@ -194,9 +223,12 @@ def _define(primitive, f):
     run = jax.jit(lambda *args, params: primitive.bind(*args, **dict(params)), static_argnames="params")
     primitive.def_impl(lambda *args, **params: run(*args, params=tuple(params.items())))
     primitive.def_abstract_eval(lambda *types, **params: list(_types(f, types, tuple(params.items()))))
-    primitive.lower, primitive.explain = _lower, _explain    # for autocast
+    primitive.lower, primitive.explain = _lower, functools.partial(_explain, primitive)    # for autocast
     for platform, form in ((None, _by_xla), ("cpu", _on_cpu)):
         mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform)
+    if primitive is not slope_p:
+        for platform in ("cuda", "tpu"):
+            mlir.register_lowering(primitive, _by_kernel(platform, primitive, f), platform)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
 
 

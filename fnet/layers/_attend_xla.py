@@ -152,8 +152,8 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
-    sum(w w') is sum(y y') too, which costs less where y is at hand (Dao et al., 2022, FlashAttention, appendix B.4), but
-    in 16 bits y is rounded, and the sum of logits', which is 0, is not.
+    sum(w w') is sum(y y') too, which costs less where y is at hand (Dao et al., 2022, FlashAttention, appendix B.4).
+    But in 16 bits y is rounded, and then the sum of logits' is not the 0 that it should be.
     """
     *where, _, peak, total, y = rest
     b, t, h, d = q.shape

@@ -1,0 +1,249 @@
+"""Attention by kernels that never write the weights down: cuDNN's on NVIDIA's GPUs, splash attention on Google's TPUs.
+
+Where a kernel does not take what is asked for, `refusal` says why, and ordinary operations do it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fnet import _jax
+from fnet.layers._attend_xla import Form
+
+AMPERE, HOPPER = 8.0, 9.0
+
+
+def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole") -> str | None:
+    """Why a platform's kernel does not do this attention, or None where it does.
+
+    Args:
+        q, k: have shapes.
+        partitioning: as in `_jax.partitioning`.
+    """
+    t, s, d = q.shape[1], k.shape[1], q.shape[3]
+    if platform not in ("cuda", "tpu"):
+        return f"there is no kernel for {platform}"
+    if partitioning == "unknown" or (partitioning == "split" and platform == "tpu"):
+        return "XLA cannot split a kernel among devices"
+    if form.precision is not None:
+        return f"a kernel has no precision {form.precision!r}"
+    if "starts" in form.given:
+        return "a kernel takes no queries that start at a row's own place"
+    if not t or not s:
+        return "there is nothing to attend to"
+    return (_cudnn if platform == "cuda" else _splash)(form, compute, t, s, d)
+
+
+def _cudnn(form, compute, t, s, d):
+    capability, version = _nvidia()
+    largest = 256 if capability >= HOPPER and version >= 90500 else 128
+    if compute not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN's flash kernels take 16 bits, not {compute}"
+    if capability < AMPERE:
+        return f"cuDNN's flash kernels need compute capability 8.0, not {capability}"
+    if version < 80904:
+        return "cuDNN 8.9.4 or later is not installed"
+    if d % 8 or d > largest:
+        return f"cuDNN's flash kernels need a head_dim that is a multiple of 8 up to {largest}, not {d}"
+    if form.causal and t != s:
+        return f"cuDNN's causal mask needs as many queries as keys, not {t} and {s}"
+    if form.window is not None and (not form.causal or form.given or version < 90200):
+        return "cuDNN's sliding window is causal, without lengths or mask, from cuDNN 9.2 on"
+    if "mask" in form.given and (t % 2 or s % 2):
+        return f"cuDNN's masks need even times, not {t} and {s}"
+    return None
+
+
+def _splash(form, compute, t, s, d):
+    if compute not in (jnp.bfloat16, jnp.float32):
+        return f"the TPU's kernel takes bfloat16 and float32, not {compute}"
+    if "mask" in form.given:
+        return "the TPU's kernel takes no mask but causal=, window= and lengths="
+    if t % 128 or s % 128 or min(t, s) < 512:
+        return f"the TPU's kernel needs times that are multiples of 128 from 512 on, not {t} and {s}"
+    if d > 256:
+        return f"the TPU's kernel needs a head_dim up to 256, not {d}"
+    if form.window is not None and t > s:
+        return "the TPU's kernel takes no window with more queries than keys"
+    return None
+
+
+@functools.cache
+def _nvidia() -> tuple[float, int]:
+    """(compute capability, cuDNN's version); without a GPU, those of one that has everything but Hopper's own."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return AMPERE, 90500
+    return float(device.compute_capability), _jax.cudnn_version() or 0
+
+
+def forward(platform: str, form: Form, compute, residuals: bool, partitioning: str, q, k, v, *where):
+    """[out, and with `residuals` peak and total [b, h, t]]."""
+    arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
+    results = ("bthd", "bht") if residuals else ("bthd",)
+    out, *sums = _split(_KERNELS[platform][0], form, tuple(kinds), results, partitioning)(*arrays)
+    out = _silent(_blind(form, mask, lengths), out)
+    return [out, *sums, *(jnp.ones_like(x) for x in sums)]
+
+
+def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *rest):
+    """The gradients of q, k and v, given ..., out, peak, total and the gradient of out."""
+    *where, out, peak, _, gradient = rest
+    arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
+    blind = _blind(form, mask, lengths)
+    kinds = (*kinds, "bht", "bthd", "bthd")
+    of_q, of_k, of_v = _split(_KERNELS[platform][1], form, kinds, ("bthd", "bsgd", "bsgd"), partitioning)(
+        *arrays, peak, _cast(out, compute), _cast(_silent(blind, gradient), compute))
+    if lengths is not None:    # what padding keys get is the kernel's affair, and 0 in truth
+        real = _real(lengths, k)[:, :, None, None]
+        of_k, of_v = (jnp.where(real, x, 0) for x in (of_k, of_v))
+    return [_silent(blind, of_q), of_k, of_v]
+
+
+def _operands(form, compute, q, k, v, where):
+    """(arrays for a kernel, their axes, (mask, lengths) or None); a mask takes the lengths in."""
+    given = dict(zip(form.given, where))
+    mask, lengths = given.get("mask"), given.get("lengths")
+    arrays, kinds = [_cast(x, compute) for x in (q, k, v)], ["bthd", "bsgd", "bsgd"]
+    if mask is not None:
+        if lengths is not None:
+            mask, lengths = mask & _real(lengths, k)[:, None, None], None
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
+        # The largest number that cuDNN can take from another one like it.
+        lowest = -(2 << 40) if compute == jnp.bfloat16 else -(2 << 14)
+        arrays.append(jnp.where(mask, jnp.zeros((), compute), jnp.array(lowest, compute)))
+        kinds.append("".join(c if n > 1 else c.upper() for c, n in zip("bh", mask.shape)) + "ts")
+    if lengths is not None:
+        lengths = lengths.astype(jnp.int32)
+        arrays.append(lengths)
+        kinds.append("b")
+    return arrays, kinds, (mask, lengths)
+
+
+def _real(lengths, k):
+    """Which keys are no padding, [b, s]."""
+    return jnp.arange(k.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
+
+
+def _blind(form, mask, lengths):
+    """Which queries see no key, broadcastable to [b, h, t], or None for none."""
+    if mask is not None:
+        t, s = mask.shape[2:]
+        return ~(mask & jnp.tril(jnp.ones((t, s), bool))[None, None] if form.causal else mask).any(-1)
+    return None if lengths is None else (lengths <= 0)[:, None, None]
+
+
+def _silent(blind, x):
+    """x [b, t, h, d], 0 for queries that see no key."""
+    return x if blind is None else jnp.where(blind.swapaxes(1, 2)[..., None], jnp.zeros((), x.dtype), x)
+
+
+def _named(kinds, arrays):
+    """(bias, lengths, what else there is)."""
+    rest = list(arrays)
+    bias = rest.pop(0) if len(kinds) > 3 and kinds[3].endswith("ts") else None
+    return bias, rest.pop(0) if "b" in kinds else None, rest
+
+
+def _cudnn_forward(form, kinds, results, q, k, v, *rest):
+    bias, lengths, _ = _named(kinds, rest)
+    return tuple(_jax.cudnn_attention(q, k, v, bias, lengths, scale=form.scale, causal=form.causal,
+                                      window=form.window, residuals=len(results) > 1))
+
+
+def _cudnn_backward(form, kinds, results, q, k, v, *rest):
+    bias, lengths, (peak, out, gradient) = _named(kinds, rest)
+    return tuple(_jax.cudnn_attention(q, k, v, bias, lengths, peak, out, gradient, scale=form.scale,
+                                      causal=form.causal, window=form.window))
+
+
+def _splash_forward(form, kinds, results, q, k, v, *rest):
+    _, lengths, _ = _named(kinds, rest)
+    how = dict(causal=form.causal, window=form.window, block=_block(q, k), residuals=len(results) > 1)
+    kernel = lambda q, k, v, *n: _jax.splash_attention(q, k, v, n[0] if n else None, **how)
+    q = _cast(q.astype(jnp.float32) * form.scale, q.dtype)
+    out, *sums = jax.vmap(kernel)(*map(_heads_first, (q, k, v)), *([] if lengths is None else [lengths]))
+    return _heads_first(out), *sums
+
+
+def _splash_backward(form, kinds, results, q, k, v, *rest):
+    _, lengths, (peak, out, gradient) = _named(kinds, rest)
+    how = dict(causal=form.causal, window=form.window, block=_block(q, k))
+    kernel = lambda q, k, v, p, o, g, *n: _jax.splash_attention(q, k, v, n[0] if n else None, o, p, g, **how)
+    q = _cast(q.astype(jnp.float32) * form.scale, q.dtype)
+    q, k, v, out, gradient = map(_heads_first, (q, k, v, out, gradient))
+    gradients = jax.vmap(kernel)(q, k, v, peak, out, gradient, *([] if lengths is None else [lengths]))
+    of_q, of_k, of_v = map(_heads_first, gradients)
+    return _cast(of_q.astype(jnp.float32) * form.scale, of_q.dtype), of_k, of_v
+
+
+def _heads_first(x):
+    return x.swapaxes(1, 2)
+
+
+def _block(q, k):
+    return next(n for n in (512, 256, 128) if q.shape[1] % n == k.shape[1] % n == 0)
+
+
+_KERNELS = {"cuda": (_cudnn_forward, _cudnn_backward), "tpu": (_splash_forward, _splash_backward)}
+
+
+def _split(kernel, form, operands, results, partitioning):
+    """`kernel(form, operands, results, *arrays)` as a function of the arrays, which XLA may split along batch and
+    heads; what else is split is gathered first.
+
+    Args:
+        operands, results: the axes of each array: b is the batch, h and g are the heads; capitals have length 1.
+        partitioning: "whole" where nothing will be split.
+    """
+    whole = partitioning == "whole"
+    return functools.partial(kernel, form, operands, results) if whole else _splitting(kernel, form, operands, results)
+
+
+@functools.lru_cache(256)
+def _splitting(kernel, form, operands, results):
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    f = functools.partial(kernel, form, operands, results)
+    split = custom_partitioning(f)
+
+    def places(mesh, args):
+        spec = getattr(args[0].sharding, "spec", None) or ()
+        batch, _, heads, _ = (*spec, *(None,) * (4 - len(spec)))
+        if args[0].shape[0] % _parts(mesh, batch):
+            batch = None
+        if args[1].shape[2] % _parts(mesh, heads):
+            heads = None
+        along = {"b": batch, "h": heads, "g": heads}
+        place = lambda axes: NamedSharding(mesh, P(*(along.get(axis) for axis in axes)))
+        return tuple(map(place, operands)), tuple(map(place, results))
+
+    def partition(mesh, args, _):
+        taken, given = places(mesh, args)
+        return mesh, f, given, taken
+
+    rule = f"{', '.join(map(_letters, operands))} -> {', '.join(map(_letters, results))}"
+    gathered = tuple(c for c in dict.fromkeys("".join(operands)) if c in "tsd")    # in this order
+    split.def_partition(partition, infer_sharding_from_operands=lambda mesh, args, _: places(mesh, args)[1],
+                        sharding_rule=rule, need_replication_factors=gathered)
+    return split
+
+
+def _letters(axes):
+    return " ".join({"B": "p", "H": "r"}.get(axis, axis) for axis in axes)
+
+
+def _parts(mesh, axes) -> int:
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
+
+def _cast(x, dtype):
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
