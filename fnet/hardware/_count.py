@@ -126,7 +126,9 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     The jaxpr is read equation by equation: the bodies of scans times their length, the dearest branch of a cond, the
     body of a while loop once (its length is unknown, a note says so), the shards of a shard_map together. What has no
     rule is counted as nothing and named in `notes`. An equation whose result nothing uses counts like any other,
-    although a compiler drops it.
+    although a compiler drops it. `layers.dot_product_attention` counts as its formula does, the pairs that a mask hides
+    included, as the field counts them for an MFU, and its backward pass without the weights that it computes again
+    (they are in `recomputed`); it moves its operands and results alone.
 
     Args:
       f: any JAX function, jitted, differentiated or sharded.
@@ -201,6 +203,9 @@ class _Tally:
             self.frame(frame, times * (1 if sub.times is None else sub.times))
 
     def operation(self, op: Op, times: int) -> None:
+        if hasattr(op.eqn.primitive, "plain"):
+            self.stand_in(op, times)
+            return
         eqn, dtype = unwrap(op.eqn)
         name = eqn.primitive.name
         each = cost(eqn)
@@ -217,6 +222,16 @@ class _Tally:
         kinds = {each.kind: flops} if each.kind not in ("free", "unknown") else {}
         again = flops if each.kind == "matmul" and op.recomputed else 0
         self.add(op.scope, Cost(**kinds, recomputed=again, bytes=moved))
+
+    def stand_in(self, op: Op, times: int) -> None:
+        """What an operation computes that stands for several, from those; what it moves, from itself."""
+        inner = _Tally()
+        inner.frame(read(op.eqn.primitive.plain(op.eqn), op.scope, op.recomputed), times)
+        for scope in inner.scopes:
+            inner.scopes[scope] = dataclasses.replace(inner.scopes[scope], bytes=0, fused_bytes=0)
+        self.merge(inner)
+        reads, writes = touched(op.eqn)
+        self.add(op.scope, Cost(bytes=(sum(reads) + sum(writes)) * times))
 
     def merge(self, other: _Tally) -> None:
         for scope, each in other.scopes.items():

@@ -33,7 +33,8 @@ _MOVEMENT = ALIASES | frozenset(
 _HEAVY = frozenset(
     "dot_general ragged_dot_general ragged_dot conv_general_dilated gather dynamic_slice dynamic_update_slice sort "
     "top_k fft cholesky triangular_solve lu reduce_window reduce_window_sum reduce_window_max reduce_window_min "
-    "select_and_scatter_add select_and_scatter concatenate lowered".split()) | _REDUCTION | _SCATTER
+    "select_and_scatter_add select_and_scatter concatenate lowered attention attention_slope "
+    "attention_backward".split()) | _REDUCTION | _SCATTER
 
 
 class Cost(NamedTuple):

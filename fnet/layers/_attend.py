@@ -224,6 +224,8 @@ def _define(primitive, f):
     primitive.def_impl(lambda *args, **params: run(*args, params=tuple(params.items())))
     primitive.def_abstract_eval(lambda *types, **params: list(_types(f, types, tuple(params.items()))))
     primitive.lower, primitive.explain = _lower, functools.partial(_explain, primitive)    # for autocast
+    primitive.plain = lambda eqn: jax.make_jaxpr(functools.partial(_by_xla, f, **eqn.params))(
+        *(v.aval for v in eqn.invars)).jaxpr                                               # for hardware.count
     for platform, form in ((None, _by_xla), ("cpu", _on_cpu)):
         mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform)
     if primitive is not slope_p:

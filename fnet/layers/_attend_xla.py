@@ -171,8 +171,9 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
         if at.low == at.high:
             of_q.append(jnp.zeros((b, g, h // g, at.stop - at.start, d), products.wide))
             continue
-        logits, seen = _logits(form, products, at, q, k, where)
-        weights = jnp.exp(logits - peak[:, :, rows, None].astype(products.wide))
+        with jax.named_scope("rematted_computation"):    # the name that jax.checkpoint gives such things
+            logits, seen = _logits(form, products, at, q, k, where)
+            weights = jnp.exp(logits - peak[:, :, rows, None].astype(products.wide))
         if early:
             weights = weights * inverse[:, :, rows, None]
         if seen is not None and form.blind(t, s):

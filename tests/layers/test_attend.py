@@ -10,6 +10,8 @@ from checks import close
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fnet import hardware as hw
+from fnet import transforms as ft
 from fnet.layers import _attend_xla as xla
 from fnet.layers import dot_product_attention
 
@@ -245,6 +247,19 @@ def test_a_causal_step_on_a_cpu_does_less():
         step = jax.grad(lambda *x: dot_product_attention(*x, causal=causal).sum(), (0, 1, 2))    # noqa: B023
         flops[causal] = jax.jit(step).lower(*arrays).compile().cost_analysis()["flops"]
     assert flops[True] < 0.7 * flops[False]
+
+
+def test_counts_as_the_formula_does_and_moves_its_operands():
+    q, k = (jax.ShapeDtypeStruct((2, 64, heads, 16), jnp.float32) for heads in (4, 2))
+    f = functools.partial(dot_product_attention, causal=True)
+    one = hw.count(f, q, k, k)
+    assert one.flops > one.model_flops == one.total.matmul == 2 * (2 * 2 * 4 * 64 * 64 * 16)
+    assert one.total.transcendental == 2 * 4 * 64 * 64
+    assert one.total.bytes == one.total.fused_bytes == 4 * (2 * 2 * 64 * 4 * 16 + 2 * 2 * 64 * 2 * 16)
+    gradient = jax.grad(lambda *x: f(*x).sum(), (0, 1, 2))
+    train = hw.count(ft.autocast(gradient, "bfloat16"), q, k, k)
+    assert train.model_flops == 3 * one.model_flops and train.total.recomputed == one.model_flops // 2
+    assert len(train.matmuls) == 7 and train.dtype == "bfloat16" and not train.notes
 
 
 def test_nan_reaches_those_who_see_it():
