@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import runpy
 import sys
 import time
+from pathlib import Path
 
 from benchmarks._live import serve
 
@@ -27,14 +29,10 @@ PEERS = {
 
 
 def allocator(kind: str) -> None:
-    """"tuned": glibc keeps the memory of one step for the next. It must happen before the first large allocation."""
-    if kind == "tuned":
-        import ctypes
-
-        glibc = ctypes.CDLL("libc.so.6")
-        # M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX
-        for option, value in (-4, 0), (-1, 2**31 - 1), (-8, 1):
-            glibc.mallopt(option, value)
+    """"tuned": fnet's `cpu_allocator`, from its file: `import fnet` would bring JAX into PyTorch's process."""
+    file = Path(__file__).parents[2] / "fnet" / "hardware" / "_allocator.py"
+    if kind == "tuned" and not runpy.run_path(str(file))["cpu_allocator"]():
+        raise RuntimeError("--allocator=tuned needs the GNU C library on Linux")
 
 
 class Worker:
