@@ -70,5 +70,6 @@ def test_the_table_has_the_policy_and_a_line_for_each_scope_and_reason():
 
 
 def test_what_autocast_has_not_wrapped_is_an_error():
-    with pytest.raises(ValueError, match=r"explain: 'loss' is not what autocast or tune returned: explain\(ft.autocast\(f\)"):
+    message = r"explain: 'loss' is not what autocast or tune returned: explain\(ft.autocast\(f\)"
+    with pytest.raises(ValueError, match=message):
         ft.explain(loss, PARAMS, X)
