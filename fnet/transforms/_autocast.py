@@ -35,7 +35,7 @@ _ARITHMETIC = frozenset("""
     add sub mul div neg abs sign max min clamp add_any tanh logistic erf reduce_max reduce_min argmax argmin eq ne lt le
     gt ge is_finite floor ceil round sort top_k cummax cummin reduce_window_max psum psum_invariant pmax pmin
     reduce_scatter""".split())
-_POWERS = frozenset({"square", "integer_pow"})    # they overflow float16 early
+_POWERS = frozenset({"square", "integer_pow", "one_minus_square"})    # they overflow float16 early
 _FULL = "__full_precision__"
 
 

@@ -1,7 +1,6 @@
 """The table of functions that precision is tested on: fnet's models, and strangers that know nothing of fnet.
 
-Each case makes a scalar loss of a parameter tree. The nets are small, and smooth where they can be: an activation that
-rounding carries over relu's kink moves its gradient by the whole of it, whatever the precision.
+Each case makes a scalar loss of a parameter tree.
 """
 
 import functools
@@ -25,15 +24,20 @@ from fnet import layers as nn
 class Case(NamedTuple):
     """`make() -> (loss, params, inputs)`, with `loss(params, *inputs)` a scalar.
 
-    `bfloat16` and `float16` bound the relative error of gradients, leaf by leaf. `forward` is False where JAX has no
-    forward mode for the function (custom_vjp), `batched` where it cannot be batched.
+    `bfloat16` and `float16` bound the relative error of gradients. `leaf_by_leaf` is False where they hold for the
+    gradient as one vector alone: an activation that rounding carries over relu's kink, or past its neighbour in a max
+    pool, moves its gradient by the whole of it, whatever the precision, and BatchNorm puts many near the kink.
+    `forward` is False where JAX has no forward mode for the function (custom_vjp), `by_hand` where it does not run on
+    16-bit arguments, `eagerly` where JAX takes too long for it operation by operation, or cannot.
     """
 
     make: Callable[[], tuple[Callable, Any, tuple]]
     bfloat16: float = 2e-2
     float16: float = 3e-3
+    leaf_by_leaf: bool = True
     forward: bool = True
-    batched: bool = True
+    by_hand: bool = True
+    eagerly: bool = False
 
 
 CASES: dict[str, Case] = {}
@@ -41,21 +45,31 @@ CASES: dict[str, Case] = {}
 
 def case(name, **options):
     def add(make):
-        CASES[name] = Case(make, **options)
+        CASES[name] = Case(functools.cache(make), **options)
         return make
 
     return add
 
 
-def normal(seed, *shape, scale=1.0):
-    return jnp.asarray(np.random.default_rng(seed).normal(0, scale, shape), jnp.float32)
+def normal(seed, *shape, scale=1.0, mean=0.0):
+    return jnp.asarray(np.random.default_rng(seed).normal(mean, scale, shape), jnp.float32)
 
 
-def jittered(params):
-    """Parameters moved off their initial ones and zeros, so that no gradient vanishes by symmetry."""
-    leaves, structure = jax.tree.flatten(params)
-    return jax.tree.unflatten(structure, [x + normal(i, *x.shape, scale=0.05) if x.dtype == jnp.float32 else x
-                                          for i, x in enumerate(leaves)])
+def filled(shapes):
+    """Arrays of these shapes, as layers initialise them, but off the zeros and ones where gradients vanish by symmetry.
+
+    Kernels have the variance 1 / inputs, scales and variances are about 1, all else about 0. Nothing is compiled.
+    """
+    def leaf(number, path, shape):
+        name, shape, dtype = jax.tree_util.keystr(path[-1:], simple=True), shape.shape, shape.dtype
+        if dtype != jnp.float32:
+            return jnp.zeros(shape, dtype)
+        if len(shape) > 1 and name not in ("scale", "bias", "offset"):
+            return normal(number, *shape, scale=np.prod(shape[:-1]) ** -0.5)
+        return normal(number, *shape, scale=0.05, mean=float(name in ("scale", "var")))
+
+    paths, structure = jax.tree.flatten_with_path(shapes)
+    return jax.tree.unflatten(structure, [leaf(i, *pair) for i, pair in enumerate(paths)])
 
 
 def labels(count, classes):
@@ -69,27 +83,31 @@ def cross_entropy(logits, y):
 # fnet's own.
 
 def _layer(model, x, target=None):
-    params, state = model.init(jax.random.key(0), x)
+    params, state = filled(jax.eval_shape(model.init, jax.random.key(0), x))
 
     def loss(params, x):
         y, _ = model(params, x, state=state, train=True)
         return jnp.square(y - target).mean() if target is not None else cross_entropy(y, labels(len(y), y.shape[-1]))
 
-    return loss, jittered(params), (x,)
+    return loss, params, (x,)
 
 
-@case("mlp")
+@case("mlp", eagerly=True)
 def mlp():
     model = nn.Sequential(nn.Dense(64), jax.nn.relu, nn.Dense(64), jax.nn.gelu, nn.Dense(10))
     return _layer(model, normal(1, 16, 32))
 
 
-@case("conv and BatchNorm", bfloat16=1e-1)
-def conv():
-    model = nn.Sequential(nn.Conv(8, 3, use_bias=False), nn.BatchNorm(), jax.nn.gelu, nn.AvgPool(2),
-                          nn.Conv(16, 3, use_bias=False), nn.BatchNorm(), jax.nn.gelu, nn.GlobalAvgPool(),
+# Of ten draws of the input, bfloat16 carries activations of this net over a kink in all (errors of 4e-2 to 1e-1) and
+# float16 in seven (1e-2 to 1e-1); of Haiku's in nine (up to 5e-2) and in two (3e-2). Float32 does, too, where its
+# inputs alone are rounded. These are draws where float16 does not; test_kinks has one of each where it does.
+
+@case("conv and BatchNorm", bfloat16=1e-1, leaf_by_leaf=False)
+def conv(draw=6):
+    model = nn.Sequential(nn.Conv(8, 3, use_bias=False), nn.BatchNorm(), jax.nn.relu, nn.MaxPool(2),
+                          nn.Conv(16, 3, use_bias=False), nn.BatchNorm(), jax.nn.relu, nn.GlobalAvgPool(),
                           nn.Dense(10))
-    return _layer(model, normal(1, 8, 8, 8, 3) * 3 + 5)
+    return _layer(model, normal(draw, 8, 8, 8, 3, scale=3, mean=5))
 
 
 @case("attention")
@@ -98,12 +116,12 @@ def attention():
     return _layer(model, normal(1, 2, 12, 32), normal(2, 2, 12, 32))
 
 
-@case("LSTM")
+@case("LSTM", eagerly=True)
 def lstm():
     return _layer(nn.LSTM(16), normal(1, 4, 10, 8), normal(2, 4, 10, 16))
 
 
-@case("Stack with Remat")
+@case("Stack with Remat", eagerly=True)
 def stack():
     block = nn.Residual(nn.LayerNorm(), nn.Dense(64), jax.nn.gelu, nn.Dense(32))
     return _layer(nn.Stack(nn.Remat(block), 3), normal(1, 8, 32), normal(2, 8, 32))
@@ -122,11 +140,11 @@ def linen_transformer():
             return x + linen.Dense(32)(linen.gelu(h))
 
     x, target = normal(1, 2, 10, 32), normal(2, 2, 10, 32)
-    params = jittered(Block().init(jax.random.key(0), x))
+    params = filled(jax.eval_shape(Block().init, jax.random.key(0), x))
     return lambda params, x: jnp.square(Block().apply(params, x) - target).mean(), params, (x,)
 
 
-@case("nnx CNN", bfloat16=1e-1)
+@case("nnx CNN", bfloat16=1e-1, leaf_by_leaf=False)
 def nnx_cnn():
     class CNN(nnx.Module):
         def __init__(self, rngs):
@@ -135,15 +153,14 @@ def nnx_cnn():
             self.head = nnx.Linear(8 * 16, 10, rngs=rngs)
 
         def __call__(self, x):
-            x = nnx.avg_pool(nnx.silu(self.norm(self.conv(x))), (2, 2), (2, 2))
+            x = nnx.max_pool(nnx.relu(self.norm(self.conv(x))), (2, 2), (2, 2))
             return self.head(x.reshape(x.shape[0], -1))
 
-    graph, params, rest = nnx.split(CNN(nnx.Rngs(0)), nnx.Param, ...)
-    params = jittered(nnx.to_pure_dict(params))
-    rest = jax.tree.map(jnp.asarray, nnx.to_pure_dict(rest))
+    graph, *both = nnx.split(nnx.eval_shape(lambda: CNN(nnx.Rngs(0))), nnx.Param, ...)
+    params, rest = (filled(nnx.to_pure_dict(state)) for state in both)
 
     def loss(params, x):
-        with jax.numpy_dtype_promotion("standard"):    # Flax's BatchNorm and pooling need it
+        with jax.numpy_dtype_promotion("standard"):    # Flax's BatchNorm needs it
             return cross_entropy(nnx.merge(graph, nnx.State(params), nnx.State(rest))(x), labels(8, 10))
 
     return loss, params, (normal(1, 8, 8, 8, 3),)
@@ -151,8 +168,9 @@ def nnx_cnn():
 
 @case("Equinox MLP")
 def equinox_mlp():
-    model = eqx.nn.MLP(16, 8, 64, 2, activation=jax.nn.silu, key=jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_array)
+    mlp = functools.partial(eqx.nn.MLP, 16, 8, 64, 2, activation=jax.nn.silu)
+    params, static = eqx.partition(eqx.filter_eval_shape(mlp, key=jax.random.key(0)), lambda x: hasattr(x, "shape"))
+    params = filled(params)
 
     def loss(params, x, y):
         return optax.l2_loss(jax.vmap(eqx.combine(params, static))(x), y).mean()
@@ -160,23 +178,22 @@ def equinox_mlp():
     return loss, params, (normal(1, 16, 16), normal(2, 16, 8))
 
 
-@case("Haiku ResNet block", bfloat16=1e-1)
-def haiku_resnet():
+@case("Haiku ResNet block", bfloat16=1e-1, leaf_by_leaf=False)
+def haiku_resnet(draw=1):
     def forward(x):
         x = hk.nets.ResNet.BlockV1(8, 1, True, {"create_scale": True, "create_offset": True, "decay_rate": 0.9},
                                    False)(x, is_training=True, test_local_stats=False)
         return hk.Linear(10)(x.mean((1, 2)))
 
-    model, x = hk.without_apply_rng(hk.transform_with_state(forward)), normal(1, 8, 6, 6, 4)
+    model, x = hk.without_apply_rng(hk.transform_with_state(forward)), normal(draw, 8, 6, 6, 4)
+
     def loss(params, x):
         with jax.numpy_dtype_promotion("standard"):    # Haiku's BatchNorm needs it
             return cross_entropy(model.apply(params, state, x)[0], labels(8, 10))
 
     with jax.numpy_dtype_promotion("standard"):
-        params, state = model.init(jax.random.key(0), x)
-    for name in ("batchnorm_0", "batchnorm_1"):
-        params[f"block_v1/~/{name}"]["offset"] += 2.5    # away from relu's kink
-    return loss, jittered(params), (x,)
+        params, state = filled(jax.eval_shape(model.init, jax.random.key(0), x))
+    return loss, params, (x,)
 
 
 @case("Optax loss")
@@ -190,7 +207,7 @@ def optax_loss():
     return loss, normal(1, 32, 8, scale=0.3), (normal(2, 16, 32), labels(16, 8))
 
 
-@case("while_loop solver")
+@case("while_loop solver", eagerly=True)
 def solver():
     def loss(params, x):
         step = lambda p, z, x: jnp.tanh(z @ p["w"] + x @ p["u"] + p["b"])
@@ -204,7 +221,7 @@ def solver():
                   "b": normal(3, 32, scale=0.3)[None]}, (normal(4, 8, 32),)
 
 
-@case("conjugate gradients")
+@case("conjugate gradients", by_hand=False)
 def linear_solve():
     def loss(params, x):
         w, b = params
@@ -235,7 +252,7 @@ def _gated_backward(power, saved, g):
 gated.defvjp(_gated_forward, _gated_backward)
 
 
-@case("custom_vjp", forward=False)
+@case("custom_vjp", forward=False, eagerly=True)
 def custom_vjp():
     def loss(w, x, shift):
         return jnp.square(gated(jax.nn.relu(x @ w), w, 2, shift)).mean()
@@ -258,7 +275,7 @@ def _polar_jvp(primals, tangents):
     return outputs, (dh * (x @ w) / length, dh * (1 - angle * angle), np.zeros(index.shape, jax.dtypes.float0))
 
 
-@case("custom_jvp of several outputs")
+@case("custom_jvp of several outputs", eagerly=True)
 def custom_jvp():
     def loss(w, x):
         length, angle, index = polar(x, w)
@@ -267,7 +284,7 @@ def custom_jvp():
     return loss, normal(1, 32, 16, scale=0.2), (normal(2, 8, 32),)
 
 
-@case("shard_map", batched=False)
+@case("shard_map")
 def shard_map():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -278,7 +295,7 @@ def shard_map():
     return loss, normal(1, 32, 16, scale=0.2), (normal(2, 16, 32),)
 
 
-@case("jax.nn.dot_product_attention")
+@case("jax.nn.dot_product_attention", by_hand=False)
 def dot_product_attention():
     def loss(params, x):
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, params[name]) for name in "qkv")
@@ -300,7 +317,7 @@ def _projected_batch(size, batched, x, w):
     return jnp.tanh(jnp.einsum("bij,bjk->bik", x, w)), True
 
 
-@case("custom_vmap", forward=False)
+@case("custom_vmap", eagerly=True)
 def custom_vmap():
     # JAX differentiates a custom_vmap in forward mode alone, so that its gradient is that of the stage after it.
     def loss(params, x):

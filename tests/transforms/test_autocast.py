@@ -1,7 +1,5 @@
-"""autocast: every function of the table, every primitive, constants, carries, scopes, the author's own casts."""
+"""autocast: constants, carries, scopes, the author's own casts, other transforms."""
 
-import collections
-import functools
 import re
 
 import jax
@@ -11,114 +9,11 @@ import pytest
 from checks import same
 from jax import lax
 from precision_cases import CASES, normal
+from precision_checks import BF16, F16, F32, equations, once, products, worst
 
 from fnet import layers as nn
 from fnet import transforms as ft
-from fnet._jax import sub_jaxprs
 from fnet.hardware import Policy
-
-F32, BF16, F16 = (np.dtype(name) for name in ("float32", "bfloat16", "float16"))
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}    # code that runs once
-UNSAFE = {"exp", "exp2", "log", "log1p", "reduce_sum", "rsqrt", "pow", "cumsum"}
-
-
-def once(f, *args):
-    return jax.block_until_ready(jax.jit(f).lower(*args).compile(compiler_options=QUICK)(*args))
-
-
-def equations(f, *args):
-    """All equations of f's jaxpr, at every depth."""
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn
-            for sub in sub_jaxprs(eqn):
-                yield from walk(sub.jaxpr)
-
-    return list(walk(jax.make_jaxpr(f)(*args).jaxpr))
-
-
-def products(f, *args):
-    """How often each (compute, out) occurs among lowered products; "plain" for the others."""
-    count = collections.Counter()
-    for eqn in equations(f, *args):
-        if eqn.primitive.name == "lowered":
-            count[eqn.params["compute"].name, eqn.params["out"].name] += 1
-        elif eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            count["plain"] += 1
-    return count
-
-
-def worst(got, want):
-    """The largest |a - b| / |b| of a leaf; below a hundredth of the whole tree's norm, |b| is that hundredth: gradients
-    that vanish but for rounding, like that of a key's bias under softmax, have no relative error."""
-    got, want = ([np.asarray(x, np.float64) for x in jax.tree.leaves(tree)] for tree in (got, want))
-    floor = 1e-2 * np.sqrt(sum((b ** 2).sum() for b in want))
-    return max(np.linalg.norm(a - b) / max(np.linalg.norm(b), floor) for a, b in zip(got, want))
-
-
-def variants(f, case, cast):
-    """name -> function(params, *inputs): the function, its gradients inside and outside, jitted, batched, twice."""
-    def twice(f):
-        def product(params, *inputs):
-            grad = lambda p: jax.grad(f)(p, *inputs)
-            if case.forward:
-                return jax.jvp(grad, (params,), (params,))[1]
-            dots = lambda p: sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(grad(p)), jax.tree.leaves(params)))
-            return jax.grad(dots)(params)    # custom_vjp has no forward mode
-        return product
-
-    grad = jax.grad(f)
-    made = {
-        "f": (cast(f), f),
-        "grad(ac f)": (jax.grad(cast(f)), grad),
-        "ac(grad f)": (cast(grad), grad),
-        "jit(grad(ac f))": (jax.jit(jax.grad(cast(f))), grad),
-        "ac(jit(grad f))": (cast(jax.jit(grad)), grad),
-        "hvp": (twice(cast(f)), twice(f)),
-    }
-    if case.batched:
-        axes = lambda *args: (0, *(None,) * (len(args) - 1))
-        batch = lambda f: lambda p, *xs: jax.vmap(f, axes(p, *xs))(jax.tree.map(lambda a: jnp.stack([a, a]), p), *xs)
-        made["vmap(grad(ac f))"] = batch(jax.grad(cast(f))), batch(grad)
-        made["ac(vmap(grad f))"] = cast(batch(grad)), batch(grad)
-    return made
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_table(name):
-    case = CASES[name]
-    f, params, inputs = case.make()
-    plain = {label: pair[1] for label, pair in variants(f, case, lambda f: f).items()}
-    exact = once(lambda *args: [plain[k](*args) for k in ("f", "grad(ac f)", "hvp")], params, *inputs)
-    for dtype, bound in ((BF16, case.bfloat16), (F16, case.float16)):
-        made = variants(f, case, functools.partial(ft.autocast, policy=dtype.name))
-        cast = {label: pair[0] for label, pair in made.items()}
-        traced = {label: equations(g, params, *inputs) for label, g in cast.items()}
-        for label, eqns in traced.items():
-            low = [e.primitive.name for e in eqns if e.primitive.name in UNSAFE and any(
-                getattr(v.aval, "dtype", None) == dtype for v in e.invars)]
-            assert not low, (label, low)
-        # Compiled whole, the first of these are the same programs as their jitted twins.
-        run = {label: g for label, g in cast.items() if label not in ("grad(ac f)", "ac(grad f)")}
-        got = once(lambda *args, run=run: {label: g(*args) for label, g in run.items()}, params, *inputs)
-        for label, result in got.items():
-            want = exact[0] if label == "f" else exact[2] if label == "hvp" else exact[1]
-            if "vmap" in label:
-                result = jax.tree.map(lambda a: a[1], result)
-            assert jax.tree.map(lambda a: (a.shape, a.dtype), result) == jax.tree.map(
-                lambda a: (a.shape, a.dtype), want), label
-            # Second derivatives go through the products of the first once more.
-            error = worst(result, want)
-            assert error <= bound * (3 if label == "hvp" else 1), (label, dtype.name, f"{error:.1e}")
-
-
-def test_the_table_is_lowered():
-    """What the bounds of the table can't see: that there is something to bound."""
-    for name in ("mlp", "conv and BatchNorm", "Stack with Remat", "shard_map", "custom_vjp"):
-        f, params, inputs = CASES[name].make()
-        for g in (jax.grad(ft.autocast(f, "bfloat16")), ft.autocast(jax.grad(f), "bfloat16")):
-            count = products(g, params, *inputs)
-            assert count["plain"] == 0 and sum(count.values()) >= 2, (name, count)
 
 
 @pytest.mark.parametrize("form", ["grad(ac f)", "ac(grad f)"])
@@ -132,78 +27,7 @@ def test_weight_gradients_are_summed_and_kept_in_float32(form):
         assert operands.count("bf16") == 2 and result.strip().endswith("xf32>"), (operands, result)
 
 
-# Primitives.
-
 X, Y = normal(1, 4, 8), normal(2, 8, 4)
-IMAGE, WINDOW = normal(3, 2, 6, 6, 3), normal(4, 3, 3, 3, 5)
-convolve = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
-                             dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-FOLLOW = {
-    "reshape": lambda x: x.reshape(2, 8), "transpose": lambda x: x.T,
-    "broadcast_in_dim": lambda x: jnp.broadcast_to(x[:, None], (4, 3, 4)),
-    "slice": lambda x: x[1:3], "concatenate": lambda x: jnp.concatenate([x, x]), "rev": lambda x: x[::-1],
-    "gather": lambda x: x[jnp.array([2, 0])], "select_n": lambda x: jnp.where(x > 0, x, -x),
-    "pad": lambda x: lax.pad(x, x.dtype.type(0), [(1, 1, 0)] * 2),
-    "add": lambda x: x + x, "sub": lambda x: x - 2 * x, "mul": lambda x: x * x,
-    "div": lambda x: x / 3, "neg": lambda x: -x, "abs": abs, "sign": jnp.sign, "max": lambda x: jnp.maximum(x, 0.5),
-    "min": lambda x: jnp.minimum(x, 0.5), "clamp": lambda x: lax.clamp(x.dtype.type(-0.5), x, x.dtype.type(0.5)),
-    "tanh": jnp.tanh,
-    "logistic": jax.nn.sigmoid, "erf": jax.scipy.special.erf, "reduce_max": lambda x: x.max(0),
-    "reduce_min": lambda x: x.min(0), "floor": jnp.floor, "sort": lambda x: jnp.sort(x, 0),
-}
-FLOAT32 = {
-    "exp": jnp.exp, "exp2": jnp.exp2, "expm1": jnp.expm1, "log": lambda x: jnp.log(x * x + 1), "log1p": lambda x:
-    jnp.log1p(x * x), "pow": lambda x: (x * x + 1) ** jnp.float32(1.5), "sqrt": lambda x: jnp.sqrt(x * x + 1),
-    "rsqrt": lambda x: lax.rsqrt(x * x + 1), "sin": jnp.sin, "cos": jnp.cos, "reduce_sum": lambda x: x.sum(0),
-    "reduce_prod": lambda x: x.prod(0), "cumsum": lambda x: jnp.cumsum(x, 0), "cumprod": lambda x: jnp.cumprod(x, 0),
-    "erf_inv": lambda x: lax.erf_inv(x / 10), "lgamma": lax.lgamma,
-}
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("name", FOLLOW)
-def test_follows_what_it_is_given(name, dtype):
-    """Between two products, each of these runs in the low dtype, as by hand."""
-    def f(x, y):
-        return FOLLOW[name](x @ y).reshape(-1, 2) @ jnp.ones((2, 3), x.dtype)
-
-    def by_hand(x, y):
-        h = lax.dot(x.astype(dtype), y.astype(dtype), preferred_element_type=F32).astype(dtype)
-        h = FOLLOW[name](h).reshape(-1, 2)
-        return lax.dot(h, jnp.ones((2, 3), dtype), preferred_element_type=F32)
-
-    cast = ft.autocast(f, dtype.name)
-    seen = {e.primitive.name: e.outvars[0].aval.dtype for e in reversed(equations(cast, X, Y)) if e.outvars}
-    assert seen[name] == dtype
-    assert worst(cast(X, Y), by_hand(X, Y)) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("name", FLOAT32)
-def test_runs_in_float32(name, dtype):
-    cast = ft.autocast(lambda x, y: FLOAT32[name](x @ y), dtype.name)
-    at = [e for e in equations(cast, X, Y) if e.primitive.name == name]
-    assert at and all(v.aval.dtype == F32 for e in at for v in (*e.invars, *e.outvars))
-    product = lax.dot(X.astype(dtype), Y.astype(dtype), preferred_element_type=F32)
-    assert worst(cast(X, Y), FLOAT32[name](product)) < 1e-6
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_products_are_the_casts_by_hand(dtype):
-    same(ft.autocast(jnp.matmul, dtype.name)(X, Y),
-         lax.dot(X.astype(dtype), Y.astype(dtype), preferred_element_type=F32))
-    same(ft.autocast(lambda x, y: convolve(x, y), dtype.name)(IMAGE, WINDOW),
-         jax.jit(lambda x, y: convolve(x.astype(dtype), y.astype(dtype)).astype(F32))(IMAGE, WINDOW))
-
-
-@pytest.mark.parametrize(("name", "low"), [("square", True), ("integer_pow", True)])
-def test_powers_stay_float32_in_float16_alone(name, low):
-    power = jnp.square if name == "square" else lambda x: x ** 3
-    f = lambda x, y: power(x @ y) @ jnp.ones((4, 2))
-    for dtype in (BF16, F16):
-        out = [e.outvars[0].aval.dtype for e in equations(ft.autocast(f, dtype.name), X, Y) if e.primitive.name == name]
-        assert out == [BF16 if dtype == BF16 else F32]
 
 
 # Constants.

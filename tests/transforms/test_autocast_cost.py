@@ -1,0 +1,127 @@
+"""What autocast adds to a step: nothing, beside the same casts written by hand.
+
+Programs are compared as they are handed to a TPU's or a GPU's compiler; a CPU gets products in forms of its own.
+"""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from precision_cases import normal
+from precision_checks import BF16, F32
+
+from fnet import transforms as ft
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def by_hand(spec, x, y, out):
+    """An einsum of bfloat16 operands with sums in float32, whose backward pass has both, too."""
+    return jnp.einsum(spec, x.astype(BF16), y.astype(BF16), preferred_element_type=out)
+
+
+def _forward(spec, x, y, out):
+    low = x.astype(BF16), y.astype(BF16)
+    return jnp.einsum(spec, *low, preferred_element_type=out), (*low, jnp.zeros((), x.dtype), jnp.zeros((), y.dtype))
+
+
+def _backward(spec, out, saved, g):
+    x, y, like_x, like_y = saved
+    a, b, c = re.split(",|->", spec)
+    g = g.astype(BF16)
+    return (jnp.einsum(f"{c},{b}->{a}", g, y, preferred_element_type=like_x.dtype),
+            jnp.einsum(f"{c},{a}->{b}", g, x, preferred_element_type=like_y.dtype))
+
+
+by_hand.defvjp(_forward, _backward)
+
+
+def plain(spec, x, y, out):
+    return jnp.einsum(spec, x, y)
+
+
+def mlp(params, x, product):
+    for w in params[:-1]:
+        x = jnp.tanh(product("bi,ij->bj", x, w, BF16))
+    return jnp.square(jnp.tanh(product("bi,ij->bj", x, params[-1], F32))).mean()
+
+
+def transformer_block(params, x, product):
+    def norm(x, scale):
+        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * scale
+
+    h = norm(x, params["scale1"])
+    q, k, v = (product("btd,dhk->bthk", h, params[name], BF16) for name in "qkv")
+    weights = jax.nn.softmax(product("bqhk,bshk->bhqs", q, k, F32) * k.shape[-1] ** -0.5)
+    x = x + product("bthk,hkd->btd", product("bhqs,bshk->bqhk", weights, v, BF16), params["o"], BF16).astype(F32)
+    h = jax.nn.gelu(product("btd,df->btf", norm(x, params["scale2"]), params["up"], BF16))
+    return jnp.square(x + product("btf,fd->btd", h, params["down"], F32)).mean()
+
+
+STEPS = {
+    "mlp": (mlp, [normal(i, 64, 64, scale=0.1) for i in range(4)], normal(9, 16, 64)),
+    "transformer block": (transformer_block, {
+        **{name: normal(i, 32, 4, 8, scale=0.2) for i, name in enumerate("qkv")}, "o": normal(3, 4, 8, 32, scale=0.2),
+        "up": normal(4, 32, 64, scale=0.2), "down": normal(5, 64, 32, scale=0.1), "scale1": normal(6, 1, 1, 32) + 1,
+        "scale2": normal(7, 1, 1, 32) + 1}, normal(9, 2, 16, 32)),
+}
+
+
+def step(gradient):
+    return lambda params, x: jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient(params, x))
+
+
+def operations(f, platform, *args):
+    """({types of a product: how many}, {types of a cast: how many}) of a lowered program; casts of one value count
+    once, as the compilers see to."""
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    types = lambda text: re.sub(r"tensor<(?:\d+x)*(\w+)>", r"\1", text)
+    products, casts, function = collections.Counter(), set(), None
+    for line in text.splitlines():
+        if found := re.search(r"func\.func .*@(\w+)", line):
+            function = found[1]
+        if found := re.search(r"stablehlo\.dot_general.* : (\(.*\) -> \S+)", line):
+            products[types(found[1])] += 1
+        if found := re.search(r"stablehlo\.convert (\S+) : \((\S+)\) -> (\S+)", line):
+            casts.add((function, found[1], types(f"{found[2]} -> {found[3]}")))
+    return dict(products), dict(collections.Counter(cast for *_, cast in casts))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("name", STEPS)
+def test_inside_grad_products_and_casts_are_those_by_hand(name, platform):
+    f, params, x = STEPS[name]
+    cast = jax.grad(ft.autocast(functools.partial(f, product=plain), "bfloat16"))
+    want = operations(step(jax.grad(functools.partial(f, product=by_hand))), platform, params, x)
+    assert operations(step(cast), platform, params, x) == want
+    assert set(want[0]) == {"(bf16, bf16) -> bf16", "(bf16, bf16) -> f32"}
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("name", STEPS)
+def test_around_grad_there_are_as_many(name, platform):
+    """As many products, and as many casts down. A product whose result the forward pass wants in float32 alone may
+    write bfloat16 where the backward pass reads the result, too, and widens it where it reads it: three casts up."""
+    f, params, x = STEPS[name]
+    cast = ft.autocast(jax.grad(functools.partial(f, product=plain)), "bfloat16")
+    products, casts = operations(step(cast), platform, params, x)
+    want, want_casts = operations(step(jax.grad(functools.partial(f, product=by_hand))), platform, params, x)
+    assert sum(products.values()) == sum(want.values()) and products.keys() == want.keys()
+    assert casts["f32 -> bf16"] == want_casts["f32 -> bf16"]
+    assert casts["bf16 -> f32"] <= want_casts.get("bf16 -> f32", 0) + 3
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_cpu_computes_as_many_products_all_with_float32_sums(name):
+    f, params, x = STEPS[name]
+    hand, around, inside = (jax.jit(step(g)).lower(params, x) for g in (
+        jax.grad(functools.partial(f, product=by_hand)),
+        ft.autocast(jax.grad(functools.partial(f, product=plain)), "bfloat16"),
+        jax.grad(ft.autocast(functools.partial(f, product=plain), "bfloat16"))))
+    dots = lambda lowered: len(re.findall(r" = \S+ dot\(", lowered.compile().as_text()))
+    want = dots(hand)
+    for lowered in (around, inside):
+        types = re.findall(r"stablehlo\.dot_general.*x(\w+)>, .*x(\w+)>\) -> .*x(\w+)>", lowered.as_text())
+        assert set(types) == {("bf16", "bf16", "f32")} and len(types) == want == dots(lowered)
