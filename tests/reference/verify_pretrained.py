@@ -18,7 +18,7 @@ import time
 import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
-from verifying import CHECKS, Skip, check, weights
+from verifying import CHECKS, Skip, check, needed, weights
 
 from fnet.models import pretrained
 
@@ -36,10 +36,7 @@ FLAGS = [flag for flag in sys.argv[1:] if flag.startswith("--photos=")]
 
 def photos():
     """{name: PIL.Image} of the photos that are installed, and the packages that are not."""
-    if importlib.util.find_spec("PIL") is None:
-        raise Skip("Pillow, which reads photos, is not installed")
-    from PIL import Image
-
+    image = needed("PIL.Image", "Pillow, which reads photos,")
     found, lacking = {}, set()
     folder = pathlib.Path(FLAGS[0].partition("=")[2]) if FLAGS else None
     for name, (package, path) in PHOTOS.items():
@@ -50,7 +47,7 @@ def photos():
         if place is None:
             lacking.add(package)
         else:
-            found[name] = Image.open(place)
+            found[name] = image.open(place)
     if not found:
         raise Skip(f"no photo is here: {', '.join(sorted(lacking))} are not installed")
     return found, sorted(lacking)
@@ -119,37 +116,43 @@ def mobilenet_v2_logits():
 
 
 @check
-def mobilenet_v2_back_into_torch():
-    """Saved and loaded back unchanged: by PyTorch where it is installed, bit by bit anywhere."""
-    yield from _back("mobilenet_v2")
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("torchvision") is None:
-        yield "(PyTorch and torchvision are not installed: its load_state_dict was not asked)"
-        return
-    import torch
-    import torchvision
+def mobilenet_v2_twin():
+    """MobileNetV2 against a twin in torch.nn: logits of the photos; saved, loaded into the twin, and unchanged."""
+    torch = needed("torch", "PyTorch")
     from safetensors.torch import load_file as load_torch
+    from torch_networks import MobileNetV2
 
-    path = weights("mobilenet_v2")
+    path, (pictures, lacking) = weights("mobilenet_v2"), photos()
     model = pretrained.model("mobilenet_v2", path)
+    twin, again = MobileNetV2().eval(), MobileNetV2().eval()
+    twin.load_state_dict(load_torch(path / "model.safetensors" if path.is_dir() else path), strict=True)
     with tempfile.TemporaryDirectory() as folder:
-        file = pretrained.save(model, *pretrained.load(model, path), folder, like=path)
-        twin, original = torchvision.models.mobilenet_v2().eval(), torchvision.models.mobilenet_v2().eval()
-        twin.load_state_dict(load_torch(file), strict=True)
-        original.load_state_dict(load_torch(path / "model.safetensors" if path.is_dir() else path), strict=True)
-        x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 3, 224, 224), np.float32))
+        again.load_state_dict(load_torch(pretrained.save(model, *pretrained.load(model, path), folder, like=path)))
+    prepare = model.NAMES["torchvision"].image
+    for photo, values in logits("mobilenet_v2", "torchvision", pictures).items():
+        x = torch.from_numpy(prepare.normalise(prepare.crop(pictures[photo]))).permute(2, 0, 1)[None]
         with torch.no_grad():
-            same = torch.equal(twin(x), original(x))
-            ours = jax.jit(lambda p, s, x: model(p, x, state=s)[0])(*pretrained.load(model, file),
-                                                                    x.permute(0, 2, 3, 1).numpy())
-            error = np.abs(np.asarray(ours) - twin(x).numpy()).max()
-    yield f"torchvision {torchvision.__version__} loads it (strict); logits bitwise its own; fnet's within {error:.1e}"
-    assert same and error < 1e-4
+            theirs, same = twin(x), torch.equal(twin(x), again(x))
+        error = np.abs(values - theirs[0].numpy()).max()
+        yield f"{photo}: largest difference to the twin's logits {error:.1e}; with the weights saved by fnet, none"
+        assert error < 1e-4 and same, photo
+    for package in lacking:
+        yield f"(without the photos of {package}, which is not installed)"
 
 
 @check
-def resnet50_back():
-    """Keras' names out and in again."""
-    yield from _back("resnet50")
+def image_weights_back():
+    """ResNet-50 and MobileNetV2 saved and compared with the files they came from."""
+    for name in ("resnet50", "mobilenet_v2"):
+        path = weights(name)
+        model = pretrained.model(name, path)
+        params, state = pretrained.load(model, path)
+        with tempfile.TemporaryDirectory() as folder:
+            back = load_file(pretrained.save(model, params, state, folder, like=path))
+        original = load_file(path / "model.safetensors" if path.is_dir() else path)
+        assert back.keys() == original.keys()
+        assert all(back[key].dtype == held.dtype and np.array_equal(back[key], held) for key, held in original.items())
+        yield f"{name}: {len(original)} arrays in, {len(back)} out, every one the same, bit for bit"
 
 
 @check
@@ -177,18 +180,6 @@ def mobilenet_v2_errors():
                 assert ("features.19.weight" if what == "added" else key) in message
             else:
                 raise AssertionError(f"{what}: no error")
-
-
-def _back(name):
-    path = weights(name)
-    model = pretrained.model(name, path)
-    params, state = pretrained.load(model, path)
-    with tempfile.TemporaryDirectory() as folder:
-        back = load_file(pretrained.save(model, params, state, folder, like=path))
-    original = load_file(path / "model.safetensors" if path.is_dir() else path)
-    assert back.keys() == original.keys()
-    assert all(back[key].dtype == original[key].dtype and np.array_equal(back[key], original[key]) for key in original)
-    yield f"{len(original)} keys in, {len(back)} out, every array the same, bit for bit"
 
 
 import verify_text  # noqa: E402, F401    its checks come after these

@@ -11,10 +11,12 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from safetensors.numpy import load_file
-from verifying import Skip, check, weights
+from verifying import Skip, check, needed, weights
 
 from fnet import models
+from fnet import training as tr
 from fnet.models import pretrained
 
 HERE = pathlib.Path(__file__).parent
@@ -117,6 +119,51 @@ def stories15m_speed():
     else:
         yield "($LLAMA2C names no binary of llama2.c's run.c: its speed was not measured)"
     assert max(times) >= 100
+
+
+@check
+def gpt_learns_as_in_pytorch():
+    """A GPT and its twin in torch.nn, from the same weights on the same batches: 100 steps of AdamW in float32."""
+    torch = needed("torch", "PyTorch")
+    from safetensors.torch import load_file as load_torch
+    from torch_networks import GPT
+
+    text = (HERE.parents[1] / "experiments" / "data" / "tempest.txt").read_text(encoding="utf-8")
+    words, time, batch = models.CharTokenizer(text), 64, 16
+    sizes = words.vocab_size, 128, 4, 4
+    model, twin = models.GPT(*sizes, context=time), GPT(*sizes, time)
+    params, _ = model.init(jax.random.key(0), model.example())
+    with tempfile.TemporaryDirectory() as folder:
+        twin.load_state_dict(load_torch(pretrained.save(model, params, {}, folder)), strict=True)
+    windows = tr.Windows(words.encode(text), length=time, batch_size=batch, seed=0)
+    tx = tr.optimizer("adamw", 1e-3, weight_decay=0.1, decay_all=True, b2=0.95)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+    @jax.jit
+    def step(state, tokens):
+        def loss(params):
+            logits = model(params, tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply(tx, grads), value
+
+    state, losses, expected = tr.TrainState.create(params, tx), [], []
+    for number in range(100):
+        tokens = windows(number)["tokens"]
+        state, value = step(state, tokens)
+        losses.append(float(value))
+        row = torch.from_numpy(tokens).long()
+        loss = torch.nn.functional.cross_entropy(twin(row[:, :-1]).flatten(0, 1), row[:, 1:].flatten())
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        expected.append(loss.item())
+    apart = np.abs(np.subtract(losses, expected)).max()
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    yield (f"{count:,} parameters, batches of {batch} x {time} characters: the loss falls from {losses[0]:.3f} to "
+           f"{losses[-1]:.3f}, PyTorch's to {expected[-1]:.3f}; never more than {apart:.1e} apart")
+    assert apart < 1e-3
 
 
 @check

@@ -1,5 +1,7 @@
 """What the checks of verify_pretrained.py and verify_text.py share."""
 
+import importlib
+
 from fnet.models import pretrained
 
 CHECKS = {}
@@ -21,3 +23,11 @@ def weights(name):
         return pretrained.find(name)
     except FileNotFoundError as error:
         raise Skip(str(error)) from None
+
+
+def needed(module, what):
+    """The module, where it is installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise Skip(f"{what} is not installed ({error.name})") from None
