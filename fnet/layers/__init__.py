@@ -8,7 +8,8 @@ A layer is a frozen value; its arrays live in plain nested dicts outside it:
 
 Activation functions are `jax.nn`'s: `sigmoid`, `leaky_relu`, `tanh`, `relu`, `elu`, `gelu`, `silu`, ... Losses are
 Optax's: `optax.squared_error` (square), `optax.sigmoid_binary_cross_entropy` and
-`optax.softmax_cross_entropy_with_integer_labels` (log), `optax.hinge_loss` (hinge).
+`optax.softmax_cross_entropy_with_integer_labels` (log; over a large vocabulary `linear_cross_entropy`),
+`optax.hinge_loss` (hinge).
 """
 
 from fnet.layers._attend import dot_product_attention
@@ -16,6 +17,7 @@ from fnet.layers._attention import Attention, Rotary
 from fnet.layers._compose import Parallel, Remat, Residual, Sequential, Stack
 from fnet.layers._conv import Conv, ConvTranspose, DepthwiseConv
 from fnet.layers._core import Layer, layer, method
+from fnet.layers._cross_entropy import linear_cross_entropy
 from fnet.layers._dropout import Dropout
 from fnet.layers._embed import Embed
 from fnet.layers._interop import from_linen, from_nnx, linen_variables, nnx_variables, to_linen, to_nnx, update_nnx
@@ -30,6 +32,6 @@ __all__ = [
     "GRU", "LSTM", "RNN", "Attention", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv",
     "Dropout", "Embed", "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel",
     "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack",
-    "dot_product_attention", "from_linen", "from_nnx", "layer", "linen_variables", "method", "nnx_variables",
-    "to_linen", "to_nnx", "update_nnx",
+    "dot_product_attention", "from_linen", "from_nnx", "layer", "linear_cross_entropy", "linen_variables", "method",
+    "nnx_variables", "to_linen", "to_nnx", "update_nnx",
 ]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.nn import initializers
 
 from fnet.layers._core import Layer, method
+from fnet.layers._cross_entropy import linear_cross_entropy
 from fnet.layers._linear import floating, linear
 from fnet.layers._scope import Scope
 
@@ -31,6 +32,8 @@ class Embed(Layer):
         embed, at = nn.Embed(50257, 768), scope["embed"]
         x = embed(at, tokens)                  # [batch, time, features]
         logits = embed.attend(at, x)           # [batch, time, vocab_size]
+
+    and `cross_entropy` the losses of those logits without ever holding them all.
     """
 
     vocab_size: int
@@ -52,6 +55,11 @@ class Embed(Layer):
         if x.shape[-1] != self.features:
             raise ValueError(f"Embed.attend at {scope} needs [..., {self.features}]; got shape {x.shape}")
         return linear(x, self._table(scope).T)
+
+    @method
+    def cross_entropy(self, scope: Scope, x, labels):
+        """Losses [...] in nats of the tied logits of x [..., time, features]: see `nn.linear_cross_entropy`."""
+        return linear_cross_entropy(floating(x, scope, "Embed.cross_entropy"), self._table(scope).T, labels)
 
     def _table(self, scope):
         return scope.param("embedding", (self.vocab_size, self.features), self.embedding_init, ("vocab", "embed"))

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.nn import initializers
 
-from fnet.layers._core import Layer
+from fnet.layers._core import Layer, method
+from fnet.layers._cross_entropy import linear_cross_entropy
 from fnet.layers._scope import Scope
 
 lecun_normal = initializers.lecun_normal()
@@ -46,10 +47,19 @@ class Dense(Layer):
 
     def forward(self, scope: Scope, x):
         x = floating(x, scope, "Dense")
+        kernel, bias = self._params(scope, x)
+        return linear(x, kernel) if bias is None else affine(x, kernel, bias)
+
+    @method
+    def cross_entropy(self, scope: Scope, x, labels):
+        """Losses [...] in nats, with the outputs for x [..., time, in] as logits: see `nn.linear_cross_entropy`."""
+        x = floating(x, scope, "Dense.cross_entropy")
+        kernel, bias = self._params(scope, x)
+        return linear_cross_entropy(x, kernel, labels, bias=bias)
+
+    def _params(self, scope, x):
         kernel = scope.param("kernel", (*x.shape[-1:], self.features), self.kernel_init, self.axes)
-        if not self.use_bias:
-            return linear(x, kernel)
-        return affine(x, kernel, scope.param("bias", (self.features,), self.bias_init, self.axes[1:]))
+        return kernel, scope.param("bias", (self.features,), self.bias_init, self.axes[1:]) if self.use_bias else None
 
 
 class Maxout(Layer):

@@ -93,6 +93,17 @@ class GPT(Model):
     stacked: bool = True
 
     def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
+        embed, at, x = self._body(scope, tokens, lengths)
+        return embed.attend(at, x)
+
+    @nn.method
+    def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
+        """Losses [batch, time] in nats of labels [batch, time], the tokens that follow, for large vocabularies: logits
+        are never all in memory (`nn.linear_cross_entropy`)."""
+        embed, at, x = self._body(scope, tokens, lengths)
+        return embed.cross_entropy(at, x, labels)
+
+    def _body(self, scope, tokens, lengths):
         tokens = jnp.asarray(tokens)
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         positions = nn.Embed(self.context, self.width)
@@ -101,7 +112,7 @@ class GPT(Model):
         block = gpt_block(heads=self.heads, dropout=self.dropout, epsilon=self.epsilon, kernel_init=normal(0.02),
                           residual_init=normal(0.02 / math.sqrt(2 * self.depth)))
         x = Blocks(block, self.depth, self.stacked)(scope["blocks"], x, lengths=lengths)
-        return embed.attend(at, nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x))
+        return embed, at, nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
 
     def _positions(self, scope, tokens, lengths):
         """[batch, time]: after those that the cache holds; padding stands at 0, whatever the context."""

@@ -124,6 +124,17 @@ class Llama(Model):
     stacked: bool = True
 
     def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
+        head, at, x = self._body(scope, tokens, lengths)
+        return head.attend(at, x) if self.tied else head(at, x)
+
+    @nn.method
+    def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
+        """Losses [batch, time] in nats of labels [batch, time], the tokens that follow, for large vocabularies: logits
+        are never all in memory (`nn.linear_cross_entropy`)."""
+        head, at, x = self._body(scope, tokens, lengths)
+        return head.cross_entropy(at, x, labels)
+
+    def _body(self, scope, tokens, lengths):
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         rotary = nn.Rotary(self.rotary_base, interleaved=self.interleaved)
         block = llama_block(heads=self.heads, kv_heads=self.kv_heads, hidden=self.hidden, rotary=rotary,
@@ -131,8 +142,8 @@ class Llama(Model):
         x = Blocks(block, self.depth, self.stacked)(scope["blocks"], embed(at, tokens), lengths=lengths)
         x = nn.RMSNorm(epsilon=self.epsilon)(scope["norm"], x)             # [batch, time, width]
         if self.tied:
-            return embed.attend(at, x)
-        return nn.Dense(self.vocab_size, use_bias=False)(scope["head"], x)
+            return embed, at, x
+        return nn.Dense(self.vocab_size, use_bias=False), scope["head"], x
 
     @classmethod
     def of_model_bin(cls, path: str | os.PathLike) -> Llama:

@@ -47,6 +47,17 @@ class LSTMLanguageModel(Model):
     tied: bool = False
 
     def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
+        head, at, x = self._body(scope, tokens, lengths)
+        return head.attend(at, x) if self.tied else head(at, x)
+
+    @nn.method
+    def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
+        """Losses [batch, time] in nats of labels [batch, time], the tokens that follow, for large vocabularies: logits
+        are never all in memory (`nn.linear_cross_entropy`)."""
+        head, at, x = self._body(scope, tokens, lengths)
+        return head.cross_entropy(at, x, labels)
+
+    def _body(self, scope, tokens, lengths):
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         x = embed(at, tokens)                                              # [batch, time, width]
         for i in range(self.depth):
@@ -60,8 +71,8 @@ class LSTMLanguageModel(Model):
                     scope.update(name, value)
         x = nn.Dropout(self.dropout)(scope["drop"], x)
         if self.tied:
-            return embed.attend(at, x)
-        return nn.Dense(self.vocab_size)(scope["head"], x)
+            return embed, at, x
+        return nn.Dense(self.vocab_size), scope["head"], x
 
     def example(self):
         return jax.ShapeDtypeStruct((1, 35), jnp.int32)
