@@ -237,6 +237,18 @@ def test_lowers_for_several_gpus(monkeypatch):
                                                                        "__cudnn$fmhaSoftmaxBackward"]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None,
+                    reason="jax-cuda13-plugin and jax-cuda13-pjrt are not installed")
+def test_compiles_for_an_h100():
+    from benchmarks.deviceless import h100
+
+    place = NamedSharding(Mesh(np.array([h100()]), ("data",)), P())
+    like = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=place) for x in arrays(b=2, t=256, d=64)]
+    step = jax.jit(gradient(functools.partial(dot_product_attention, causal=True)))
+    text = step.trace(*like).lower(lowering_platforms=("cuda",)).compile().as_text()
+    assert set(re.findall(r'custom_call_target="__cudnn\$(\w+)"', text)) == {"fmhaSoftmax", "fmhaSoftmaxBackward"}
+
+
 # TPU
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

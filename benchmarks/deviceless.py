@@ -1,0 +1,95 @@
+"""GPT-2's training step in bfloat16 compiled for an H100 that is not there: its memory, and which kernels attention got.
+
+    python -m pip install --no-deps jax-cuda13-pjrt==VERSION jax-cuda13-plugin==VERSION      # jax's own version
+    python -m benchmarks.deviceless [--preset=gpt2] [--batch=8,16]
+
+Neither a GPU nor CUDA is needed. What this cannot tell is speed: nothing runs.
+"""
+
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fnet import models
+from fnet import transforms as ft
+
+# What XLA asks of the device, from NVIDIA's H100 Tensor Core GPU Architecture white paper and CUDA's device query.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535  block_dim_limit_z: 65535  memory_bandwidth: 3352320000000  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98  device_memory_size: 84942979072  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+PRESET = flags.DEFINE_string("preset", "gpt2", "which GPT")
+BATCH = flags.DEFINE_list("batch", ["8", "16"], "texts of 1,024 tokens in a step")
+
+
+def h100():
+    """A device to compile for."""
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
+    except NotImplementedError:
+        sys.exit("compiling for CUDA needs jax's plugin: python -m pip install --no-deps "
+                 f"jax-cuda13-pjrt=={jax.__version__} jax-cuda13-plugin=={jax.__version__}")
+
+
+def compiled(model, batch, loss, device):
+    """The step of AdamW on a batch of texts, compiled for the device."""
+    place = NamedSharding(jax.sharding.Mesh(np.array([device]), ("data",)), P())
+    tx = optax.adamw(6e-4)
+
+    def step(params, opt_state, tokens):
+        gradient = ft.autocast(jax.value_and_grad(lambda params: loss(model, params, tokens).mean()), "bfloat16")
+        value, grads = gradient(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    params, _ = jax.eval_shape(model.init, jax.random.key(0), model.example())
+    tokens = jax.ShapeDtypeStruct((batch, model.context + 1), jnp.int32)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+                        (params, jax.eval_shape(tx.init, params), tokens))
+    return jax.jit(step, donate_argnums=(0, 1)).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+
+
+def whole(model, params, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(model(params, tokens[:, :-1]), tokens[:, 1:])
+
+
+def chunked(model, params, tokens):
+    return model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:])
+
+
+def main(_):
+    device, model = h100(), models.GPT.preset(PRESET.value)
+    print(f"`python -m benchmarks.deviceless --preset={PRESET.value} --batch={','.join(BATCH.value)}`, jax "
+          f"{jax.__version__}, for one {device.device_kind}\n\n"
+          "| batch | loss | state GiB | beside it GiB | attention's kernels | compile s |\n|---|---|---|---|---|---|")
+    for batch in map(int, BATCH.value):
+        for name, loss in ("model.cross_entropy", chunked), ("of whole logits", whole):
+            start = time.perf_counter()
+            step = compiled(model, batch, loss, device)
+            memory = step.memory_analysis()
+            kernels = sorted(set(re.findall(r'custom_call_target="__cudnn\$(\w+)"', step.as_text())))
+            print(f"| {batch} | {name} | {memory.argument_size_in_bytes / 2 ** 30:.2f} | "
+                  f"{memory.temp_size_in_bytes / 2 ** 30:.2f} | {' and '.join(kernels) or 'none'} | "
+                  f"{time.perf_counter() - start:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)
