@@ -1,4 +1,4 @@
-"""GPT-2's training step in bfloat16 compiled for an H100 that is not there: its memory, and which kernels attention got.
+"""GPT-2's training step in bfloat16 compiled for an H100 that is not there: its memory, and the kernels attention got.
 
     python -m pip install --no-deps jax-cuda13-pjrt==VERSION jax-cuda13-plugin==VERSION      # jax's own version
     python -m benchmarks.deviceless [--preset=gpt2] [--batch=8,16]
