@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fnet.layers import _draws
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
@@ -30,10 +32,12 @@ class ParamSpec:
     init: Callable[..., jax.Array]
     axes: tuple[str | None, ...] | None = None
 
-    def make(self, keys, path, memo):
-        """The array. `keys[i]` is the key folded along `path[:i]`; `memo` lives for one `init`."""
+    def make(self, keys, path, making):
+        """The array. `keys[i]` is the key folded along `path[:i]`."""
         # Compiled by itself, an initialiser rounds as it does inside a larger program: init == jit(init), to the bit.
-        return jax.jit(self.init, static_argnums=(1, 2))(keys[-1], self.shape, self.dtype)
+        if making.staged:
+            return jax.jit(self.init, static_argnums=(1, 2))(keys[-1], self.shape, self.dtype)
+        return _draws.compiled(self.init, keys[-1], self.shape, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +50,14 @@ class Copies(ParamSpec):
     each: ParamSpec = None
     depth: int = 0
 
-    def make(self, keys, path, memo):
+    def make(self, keys, path, making):
         at = len(path) - self.depth
 
         def one(number):
             inner = [jax.random.fold_in(keys[at], number)]
             for name in path[at:]:
                 inner.append(fold(inner[-1], name))
-            return self.each.make(inner, path[at:], {})
+            return self.each.make(inner, path[at:], making._replace(wholes={}))
 
         return jax.vmap(one)(numbers(self.shape[0]))
 
@@ -65,12 +69,19 @@ class Part(ParamSpec):
     whole: Callable = None
     depth: int = 0
 
-    def make(self, keys, path, memo):
-        at = len(path) - self.depth
+    def make(self, keys, path, making):
+        at, wholes = len(path) - self.depth, making.wholes
         place = (self.whole, path[:at])
-        if place not in memo:
-            memo[place] = self.whole(keys[at])
-        return get(memo[place], path[at:])
+        if place not in wholes:
+            wholes[place] = self.whole(keys[at])
+        return get(wholes[place], path[at:])
+
+
+class Making(NamedTuple):
+    """What lives for one `init`: whether it is part of a larger program, and what each `Part.whole` made."""
+
+    staged: bool
+    wholes: dict
 
 
 class Spec(NamedTuple):
@@ -97,7 +108,7 @@ def fold(key, name: str):
 
 def make(tree: Mapping, key) -> dict:
     """The arrays of a tree of `ParamSpec`s, every one from the key folded along its path."""
-    memo = {}
+    making = Making(isinstance(key, jax.core.Tracer), {})
 
     def walk(node, keys, path):
         if isinstance(node, Mapping):
@@ -105,7 +116,7 @@ def make(tree: Mapping, key) -> dict:
                 name: walk(child, [*keys, fold(keys[-1], name)], (*path, name))
                 for name, child in node.items()
             }
-        return node.make(keys, path, memo)
+        return node.make(keys, path, making)
 
     return walk(tree, [key], ())
 
