@@ -8,14 +8,16 @@ exact resume.
 from fnet.training import _datasets as datasets
 from fnet.training._augment import cutout, random_affine, random_crop, random_flip, random_shift
 from fnet.training._batches import Batches
-from fnet.training._checkpoint import CheckpointError, Checkpoints
+from fnet.training._checkpoint import CheckpointError, Checkpoints, CheckpointWarning
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
 from fnet.training._early_stop import EarlyStop
 from fnet.training._logs import Logger, read_metrics
-from fnet.training._loop import Diverged, Interrupted, fit
+from fnet.training._loop import fit
 from fnet.training._metrics import Mean, Total, confusion, evaluator, mean
+from fnet.training._nonfinite import Diverged
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
 from fnet.training._progress import Progress, duration
+from fnet.training._run import Interrupted, PeerLost, ResumeWarning
 from fnet.training._state import TrainState
 from fnet.training._windows import Windows, read_tokens, stretches
 from fnet.training._workdir import clear
@@ -25,6 +27,7 @@ __all__ = [
     "SCHEDULES",
     "Batches",
     "CheckpointError",
+    "CheckpointWarning",
     "Checkpoints",
     "ConfigError",
     "Diverged",
@@ -32,7 +35,9 @@ __all__ = [
     "Interrupted",
     "Logger",
     "Mean",
+    "PeerLost",
     "Progress",
+    "ResumeWarning",
     "Total",
     "TrainState",
     "Windows",

@@ -13,7 +13,8 @@ class Clock:
     def __init__(self):
         self.compiled: float | None = None
         self.rate: float | None = None
-        self._began = time.perf_counter()
+        self._began = self._lap_began = time.perf_counter()
+        self._first = self._lap_at = 0
 
     def start(self, at: int) -> None:
         now = time.perf_counter()

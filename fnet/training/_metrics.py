@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from fnet.training._signals import poll
+
 
 @struct.dataclass
 class Mean:
@@ -176,6 +178,7 @@ def evaluator(
     def evaluate(state):
         total = None
         for batch in batches():
+            poll()
             total = zeros(measured, state, batch) if total is None else total
             total = more(state, total, batch)
         return results(total)

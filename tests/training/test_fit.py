@@ -208,7 +208,7 @@ def test_divergence_is_an_error_and_never_a_checkpoint(tmp_path, bad):
             return state.replace(params=jax.tree.map(lambda p: p * broken, state.params)), {}
         return state, {"loss": metrics["loss"] * broken}
 
-    with pytest.raises(tr.Diverged, match=r"in steps \d to \d; the checkpoint of step 4 is sound"):
+    with pytest.raises(tr.Diverged, match=r"not finite at step 6 of 9 \(batch 5\); the checkpoint of step 4 is sound"):
         tr.fit(breaking, start(), batches(), steps=9, workdir=tmp_path, save_every=2, log_every=2)
     kept = tr.Checkpoints(tmp_path / "checkpoints")
     assert kept.latest() == 4
@@ -220,7 +220,12 @@ def test_a_damaged_checkpoint_is_no_fresh_start(tmp_path):
     for file in (tmp_path / "checkpoints" / "4").rglob("*"):
         if file.is_file():
             file.unlink()
-    with pytest.raises(tr.CheckpointError, match=r"cannot be read .*move that folder away to go on"):
+    for folder in (tmp_path / "checkpoints").iterdir():
+        if folder.name == "2":
+            (folder / "manifest.json").write_text("{}")
+    with pytest.raises(tr.CheckpointError, match=r"no checkpoint here can be read: step 4 is damaged .*; step 2 is"):
+        tr.fit(step, start(), batches(), steps=8, workdir=tmp_path)
+    with pytest.raises(tr.CheckpointError, match=r"set aside: 2\.damaged, 4\.damaged. To start"):
         tr.fit(step, start(), batches(), steps=8, workdir=tmp_path)
 
 

@@ -1,0 +1,43 @@
+"""What a run was begun with and decided for its chip, kept in its checkpoints so that it goes on alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jaxlib
+
+from fnet import hardware as hw
+from fnet.transforms._tune import RULES
+
+
+def facts(state: Any) -> dict[str, Any]:
+    """The chip, how many of them hold the state, and the versions of what computes."""
+    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    devices = {device for leaf in arrays for device in leaf.sharding.device_set}
+    chip = hw.detect(min(devices or set(jax.local_devices()), key=lambda device: device.id))
+    return {"chip": chip.name, "kind": chip.kind, "devices": len(devices), "processes": jax.process_count(),
+            "jaxlib": jaxlib.__version__}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """A sentence on what makes the numbers differ from here on, or ""."""
+    words = {"chip": "the chip", "devices": "the number of devices", "processes": "the number of processes",
+             "jaxlib": "jaxlib"}
+    changed = [f"{what} was {before[name]}, is {now[name]}" for name, what in words.items()
+               if name in before and before[name] != now[name]]
+    return "; ".join(changed)
+
+
+def chosen(tuned: Callable) -> list[str]:
+    """The names of the rules that `transforms.tune` has chosen."""
+    return sorted(rule.name for rule in tuned.tuned[2])
+
+
+def rules(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, bool] | None:
+    """The rules that the run was begun with, for `tune`; None where it was another kind of chip, or not tuned."""
+    kept = before.get("tune")
+    if before.get("kind") != now["kind"] or not isinstance(kept, list):
+        return None
+    return {rule.name: rule.name in kept for rule in RULES.get(now["kind"], ())}
