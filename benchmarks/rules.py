@@ -3,8 +3,9 @@
     python -m benchmarks.rules gpt cnn mlp
     python -m benchmarks.rules cnn --without          # each off, with all others on, beside all of them
 
-"options" is the step under tune's compiler options alone, which every rule comes with: a rule's own effect is its ratio
-to that. A rule pays where it takes less time than the step without it in nine rounds of ten and in the median 2 % less.
+Alone, a rule stands beside `convolution_kernels` (compiler options), which the others were made for, and that beside
+the plain step. A rule pays where it takes less time than the step without it in nine rounds of ten and in the median
+2 % less.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from benchmarks._live import PeerError
 from benchmarks.peers._compare import PACKAGES, compare, parser, tables
 from fnet.transforms._tune import RULES
 
+KERNELS = "convolution_kernels"
+
 
 def main(arguments=None) -> None:
     made = parser(prog="python -m benchmarks.rules", description=__doc__.split("\n")[0])
@@ -24,11 +27,10 @@ def main(arguments=None) -> None:
     made.add_argument("--without", action="store_true", help="each rule off and all others on, instead")
     options = made.parse_args(arguments)
     names = [rule.name for rule in RULES["cpu"]]
-    plain, base = {"peer": options.peer}, "all" if options.without else "options"
-    variants = {"plain": plain, "options": {**plain, "options": True},
-                "all": {**plain, "rules": dict.fromkeys(names, True)}}
+    plain, base = {"peer": options.peer}, "all" if options.without else KERNELS
+    variants = {"plain": plain, "all": {**plain, "rules": dict.fromkeys(names, True)}}
     for name in names:
-        rules = {other: (other == name) != options.without for other in names}
+        rules = {other: other != name if options.without else other in (name, KERNELS) for other in names}
         variants["without " * options.without + name] = {**plain, "rules": rules}
     command = " ".join(sys.argv[1:] if arguments is None else arguments)
     print(header(f"python -m benchmarks.rules {command}", options.rounds, PACKAGES))
@@ -37,7 +39,8 @@ def main(arguments=None) -> None:
         print(text)
         for name in names:
             tried = "without " * options.without + name
-            on, off = (figures[base], figures[tried]) if options.without else (figures[tried], figures[base])
+            other = "plain" if tried == KERNELS else base
+            on, off = (figures[other], figures[tried]) if options.without else (figures[tried], figures[other])
             print(f"{name} {verdict(on, off)}")
         print(flush=True)
 

@@ -23,10 +23,9 @@ class Run:
         apply, params, stats: the model.
         wrap: put around the gradient, or in inference around the model.
         rules: what `ft.tune` is given, {} for its own choice; None: not tuned.
-        options: compile with tune's compiler options and nothing else of it.
     """
 
-    def __init__(self, apply, params, stats, batches, *, train, wrap=lambda f: f, rules=None, options=False):
+    def __init__(self, apply, params, stats, batches, *, train, wrap=lambda f: f, rules=None):
         self.batches = [(jnp.asarray(x), jnp.asarray(y)) for x, y in batches]
         params, stats = jax.tree.map(jnp.array, (params, stats))
         self.train = train
@@ -37,14 +36,7 @@ class Run:
         else:
             self.state = params, stats
             f = wrap(lambda state, x: apply(*state, x, False)[0])
-        donated = 0 if train else ()
-        if options:
-            from fnet.transforms import _tune_cpu
-
-            program = jax.make_jaxpr(f)(self.state, *self.batches[0][:1 + train])
-            self.f = jax.jit(f, donate_argnums=donated, compiler_options=_tune_cpu.options(program))
-        else:
-            self.f = jax.jit(f, donate_argnums=donated)
+        self.f = jax.jit(f, donate_argnums=0 if train else ())
         if rules is not None:
             self.f = ft.tune(self.f, rules=rules)
 

@@ -54,7 +54,8 @@ class Tuning:
         table = [("scope", "rule", "operations"), *((row.scope or "(no scope)", row.rule,
                  f"{count} {row.primitive}: {row.reason}") for row, count in counts.items())]
         widths = [max(len(row[i]) for row in table) for i in range(2)]
-        silent = [rule.name for rule in self.rules if all(row.rule != rule.name for row in self.rows)]
+        silent = [rule.name for rule in self.rules if all(row.rule != rule.name for row in self.rows)
+                  and not (rule.options and rule.options.items() <= self.options.items())]
         lines = [f"{self.chip.name}: {len(self.rows)} equations rewritten"
                  + f"; compiler options {self.options}" * bool(self.options)
                  + f"; not fired: {', '.join(silent)}" * bool(silent), ""]

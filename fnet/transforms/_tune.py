@@ -135,16 +135,20 @@ class _Tuner(Interpreter):
 
     def __init__(self, rules, rows=None):
         super().__init__()
-        self.rows, self.rules = rows, {}
+        self.rows, self.rules, self.compiling = rows, {}, [rule for rule in rules if rule.options]
         for rule in rules:
-            for primitive in rule.primitives:
+            for primitive in rule.primitives if rule.apply else ():
                 self.rules.setdefault(primitive, []).append(rule)
 
     def depends(self, scope):
         return None if self.rows is None else object()    # every call is explained
 
     def options(self, closed) -> dict:
-        return _tune_cpu.options(closed) if self.rules else {}
+        """The compiler options for a program."""
+        found = {eqn.primitive.name for eqn in _equations(closed.jaxpr) if eqn.invars and
+                 getattr(eqn.invars[0].aval, "dtype", None) == _tune_cpu.F32} if self.compiling else set()
+        return {name: value for rule in self.compiling if not found.isdisjoint(rule.primitives)
+                for name, value in rule.options.items()}
 
     def argument(self, x):
         return Value(x, True)
@@ -162,3 +166,10 @@ class _Tuner(Interpreter):
         if eqn.primitive.name in _tune_cpu.VIEWS and inputs[0].note:
             return [Value(y.x, True) for y in plain(eqn, inputs)]
         return NotImplemented
+
+
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in _jax.sub_jaxprs(eqn):
+            yield from _equations(sub.jaxpr)

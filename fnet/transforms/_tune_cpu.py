@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-
-from fnet import _jax
 
 F32 = jnp.dtype("float32")
 LARGE = 1 << 19    # elements from which on a product's operand is worth it; below, XLA's own way is as good
@@ -22,13 +20,18 @@ VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
-    """A rule of tune: the primitives that it looks at, what it does, in words, and from which jaxlib on it is off."""
+    """A rule of tune: the primitives that it looks at, what it does, in words, and from which jaxlib on it is off.
+
+    `options` are the compiler's, for a program that has such a primitive in float32; `apply` is None where there is
+    nothing to rewrite.
+    """
 
     name: str
     primitives: tuple[str, ...]
-    apply: Callable
+    apply: Callable | None
     reason: str
     below: str | None = None
+    options: Mapping[str, str] = {}
 
 
 def apart(x):
@@ -137,20 +140,7 @@ RULES = (
     Rule("max_pool_gradient", ("select_and_scatter_add",), max_pool_gradient,
          "the largest element's place is found elementwise"),
     Rule("convolution_gradient", ("conv_general_dilated",), convolution_gradient, "a forward convolution's layout"),
+    Rule("convolution_kernels", ("conv_general_dilated",), None,
+         "XLA's own kernels for convolutions, where YNNPACK's are slower, and YNNPACK's for products and sums alone",
+         options={"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"}),
 )
-
-
-def options(closed) -> dict:
-    """Compiler options for a program: where it has float32 convolutions, XLA's own kernels for those and YNNPACK's for
-    products and sums alone; its convolutions are the slower ones."""
-    slow = any(eqn.primitive.name == "conv_general_dilated" and eqn.invars[0].aval.dtype == F32
-               for eqn in _equations(closed.jaxpr))
-    types = "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"
-    return {"xla_cpu_experimental_ynn_fusion_type": types} if slow else {}
-
-
-def _equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in _jax.sub_jaxprs(eqn):
-            yield from _equations(sub.jaxpr)

@@ -42,7 +42,9 @@ def only(*names):
 
 
 def fired(step, *args, **options):
-    return {row.rule for row in ft.explain(ft.tune(step, "cpu", **options), *args).rows}
+    tuning = ft.explain(ft.tune(step, "cpu", **options), *args)
+    chosen = {rule.name for rule in tuning.rules if rule.options and rule.options.items() <= tuning.options.items()}
+    return {row.rule for row in tuning.rows} | chosen
 
 
 def cross_entropy(logits, classes=4):
@@ -180,10 +182,11 @@ def test_nan_and_inf_stay_where_they_were(name, bad):
 def test_one_bad_number_spreads_no_further(rule):
     x, w, g = normal(1, 2, 8, 8, 4), normal(2, 3, 3, 4, 6), normal(3, 2, 8, 8, 6)
     conv = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    back = lambda x: jax.grad(lambda w: jnp.vdot(conv(x, w), g))(w)
     f = {"products": lambda x: x.reshape(-1, 4).T @ g.reshape(-1, 6),
          "max_pool": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[0],
          "max_pool_gradient": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[1],
-         "convolution_gradient": lambda x: jax.grad(lambda w: jnp.vdot(conv(x, w), g))(w)}[rule]
+         "convolution_gradient": back, "convolution_kernels": back}[rule]
     assert rule in fired(f, x)
     for bad in (np.nan, np.inf, -np.inf):
         broken = x.at[1, 2, 3, 1].set(bad)
@@ -314,7 +317,10 @@ def test_small_arrays_are_left_alone(monkeypatch):
 
 def test_convolutions_choose_the_compilers_kernels():
     step, args = cnn()
-    assert "ynn" in str(ft.explain(ft.tune(step, "cpu"), *args).options)
+    tuning = ft.explain(ft.tune(step, "cpu"), *args)
+    assert "ynn" in str(tuning.options) and str(tuning.options) in str(tuning)
+    assert "convolution_kernels" not in str(tuning)    # among those that did not fire
+    assert ft.explain(ft.tune(step, "cpu", rules={"convolution_kernels": False}), *args).options == {}
     step, args = mlp()
     assert ft.explain(ft.tune(step, "cpu"), *args).options == {}
 
@@ -345,7 +351,8 @@ def test_chips():
 def test_explain_is_a_table():
     step, args = mlp()
     text = str(ft.explain(jax.jit(ft.tune(step)), *args))
-    assert re.search(r"equations rewritten; not fired: max_pool, max_pool_gradient, convolution_gradient", text)
+    assert re.search(r"equations rewritten; not fired: max_pool, max_pool_gradient, convolution_gradient, "
+                     "convolution_kernels", text)
     assert re.search(r"^0 +products +2 dot_general: its operands are computed before it reads them$", text, re.M)
     cast = ft.autocast(ft.tune(step), "bfloat16")
     assert "scope" in str(ft.explain(cast, *args)) and ft.explain(cast, *args).policy.compute == jnp.bfloat16
