@@ -52,7 +52,8 @@ def test_the_loop_reads_a_mapped_file(mapped):
     assert state.params["w"] == 255
 
 
-@pytest.mark.skipif(importlib.util.find_spec("grain") is None, reason="Grain is not installed: pip install 'fnet[grain]'")
+@pytest.mark.skipif(importlib.util.find_spec("grain") is None,
+                    reason="Grain is not installed: pip install 'fnet[grain]'")
 def test_grain_is_a_function_of_the_step():
     import grain
 
