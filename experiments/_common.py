@@ -51,14 +51,14 @@ def config_from_flags(cls, presets=None, by=None):
     return tr.from_dict(cls, values)
 
 
-def decided(config, workdir, *, restart=False):
+def decided(config, *workdirs, restart=False):
     """The policy, and the configuration with its type for good: a run that goes on keeps what it began with."""
-    policy = hw.policy() if config.precision == "auto" else hw.policy(config.precision)
-    begun = workdir / "config.json"
-    if config.precision == "auto" and begun.exists() and not restart:
-        precision = tr.load_config(type(config), begun).precision
-        if precision != policy.compute.name:
-            policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was begun with it")
+    if config.precision != "auto":
+        return hw.policy(config.precision), config
+    policy = hw.policy()
+    begun = [] if restart else [path for folder in workdirs if (path := folder / "config.json").exists()]
+    if begun and (precision := tr.load_config(type(config), begun[0]).precision) != policy.compute.name:
+        policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was begun with it")
     return policy, dataclasses.replace(config, precision=policy.compute.name)
 
 

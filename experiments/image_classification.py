@@ -207,17 +207,6 @@ def checked(config):
     return config
 
 
-def decided(config, workdir):
-    """The chip's policy and the configuration with its type for good: a run that goes on keeps what it began with."""
-    policy = hw.policy()
-    begun = [path for path in (workdir / "config.json", workdir / "last20" / "config.json") if path.exists()]
-    if begun and not flags.FLAGS.restart:
-        precision = tr.load_config(Config, begun[0]).precision
-        if precision != policy.compute.name:
-            policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was begun with it")
-    return policy, dataclasses.replace(config, precision=policy.compute.name)
-
-
 def main(argv):
     if argv[1:]:
         common.stop(f"{argv[1]}: flags begin with --, as in --dataset=digits")
@@ -225,9 +214,7 @@ def main(argv):
     with common.one_line_errors(ValueError):               # ConfigError, and unknown names
         config = checked(common.config_from_flags(Config, PRESETS, by="dataset"))
         workdir = Path(flags.FLAGS.workdir or f"runs/{config.dataset}")
-        policy = hw.policy(config.precision) if config.precision != "auto" else None
-        if policy is None:
-            policy, config = decided(config, workdir)
+        policy, config = common.decided(config, workdir, workdir / "last20", restart=flags.FLAGS.restart)
     runs = {workdir: config}
     if config.dataset == "digits" and config.split == "random" and flags.FLAGS.last20:
         runs = {workdir / "last20": dataclasses.replace(config, split="last20")} | runs

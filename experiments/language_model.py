@@ -174,12 +174,12 @@ def write(model, params, words, workdir, config, *, temperature, top_k):
         pretrained.save(model, params, {}, workdir / "model.safetensors", names="huggingface")
     if isinstance(words, models.CharTokenizer):
         words.write(workdir / "characters.json")
-    prompt = words.encode("\n") if words else np.zeros(1, np.int32)
     most = 500 if config.model == "lstm" else min(config.context, 500)
-    out = models.generate(model, params, prompt[None], jax.random.key(config.seed), max_tokens=most,
+    prompts = np.tile(words.encode("\n") if words else np.zeros(1, np.int32), (-(-500 // most), 1))    # 500 in all
+    out = models.generate(model, params, prompts, jax.random.key(config.seed), max_tokens=most,
                           temperature=temperature, top_k=top_k)
-    tokens = np.asarray(out.tokens[0])
-    text = words.decode(tokens) if words else " ".join(map(str, tokens))
+    texts = [words.decode(row).strip("\n") if words else " ".join(map(str, row)) for row in np.asarray(out.tokens)]
+    text = "\n\n----\n".join(texts)
     (workdir / "sample.txt").write_text(text + "\n", encoding="utf-8")
     return text
 
@@ -205,16 +205,6 @@ def checked(config):
     return config
 
 
-def decided(config, workdir):
-    """The chip's policy and the configuration with its type for good: a run that goes on keeps what it began with."""
-    policy = hw.policy()
-    if (workdir / "config.json").exists() and not flags.FLAGS.restart:
-        precision = tr.load_config(Config, workdir / "config.json").precision
-        if precision != policy.compute.name:
-            policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was begun with it")
-    return policy, dataclasses.replace(config, precision=policy.compute.name)
-
-
 def main(argv):
     if argv[1:]:
         common.stop(f"{argv[1]}: flags begin with --, as in --preset=small")
@@ -222,9 +212,7 @@ def main(argv):
     with common.one_line_errors(ValueError, OSError):      # ConfigError, unknown names, files
         config = checked(common.config_from_flags(Config, PRESETS, by="preset"))
         workdir = Path(flags.FLAGS.workdir or "runs/language_model")
-        policy = hw.policy(config.precision) if config.precision != "auto" else None
-        if policy is None:
-            policy, config = decided(config, workdir)
+        policy, config = common.decided(config, workdir, restart=flags.FLAGS.restart)
         if flags.FLAGS.restart:
             tr.clear(workdir)
         tr.same_config(config, workdir, but=("data_dir",))
@@ -241,7 +229,7 @@ def main(argv):
     except tr.Diverged as broken:
         common.stop(broken, 1)
     options = {name: flags.FLAGS[name].value for name in ("temperature", "top_k")}
-    print(write(model, params, words, workdir, config, **options).strip("\n"))
+    print(write(model, params, words, workdir, config, **options))
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, sample.txt, weights")
     print(f"validation loss {loss:.4f}")
 
