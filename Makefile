@@ -14,7 +14,7 @@ echo "installing fnet and its extras $(2) with $(1) ($$pins)"; \
 $(1) -m pip install --quiet --disable-pip-version-check -c $$pins -e '.[$(2)]'
 endef
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test torture lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -23,10 +23,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
+# What docs/reliability.md promises, put to the test: processes killed, disks filled, bits flipped, for half an hour or so.
+torture: $(STAMP)
+	$(BIN)/python -m tests.torture $(ARGS)
+
 # Every CPU table; in an environment of its own, since the peers (PyTorch, Keras) are nobody's dependency.
 bench: PEERS = .venv-bench/bin/python -m benchmarks.peers
 bench: .venv-bench/.installed
-	for table in dispatch eager tracing precision 'precision step'; do .venv-bench/bin/python -m benchmarks.$$table || exit; done
+	for table in dispatch 'dispatch pmap' eager tracing precision 'precision step' cross_entropy; do .venv-bench/bin/python -m benchmarks.$$table || exit; done
 	$(PEERS) mlp cnn gpt --mode=train,infer --dtype=float32,mixed $(ARGS)
 	$(PEERS) cnn gpt --allocator=tuned --dtype=float32,mixed $(ARGS)
 	$(PEERS) lstm vit-tiny resnet18 --mode=train,infer $(ARGS)

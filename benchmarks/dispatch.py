@@ -1,13 +1,21 @@
 """What calling a model costs beside hand-written JAX: the jitted training step of three dense layers, small enough
-that dispatch is what is timed.
+that dispatch is what is timed; and what a call of `ft.pmap` costs beside one of `jax.pmap`, over eight emulated
+devices.
 
     python -m benchmarks.dispatch
+    python -m benchmarks.dispatch pmap
 """
+
+import sys
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks._harness import main, seconds
+
+PMAP = bool({"pmap", "ft.pmap", "jax.pmap"} & set(sys.argv[1:]))
+if PMAP:
+    jax.config.update("jax_num_cpu_devices", 8)
 
 X, Y = jnp.ones((8, 16)), jnp.ones((8, 4))
 
@@ -41,5 +49,25 @@ def handwritten():
     return _time(model, _model().init(jax.random.key(0), X)[0])
 
 
+def _pmap(make):
+    step = make(lambda params, x: [p + x.sum() for p in params])
+    params = step([jnp.ones((8, 4))] * 8, jnp.ones((8, 4)))
+    x = step([jnp.ones((8, 4))], jnp.ones((8, 4)))[0]    # where it is to lie
+    return seconds(lambda: jax.block_until_ready(step(params, x)), budget=3, repeats=15)
+
+
+def fnet_pmap():
+    from fnet import transforms as ft
+
+    return _pmap(ft.pmap)
+
+
+def jax_pmap():
+    return _pmap(jax.pmap)
+
+
 if __name__ == "__main__":
-    main("benchmarks.dispatch", {"fnet": fnet, "hand-written": handwritten}, unit="µs", scale=1e6, rounds=9)
+    if PMAP:
+        main("benchmarks.dispatch", {"ft.pmap": fnet_pmap, "jax.pmap": jax_pmap}, unit="µs", scale=1e6, rounds=9)
+    else:
+        main("benchmarks.dispatch", {"fnet": fnet, "hand-written": handwritten}, unit="µs", scale=1e6, rounds=9)

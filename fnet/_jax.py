@@ -32,8 +32,8 @@ except ImportError:    # jax >= 0.12: one class for both
 
 __all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "SubJaxpr", "again", "bind", "close", "consts_as_inputs",
            "cudnn_attention", "cudnn_version", "custom_vmap_rule", "equation_context", "hoisted", "origin",
-           "partitioning", "scan_parts", "scope_path", "splash_attention", "sub_jaxprs", "tell_devices", "trace_state",
-           "vary_alike"]
+           "partitioning", "prng_impl", "scan_parts", "scope_path", "splash_attention", "sub_jaxprs", "tell_devices",
+           "trace_state", "varies_over", "vary_alike"]
 
 
 def trace_state():
@@ -48,6 +48,19 @@ def trace_state():
 def vary_alike(*arrays):
     """Operands that all vary over the same axes of a mesh, as inside shard_map those of one operation must."""
     return auto_insert_reshard(*arrays)
+
+
+def varies_over(x) -> frozenset:
+    """The axes of a mesh over which a value varies, inside a shard_map that keeps track of it."""
+    return core.typeof(x).manual_axis_type.varying
+
+
+def prng_impl(**options):
+    """A kind of random keys, for `jax.random.wrap_key_data(..., impl=...)`: `jax.extend.random.define_prng_impl`."""
+    # Late: jax.extend loads Pallas.
+    from jax.extend import random
+
+    return random.define_prng_impl(**options)
 
 
 # Traversal: which jaxprs an equation holds, and how often each runs.

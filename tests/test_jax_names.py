@@ -104,6 +104,28 @@ def test_operands_vary_alike():
     assert found[0][0] == found[0][1], MOVED.format("auto_insert_reshard")
 
 
+def test_what_a_value_varies_over():
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("devices",))
+    found = []
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=jax.sharding.PartitionSpec("devices"), out_specs=())
+    def f(x):
+        found.extend(map(_jax.varies_over, (x, jax.lax.psum(x, "devices"))))
+        return ()
+
+    jax.eval_shape(f, jnp.ones(2))
+    assert found == [{"devices"}, set()], MOVED.format("manual_axis_type")
+
+
+def test_keys_of_ones_own_kind():
+    halves = lambda bits, width, shape: bits[:1].reshape(shape)
+    never = lambda *_: None
+    impl = _jax.prng_impl(key_shape=(2,), seed=never, split=never, random_bits=halves, fold_in=never, name="halves",
+                          tag="h")
+    key = jax.random.wrap_key_data(jnp.array([7, 8], jnp.uint32), impl=impl)
+    assert jax.random.bits(key, (), "uint32") == 7, MOVED.format("define_prng_impl")
+
+
 def test_kernels_of_attention():
     x = jnp.ones((2, 128, 4, 16), jnp.bfloat16)
     how = dict(scale=1.0, causal=True, window=None)

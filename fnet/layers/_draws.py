@@ -12,7 +12,7 @@ import math
 
 import jax
 
-from fnet._jax import sub_jaxprs
+from fnet import _jax
 
 _SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))    # how many bits programs are compiled for
 
@@ -41,7 +41,7 @@ def _size(init, shape, dtype, x64):
 def _uses(jaxpr):
     """Every equation that takes a key, at any depth."""
     for eqn in jaxpr.eqns:
-        inner = sub_jaxprs(eqn)
+        inner = _jax.sub_jaxprs(eqn)
         for sub in inner:
             yield from _uses(sub.jaxpr)
         if not inner and any(jax.dtypes.issubdtype(each.aval.dtype, jax.dtypes.prng_key) for each in eqn.invars):
@@ -61,13 +61,11 @@ def _numbers(init, shape, dtype, bits):
 @functools.cache
 def _drawn(size):
     """Keys that hold the bits that are drawn from them."""
-    from jax.extend import random
-
     def draw(bits, width, shape):
         return bits[:math.prod(shape)].reshape(shape)
 
     def never(*_):
         raise AssertionError("an initialiser that does this was to draw by itself")
 
-    return random.define_prng_impl(key_shape=(size,), seed=never, split=never, random_bits=draw, fold_in=never,
-                                   name=f"fnet_drawn_{size}", tag="drawn")
+    return _jax.prng_impl(key_shape=(size,), seed=never, split=never, random_bits=draw, fold_in=never,
+                          name=f"fnet_drawn_{size}", tag="drawn")

@@ -19,7 +19,7 @@ def loss(params, x):
     return jnp.square(MODEL(params, x)).mean()
 
 
-@pytest.mark.parametrize("name", ["grad", "value_and_grad", "jacobian", "hessian", "jit", "vmap", "pmap", "custom_vjp",
+@pytest.mark.parametrize("name", ["grad", "value_and_grad", "jacobian", "hessian", "jit", "vmap", "custom_vjp",
                                   "custom_jvp", "checkpoint"])
 def test_jax_transforms_are_jax_s_own(name):
     assert getattr(ft, name) is getattr(jax, name)

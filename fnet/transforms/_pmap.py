@@ -1,0 +1,266 @@
+"""pmap: one program on every device, each with its own slice, and collectives by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fnet import _jax
+
+
+def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_axes: Any = 0,
+         static_argnums: int | Sequence[int] = (), donate_argnums: int | Sequence[int] = (),
+         devices: Sequence[jax.Device] | None = None) -> Callable:
+    """`f` on every device at once, each with its slice of the arguments: `jax.pmap` on `jit` and `shard_map`.
+
+        @functools.partial(ft.pmap, in_axes=(None, 0), out_axes=None)
+        def step(params, batch):
+            grads = jax.grad(loss)(params, batch)                        # of this device's rows
+            return jax.tree.map(lambda p, g: p - 0.1 * lax.pmean(g, "devices"), params, grads)
+
+        params = step(params, ft.shard(batch))
+
+    Inside, each device sees its slice alone; `lax.psum`, `pmean`, `all_gather`, ... join them by `axis_name`. Code that
+    says nothing about devices is spread by `jax.jit` over sharded arguments instead.
+
+    Args:
+        f: a function of arrays.
+        axis_name: the name that collectives go by.
+        in_axes: which axis of each positional argument is spread over the devices, one slice to each: an integer,
+            None for the whole on every device, or a tuple of such with one entry for each argument, which may be trees
+            of them. Keyword arguments are spread along axis 0.
+        out_axes: likewise, where results are stacked. None: the result is the same on every device, as after `psum`,
+            and stands once.
+        static_argnums: positional arguments that are hashable values and not arrays.
+        donate_argnums: positional arguments whose memory the results may take.
+        devices: None: all devices.
+
+    Returns:
+        A function with f's signature; results lie where they were computed.
+
+    Raises:
+        ValueError: at a call, where an argument's axis has not one slice for each device, a result of out_axes=None
+            differs between devices as far as JAX can tell, or where it is called inside another pmap or shard_map.
+
+    >>> pmap(lambda x: lax.psum(x, "devices"), out_axes=None, devices=jax.devices()[:1])(jnp.ones((1, 3)))
+    Array([1., 1., 1.], dtype=float32)
+    """
+    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    mesh = _mesh(devices, axis_name)
+    mapped = _Mapped(f, axis_name, in_axes, out_axes, static, mesh)
+    compiled = jax.jit(mapped.run, static_argnums=static, donate_argnums=donated)
+
+    @functools.wraps(f)
+    def call(*args, **kwargs):
+        outer = jax.sharding.get_abstract_mesh().manual_axes
+        if outer:
+            raise ValueError(f"pmap: '{mapped.name}' is called where the axis {outer[0]!r} is mapped already, inside "
+                             "another pmap or shard_map; devices are spread over once: use jax.vmap inside")
+        for i in donated:
+            if i < len(args) and any(_elsewhere(x, mesh) for x in jax.tree.leaves(args[i])):
+                args = (*args[:i], mapped.placed(i, args), *args[i + 1:])
+        try:
+            return compiled(*args, **kwargs)
+        except ValueError as error:
+            if "incompatible devices" not in str(error):
+                raise
+        # Arrays that were put on one device, or on others.
+        args = tuple(arg if i in static else mapped.placed(i, args) for i, arg in enumerate(args))
+        return compiled(*args, **{name: _put(mesh, arg, [0] * len(jax.tree.leaves(arg)), axis_name)
+                                  for name, arg in kwargs.items()})
+
+    call.lower, call.trace = compiled.lower, compiled.trace
+    return call
+
+
+def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
+    """A batch with one stretch of rows on each device: [rows, ...] becomes [devices, rows / devices, ...].
+
+    Raises:
+        ValueError: where a leaf's rows are not a multiple of the devices.
+
+    >>> shard({"x": np.zeros((6, 2))}, jax.devices()[:1])["x"].shape
+    (1, 6, 2)
+    """
+    mesh = _mesh(devices, "devices")
+
+    def split(path, x):
+        if not np.ndim(x) or len(x) % mesh.size:
+            raise ValueError(f"shard: {_named(path)}has shape {np.shape(x)}, and its rows do not divide among "
+                             f"{mesh.size} devices: give it a multiple of {mesh.size} rows")
+        return _put(mesh, x.reshape(mesh.size, -1, *x.shape[1:]), [0], "devices")
+
+    return jax.tree.map_with_path(split, tree)
+
+
+def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
+    """A copy on each device, stacked: [...] becomes [devices, ...]. The original stays its own, donated or not.
+
+    >>> replicate({"w": np.zeros(3)}, jax.devices()[:1])["w"].shape
+    (1, 3)
+    """
+    mesh = _mesh(devices, "devices")
+    where = NamedSharding(mesh, P("devices"))
+    copies = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x)[None], (mesh.size, *jnp.shape(x))),
+                                       tree)
+    whole = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), tree)
+    return jax.jit(copies, out_shardings=where)(whole)
+
+
+def unreplicate(tree: Any) -> Any:
+    """The first device's copy of what `replicate` or a pmap returned: [devices, ...] becomes [...].
+
+    Raises:
+        ValueError: for a leaf without an axis of devices.
+    """
+    def first(path, x):
+        if not np.ndim(x):
+            raise ValueError(f"unreplicate: {_named(path)}is a scalar, without an axis of devices before it")
+        shards = getattr(x, "addressable_shards", ())
+        if len(shards) > 1 and shards[0].data.shape[0] == 1:
+            return shards[0].data[0]    # where it lies: x[0] would gather
+        return x[0]
+
+    return jax.tree.map_with_path(first, tree)
+
+
+class _Mapped:
+    def __init__(self, f, axis, in_axes, out_axes, static, mesh):
+        self.f, self.axis, self.static, self.mesh = f, axis, static, mesh
+        self.in_axes, self.out_axes = in_axes, out_axes
+        self.name = getattr(f, "__name__", type(f).__name__)
+
+    def run(self, *args, **kwargs):
+        """What is compiled: f under shard_map, mapped axes leading and in front of each device's slice."""
+        axes = [axis for i, arg in enumerate(args) if i not in self.static for axis in self.axes(i, args)]
+        axes += [0] * len(jax.tree.leaves(kwargs))
+        given = {i: arg for i, arg in enumerate(args) if i not in self.static}, kwargs
+        paths, structure = jax.tree.flatten_with_path(given)
+        axes = [self.checked(path, jnp.shape(x), axis) for (path, x), axis in zip(paths, axes)]
+        leaves = [x for _, x in paths]
+        specs = [P() if axis is None else P(*[None] * axis, self.axis) for axis in axes]
+
+        def body(*leaves):
+            leaves = [x if axis is None else lax.squeeze(x, (axis,)) for x, axis in zip(leaves, axes)]
+            rest, kwargs = jax.tree.unflatten(structure, leaves)
+            return self.f(*({**dict(enumerate(args)), **rest}[i] for i in range(len(args))), **kwargs)
+
+        def stacked(*leaves):
+            results = body(*leaves)
+            return self.over(lambda y, axis: y if axis is None else lax.expand_dims(jnp.asarray(y), (0,)), results)
+
+        out_specs = jax.tree.map(lambda axis: P() if axis is None else P(self.axis), self.out_axes,
+                                 is_leaf=lambda x: x is None)
+        spread = functools.partial(jax.shard_map, mesh=self.mesh, in_specs=tuple(specs))
+        if any(axis is None for axis in jax.tree.leaves(self.out_axes, is_leaf=lambda x: x is None)):
+            self.check_same(body, spread, leaves)
+        # Unchecked, as jax.pmap does it: checked, the gradient of what every device has whole would be summed already.
+        results = spread(stacked, out_specs=out_specs, check_vma=False)(*leaves)
+        return self.over(lambda y, axis: jnp.moveaxis(y, 0, axis) if axis else y, results)
+
+    def axes(self, i, args) -> list:
+        """The mapped axis of each leaf of positional argument i."""
+        axes = self.in_axes
+        if isinstance(axes, (tuple, list)):
+            if len(axes) != len(args):
+                raise ValueError(f"pmap: '{self.name}' has {len(args)} positional arguments; in_axes={axes!r} has an "
+                                 f"entry for {len(axes)}")
+            axes = axes[i]
+        return _broadcast(axes, args[i], f"pmap: in_axes={self.in_axes!r} is no prefix of argument {i}")
+
+    def over(self, g, results):
+        """g(result, its out axis) of every leaf."""
+        leaves, structure = jax.tree.flatten(results)
+        axes = _broadcast(self.out_axes, results, f"pmap: out_axes={self.out_axes!r} is no prefix of the results")
+        return jax.tree.unflatten(structure, [g(y, axis) for y, axis in zip(leaves, axes)])
+
+    def checked(self, path, shape, axis):
+        if axis is None:
+            return None
+        where = axis if axis >= 0 else len(shape) + axis
+        if not 0 <= where < len(shape) or shape[where] != self.mesh.size:
+            name = f"{path[1].key}{jax.tree_util.keystr(path[2:])}"
+            raise ValueError(f"pmap: {'keyword ' * path[0].idx}argument {name} has shape {tuple(shape)}; its axis "
+                             f"{axis} needs one slice for each of {self.mesh.size} devices. ft.shard cuts a batch's "
+                             "rows so; in_axes=None gives every device the whole")
+        return where
+
+    def check_same(self, body, spread, leaves):
+        """Holds results of out_axes=None to being the same everywhere, as far as JAX can tell by tracing."""
+        found = []
+
+        def varying(*leaves):
+            results = body(*leaves)
+            axes_out = _broadcast(self.out_axes, results, "")
+            for (path, y), axis in zip(jax.tree.leaves_with_path(results), axes_out):
+                if axis is None and self.axis in _jax.varies_over(y):
+                    found.append((path, jnp.shape(y)))
+            return ()
+
+        try:
+            jax.eval_shape(spread(varying, out_specs=(), check_vma=True), *leaves)
+        except Exception:    # what varies is not kept track of in all code that runs well without
+            return
+        if found:
+            path, shape = found[0]
+            raise ValueError(f"pmap: result {_named(path)}of shape {shape} has out_axes=None and may differ between "
+                             f"devices: join it first, e.g. lax.pmean(..., {self.axis!r}), or stack it, out_axes=0")
+
+    def placed(self, i, args):
+        return _put(self.mesh, args[i], self.axes(i, args), self.axis)
+
+
+def _broadcast(prefix, tree, message) -> list:
+    """The axis of each leaf of a tree, from a tree of axes that ends earlier."""
+    count = len(jax.tree.leaves(tree))
+    if prefix is None or isinstance(prefix, int):
+        return [prefix] * count
+    leaf = lambda x: x is None
+    try:
+        boxed = jax.tree.map(_Box, prefix, is_leaf=leaf)
+        return [box.axis for box in jax.tree.leaves(jax.tree.broadcast(boxed, tree))]
+    except ValueError as error:
+        raise ValueError(f"{message}, which has {jax.tree.structure(tree)}") from error
+
+
+class _Box:
+    """An axis as a leaf of a tree, None too."""
+
+    def __init__(self, axis):
+        self.axis = axis
+
+
+def _mesh(devices, axis) -> Mesh:
+    devices = jax.devices() if devices is None else list(devices)
+    if not devices:
+        raise ValueError("pmap needs at least one device; got devices=[]")
+    return Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
+
+
+def _elsewhere(x, mesh) -> bool:
+    return isinstance(x, jax.Array) and getattr(getattr(x, "sharding", None), "mesh", None) != mesh
+
+
+def _put(mesh, tree, axes, name):
+    """Leaves on the mesh's devices; new arrays, which may be donated."""
+    leaves, structure = jax.tree.flatten(tree)
+    moved = []
+    for x, axis in zip(leaves, axes):
+        spec = P() if axis is None else P(*[None] * (axis if axis >= 0 else np.ndim(x) + axis), name)
+        if isinstance(x, jax.Array) and axis is None:
+            x = jnp.copy(x)    # device_put shares the memory of the device where x lies already
+        moved.append(x if isinstance(x, jax.core.Tracer) else jax.device_put(x, NamedSharding(mesh, spec)))
+    return jax.tree.unflatten(structure, moved)
+
+
+def _named(path) -> str:
+    return f"{jax.tree_util.keystr(path)} " if path else ""
