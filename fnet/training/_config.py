@@ -69,10 +69,12 @@ def load_config(cls: type[Config], path: str | Path) -> Config:
     """
     path = Path(path)
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:          # not JSON, not text, or nested without end
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a JSON {type(values).__name__}, it has to be an object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,7 +113,10 @@ def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
     bound = isinstance(leaf, jax.ShapeDtypeStruct) or leaf.committed
     sharding = leaf.sharding if bound else None
     if "key" in saved:
-        return jax.device_put(jax.random.wrap_key_data(array, impl=saved["key"]), sharding)
+        wrap = functools.partial(jax.random.wrap_key_data, impl=saved["key"])
+        if sharding is not None and not sharding.is_fully_addressable:
+            return jax.jit(wrap, out_shardings=sharding)(array)
+        return jax.device_put(wrap(array), sharding)
     if array.dtype != leaf.dtype:
         array = array.astype(leaf.dtype)
     if sharding is not None and not sharding.is_fully_addressable:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 
 from fnet import transforms
 from fnet.training import _metrics, _nonfinite, _provenance
@@ -108,10 +109,11 @@ class Run:
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
                 raise
-            kept = "" if self.saved is None else f" from step {self.saved} or later"
-            raise PeerLost(f"process {jax.process_index()} of {jax.process_count()} lost the others after step "
-                           f"{self.at - 1} ({str(error).strip().splitlines()[0][:150]}): start all of them again, they "
-                           f"go on{kept}") from error
+            kept = self.checkpoints and self.checkpoints.latest()
+            then = "begin anew" if kept is None else f"go on from step {kept}"
+            raise PeerLost(f"process {jax.process_index()} of {jax.process_count()} lost the others at step {self.at} "
+                           f"({str(error).strip().splitlines()[0][:150].strip()}): start all of them again, they {then}"
+                           ) from error
 
     def until_done(self, seen: Signals) -> None:
         self.seen = seen
@@ -145,10 +147,13 @@ class Run:
         self.flying: collections.deque = collections.deque()
 
     def compile(self) -> None:
-        keeps = self.nonfinite == "skip"
+        keeps, places = self.nonfinite == "skip", jax.tree.map(_place, self.state)
 
         def advance(state, total, watch, batch):
             new, metrics = self.step(state, batch)
+            # Where it was: XLA would spread it otherwise, and a run that goes on begins from where it was.
+            new = jax.tree.map(lambda x, place: x if place is None else jax.lax.with_sharding_constraint(x, place),
+                               new, places)
             metrics = _metrics.as_metrics(metrics)
             sound, watch = _nonfinite.look(watch, state, new, metrics, skip=keeps)
             more = _metrics.add(total, metrics)
@@ -368,6 +373,14 @@ class Run:
             f"{name}: stopped at step {self.at} of {self.steps} and saved {saved} in "
             f"{self.checkpoints.folder}; the same command goes on from there"
         )
+
+
+def _place(x: jax.Array) -> NamedSharding | None:
+    """Where an array is to stay, if it is spread over devices and JAX does not see to it already."""
+    place = x.sharding
+    if not isinstance(place, NamedSharding) or place.num_devices == 1 or AxisType.Explicit in place.mesh.axis_types:
+        return None
+    return place
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:

@@ -1,0 +1,134 @@
+"""A real run to be killed, told to stop, starved and resumed: `fit` with everything that it carries.
+
+    python tests/torture/victim.py WORKDIR [--steps=N] [--slow=evaluation|save] [--process=I --of=N --port=P]
+
+It prints what it is at, one word a line ("compile", "step", "evaluation", "save"), for whoever means it harm, and ends
+as the experiments do: 0 when finished or told to stop, 2 with one sentence where something is wrong.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fnet import training as tr
+from fnet.training import _manifest, _run
+
+RNG = np.random.default_rng(0)
+DATA = {"x": RNG.normal(size=(200, 16)).astype(np.float32), "y": RNG.integers(0, 4, 200).astype(np.int32)}
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
+EVERY = {"every": 20, "log_every": 10, "save_every": 5}
+
+
+def step(state, batch):
+    key, noise = jax.random.split(state.state["key"])
+    x = batch["x"] + 0.1 * jax.random.normal(noise, batch["x"].shape)
+
+    def loss(params):
+        logits = jnp.tanh(x @ params["hidden"]) @ params["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply(TX, grads, state={"key": key}), {"loss": value}
+
+
+def start():
+    params = {"hidden": jax.random.normal(jax.random.key(0), (16, 64)) / 4, "head": jnp.zeros((64, 4))}
+    return tr.TrainState.create(params, TX, state={"key": jax.random.key(1)}, ema=0.99)
+
+
+def measure(state, batch):
+    logits = jnp.tanh(batch["x"] @ state.averaged["hidden"]) @ state.averaged["head"]
+    return {"accuracy": tr.mean(logits.argmax(-1) == batch["y"], batch["weight"])}
+
+
+def announce(word, seconds=0.0):
+    os.write(1, f"{word}\n".encode())
+    time.sleep(seconds)
+
+
+def run(workdir, *, steps, slow="", mesh=None):
+    """The run; where `slow` is, it takes its time, so that harm done then meets it there."""
+    inner, state = tr.Batches(DATA, batch_size=16, seed=1), start()
+
+    def batches(i):
+        announce("step", 0.002)
+        return place(inner(i))
+
+    place = lambda batch: batch
+    if mesh is not None:
+        rows = jax.NamedSharding(mesh, jax.P("data"))
+        place = lambda batch: jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, rows, lambda index: x[index]), batch)
+        state = spread(state, mesh)
+    evaluate = tr.evaluator(measure, DATA, batch_size=20)
+    writing, compiling = _manifest.write_arrays, _run.Run.compile
+
+    def evaluating(state):
+        announce("evaluation")
+        for _ in range(10 if slow == "evaluation" else 0):
+            evaluate(state)
+            time.sleep(0.02)
+        return evaluate(state)
+
+    def write(path, arrays):
+        announce("save", 0.1 if slow == "save" else 0)
+        return writing(path, arrays)
+
+    def compile_(self):
+        announce("compile")
+        return compiling(self)
+
+    watched = {"evaluate": {"test": evaluating}, "early_stop": tr.EarlyStop(metric="test/accuracy", patience=10**6)}
+    _manifest.write_arrays, _run.Run.compile = write, compile_
+    return tr.fit(step, state, batches, steps=steps, workdir=workdir, tensorboard=False, notes={"victim": True},
+                  **({} if mesh is not None else watched), **EVERY)
+
+
+def spread(state, mesh):
+    """The state over two processes: the hidden layer cut, the rest the same on both."""
+    def put(x):
+        cut = jax.P(None, "data") if x.shape == (16, 64) else jax.P()
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.jit(lambda: jax.random.key(1), out_shardings=jax.NamedSharding(mesh, cut))()
+        host = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, jax.NamedSharding(mesh, cut), lambda index: host[index])
+
+    return jax.tree.map(put, state)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workdir")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--slow", default="")
+    parser.add_argument("--process", type=int, default=0)
+    parser.add_argument("--of", type=int, default=1)
+    parser.add_argument("--port", type=int, default=0)
+    options = parser.parse_args(argv)
+    mesh = None
+    if options.of > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{options.port}", options.of, options.process,
+                                   heartbeat_timeout_seconds=10)
+        mesh = jax.make_mesh((options.of,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    try:
+        run(options.workdir, steps=options.steps, slow=options.slow, mesh=mesh)
+    except tr.Interrupted as stopped:
+        print(stopped, file=sys.stderr, flush=True)
+        return 0
+    except (tr.CheckpointError, tr.PeerLost, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, tr.PeerLost):
+            os._exit(2)      # jax.distributed would wait for the dead at the exit
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

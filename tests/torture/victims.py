@@ -1,0 +1,116 @@
+"""Starting a victim, watching it, and what is left of it. Victims are forked from a process that has imported JAX and
+computed nothing with it, so that hundreds of them start in a few minutes."""
+
+import contextlib
+import json
+import os
+import select
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+from fnet import training as tr
+from fnet.training import _manifest
+from tests.torture import victim
+
+
+class Victim:
+    """A run in a process of its own.
+
+    Args:
+      workdir: its folder.
+      arguments: of victim.py.
+      before: called in the new process before anything else.
+    """
+
+    def __init__(self, workdir, *arguments, before=None):
+        self.err = tempfile.TemporaryFile()
+        self._read, write = os.pipe()
+        with warnings.catch_warnings(action="ignore"):     # JAX warns of forks; here it has not begun
+            self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                os.dup2(write, 1)
+                os.dup2(self.err.fileno(), 2)
+                try:
+                    if before is not None:
+                        before()
+                    code = victim.main([str(workdir), *arguments])
+                except BaseException:
+                    traceback.print_exc()
+                sys.stderr.flush()
+            os._exit(code)
+        os.close(write)
+        self.code, self.words, self.said = None, b"", ""
+
+    def until(self, word, seconds=120.0, count=1):
+        """Waits until it has said so; whether it has."""
+        end = time.monotonic() + seconds
+        while self.words.count(word.encode() + b"\n") < count:
+            ready, _, _ = select.select([self._read], [], [], max(end - time.monotonic(), 0))
+            if not ready or not (read := os.read(self._read, 65536)):
+                return False
+            self.words += read
+        return True
+
+    def signal(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def end(self, seconds=120.0):
+        """Waits for its end, reaps it and returns its exit code: negative: the signal that killed it; None: it hangs.
+        """
+        finish = time.monotonic() + seconds
+        while self.code is None:
+            ready, _, _ = select.select([self._read], [], [], 0.01)
+            if ready and (read := os.read(self._read, 65536)):
+                self.words += read
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > finish:
+                self.signal(9)
+                os.waitpid(self.pid, 0)
+                break
+        os.close(self._read)
+        self.err.seek(0)
+        self.said = self.err.read().decode(errors="replace")
+        self.err.close()
+        return self.code
+
+
+def one_sentence(text):
+    """Whether it is one line without a traceback. What the C++ below says of its connections is not counted."""
+    lines = [line for line in text.splitlines() if line and not line.startswith(("[Gloo]", "W0000", "E0000", "I0000"))]
+    return len(lines) == 1 and "Traceback" not in text
+
+
+def newest(workdir):
+    return tr.Checkpoints(Path(workdir) / "checkpoints").latest() or 0
+
+
+def remains(workdir):
+    """Each leaf of the last checkpoint with its checksum, and the metrics without times: what a run comes to."""
+    folder = Path(workdir) / "checkpoints" / str(newest(workdir))
+    leaves = {path: {key: value for key, value in leaf.items() if key != "pieces"}
+              | {"crc32": [piece["crc32"] for piece in leaf["pieces"]]}
+              for path, leaf in _manifest.read_manifest(folder)["leaves"].items()}
+    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in tr.read_metrics(workdir)]
+    return json.loads(json.dumps([leaves, rows]))
+
+
+def whole(folder, steps):
+    """What a run of so many steps comes to that nothing disturbs."""
+    if steps not in _WHOLE:
+        unbroken = Victim(folder / "whole", steps)
+        if (code := unbroken.end(300)) != 0:
+            raise SystemExit(f"the undisturbed run ended with {code}: {unbroken.said}")
+        _WHOLE[steps] = remains(folder / "whole")
+    return _WHOLE[steps]
+
+
+_WHOLE: dict[str, list] = {}
