@@ -8,6 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fnet"
 MAY_IMPORT = {
     "layers": set(), "hardware": set(), "transforms": {"hardware"}, "models": {"layers"},
+    "parallel": {"hardware", "transforms"},
     "training": {"layers", "hardware", "transforms", "models"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,158 @@
+"""What a compiled program sends between chips, read from its partitioned HLO."""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+from typing import NamedTuple
+
+import jax
+
+_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_COLLECTIVE = re.compile(rf"^\s+(?:ROOT )?%\S+ = (.*?) ({_KINDS})(-start)?\(")
+_CALLED = re.compile(r"(?:body|condition|to_apply|calls|called_computations|true_computation|false_computation|"
+                     r"branch_computations)=(\{[^}]*\}|%[\w.\-]+)")
+_TRIPS = re.compile(r'known_trip_count[^0-9]*(\d+)')
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_BITS = {"pred": 8, "token": 0}
+
+
+class Transfer(NamedTuple):
+    """One collective of a program.
+
+    Attributes:
+        collective: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
+        scope: the path of named scopes, the same in forward and backward pass; "" where XLA does not say.
+        bytes: of the array that it makes, on one chip.
+        group: how many chips take part.
+        times: how often a step runs it.
+    """
+
+    collective: str
+    scope: str
+    bytes: int
+    group: int
+    times: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a chip sends for it in a step by the algorithms that send least (Chan et al., 2007, Collective
+        communication, section 4)."""
+        n = self.group
+        share = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": n - 1,
+                 "all-to-all": (n - 1) / n, "ragged-all-to-all": (n - 1) / n}
+        return self.bytes * self.times * share.get(self.collective, 1)
+
+
+class Ledger(NamedTuple):
+    """All collectives of a program; `str()` is a table of them by kind and scope."""
+
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a chip sends in a step."""
+        return sum(transfer.sent for transfer in self.transfers)
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """{collective: bytes of the arrays that it makes in a step, on one chip}."""
+        found = collections.Counter()
+        for transfer in self.transfers:
+            found[transfer.collective] += transfer.bytes * transfer.times
+        return dict(found)
+
+    def __str__(self):
+        if not self.transfers:
+            return "nothing is sent"
+        rows = collections.defaultdict(lambda: [0, 0.0])
+        for transfer in self.transfers:
+            row = rows[transfer.collective, transfer.scope]
+            row[0] += transfer.times
+            row[1] += transfer.sent
+        lines = [("collective", "times", "MiB sent", "scope")]
+        for (collective, scope), (times, sent) in sorted(rows.items(), key=lambda row: -row[1][1]):
+            lines.append((collective, f"{times:,}", f"{sent / 2 ** 20:,.3f}", scope or "(no scope)"))
+        widths = [max(len(line[i]) for line in lines) for i in range(3)]
+        table = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}" for a, b, c, d in lines]
+        return "\n".join([f"{self.sent / 2 ** 20:,.3f} MiB sent by each chip in a step", "", *table])
+
+
+def ledger(program: jax.stages.Compiled | str) -> Ledger:
+    """What each chip sends in a run of a compiled program: every collective, loops multiplied in.
+
+        print(parallel.ledger(jax.jit(step).lower(state, batch).compile()))
+
+    Args:
+        program: a compiled program, or its HLO as text, partitioned for its devices. A loop whose length XLA does not
+            know counts once, and of a branch all sides count.
+
+    Raises:
+        ValueError: for text that is no HLO module.
+    """
+    text = program if isinstance(program, str) else program.as_text()
+    bodies, entry = {}, None
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            name = found[2]
+            bodies[name] = []
+            entry = name if found[1] else entry
+        elif bodies:
+            bodies[name].append(line)
+    if entry is None:
+        raise ValueError(f"ledger needs the HLO of a compiled program; got text that begins {text[:40]!r}")
+    default = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
+    transfers = []
+
+    def enter(name, times):
+        for line in bodies.get(name, ()):
+            if found := _COLLECTIVE.match(line):
+                transfers.append(Transfer(found[2], _scope(line), _bytes(found[1], found[2], bool(found[3])),
+                                          _group(line, default), times))
+            trips = int(found[1]) if " while(" in line and (found := _TRIPS.search(line)) else 1
+            for called in _CALLED.findall(line):
+                for inner in re.findall(r"%([\w.\-]+)", called):
+                    enter(inner, times * trips)
+
+    enter(entry, 1)
+    return Ledger(tuple(transfers))
+
+
+def _bytes(shapes, collective, started):
+    sizes = [math.prod(map(int, filter(None, dims.split(",")))) * _bits(dtype) / 8
+             for dtype, dims in _ARRAY.findall(shapes)]
+    if started and collective in ("all-gather", "collective-permute") and len(sizes) > 1:
+        # What is started names its operands, too: (operands, results), and for a permute two counters more.
+        sizes = sizes[1:2] if collective == "collective-permute" else sizes[len(sizes) // 2:]
+    return math.ceil(sum(sizes))
+
+
+def _bits(dtype):
+    if dtype in _BITS:
+        return _BITS[dtype]
+    found = re.match(r"[a-z]+(\d+)", dtype)    # f32, bf16, s8, u4, f8e4m3fn, c64
+    return int(found[1]) if found else 32
+
+
+def _group(line, default):
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return found[1].count(",") + 1
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(found[1])
+    return default
+
+
+def _scope(line):
+    """The path of named scopes of an op_name: jit(step)/transpose(jvp(block))/up/dot_general -> block/up."""
+    found = re.search(r'op_name="([^"]*)"', line)
+    parts = found[1].split("/")[:-1] if found else []
+    names = []
+    for part in parts:
+        while wrapped := re.fullmatch(r"(jvp|transpose|vmap|rematted_computation|checkpoint)\((.*)\)", part):
+            part = wrapped[2]
+        if part and not re.fullmatch(r"jit\(.*\)|pjit|shard_map|while|body|closed_call|checkpoint|cond|"
+                                     r"branch_\d+_fun|rematted_computation|remat2?", part):
+            names.append(part)
+    return "/".join(names)
