@@ -15,6 +15,7 @@ from pathlib import Path
 
 import _common as common
 import _photos as photos
+import finetune
 import jax
 import numpy as np
 from absl import app, logging
@@ -32,10 +33,10 @@ IMAGENET = Path(__file__).parent / "data" / "imagenet_labels.txt"
 class Config:
     """Which weights, and how many labels."""
 
-    model: str = option("resnet50", f"one of {', '.join(photos.PRESETS)}")
-    weights: str | None = option(None, "file or folder of the weights")
+    model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: resnet50, or what the run trained")
+    weights: str | None = option(None, "file or folder of the weights, or the folder of a run of finetune.py")
     labels: str | None = option(None, "file of the labels: one a line, or JSON")
-    size: int | None = option(None, "height and width of the input; None: what the weights are made for")
+    size: int | None = option(None, "height and width of the input; None: what the weights were trained with")
     top: int = option(5, "how many labels to print for a photo")
     precision: str = option("float32", "auto (what suits the chip), float32, bfloat16 or float16")
 
@@ -48,7 +49,8 @@ def main(argv):
     with common.one_line_errors(ValueError, TypeError, OSError, ModuleNotFoundError):
         config = checked(common.config_from_flags(Config))
         pictures = [photos.opened(file) for file in files]
-        path = pretrained.find(config.weights or config.model)
+        path = pretrained.find(config.weights or config.model or "resnet50")
+        config = of_run(config, path)
         labels = read_labels(config, path)
         model = pretrained.model(config.model, path, classes=len(labels))
         names = pretrained.names_of(model, path)
@@ -67,10 +69,18 @@ def main(argv):
             print(f"  {shares[index]:.3f}  {labels[index]}")
 
 
+def of_run(config, path):
+    """The configuration with the model and the size of finetune.py's run, where the weights are a run's."""
+    folder, like = path if path.is_dir() else path.parent, Config(model="resnet50")
+    if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
+        like = tr.load_config(finetune.Config, folder / "config.json")
+    return dataclasses.replace(config, model=config.model or like.model, size=config.size or like.size)
+
+
 def checked(config):
     """The configuration, once it is known to make sense."""
     for name, known in {"model": photos.PRESETS, "precision": ("auto", "float32", "bfloat16", "float16")}.items():
-        if getattr(config, name) not in known:
+        if getattr(config, name) not in (None, *known):
             raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
     for name in ("top", "size"):
         if getattr(config, name) is not None and getattr(config, name) < 1:

@@ -49,7 +49,7 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = ()) -> Path:
     for repository in hub:
         if snapshot := _snapshot(repository):
             return snapshot
-    ways = [f"get it with 'hf download {each}', or put its model.safetensors into {own}" for each in hub[:1]]
+    ways = [f"get it with 'hf download {each}', or put its files into {own}" for each in hub[:1]]
     ways += [_TORCHVISION.format(each.partition(":")[2], own) for each in repositories if ":" in each]
     raise FileNotFoundError(
         f"the weights {name!r} are not on this disk: no such path, nothing in {own}"

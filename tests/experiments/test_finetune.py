@@ -110,8 +110,8 @@ def test_a_probe_learns_photos_and_the_classifier_names_them(tiny, weights, phot
     assert params["head"]["kernel"].shape == (16, 2)
     same({**params, "head": before["head"]}, before)
 
-    named = start("classify_image.py", "--model=tiny", f"--weights={tmp_path}", "--size=64", "--top=1",
-                  photos / "red" / "1.jpg", photos / "sea blue" / "0.png")
+    named = start("classify_image.py", f"--weights={tmp_path}", "--top=1", photos / "red" / "1.jpg",
+                  photos / "sea blue" / "0.png")                       # the run says which model and size
     again = finetune.train(config(weights, dataset="photos", data_dir=str(photos), steps=60, size=64,
                                   learning_rate=0.05), tmp_path, policy())
     assert again["accuracy"] == 1 and "resumed at step 60" in capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_a_probe_learns_photos_and_the_classifier_names_them(tiny, weights, phot
 
 
 def test_the_whole_network_is_trained(tiny, weights, tmp_path, capsys):
-    options = config(weights, mode="full", size=32, steps=3, batch_size=64, augment="flip_crop", ema=0.9,
+    options = config(weights, mode="full", size=32, steps=3, batch_size=64, augment="flip", ema=0.9,
                      early_stop=5)
     finetune.train(options, tmp_path, policy())
     out = capsys.readouterr().out

@@ -23,7 +23,7 @@ MODELS = {
 }
 PROMPTS = np.random.default_rng(0).integers(1, VOCAB, (3, 7)).astype(np.int32)
 LENGTHS = np.array([7, 1, 4], np.int32)
-greedy = functools.partial(models.generate, temperature=0)
+greedy = functools.partial(models.generate, temperature=0, stop=(-1, -2))      # as many as in the tests: one program
 
 
 @functools.cache
@@ -42,10 +42,10 @@ def compiled(name):
 
 
 def without_cache(name, prompt, count):
-    """Greedy decoding by its definition: everything again for every token, padded to one shape."""
+    """Greedy decoding by its definition: everything again for every token, in one shape."""
     found = [*prompt]
     for _ in range(count):
-        row = np.resize(np.array(found, np.int32), (1, 40))
+        row = np.resize(np.array(found, np.int32), (3, 40))
         found.append(compiled(name)(prepared(name)[1], row)[0, len(found) - 1].argmax())
     return np.array(found[len(prompt):])
 
@@ -113,7 +113,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 def test_stop_tokens_end_a_row():
     model, params = prepared("gpt")
-    free = np.asarray(greedy(model, params, PROMPTS, max_tokens=12, lengths=LENGTHS, stop=[-1, -2]).tokens)
+    free = np.asarray(greedy(model, params, PROMPTS, max_tokens=12, lengths=LENGTHS).tokens)
     stop = [int(free[0, 3]), int(free[1, 6])]
     out = greedy(model, params, PROMPTS, max_tokens=12, lengths=LENGTHS, stop=stop)
     for row, length, whole in zip(out.tokens, out.lengths, free):

@@ -309,7 +309,7 @@ def test_a_name_finds_a_cache_and_the_model_of_its_weights(small_is_published, t
 def test_a_name_that_is_not_on_this_disk(small_is_published, tmp_path):
     refused(FileNotFoundError, r"the weights 'small' are not on this disk: no such path, nothing in .*own/small, no "
             r"someone/small in Hugging Face's cache, .*hub: get it with 'hf download someone/small', or put its "
-            r"model.safetensors into .*own/small; or write its model.safetensors in Python \(import torchvision, .*"
+            r"files into .*own/small; or write its model.safetensors in Python \(import torchvision, .*"
             r"get_model\('small', weights='IMAGENET1K_V1'\).*\) and put it into .*own/small$", "small")
     refused(FileNotFoundError, "get it with 'hf download small_deep'", "small_deep")
     refused(FileNotFoundError, "get it with 'hf download some/repository'", TORCH, "some/repository")

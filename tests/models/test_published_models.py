@@ -62,8 +62,9 @@ def written(name, folder):
     return weights, drawn.images(name, (2, int(held["size"]), int(held["size"]), 3))
 
 
+@functools.partial(jax.jit, static_argnums=0)               # one program for all tests of a model
 def logits(model, params, state, x):
-    return jax.jit(lambda params, state, x: model(params, x, state=state)[0])(params, state, x)
+    return model(params, x, state=state)[0]
 
 
 def near(got, want, tolerance=2e-5):
@@ -168,7 +169,7 @@ def test_features_are_what_the_last_layer_sees():
     features = jax.jit(model.features)(params, x)
     assert features.shape == (2, 32)
     head = params["head"]
-    near(features @ head["kernel"] + head["bias"][None], jax.jit(model)(params, x))
+    near(features @ head["kernel"] + head["bias"][None], logits(model, params, {}, x))
 
 
 @pytest.mark.parametrize(("model", "shape", "text"), [
