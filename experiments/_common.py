@@ -1,11 +1,16 @@
-"""What the experiments share: a dataclass as flags, and errors that are one line."""
+"""What the experiments share: a dataclass as flags, errors that are one line, and exit codes.
+
+0: done, or told to stop and saved. 1: the loss was no longer finite, or something that should not happen. 2: what was
+given cannot be used. 130: interrupted where there was nothing to save.
+"""
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import typing
 
-from absl import flags
+from absl import app, flags
 
 from fnet import hardware as hw
 from fnet import training as tr
@@ -62,11 +67,67 @@ def decided(config, *workdirs, restart=False):
     return policy, dataclasses.replace(config, precision=policy.compute.name)
 
 
+def positive(config, *names):
+    """Holds fields to finite numbers above 0, where they have a value."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise tr.ConfigError(f"--{name}={value}: it has to be more than 0, and finite")
+
+
+def define_run_flags():
+    """How a training run is gone about; `fit_options` hands it to `training.fit`."""
+    flags.DEFINE_bool("restart", False, "remove the run in workdir first")
+    flags.DEFINE_bool("nojit", False, "run op by op, to step through in a debugger")
+    flags.DEFINE_enum("nonfinite", "stop", ["stop", "skip", "rollback"], "where the loss or a parameter becomes NaN or "
+                      "infinite: stop, skip the step, or go back to the last checkpoint and on with other batches")
+
+
+def fit_options():
+    given = flags.FLAGS
+    return {"jit": not given.nojit, "nonfinite": given.nonfinite, "debug": given.debug}
+
+
+def run(main):
+    """`absl.app.run`, except that whatever goes wrong is a line and an exit code; --debug shows where it came from."""
+    flags.DEFINE_bool("debug", False, "show tracebacks; where a run breaks, replay it and name the layer")
+    app.run(functools.partial(_said, main), flags_parser=parse_flags)
+
+
+def _said(main, argv):
+    try:
+        main(argv)
+    except tr.Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(0)
+    except KeyboardInterrupt:
+        stop("interrupted; a run goes on from its last checkpoint", 130)
+    except Exception as error:
+        if flags.FLAGS.debug:
+            raise
+        stop(sentence(error), 2 if isinstance(error, _GIVEN) else 1)
+
+
+_GIVEN = (ValueError, TypeError, OSError, LookupError, OverflowError, MemoryError, ModuleNotFoundError,
+          tr.CheckpointError, tr.PeerLost)
+
+
+def sentence(error):
+    """What an exception says, in a line; those that list leaves keep their lists."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
+    if isinstance(error, tr.CheckpointError | tr.Diverged):
+        return text
+    first = (text.splitlines() or [type(error).__name__])[0]
+    return first if isinstance(error, _GIVEN) and text == first else f"{first} (--debug shows where)"
+
+
 def parse_flags(argv):
     """absl's parser, except that a wrong flag is one line and exit 2."""
     try:
         return flags.FLAGS(argv)
-    except flags.Error as error:
+    except (flags.Error, ValueError, OSError) as error:      # the last two: of a --flagfile
         stop(f"{' '.join(str(error).split())} (--help lists the flags)")
 
 
@@ -81,4 +142,6 @@ def one_line_errors(*kinds):
     try:
         yield
     except kinds as error:
-        stop(error)
+        if flags.FLAGS.debug:
+            raise
+        stop(sentence(error))

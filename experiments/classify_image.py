@@ -18,7 +18,7 @@ import _photos as photos
 import finetune
 import jax
 import numpy as np
-from absl import app, logging
+from absl import logging
 
 from fnet import hardware as hw
 from fnet import training as tr
@@ -117,4 +117,4 @@ def _text(file):
 
 if __name__ == "__main__":
     common.define_flags(Config)
-    app.run(main, flags_parser=common.parse_flags)
+    common.run(main)

@@ -14,7 +14,7 @@ from pathlib import Path
 import _common as common
 import jax
 import numpy as np
-from absl import app, logging
+from absl import logging
 
 from fnet import hardware as hw
 from fnet import models
@@ -99,4 +99,4 @@ def checked(config):
 
 if __name__ == "__main__":
     common.define_flags(Config)
-    app.run(main, flags_parser=common.parse_flags)
+    common.run(main)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import flags, logging
 
 from fnet import hardware as hw
 from fnet import layers as nn
@@ -108,7 +108,7 @@ def network(config):
     return Network(model, *pretrained.load(model, path), names, image.at(size))
 
 
-def train(config, workdir, policy, *, jit=True):
+def train(config, workdir, policy, **fit_options):
     """Trains, or goes on, or finds the run finished. Returns the evaluation of its last state."""
     with common.one_line_errors(ValueError, TypeError, OSError, ModuleNotFoundError):
         held = network(config)
@@ -165,8 +165,8 @@ def train(config, workdir, policy, *, jit=True):
     tr.save_config(config, workdir)
     every = max(math.ceil(steps / 20), 10)
     state = tr.fit(step, tr.TrainState.create(params, tx, state=state, ema=config.ema or None), batches, steps=steps,
-                   workdir=workdir, evaluate=evaluate, jit=jit, every=every, log_every=every, early_stop=stop,
-                   progress=tr.Progress())
+                   workdir=workdir, evaluate=evaluate, every=every, log_every=every, early_stop=stop,
+                   progress=tr.Progress(), notes={"policy": str(policy)}, **fit_options)
 
     values = evaluate["test"](state)
     title = f"{config.dataset}, {config.model}, {config.mode}: test accuracy {values['accuracy']:.4f}"
@@ -234,9 +234,7 @@ def checked(config):
     for name, known in choices.items():
         if getattr(config, name) not in known:
             raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
-    for name in ("size", "epochs", "steps", "batch_size", "learning_rate"):
-        if getattr(config, name) is not None and getattr(config, name) <= 0:
-            raise tr.ConfigError(f"--{name}={getattr(config, name)}: it has to be more than 0")
+    common.positive(config, "size", "epochs", "steps", "batch_size", "learning_rate")
     if config.mode == "linear" and (config.augment != "none" or config.freeze_norms):
         raise tr.ConfigError("--mode=linear sees each image once: --augment and --freeze_norms are for --mode=full")
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
@@ -257,21 +255,12 @@ def main(argv):
         tr.same_config(config, workdir, but=("data_dir", "weights"))
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
-    try:
-        with common.one_line_errors(tr.CheckpointError, OSError):
-            values = train(config, workdir, policy, jit=not flags.FLAGS.nojit)
-    except tr.Interrupted as stopped:
-        common.stop(stopped, 130)
-    except KeyboardInterrupt:
-        common.stop("interrupted between two checkpoints; the same command goes on from the last", 130)
-    except tr.Diverged as broken:
-        common.stop(broken, 1)
+    values = train(config, workdir, policy, **common.fit_options())
     print(f"test accuracy {values['accuracy']:.4f}")
 
 
 if __name__ == "__main__":
     common.define_flags(Config)
     flags.DEFINE_string("workdir", None, "the run's folder (default: runs/finetune)")
-    flags.DEFINE_bool("restart", False, "remove the run in workdir first")
-    flags.DEFINE_bool("nojit", False, "run op by op, to step through in a debugger")
-    app.run(main, flags_parser=common.parse_flags)
+    common.define_run_flags()
+    common.run(main)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import language_model
 import numpy as np
-from absl import app, logging
+from absl import logging
 
 from fnet import hardware as hw
 from fnet import models
@@ -121,4 +121,4 @@ def checked(config):
 
 if __name__ == "__main__":
     common.define_flags(Config)
-    app.run(main, flags_parser=common.parse_flags)
+    common.run(main)

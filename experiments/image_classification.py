@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import flags, logging
 
 from fnet import hardware as hw
 from fnet import models
@@ -96,7 +96,7 @@ def make_model(config, classes, size):
     return models.CNN(classes, widths, (config.depth, 2, 2), stem=(5, 2), dropout=config.dropout)
 
 
-def train(config, workdir, policy, *, jit=True):
+def train(config, workdir, policy, **fit_options):
     """Trains, or goes on, or finds the run finished. Returns the evaluation of its last state."""
     data = load(config)
     classes, (height, width, channels) = len(data.classes), data.train_images.shape[1:]
@@ -166,9 +166,10 @@ def train(config, workdir, policy, *, jit=True):
     tr.save_config(config, workdir)
     began = time.perf_counter()
     state = tr.fit(
-        step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, jit=jit,
+        step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate,
         every=every, log_every=every, early_stop=stop,
         progress=tr.Progress(),
+        notes={"policy": str(policy)}, **fit_options,
     )
     rows = tr.read_metrics(workdir)
     speed = [row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row]
@@ -199,9 +200,7 @@ def checked(config):
     for name, known in choices.items():
         if getattr(config, name) not in known:
             raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
-    for name in ("width", "depth", "epochs", "steps", "batch_size", "learning_rate"):
-        if getattr(config, name) is not None and getattr(config, name) <= 0:
-            raise tr.ConfigError(f"--{name}={getattr(config, name)}: it has to be more than 0")
+    common.positive(config, "width", "depth", "epochs", "steps", "batch_size", "learning_rate")
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
     tr.schedule(config.schedule, 0.1, 1, warmup=config.warmup)
     return config
@@ -227,16 +226,7 @@ def main(argv):
     chip = hw.detect()
     print(f"chip: {chip}")
     print(f"policy: {policy}")
-    try:
-        with common.one_line_errors(tr.CheckpointError, OSError):
-            results = {each.split: train(each, folder, policy, jit=not flags.FLAGS.nojit)
-                       for folder, each in runs.items()}
-    except tr.Interrupted as stopped:
-        common.stop(stopped, 130)
-    except KeyboardInterrupt:
-        common.stop("interrupted between two checkpoints; the same command goes on from the last", 130)
-    except tr.Diverged as broken:
-        common.stop(broken, 1)
+    results = {each.split: train(each, folder, policy, **common.fit_options()) for folder, each in runs.items()}
     if len(results) == 2:
         print(f"accuracy on the last 20 % of the file {results['last20']['accuracy']:.4f}")
     print(f"test accuracy {results[config.split]['accuracy']:.4f}")
@@ -245,7 +235,6 @@ def main(argv):
 if __name__ == "__main__":
     common.define_flags(Config)
     flags.DEFINE_string("workdir", None, "the run's folder (default: runs/DATASET)")
-    flags.DEFINE_bool("restart", False, "remove the run in workdir first")
-    flags.DEFINE_bool("nojit", False, "run op by op, to step through in a debugger")
+    common.define_run_flags()
     flags.DEFINE_bool("last20", True, "digits: measure the conventional last-20 % split as well")
-    app.run(main, flags_parser=common.parse_flags)
+    common.run(main)

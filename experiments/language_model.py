@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import flags, logging
 
 from fnet import hardware as hw
 from fnet import models
@@ -105,7 +105,7 @@ def read(config):
     return train, validation, words
 
 
-def train(config, workdir, policy, *, jit=True):
+def train(config, workdir, policy, **fit_options):
     """Trains, or goes on, or finds the run finished. Returns the model, its parameters, its tokeniser and its loss."""
     train_tokens, test_tokens, words = read(config)
     vocab_size = config.vocab_size or words.vocab_size
@@ -156,8 +156,9 @@ def train(config, workdir, policy, *, jit=True):
     tr.save_config(config, workdir)
     began = time.perf_counter()
     state = tr.fit(
-        step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, jit=jit, every=every, log_every=every,
+        step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every, log_every=every,
         best="validation/loss", best_mode="min", early_stop=stop, progress=tr.Progress(),
+        notes={"policy": str(policy)}, **fit_options,
     )
     rows = tr.read_metrics(workdir)
     speed = np.median([row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row])
@@ -191,9 +192,7 @@ def checked(config):
     for name, known in choices.items():
         if getattr(config, name) not in known:
             raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
-    for name in ("width", "depth", "heads", "context", "steps", "batch_size", "learning_rate", "vocab_size"):
-        if getattr(config, name) is not None and getattr(config, name) <= 0:
-            raise tr.ConfigError(f"--{name}={getattr(config, name)}: it has to be more than 0")
+    common.positive(config, "width", "depth", "heads", "context", "steps", "batch_size", "learning_rate", "vocab_size")
     if config.width % config.heads:
         raise tr.ConfigError(f"--heads={config.heads}: they have to divide --width={config.width}")
     if config.tokens == "bin" and config.vocab_size is None:
@@ -219,15 +218,7 @@ def main(argv):
 
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
-    try:
-        with common.one_line_errors(tr.CheckpointError, OSError, ValueError):
-            model, params, words, loss = train(config, workdir, policy, jit=not flags.FLAGS.nojit)
-    except tr.Interrupted as stopped:
-        common.stop(stopped, 130)
-    except KeyboardInterrupt:
-        common.stop("interrupted between two checkpoints; the same command goes on from the last", 130)
-    except tr.Diverged as broken:
-        common.stop(broken, 1)
+    model, params, words, loss = train(config, workdir, policy, **common.fit_options())
     options = {name: flags.FLAGS[name].value for name in ("temperature", "top_k")}
     print(write(model, params, words, workdir, config, **options))
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, sample.txt, weights")
@@ -237,8 +228,7 @@ def main(argv):
 if __name__ == "__main__":
     common.define_flags(Config, by="preset")
     flags.DEFINE_string("workdir", None, "the run's folder (default: runs/language_model)")
-    flags.DEFINE_bool("restart", False, "remove the run in workdir first")
-    flags.DEFINE_bool("nojit", False, "run op by op, to step through in a debugger")
+    common.define_run_flags()
     flags.DEFINE_float("temperature", 0.8, "of the sample at the end", lower_bound=0)
     flags.DEFINE_integer("top_k", 200, "of the sample at the end", lower_bound=1)
-    app.run(main, flags_parser=common.parse_flags)
+    common.run(main)

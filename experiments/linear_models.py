@@ -20,12 +20,12 @@ of the regions they decide on is left in --workdir.
 """
 
 import pathlib
-import sys
 
+import _common as common
 import jax
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import flags, logging
 
 from fnet import layers as nn
 from fnet import transforms as ft
@@ -230,14 +230,14 @@ def define_flags():
 
 def main(argv):
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+        common.stop(f"{argv[1]}: flags begin with --, as in --seed=1")
     logging.set_verbosity(logging.WARNING)      # JAX reports every accelerator it does not find
     options = flags.FLAGS
     path = pathlib.Path(options.workdir) / "decision_regions.png"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.exit(f"--workdir={options.workdir} cannot be made ({error.strerror}): name another")
+        common.stop(f"--workdir={options.workdir} cannot be made ({error.strerror}): name another")
     compare_losses(options.l2)
     panels, points = compare_depths(options.width, options.steps, options.noise, options.seed)
     draw(panels, points, path)
@@ -246,4 +246,4 @@ def main(argv):
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    common.run(main)

@@ -14,11 +14,12 @@ script compares them and stops if any parameter (relatively) or loss differs by 
 
 import sys
 
+import _common as common
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import flags, logging
 
 from fnet import layers as nn
 from fnet import transforms as ft
@@ -193,7 +194,7 @@ def define_flags():
 
 def main(argv):
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+        common.stop(f"{argv[1]}: flags begin with --, as in --seed=1")
     logging.set_verbosity(logging.WARNING)      # JAX reports every accelerator it does not find
     names = ("steps", "batch_size", "width", "rate", "seed", "print_every")
     data = datasets.load("digits")
@@ -206,4 +207,4 @@ def main(argv):
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    common.run(main)

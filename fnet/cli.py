@@ -20,9 +20,18 @@ from fnet.hardware._chip import Chip, si
 _WIDTH = 100      # columns of text that goes into a pipe or a file
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse's, except that a wrong command line is answered with one line."""
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} ({self.prog} --help lists what there is)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, or 2 where the command line asks for what is not there."""
-    parser = argparse.ArgumentParser(prog="fnet", description="fnet: neural networks as pure functions on JAX.")
+    """Runs the command and returns its exit code: 0, 2 where the command line asks for what is not there, 1 where
+    something else went wrong. Either is one line on the standard error; with --debug the traceback."""
+    parser = _Parser(prog="fnet", description="fnet: neural networks as pure functions on JAX.")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of what goes wrong")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="<command>")
     devices = commands.add_parser("devices", help="what this machine has, the policy for it, and why; a CPU is "
                                   "probed for about a second, once (not where FNET_PROBE=0)")
@@ -30,12 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     chips = commands.add_parser("chips", help="the catalogue, or one row of it")
     chips.add_argument("name", nargs="*", help='a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
     args = parser.parse_args(argv)
-    if args.command == "devices":
-        return _devices(args.measure)
-    if args.command == "chips":
-        return _row(" ".join(args.name)) if args.name else _catalogue()
-    parser.print_help()
-    return 0
+    try:
+        if args.command == "devices":
+            return _devices(args.measure)
+        if args.command == "chips":
+            return _row(" ".join(args.name)) if args.name else _catalogue()
+        parser.print_help()
+        return 0
+    except BrokenPipeError:      # as in fnet chips | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if args.debug:
+            raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        print(f"fnet {args.command}: {first} (fnet --debug {args.command} shows where)", file=sys.stderr)
+        return 2 if isinstance(error, ValueError | OSError) else 1
 
 
 def _devices(measure: bool) -> int:

@@ -1,9 +1,13 @@
 """The `fnet` command as a person meets it: its output, its errors, its exit codes."""
 
+import contextlib
+import io
 import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fnet.cli import main
 from fnet.hardware import chips
@@ -117,3 +121,38 @@ def test_a_fresh_process():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("fnet chips: no chip is called 'TPU v9'")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("argv", "text"), [
+    (["chip"], "fnet: argument <command>: invalid choice: 'chip' (choose from"),
+    (["devices", "--fast"], "fnet: unrecognized arguments: --fast (fnet --help lists what there is)"),
+    (["chips", "--x", "TPU"], "fnet: unrecognized arguments: --x"),
+])
+def test_a_wrong_command_line_is_one_line(capsys, argv, text):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.startswith(text) and err.count("\n") == 1, err
+
+
+def test_what_goes_wrong_is_one_line_unless_debug_is_asked_for(capsys, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("the first line\nand more")
+
+    monkeypatch.setattr("fnet.cli._catalogue", broken)
+    assert run(capsys, "chips") == (1, "", "fnet chips: the first line (fnet --debug chips shows where)\n")
+    with pytest.raises(RuntimeError, match="and more"):
+        main(["--debug", "chips"])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text(max_size=8) | st.sampled_from(["chips", "--measure", "--debug", "H100", "TPU v3"]), max_size=4))
+def test_random_words_never_give_a_traceback(argv):
+    if "devices" in argv or "--debug" in argv:
+        return
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main(argv)
+        except SystemExit as end:      # argparse's
+            code = end.code
+    assert code in (0, 2) and err.getvalue().count("\n") == (code == 2), (argv, err.getvalue())

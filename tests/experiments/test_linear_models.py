@@ -26,6 +26,8 @@ def standard_promotion():
 
 @pytest.fixture(scope="module")
 def script():
+    if str(SCRIPT.parent) not in sys.path:                 # where a script finds its neighbours
+        sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("linear_models", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -166,5 +168,5 @@ def test_the_script_from_end_to_end(tmp_path):
 def test_wrong_arguments(tmp_path):
     (tmp_path / "file").write_text("")
     done = run(f"--workdir={tmp_path / 'file'}")
-    assert done.returncode == 1
-    assert done.stderr == f"--workdir={tmp_path / 'file'} cannot be made (File exists): name another\n"
+    assert done.returncode == 2
+    assert done.stderr == f"error: --workdir={tmp_path / 'file'} cannot be made (File exists): name another\n"
