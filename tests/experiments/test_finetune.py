@@ -134,6 +134,8 @@ def test_the_whole_network_is_trained(tiny, weights, tmp_path, capsys):
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, state, were)))
 
     held, data = finetune.network(options), finetune.load(options, None)
+    shifted = jax.eval_shape(finetune.AUGMENT["flip_crop"], jax.random.key(0), data.train_images[:2])
+    assert shifted.shape == (2, 8, 8, 1)
     frozen = dataclasses.replace(options, freeze_norms=True)
     model = dataclasses.replace(SMALL, classes=10)
     _, params, state, forward = finetune.everything(frozen, policy(), held, model, data)
