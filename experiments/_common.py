@@ -7,6 +7,7 @@ given cannot be used. 130: interrupted where there was nothing to save.
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import typing
 
@@ -41,7 +42,7 @@ def config_from_flags(cls, presets=None, by=None):
     """Defaults, then the preset named by the field `by`, then --config, then the flags given.
 
     Raises:
-      ConfigError: an unknown preset, or a value that the dataclass does not take.
+      ConfigError: an unknown preset, a value that the dataclass does not take, or no finite number.
     """
     values = {}
     if flags.FLAGS.config:
@@ -53,7 +54,14 @@ def config_from_flags(cls, presets=None, by=None):
         if choice not in presets:
             raise tr.ConfigError(f"no {by} is called '{choice}': use {', '.join(presets)}")
         values = presets[choice] | {k: v for k, v in values.items() if v is not None}
-    return tr.from_dict(cls, values)
+    config = tr.from_dict(cls, values)
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise tr.ConfigError(f"--{name}={value}: it has to be a finite number")
+    if not 0 <= getattr(config, "seed", 0) < 2**32:
+        raise tr.ConfigError(f"--seed={config.seed}: it has to be between 0 and 2^32 - 1")
+    return config
 
 
 def decided(config, *workdirs, restart=False):
@@ -68,11 +76,11 @@ def decided(config, *workdirs, restart=False):
 
 
 def positive(config, *names):
-    """Holds fields to finite numbers above 0, where they have a value."""
+    """Holds fields to numbers above 0, where they have a value."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise tr.ConfigError(f"--{name}={value}: it has to be more than 0, and finite")
+        if value is not None and value <= 0:
+            raise tr.ConfigError(f"--{name}={value}: it has to be more than 0")
 
 
 def define_run_flags():

@@ -201,6 +201,8 @@ def checked(config):
         if getattr(config, name) not in known:
             raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
     common.positive(config, "width", "depth", "epochs", "steps", "batch_size", "learning_rate")
+    if not 0 <= config.label_smoothing < 1:
+        raise tr.ConfigError(f"--label_smoothing={config.label_smoothing}: it is a share, from 0 to below 1")
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
     tr.schedule(config.schedule, 0.1, 1, warmup=config.warmup)
     return config

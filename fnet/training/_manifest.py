@@ -62,8 +62,9 @@ def write_arrays(path: Path, arrays: list[tuple[str, np.ndarray]]) -> tuple[dict
         file.write(head)
         for _, array in arrays:
             raw = raw_bytes(array)
-            total = zlib.crc32(raw, total)
-            places.append({"at": [begin, begin + len(raw)], "crc32": zlib.crc32(raw)})
+            own = zlib.crc32(raw)
+            total = joined(total, own, raw)
+            places.append({"at": [begin, begin + len(raw)], "crc32": own})
             file.write(raw)
             begin += len(raw)
         file.flush()
@@ -77,6 +78,35 @@ def raw_bytes(array: np.ndarray) -> memoryview:
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     return memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
+
+
+def joined(before: int, own: int, raw: Any) -> int:
+    """The CRC-32 of some bytes and `raw` after them, from that of the first and `raw`'s own.
+
+    Source: zlib's crc32_combine, which multiplies polynomials over GF(2).
+    """
+    if len(raw) < 1 << 18:      # sooner done over again
+        return zlib.crc32(raw, before)
+    power, n, shift = 1 << 31, len(raw), 3
+    while n:
+        if n & 1:
+            power = _times(_POWERS[shift & 31], power)
+        n, shift = n >> 1, shift + 1
+    return _times(power, before) ^ own
+
+
+def _times(a, b):
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = (b >> 1) ^ (0xEDB88320 if b & 1 else 0)
+    return product
+
+
+_POWERS = [1 << 30]      # x^(2^n) modulo the polynomial
+for _ in range(31):
+    _POWERS.append(_times(_POWERS[-1], _POWERS[-1]))
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
@@ -242,8 +272,9 @@ def read_leaves(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
                 raw = np.empty(end - begin, np.uint8)
                 if file.readinto(memoryview(raw)) < end - begin:
                     raise Damaged(f"{name} ends early")
-                total, at = zlib.crc32(raw, total), end
-                if zlib.crc32(raw) != piece["crc32"]:
+                own = zlib.crc32(raw)
+                total, at = joined(total, own, raw), end
+                if own != piece["crc32"]:
                     wrong = wrong or f"'{path}' does not have the checksum it was written with"
                 _place(arrays, path, content["leaves"][path], piece, raw)
             total = _skip(file, size - at, total)

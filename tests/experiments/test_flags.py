@@ -112,7 +112,10 @@ def test_random_flags_never_give_a_traceback(command, name, arguments):
 
 
 @pytest.mark.parametrize("name, arguments, text", [
-    ("image_classification", ["--learning_rate=nan"], "--learning_rate=nan: it has to be more than 0, and finite"),
+    ("image_classification", ["--learning_rate=nan"], "--learning_rate=nan: it has to be a finite number"),
+    ("image_classification", ["--learning_rate=-1"], "--learning_rate=-1.0: it has to be more than 0"),
+    ("image_classification", ["--label_smoothing=-3"], "--label_smoothing=-3.0: it is a share, from 0 to below 1"),
+    ("language_model", ["--seed=-1"], "--seed=-1: it has to be between 0 and 2^32 - 1"),
     ("image_classification", ["--steps=inf"], "flag --steps=inf"),
     ("image_classification", ["--nonfinite=hope"], "flag --nonfinite=hope: value should be one of <stop"),
     ("image_classification", ["--flagfile=/nowhere"], "/nowhere"),

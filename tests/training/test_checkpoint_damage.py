@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,14 @@ def test_what_a_manifest_may_not_say(saved):
         (folder / "manifest.json").write_bytes(body + b'"blake2b": "%s"}\n' % digest)
         with pytest.raises(tr.CheckpointError, match=text):
             saved.verify(2)
+
+
+def test_checksums_are_joined_as_zlib_would_go_on():
+    rng = np.random.default_rng(0)
+    for size in (1 << 18, (1 << 18) + 1, 1_234_567, 8_388_608):
+        first, second = rng.bytes(1000), rng.bytes(size)
+        own = zlib.crc32(second)
+        assert _manifest.joined(zlib.crc32(first), own, second) == zlib.crc32(first + second)
 
 
 # Saving where it cannot be done.
