@@ -35,8 +35,9 @@ bench: .venv-bench/.installed
 	$(PEERS) cnn gpt --allocator=tuned --dtype=float32,mixed $(ARGS)
 	$(PEERS) lstm vit-tiny resnet18 --mode=train,infer $(ARGS)
 
-verify-pretrained: $(STAMP)
-	$(BIN)/python tests/reference/verify_pretrained.py $(ARGS)
+# In an environment of its own, too: PyTorch's twins and scikit-image's photos.
+verify-pretrained: .venv-verify/.installed
+	.venv-verify/bin/python tests/reference/verify_pretrained.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -52,6 +53,11 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 .venv-bench/.installed: pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv .venv-bench
 	$(call install,.venv-bench/bin/python,bench)
+	@touch $@
+
+.venv-verify/.installed: pyproject.toml $(wildcard constraints/*.txt)
+	$(PYTHON) -m venv .venv-verify
+	$(call install,.venv-verify/bin/python,experiments$(comma)verify)
 	@touch $@
 
 clean:

@@ -1,8 +1,15 @@
-"""One step on many chips: what it sends between them.
+"""One plain step on many chips: how it is spread, why, and what is sent.
 
     from fnet import parallel
+    from fnet import transforms as ft
+
+    plan = parallel.plan(step, init, batch)
+    print(plan)
+    state = plan.init(jax.random.key(0))
+    step = ft.parallel(step, plan)
 """
 
 from fnet.parallel._ledger import Ledger, Transfer, ledger
+from fnet.parallel._plan import STRATEGIES, Candidate, Plan, plan
 
-__all__ = ["Ledger", "Transfer", "ledger"]
+__all__ = ["STRATEGIES", "Candidate", "Ledger", "Plan", "Transfer", "ledger", "plan"]

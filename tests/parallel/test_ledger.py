@@ -88,6 +88,8 @@ ENTRY %main (x: f32[2]) -> f32[8] {
   %h = f32[8]{0} all-gather-done(%g)
   %q = (f8e4m3fn[6]{0}, f8e4m3fn[6]{0}, u32[], u32[]) collective-permute-start(%y), source_target_pairs={{0,1}}
   %s = ((f32[2]{0}), f32[8]{0}, s32[]) async-start(%x), calls=%wrapped
+  %c = f32[2] all-reduce(%x), metadata={op_name="jit(f)/transpose(jvp(block))/(up/dot:down/reduce_sum)" id=3}
+  %d = f32[2] all-reduce(%x), metadata={op_name="jit(f)/(transpose(jvp(up))/dot:down/reduce_sum)" id=3}
   %r = (s4[4]{0}, s4[4]{0}) all-reduce-start(%a, %b), to_apply=%add
 }
 """
@@ -95,8 +97,9 @@ ENTRY %main (x: f32[2]) -> f32[8] {
 
 def test_collectives_that_are_started():
     found = parallel.ledger(STARTED)
-    assert [(t.collective, t.bytes, t.group) for t in found.transfers] == [
-        ("all-gather", 32, 4), ("collective-permute", 6, 4), ("all-gather", 32, 2), ("all-reduce", 4, 4)]
+    assert [(t.collective, t.bytes, t.group, t.scope) for t in found.transfers] == [
+        ("all-gather", 32, 4, ""), ("collective-permute", 6, 4, ""), ("all-gather", 32, 2, ""),
+        ("all-reduce", 8, 4, "block"), ("all-reduce", 8, 4, ""), ("all-reduce", 4, 4, "")]
 
 
 def test_errors():

@@ -1,0 +1,107 @@
+"""Which leaf of a training state is split over which axis of the chips, and why not where it is not."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from fnet import _jax
+
+SMALL = 1 << 12    # numbers of an array below which splitting it costs more than it saves
+_KEEPS = frozenset(("convert_element_type", "copy", "optimization_barrier", "sharding_constraint", "name"))
+
+
+class Layout(NamedTuple):
+    """A state's specs, and why leaves are whole: [(path, shape, reason)]."""
+
+    specs: Any
+    whole: list
+
+
+def layout(state, strategy: str, chips: int, scanned: frozenset[str]) -> Layout:
+    """The specs of a state for a strategy: "data" (all whole), "zero1" (all but the parameters split), "fsdp" (all).
+
+    An array is split along its largest axis that the chips divide, of equals the last; but not along one that a scan
+    goes over, since every turn would gather it. What has a parameter's path and shape, as an optimiser's moments have,
+    is split as the parameter is.
+
+    Args:
+        state: a tree of shapes.
+        scanned: paths of the leaves whose first axis a scan goes over.
+    """
+    leaves, structure = jax.tree.flatten_with_path(state)
+    model = {path: leaf.shape for path, leaf in leaves if _is_parameter(path, state)}
+    specs, whole = [], []
+    for path, leaf in leaves:
+        name, parameter = jax.tree_util.keystr(path), _parameter_of(path, leaf.shape, model)
+        if strategy == "data" or (strategy == "zero1" and path in model):
+            specs.append(P())
+            continue
+        source = parameter if parameter is not None else path
+        spec, reason = _spec(leaf.shape, chips, first=jax.tree_util.keystr(source) in scanned)
+        specs.append(spec)
+        if reason:
+            whole.append((name, leaf.shape, reason))
+    return Layout(jax.tree.unflatten(structure, specs), whole)
+
+
+def _spec(shape, chips, *, first):
+    size = 1
+    for n in shape:
+        size *= n
+    if size < SMALL:
+        return P(), "small"
+    axes = [i for i in range(1 if first else 0, len(shape)) if shape[i] % chips == 0 and shape[i]]
+    if not axes:
+        return P(), f"no axis of {list(shape)} is a multiple of {chips}"
+    axis = max(axes, key=lambda i: (shape[i], i))
+    return P(*[None] * axis, "data"), None
+
+
+def _is_parameter(path, state) -> bool:
+    """Whether a leaf is the model's: of `state.params`, `state["params"]`, or the first of a tuple."""
+    if not path:
+        return False
+    return _head(path[0]) == ("params" if hasattr(state, "params") or isinstance(state, dict) else 0)
+
+
+def _parameter_of(path, shape, model):
+    """The parameter whose path ends a leaf's path, with its shape."""
+    for start in range(len(path)):
+        tail = path[start:]
+        for name, found in model.items():
+            if name[1:] == tail and found == shape and tail:
+                return name
+    return None
+
+
+def _head(key):
+    return getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))
+
+
+def scanned_leaves(jaxpr, paths: list) -> frozenset[str]:
+    """The inputs of a jaxpr whose first axis a scan goes over, by path."""
+    marks = _scanned(jaxpr, [{i} for i in range(len(jaxpr.invars))])
+    return frozenset(jax.tree_util.keystr(paths[i]) for i in marks if i < len(paths))
+
+
+def _scanned(jaxpr, origins: list) -> set:
+    came = dict(zip(jaxpr.invars, origins))
+    read = lambda v: set() if isinstance(v, _jax.Literal) else came.get(v, set())
+    found = set()
+    for eqn in jaxpr.eqns:
+        inputs = list(map(read, eqn.invars))
+        if eqn.primitive.name == "scan":
+            consts, carry, _ = _jax.scan_parts(eqn)
+            found.update(*inputs[consts + carry:])
+            found |= _scanned(_jax.close(eqn.params["jaxpr"]).jaxpr,
+                              [*inputs[:consts], *(set() for _ in inputs[consts:])])
+            continue
+        for sub in _jax.sub_jaxprs(eqn):
+            if sub.kind == "call" and len(sub.jaxpr.invars) == len(inputs):
+                found |= _scanned(sub.jaxpr, inputs)
+        if eqn.primitive.name in _KEEPS and inputs:
+            came[eqn.outvars[0]] = inputs[0]
+    return found

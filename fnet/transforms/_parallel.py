@@ -1,0 +1,45 @@
+"""parallel: a plain step, run on the chips of a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fnet.transforms._pins import pin
+
+
+def parallel(step: Callable, plan: Any) -> Callable:
+    """A plain `step(state, batch) -> (state, metrics)` on all chips of a plan, with the numbers of one.
+
+        plan = parallel.plan(step, init, batch)
+        state = plan.init(jax.random.key(0))
+        step = ft.parallel(step, plan)
+        state, metrics = step(state, batch)
+
+    The step is written for one device and sees the whole batch: means over it, batch statistics included, are over all
+    chips. The state lies as the plan says before and after; its memory is taken over by the new one. Batches may be
+    NumPy arrays.
+
+    Args:
+        step: what was planned.
+        plan: of `fnet.parallel.plan`.
+
+    Returns:
+        The compiled step, with jit's `lower` and `trace`.
+    """
+    function = pin(step, plan.mesh, "data") if plan.pins else step
+    whole = NamedSharding(plan.mesh, P())
+    compiled = jax.jit(function, in_shardings=(plan.state, plan.batch), out_shardings=(plan.state, whole),
+                       donate_argnums=0)
+
+    @functools.wraps(step)
+    def run(state, batch):
+        return compiled(state, batch)
+
+    run.lower, run.trace = compiled.lower, compiled.trace
+    return run
