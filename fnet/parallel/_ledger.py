@@ -145,8 +145,8 @@ def _group(line, default):
 
 
 def _scope(line):
-    """The path of named scopes of an op_name: jit(step)/transpose(jvp(block))/up/dot_general -> block/up. Of several that
-    XLA has made one, block/(up/add:down/add), what they share."""
+    """The path of named scopes of an op_name: jit(step)/transpose(jvp(block))/up/dot_general -> block/up. Of several
+    that XLA has made one, block/(up/add:down/add), what they share."""
     found = re.search(r'op_name="([^"]*)"', line)
     parts = re.sub(r"(^|/)\(.*", r"\1", found[1]).split("/")[:-1] if found else []
     names = []
