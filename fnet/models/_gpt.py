@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from fnet import layers as nn
 from fnet.models._blocks import Blocks
-from fnet.models._model import Model
+from fnet.models._model import LanguageModel
 from fnet.models._rules import Names, Rule, Spare, Tied, torch
 
 zeros = jax.nn.initializers.zeros
@@ -44,7 +44,7 @@ def _rules(ours, theirs):
     return (*rules, *masks)
 
 
-class GPT(Model):
+class GPT(LanguageModel):
     """A decoder of text: GPT-2, and any size of it.
 
     Learnt positions; blocks of causal attention and an MLP of four times the width with GELU, each behind its
@@ -92,18 +92,7 @@ class GPT(Model):
     epsilon: float = 1e-5
     stacked: bool = True
 
-    def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
-        embed, at, x = self._body(scope, tokens, lengths)
-        return embed.attend(at, x)
-
-    @nn.method
-    def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
-        """Losses [batch, time] in nats of labels [batch, time], the tokens that follow, for large vocabularies: logits
-        are never all in memory (`nn.linear_cross_entropy`)."""
-        embed, at, x = self._body(scope, tokens, lengths)
-        return embed.cross_entropy(at, x, labels)
-
-    def _body(self, scope, tokens, lengths):
+    def _body(self, scope, tokens, lengths):                               # [batch, time]
         tokens = jnp.asarray(tokens)
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         positions = nn.Embed(self.context, self.width)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from fnet import layers as nn
 from fnet.models import _llama2c
 from fnet.models._blocks import Blocks
-from fnet.models._model import Model
+from fnet.models._model import LanguageModel
 from fnet.models._rules import DENSE, SAME, Names, Rule, Spare, Tied, torch
 
 
@@ -45,7 +45,7 @@ _HUGGING_FACE = tuple(f"model.layers.{{i}}.{part}.weight" for part in (
 _LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_weight")
 
 
-class Llama(Model):
+class Llama(LanguageModel):
     """A decoder of text: Llama 1 and 2, Llama 3, and the small ones of llama2.c.
 
     Rotary positions; blocks of causal grouped-query attention and a SwiGLU, `down(silu(gate(x)) * up(x))`, each behind
@@ -123,18 +123,7 @@ class Llama(Model):
     epsilon: float = 1e-5
     stacked: bool = True
 
-    def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
-        head, at, x = self._body(scope, tokens, lengths)
-        return head.attend(at, x) if self.tied else head(at, x)
-
-    @nn.method
-    def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
-        """Losses [batch, time] in nats of labels [batch, time], the tokens that follow, for large vocabularies: logits
-        are never all in memory (`nn.linear_cross_entropy`)."""
-        head, at, x = self._body(scope, tokens, lengths)
-        return head.cross_entropy(at, x, labels)
-
-    def _body(self, scope, tokens, lengths):
+    def _body(self, scope, tokens, lengths):                               # [batch, time]
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         rotary = nn.Rotary(self.rotary_base, interleaved=self.interleaved)
         block = llama_block(heads=self.heads, kv_heads=self.kv_heads, hidden=self.hidden, rotary=rotary,

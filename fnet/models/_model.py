@@ -45,3 +45,19 @@ class Model(nn.Layer):
     def example(self) -> jax.ShapeDtypeStruct:
         """The shape and dtype of an input of the published size, one row: `model.spec(model.example())`."""
         raise NotImplementedError(f"{type(self).__name__} has no example(self)")
+
+
+class LanguageModel(Model):
+    """A model of text whose logits are made from what a body leaves, by a head: `_body(scope, tokens, lengths)` gives
+    (the head, an `nn.Dense` or the `nn.Embed` that it is tied to, its place, and its input [batch, time, width])."""
+
+    def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
+        head, at, x = self._body(scope, tokens, lengths)
+        return head.attend(at, x) if isinstance(head, nn.Embed) else head(at, x)
+
+    @nn.method
+    def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
+        """Losses [batch, time] in nats of labels [batch, time], the tokens that follow, for large vocabularies: logits
+        are never all in memory (`nn.linear_cross_entropy`)."""
+        head, at, x = self._body(scope, tokens, lengths)
+        return head.cross_entropy(at, x, labels)

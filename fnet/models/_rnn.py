@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import layers as nn
-from fnet.models._model import Model
+from fnet.models._model import LanguageModel, Model
 
 zeros = jax.nn.initializers.zeros
 
 
-class LSTMLanguageModel(Model):
+class LSTMLanguageModel(LanguageModel):
     """A decoder of text: LSTMs one above the other, dropout between them but never over time.
 
     Args:
@@ -46,18 +46,7 @@ class LSTMLanguageModel(Model):
     dropout: float = 0.0
     tied: bool = False
 
-    def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
-        head, at, x = self._body(scope, tokens, lengths)
-        return head.attend(at, x) if self.tied else head(at, x)
-
-    @nn.method
-    def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
-        """Losses [batch, time] in nats of labels [batch, time], the tokens that follow, for large vocabularies: logits
-        are never all in memory (`nn.linear_cross_entropy`)."""
-        head, at, x = self._body(scope, tokens, lengths)
-        return head.cross_entropy(at, x, labels)
-
-    def _body(self, scope, tokens, lengths):
+    def _body(self, scope, tokens, lengths):                               # [batch, time]
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         x = embed(at, tokens)                                              # [batch, time, width]
         for i in range(self.depth):
