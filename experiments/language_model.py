@@ -22,7 +22,6 @@ import _pictures as pictures
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import flags, logging
 
 from fnet import hardware as hw
@@ -122,24 +121,18 @@ def train(config, workdir, policy, **fit_options):
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
 
         def loss(params):
-            logits = model(params, tokens[:, :-1], key=key, train=True)     # [batch, context, vocab_size]
-            logits = logits.astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(), logits
+            return model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:], key=key, train=True).mean()
 
-        gradient = ft.autocast(ft.scaled_value_and_grad(loss, has_aux=True), policy)
-        (value, logits), grads = gradient(state.opt_state, state.params)
-        metrics = {"loss": value, "accuracy": tr.mean(logits.argmax(-1) == tokens[:, 1:]),
-                   "learning_rate": rate(state.step)}
+        value, grads = ft.autocast(ft.scaled_value_and_grad(loss), policy)(state.opt_state, state.params)
+        metrics = {"loss": value, "learning_rate": rate(state.step)}
         if scaler := ft.loss_scale_state(state.opt_state):
             metrics |= {"loss_scale": scaler.scale, "skipped": scaler.skipped.astype(jnp.float32)}
         return state.apply(tx, grads), metrics
 
     def measure(state, batch):
         tokens = batch["tokens"].astype(jnp.int32)
-        logits = ft.autocast(model, policy)(state.averaged, tokens[:, :-1]).astype(jnp.float32)
-        weight = jnp.broadcast_to(batch["weight"][:, None], tokens[:, 1:].shape)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return {"loss": tr.mean(each, weight), "accuracy": tr.mean(logits.argmax(-1) == tokens[:, 1:], weight)}
+        each = ft.autocast(model.cross_entropy, policy)(state.averaged, tokens[:, :-1], tokens[:, 1:])
+        return {"loss": tr.mean(each, jnp.broadcast_to(batch["weight"][:, None], each.shape))}
 
     held_out = tr.stretches(test_tokens, config.context)[:2000]
     evaluate = {"validation": tr.evaluator(measure, {"tokens": held_out}, batch_size=config.batch_size)}
