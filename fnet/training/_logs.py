@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
+import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,25 +64,65 @@ class Logger:
             new = path.with_suffix(".jsonl.new")
             new.write_text("".join(json.dumps(row) + "\n" for row in kept))
             os.replace(new, path)
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line, on the disk when this returns."""
+        """One line, with the operating system when this returns.
+
+        Raises:
+          OSError: it cannot be written, naming the file.
+        """
         scalars = {k: float(v) for k, v in values.items() if np.ndim(v) == 0}
         row = {k: v if np.isfinite(v) else None for k, v in scalars.items()}
-        self._file.write(json.dumps({"step": step} | row) + "\n")
-        self._file.flush()
+        _written(self._file, (json.dumps({"step": step} | row) + "\n").encode())
         if self._tensorboard:
             if self._events is None:
-                from tensorboardX import SummaryWriter
-
-                self._events = SummaryWriter(
-                    str(self.workdir / EVENTS), purge_step=self._step + 1
-                )
-            for name, value in scalars.items():
-                self._events.add_scalar(name, value, step)
+                self._events = _Events(self.workdir / EVENTS, self._step + 1)
+            self._events.write(step, scalars)
 
     def close(self) -> None:
         self._file.close()
         if self._events is not None:
             self._events.close()
+
+
+class _Events:
+    """TensorBoard's file, in tensorboardX's formats. Its SummaryWriter would write in a thread, which on a full disk
+    leaves tracebacks where the run has one sentence."""
+
+    def __init__(self, folder: Path, first: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._file = (folder / name).open("ab", buffering=0)
+        self._event(file_version="brain.Event:2")
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        # What an earlier process wrote of steps that are done again is not shown.
+        self._event(step=first, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        shown = [Summary.Value(tag=re.sub(r"[^-/\w.]", "_", name), simple_value=v) for name, v in values.items()]
+        self._event(step=step, summary=Summary(value=shown))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _event(self, **fields) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.record_writer import masked_crc32c
+
+        data = Event(wall_time=time.time(), **fields).SerializeToString()
+        head = struct.pack("<Q", len(data))
+        sums = [struct.pack("<I", masked_crc32c(part)) for part in (head, data)]
+        _written(self._file, head + sums[0] + data + sums[1])
+
+
+def _written(file: Any, data: bytes) -> None:
+    """All of it, to an unbuffered file. A disk that is nearly full takes a part."""
+    try:
+        while data:
+            data = data[file.write(data):]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file.name)) from None

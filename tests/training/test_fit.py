@@ -244,6 +244,31 @@ def test_what_is_logged(tmp_path, evaluate, capsys):
     assert len(list((tmp_path / "tensorboard").glob("events*"))) == 1
 
 
+def events(file):
+    """What a TensorBoard file holds: each record's length, its checksum, the event, its checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
+
+    raw, found = file.read_bytes(), []
+    while raw:
+        size = int.from_bytes(raw[:8], "little")
+        data, sums = raw[12:12 + size], (raw[8:12], raw[12 + size:16 + size])
+        assert [int.from_bytes(one, "little") for one in sums] == [masked_crc32c(raw[:8]), masked_crc32c(data)]
+        found.append(Event.FromString(data))
+        raw = raw[16 + size:]
+    return found
+
+
+def test_what_tensorboard_is_shown(tmp_path):
+    logger = tr.Logger(tmp_path, step=4)
+    logger.write(6, {"train/loss": 0.5, "test/top 5": 0.25, "test/confusion": np.zeros((2, 2))})
+    logger.close()
+    first, restart, row = events(next((tmp_path / "tensorboard").iterdir()))
+    assert first.file_version == "brain.Event:2" and (restart.step, restart.session_log.status) == (5, 1)
+    assert row.step == 6 and [(v.tag, v.simple_value) for v in row.summary.value] == [
+        ("train/loss", 0.5), ("test/top_5", 0.25)]
+
+
 def test_a_bar_on_a_terminal(capsys):
     tr.fit(step, start(), batches(), steps=4, log_every=2, progress=tr.Progress(bar=True, refresh=1e9))
     out = capsys.readouterr().out
@@ -282,3 +307,13 @@ def test_interrupted_without_a_workdir():
 
     with pytest.raises(tr.Interrupted, match="without a workdir nothing is kept"):
         tr.fit(step, start(), interrupting, steps=5)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_metrics_that_cannot_be_written_name_their_file(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    logger = tr.Logger.__new__(tr.Logger)                  # opening it would read what is there, which never ends
+    logger.workdir, logger._tensorboard, logger._file = tmp_path, False, (tmp_path / "metrics.jsonl").open("ab", 0)
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.jsonl'"):
+        logger.write(1, {"loss": 1.0})
+    logger._file.close()
