@@ -211,7 +211,7 @@ def checked(config):
 def main(argv):
     if argv[1:]:
         common.stop(f"{argv[1]}: flags begin with --, as in --dataset=digits")
-    logging.set_verbosity(logging.WARNING)                 # Orbax says a lot
+    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
     with common.one_line_errors(ValueError):               # ConfigError, and unknown names
         config = checked(common.config_from_flags(Config, PRESETS, by="dataset"))
         workdir = Path(flags.FLAGS.workdir or f"runs/{config.dataset}")

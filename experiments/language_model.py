@@ -200,7 +200,7 @@ def checked(config):
 def main(argv):
     if argv[1:]:
         common.stop(f"{argv[1]}: flags begin with --, as in --preset=small")
-    logging.set_verbosity(logging.WARNING)                 # Orbax says a lot
+    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
     with common.one_line_errors(ValueError, OSError):      # ConfigError, unknown names, files
         config = checked(common.config_from_flags(Config, PRESETS, by="preset"))
         workdir = Path(flags.FLAGS.workdir or "runs/language_model")

@@ -16,7 +16,8 @@ def facts(state: Any) -> dict[str, Any]:
     """The chip, how many of them hold the state, and the versions of what computes."""
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     devices = {device for leaf in arrays for device in leaf.sharding.device_set}
-    chip = hw.detect(min(devices or set(jax.local_devices()), key=lambda device: device.id))
+    here = [device for device in devices if device.process_index == jax.process_index()] or jax.local_devices()
+    chip = hw.detect(min(here, key=lambda device: device.id))
     return {"chip": chip.name, "kind": chip.kind, "devices": len(devices), "processes": jax.process_count(),
             "jaxlib": jaxlib.__version__}
 
