@@ -249,3 +249,14 @@ def test_a_second_signal_ends_at_once_even_in_a_call_that_no_handler_interrupts(
         _, err = process.communicate(timeout=30)
     assert time.monotonic() - began < 5 and process.returncode == 128 + getattr(signal, second)
     assert err == "ended at once; the run goes on from its last checkpoint\n"
+
+
+def test_in_a_notebook_the_second_is_a_keyboard_interrupt(monkeypatch):
+    from fnet.training._signals import signals
+
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    with pytest.raises(KeyboardInterrupt), signals() as seen:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert seen.received == "SIGINT"
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
