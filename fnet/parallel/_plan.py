@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import hardware
+from fnet.parallel._devices import devices_of
 from fnet.parallel._ledger import Ledger, ledger
 from fnet.parallel._shardings import layout, scanned_leaves
 from fnet.transforms._parallel import parallel
@@ -58,6 +59,8 @@ class Plan:
         candidates: what was compared.
         whole: (path, shape, why) of leaves that are on every chip although the strategy splits.
         chip: what each device is.
+        make: what makes a state of a key.
+        here: whether the chips are; a plan may be for a slice that is not.
     """
 
     mesh: Mesh
@@ -69,15 +72,23 @@ class Plan:
     whole: tuple[tuple[str, tuple[int, ...], str], ...]
     chip: hardware.Chip
     make: Callable = dataclasses.field(repr=False)
+    here: bool
 
     def init(self, key: jax.Array) -> Any:
         """The state that `init(key)` makes, born where it belongs: no chip ever holds more of it than its share."""
+        self._check_here("init")
         return jax.jit(self.make, out_shardings=self.state)(key)
 
     def place(self, state: Any) -> Any:
         """A state that exists already, such as one read from a file, put where it belongs. It is copied: the step takes
         over the memory of what it is given."""
+        self._check_here("place")
         return jax.tree.map(lambda x, where: jax.device_put(jnp.array(x, copy=True), where), state, self.state)
+
+    def _check_here(self, what):
+        if not self.here:
+            raise ValueError(f"plan.{what}: this plan is for {self.mesh.size} x {self.chip.name} that are not here; "
+                             "plan for devices='local' to run")
 
     def explain(self) -> str:
         """A table of the candidates and the reasons; every number says how it is known."""
@@ -122,14 +133,16 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         step: written for one device.
         init: `init(key) -> state`. The model's parameters are `state.params`, `state["params"]` or `state[0]`.
         batch: a batch, or its shapes: of each leaf the first axis is the rows.
-        devices: "local", or a list of devices.
+        devices: "local", a list of devices, or a TPU slice that need not be there, such as "v5e:4x4": with libtpu
+            installed, programs are compiled for it on any machine.
         strategy: one of `parallel.STRATEGIES`, to choose oneself; "fsdp" is with pins or without.
 
     Raises:
         ValueError: for an unknown strategy, rows that the devices do not divide, a step that does not return the state
             as it was given, or where nothing fits.
     """
-    devices = _devices(devices)
+    here = not isinstance(devices, str) or devices == "local"
+    devices = devices_of(devices)
     if strategy != "auto" and strategy not in STRATEGIES:
         raise ValueError(f"plan: no strategy is called {strategy!r}; there are auto, {', '.join(STRATEGIES)}")
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
@@ -147,8 +160,8 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         if strategy not in ("auto", name, name.partition("+")[0]):
             continue
         found = layout(state, kind, len(devices), scanned)
-        draft = Plan(mesh, name, pins, _placed(mesh, found.specs), jax.tree.map(
-            lambda x: NamedSharding(mesh, P("data") if x.ndim else P()), batch), (), tuple(found.whole), chip, init)
+        rows = jax.tree.map(lambda x: NamedSharding(mesh, P("data") if x.ndim else P()), batch)
+        draft = Plan(mesh, name, pins, _placed(mesh, found.specs), rows, (), tuple(found.whole), chip, init, here)
         compiled = parallel(step, draft).lower(state, batch).compile()
         stats = compiled.memory_analysis()
         peak = (stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -174,16 +187,6 @@ def _verdict(name, best, made, fits, memory):
     sent, least = made[name][1].ledger.sent, made[best][1].ledger.sent
     return "as much is sent, and it is simpler to have less split" if sent == least else (
         f"sends {sent / least:.2f} times as much" if least else "sends more")
-
-
-def _devices(devices):
-    if isinstance(devices, str):
-        if devices != "local":
-            raise ValueError(f"plan: devices are 'local' or a list of devices; got {devices!r}")
-        return jax.local_devices()
-    if not len(devices):
-        raise ValueError("plan: there must be at least one device; got an empty list")
-    return list(devices)
 
 
 def _shape(x):

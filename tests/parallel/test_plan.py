@@ -1,5 +1,6 @@
 """plan and parallel: the numbers of one device on eight, whichever way a step is spread, and why it was chosen."""
 
+import importlib.util
 import re
 
 import flax.linen as linen
@@ -250,7 +251,9 @@ STEP, INIT, ROWS = narrow()
      "plan: batch['x'] of shape (12, 512) has 12 rows, which 8 devices do not divide; nearest that do: 8 or 16"),
     (lambda: parallel.plan(STEP, INIT, np.ones((3, 512))), "nearest that do: 8"),
     (lambda: parallel.plan(STEP, INIT, ROWS, devices="cluster"),
-     "plan: devices are 'local' or a list of devices; got 'cluster'"),
+     "plan: devices are 'local', a list of devices, or a TPU slice such as 'v5e:4x4' (of v2, v3, v4, v5e, v5p, v6e, "
+     "tpu7x); got 'cluster'"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, devices="v9:2x2"), "got 'v9:2x2'"),
     (lambda: parallel.plan(STEP, INIT, ROWS, devices=[]), "plan: there must be at least one device; got an empty list"),
     (lambda: parallel.plan(lambda s, b: s, INIT, ROWS), "plan: a step returns (state, metrics); this one returns dict"),
     (lambda: parallel.plan(lambda s, b: ({"p": s["params"]}, 0), INIT, ROWS),
@@ -261,3 +264,25 @@ STEP, INIT, ROWS = narrow()
 def test_errors(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_a_slice_needs_libtpu(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape("plan: compiling for 'v5e:2x2' needs libtpu: pip install "
+                                                            "'fnet[tpu-plan]'")):
+        parallel.plan(STEP, INIT, ROWS, devices="v5e:2x2")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_slice_that_is_not_there():
+    plan = parallel.plan(STEP, INIT, ROWS, devices="v5e:2x2")
+    assert plan.explain().startswith("4 x TPU v5e, 16.0 GiB each: ")
+    assert {each.strategy for each in plan.candidates} == set(parallel.STRATEGIES)
+    assert all(each.peak > each.persistent > 0 and each.ledger.sent for each in plan.candidates)
+    exact = {"data": 4 << 20, "fsdp": 1 << 20}
+    assert all(each.persistent == exact.get(each.strategy, each.persistent) for each in plan.candidates)
+    with pytest.raises(ValueError, match=r"plan\.init: this plan is for 4 x TPU v5e that are not here; plan for "
+                                         "devices='local' to run"):
+        plan.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="plan: TPUs do not come as 'v5e:3x7': "):
+        parallel.plan(STEP, INIT, ROWS, devices="v5e:3x7")
