@@ -14,7 +14,7 @@ echo "installing fnet and its extras $(2) with $(1) ($$pins)"; \
 $(1) -m pip install --quiet --disable-pip-version-check -c $$pins -e '.[$(2)]'
 endef
 
-.PHONY: demo test torture lint bench clean
+.PHONY: demo test torture verify-pretrained lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -33,13 +34,14 @@ def layout(state, strategy: str, chips: int, scanned: frozenset[str]) -> Layout:
     """
     leaves, structure = jax.tree.flatten_with_path(state)
     model = {path: leaf.shape for path, leaf in leaves if _is_parameter(path, state)}
+    named = {(path[1:], shape): path for path, shape in model.items() if path[1:]}
     specs, whole = [], []
     for path, leaf in leaves:
-        name, parameter = jax.tree_util.keystr(path), _parameter_of(path, leaf.shape, model)
+        name = jax.tree_util.keystr(path)
         if strategy == "data" or (strategy == "zero1" and path in model):
             specs.append(P())
             continue
-        source = parameter if parameter is not None else path
+        source = next((named[path[i:], leaf.shape] for i in range(len(path)) if (path[i:], leaf.shape) in named), path)
         spec, reason = _spec(leaf.shape, chips, first=jax.tree_util.keystr(source) in scanned)
         specs.append(spec)
         if reason:
@@ -48,10 +50,7 @@ def layout(state, strategy: str, chips: int, scanned: frozenset[str]) -> Layout:
 
 
 def _spec(shape, chips, *, first):
-    size = 1
-    for n in shape:
-        size *= n
-    if size < SMALL:
+    if math.prod(shape) < SMALL:
         return P(), "small"
     axes = [i for i in range(1 if first else 0, len(shape)) if shape[i] % chips == 0 and shape[i]]
     if not axes:
@@ -65,16 +64,6 @@ def _is_parameter(path, state) -> bool:
     if not path:
         return False
     return _head(path[0]) == ("params" if hasattr(state, "params") or isinstance(state, dict) else 0)
-
-
-def _parameter_of(path, shape, model):
-    """The parameter whose path ends a leaf's path, with its shape."""
-    for start in range(len(path)):
-        tail = path[start:]
-        for name, found in model.items():
-            if name[1:] == tail and found == shape and tail:
-                return name
-    return None
 
 
 def _head(key):

@@ -268,7 +268,7 @@ class Checkpoints:
             return self._there(step)
         from jax.experimental import multihost_utils
 
-        chosen, failed, error = -1, [], None
+        chosen, failed = -1, []
         if jax.process_index() == 0:
             for step in reversed(self.steps()):
                 try:
@@ -279,7 +279,7 @@ class Checkpoints:
                     failed.append(self._set_aside(step, damage))
         chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
         if chosen < 0:
-            raise error or self._none_good(failed)
+            raise self._none_good(failed)
         self._warn(failed, chosen)
         return chosen
 
