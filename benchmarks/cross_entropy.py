@@ -12,7 +12,7 @@ import optax
 from benchmarks._harness import main, seconds
 from fnet import layers as nn
 
-BATCH, TIME, WIDTH, VOCAB = 4, 256, 256, 50257
+BATCH, TIME, WIDTH, VOCAB = 4, 512, 256, 50257
 
 
 def _whole(x, table, labels):
