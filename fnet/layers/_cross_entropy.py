@@ -17,7 +17,8 @@ def linear_cross_entropy(x, kernel, labels, *, bias=None, chunk_size: int | None
     Logits [batch, time, vocab_size] are the largest array of a language model's step: 6.6 GB for 32 texts of 1,024
     tokens of GPT-2's 50,257, and as much again for their gradient. Here the last axis but one is cut into chunks; each
     chunk's logits are made, reduced, forgotten, and made again for the gradient: a third more products with the kernel,
-    and on a CPU twice the time. Where whole logits fit into memory they are faster. Sums over the vocabulary are in float32 whatever x's dtype. Any number of derivatives, in either mode.
+    and on a CPU twice the time. Where whole logits fit into memory they are faster. Sums over the
+    vocabulary are in float32 whatever x's dtype. Any number of derivatives, in either mode.
 
     Args:
         x: [..., time, features], floating point. The leading axes stay whole, so that a sharded batch stays sharded.
