@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet import hardware
+from fnet import _jax, hardware
 from fnet.parallel._devices import devices_of
 from fnet.parallel._ledger import Ledger, ledger
 from fnet.parallel._shardings import layout, scanned_leaves
@@ -58,6 +58,8 @@ class Plan:
         state, batch: trees of `NamedSharding`s.
         candidates: what was compared.
         whole: (path, shape, why) of leaves that are on every chip although the strategy splits.
+        shapes: the batch's tree of shapes. axes: the axes of the mesh that its rows are spread over.
+        unused: paths of the batch's leaves that the step does not read.
         chip: what each device is.
         make: what makes a state of a key.
         here: whether the chips are; a plan may be for a slice that is not.
@@ -73,6 +75,9 @@ class Plan:
     chip: hardware.Chip
     make: Callable = dataclasses.field(repr=False)
     here: bool
+    shapes: Any = None
+    axes: tuple[str, ...] = ("data",)
+    unused: tuple[str, ...] = ()
 
     def init(self, key: jax.Array) -> Any:
         """The state that `init(key)` makes, born where it belongs: no chip ever holds more of it than its share."""
@@ -153,6 +158,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     _check_state(state, traced.out_info)
     paths = [path for path, _ in jax.tree.leaves_with_path(state)]
     scanned = scanned_leaves(traced.jaxpr.jaxpr, paths)
+    unused = _unused(traced.jaxpr.jaxpr, len(paths), batch)
     chip = hardware.detect(devices[0])
     memory = _memory(chip)
     made = {}
@@ -161,7 +167,8 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
             continue
         found = layout(state, kind, len(devices), scanned)
         rows = jax.tree.map(lambda x: NamedSharding(mesh, P("data") if x.ndim else P()), batch)
-        draft = Plan(mesh, name, pins, _placed(mesh, found.specs), rows, (), tuple(found.whole), chip, init, here)
+        draft = Plan(mesh, name, pins, _placed(mesh, found.specs), rows, (), tuple(found.whole), chip, init, here,
+                     batch, ("data",), unused)
         compiled = parallel(step, draft).lower(state, batch).compile()
         stats = compiled.memory_analysis()
         peak = (stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -187,6 +194,14 @@ def _verdict(name, best, made, fits, memory):
     sent, least = made[name][1].ledger.sent, made[best][1].ledger.sent
     return "as much is sent, and it is simpler to have less split" if sent == least else (
         f"sends {sent / least:.2f} times as much" if least else "sends more")
+
+
+def _unused(jaxpr, leaves, batch) -> tuple[str, ...]:
+    """Paths of the batch's leaves that nothing reads."""
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
+    read |= {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(batch)]
+    return tuple(path for path, v in zip(paths, jaxpr.invars[leaves:]) if v not in read)
 
 
 def _shape(x):
