@@ -5,7 +5,9 @@ Each has a test in tests/test_jax_names.py that fails in words when JAX moves it
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import functools
 import inspect
 import re
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 # From jax._src rather than jax.extend.core, whose import loads Pallas and costs 60 ms.
-from jax._src import ad_util, core, dispatch, source_info_util, xla_bridge
+from jax._src import ad_util, api, clusters, core, dispatch, distributed, source_info_util, xla_bridge
 from jax._src.config import _check_vma
 from jax._src.core import Jaxpr, Literal, Primitive, auto_insert_reshard, get_opaque_trace_state
 from jax._src.cudnn import fused_attention_stablehlo as fused
@@ -30,10 +32,11 @@ try:
 except ImportError:    # jax >= 0.12: one class for both
     ClosedJaxpr = Jaxpr
 
-__all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "SubJaxpr", "again", "bind", "close", "consts_as_inputs",
-           "cudnn_attention", "cudnn_version", "custom_vmap_rule", "equation_context", "hoisted", "origin",
-           "partitioning", "prng_impl", "scan_parts", "scope_path", "splash_attention", "sub_jaxprs", "tell_devices",
-           "trace_state", "varies_over", "vary_alike"]
+__all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "SubJaxpr", "again", "backend_is_up", "bind", "close",
+           "cluster_size", "consts_as_inputs", "cudnn_attention", "cudnn_version", "custom_vmap_rule",
+           "equation_context", "hoisted", "leave", "notes", "origin", "partitioning", "prng_impl", "scan_parts",
+           "scope_path", "splash_attention", "sub_jaxprs", "tell_devices", "trace_state", "unplaced", "varies_over",
+           "vary_alike"]
 
 
 def trace_state():
@@ -61,6 +64,40 @@ def prng_impl(**options):
     from jax.extend import random
 
     return random.define_prng_impl(**options)
+
+
+# Processes: whether there are several, what they tell each other, and how one ends that others have left.
+
+def cluster_size() -> int | None:
+    """How many processes the cluster has that JAX sees around this one; None where it sees none."""
+    for kind in clusters.ClusterEnv._cluster_types:
+        if not kind.opt_in_only_method and kind.is_env_present():
+            return kind.get_process_count()
+    return None
+
+
+def backend_is_up() -> bool:
+    """Whether JAX has asked for devices, after which processes can no longer find each other."""
+    return xla_bridge.backends_are_initialized()
+
+
+def notes():
+    """The store in which the processes of a run leave each other short texts, kept by the first of them."""
+    return distributed.global_state.client
+
+
+def leave() -> None:
+    """Lets this process end by itself, without waiting for processes that are gone.
+
+    Else JAX stands before a barrier at the exit until its time-out, and then aborts. What holds the connection is never
+    freed, since freeing it waits as well.
+    """
+    atexit.unregister(api.clean_up)
+    atexit.unregister(dispatch.wait_for_tokens)
+    state = distributed.global_state
+    for held in (state, state.client, state.service, state.preemption_sync_manager):
+        if held is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 # Traversal: which jaxprs an equation holds, and how often each runs.
@@ -206,12 +243,17 @@ def opened(closed: Any) -> Any:
     """The jaxpr inside, where one is nothing but a jit without shardings."""
     while len(closed.jaxpr.eqns) == 1 and closed.jaxpr.eqns[0].primitive.name == "jit":
         jaxpr, eqn = closed.jaxpr, closed.jaxpr.eqns[0]
-        placed = [*eqn.params["in_shardings"], *eqn.params["out_shardings"]]
         if (jaxpr.constvars or eqn.invars != jaxpr.invars or eqn.outvars != jaxpr.outvars
-                or any(sharding is not UNSPECIFIED for sharding in placed)):
+                or not unplaced(eqn.params)):
             break
         closed = eqn.params["jaxpr"]
     return closed
+
+
+def unplaced(params: dict) -> bool:
+    """Whether a call has no shardings of its own."""
+    placed = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    return all(sharding is UNSPECIFIED for sharding in placed)
 
 
 def outermost() -> bool:

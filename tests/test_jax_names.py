@@ -164,6 +164,27 @@ def test_lowering_rules_are_told_devices(monkeypatch):
     assert seen == ["whole", "unknown", "whole", "split"], MOVED.format("the axis context of a lowering rule")
 
 
+def test_clusters_are_seen(monkeypatch):
+    assert _jax.cluster_size() is None and _jax.notes() is None
+    slurm = {"SLURM_JOB_ID": 7, "SLURM_STEP_NODELIST": "here", "SLURM_NTASKS": 3, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, str(value))
+    assert _jax.cluster_size() == 3, MOVED.format("ClusterEnv")
+    jax.devices()
+    assert _jax.backend_is_up(), MOVED.format("backends_are_initialized")
+
+
+def test_leaving_takes_away_what_waits(monkeypatch):
+    gone, held = [], []
+    monkeypatch.setattr(_jax.atexit, "unregister", gone.append)
+    monkeypatch.setattr(_jax.ctypes.pythonapi, "Py_IncRef", held.append)
+    _jax.leave()
+    assert [f.__name__ for f in gone] == ["clean_up", "wait_for_tokens"] and len(held) == 1
+    state = _jax.distributed.global_state
+    assert all(hasattr(state, name) for name in ("client", "service", "preemption_sync_manager")), MOVED.format(
+        "distributed.global_state")
+
+
 def test_private_names_stand_in_one_file():
     root = pathlib.Path(fnet.__file__).parent
     # jax.core.Tracer is public and stays; the rest of jax.core comes and goes.

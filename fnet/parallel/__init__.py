@@ -9,7 +9,8 @@
     step = ft.parallel(step, plan)
 """
 
+from fnet.parallel._initialize import initialize
 from fnet.parallel._ledger import Ledger, Transfer, ledger
 from fnet.parallel._plan import STRATEGIES, Candidate, Plan, plan
 
-__all__ = ["STRATEGIES", "Candidate", "Ledger", "Plan", "Transfer", "ledger", "plan"]
+__all__ = ["STRATEGIES", "Candidate", "Ledger", "Plan", "Transfer", "initialize", "ledger", "plan"]
