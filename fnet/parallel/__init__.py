@@ -9,8 +9,10 @@
     step = ft.parallel(step, plan)
 """
 
+from fnet.parallel._channel import PeersGone
+from fnet.parallel._feed import feed
 from fnet.parallel._initialize import initialize
 from fnet.parallel._ledger import Ledger, Transfer, ledger
 from fnet.parallel._plan import STRATEGIES, Candidate, Plan, plan
 
-__all__ = ["STRATEGIES", "Candidate", "Ledger", "Plan", "Transfer", "initialize", "ledger", "plan"]
+__all__ = ["STRATEGIES", "Candidate", "Ledger", "PeersGone", "Plan", "feed", "Transfer", "initialize", "ledger", "plan"]

@@ -1,0 +1,199 @@
+"""Channel: what the processes of a run tell each other before a step, in a time that is bounded."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import math
+import os
+import socket
+import sys
+import threading
+import time
+
+import jax
+
+from fnet import _jax
+
+GO, END, BATCH, OUT, FAILED = "go", "end", "batch", "out", "failed: "
+_SLICE = 0.5        # seconds that one question to the store may take
+_GRACE = 30.0       # seconds for the main thread to take an error where another process has failed
+_LINGER = 5.0       # seconds that the process which keeps the store stays for the others to end
+_LEFT, _FAILED = "has left the loop before the others", "has ended"
+_numbers = itertools.count()
+
+
+class PeersGone(RuntimeError):
+    """Another process of the run lags or is gone; the message names it. This process may end without waiting for it."""
+
+
+class Closed(Exception):
+    """Nobody here waits any longer."""
+
+
+class Channel:
+    """The processes of a plan, who say before each step what they have, and hear what all do.
+
+    Each leaves a note in JAX's store; the first reads them and leaves the verdict. So a step costs every process two
+    questions, and the first one more. Notes are taken away two steps later.
+
+    Args:
+        processes: their numbers, this one's among them.
+        timeout: seconds that the last may be behind the others.
+        decide: from what all say, by process, to the verdict: GO, END, or a sentence that each of them raises.
+    """
+
+    def __init__(self, processes: list[int], timeout: float, decide):
+        self.processes, self.timeout, self.decide = processes, timeout, decide
+        self.me, self.first = jax.process_index(), processes[0]
+        self.store, self.root = _jax.notes(), f"fnet/feed/{next(_numbers)}"
+        self.at, self.closed, self.over = 0, False, False
+        self._set(f"host/{self.me}", socket.gethostname())
+        atexit.register(self._end)
+
+    def agree(self, mine: str) -> str:
+        """The verdict of all on the next step.
+
+        Raises:
+            PeersGone: a process lags, is gone or has left the loop.
+        """
+        began = time.monotonic()
+        try:
+            self._set(f"{self.at}/said/{self.me}", mine)
+            verdict = self._collected(began) if self.me == self.first else self._verdict(began)
+        except jax.errors.JaxRuntimeError as error:
+            said = str(error).strip().split("\n")[0][:150]
+            raise self.gone([self.first], f"does not answer ({said})") from None
+        self.at += 1
+        self.over = verdict == END
+        return verdict
+
+    def name(self, process: int) -> str:
+        host = self._get(f"host/{process}")
+        return f"process {process}" + (f" ({host})" if host else "")
+
+    def close(self, why: str = _LEFT) -> None:
+        """Says to the others that nothing more comes from here, and why; unless all have ended together."""
+        if not self.closed:
+            self.closed = True
+            if self.over:
+                atexit.unregister(self._end)
+            else:
+                self._say(why)
+
+    def _end(self):
+        """At the exit: an exception that ends the process has left the loop before, without a word."""
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self._say(f"{_FAILED} with {type(error).__name__}: {error}".split("\n")[0][:300])
+        elif not self.closed:
+            self._say(_LEFT)
+        self.closed = True
+
+    def _say(self, why):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):    # nobody may be there to be told
+            self._set(f"left/{self.me}", why)
+
+    def leave(self, why: str = "has given up waiting") -> None:
+        """The same where others are behind or gone: this process waits for nobody at its end."""
+        self.close(why)
+        _jax.leave()
+        atexit.register(self._last)
+
+    def gone(self, who: list[int], what: str) -> PeersGone:
+        """The error that names who is behind."""
+        names = " and ".join(map(self.name, who[:8])) + (f" and {len(who) - 8} more" if len(who) > 8 else "")
+        return PeersGone(f"feed: {names} {what}, at batch {self.at}, without which nobody can go on: start all "
+                         "processes again, or give slow ones longer with timeout=")
+
+    def _collected(self, began):
+        while True:
+            there = self._list(f"{self.at}/said")
+            missing = [p for p in self.processes if p not in there]
+            if not missing:
+                break
+            if error := self._behind(missing, time.monotonic() - began > self.timeout):
+                self._set(f"{self.at}/verdict", str(error))
+                raise error
+            self._wait(f"{self.at}/said/{missing[0]}")
+        verdict = self.decide(there)
+        self._set(f"{self.at}/verdict", verdict)
+        if self.at:
+            self.store.key_value_delete(f"{self.root}/{self.at - 1}/")
+        return verdict
+
+    def _verdict(self, began):
+        while (verdict := self._wait(f"{self.at}/verdict")) is None:
+            if time.monotonic() - began > self.timeout + 2 * _SLICE:    # the first one speaks first
+                there = self._list(f"{self.at}/said")
+                raise self._behind([p for p in self.processes if p not in there] or [self.first], True)
+        return verdict
+
+    def _behind(self, missing, late):
+        """An error about those who have said nothing: some have left, or it is late."""
+        left = self._list("left")
+        if early := [p for p in missing if p in left]:
+            return self.gone(early, left[early[0]])
+        return self.gone(missing, f"did not come within {self.timeout:g} s") if late else None
+
+    def end_process(self, error: PeersGone, taken: threading.Event) -> None:
+        """Ends the process with a line where nobody takes the error: the main thread then stands in a step that waits
+        for a process that is gone, where nothing can be raised.
+
+        Not where the other has left the loop in order: the main thread may be at its last step, with long work to do.
+        """
+        began, seconds = time.monotonic(), math.inf if _LEFT in str(error) else self.timeout
+        while not taken.wait(_SLICE) and not self.closed:
+            if seconds > _GRACE and (failed := self._failed()):
+                error, began, seconds = failed, time.monotonic(), min(_GRACE, self.timeout)
+            if time.monotonic() - began > seconds:
+                sys.stderr.write(f"{error} (this process stood in a step, where it could not be told)\n")
+                sys.stderr.flush()
+                self._last()
+                os._exit(1)
+
+    def _failed(self):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            left = self._list("left")
+            if who := [p for p, why in left.items() if why.startswith(_FAILED)]:
+                return self.gone(who, left[who[0]])
+        return None
+
+    # The store.
+
+    def _set(self, key, text):
+        self.store.key_value_set(f"{self.root}/{key}", text, allow_overwrite=True)
+
+    def _list(self, key):
+        found = self.store.key_value_dir_get(f"{self.root}/{key}/")
+        return {int(name.rpartition("/")[2]): text for name, text in found}
+
+    def _get(self, key):
+        try:
+            return self.store.key_value_try_get(f"{self.root}/{key}")
+        except jax.errors.JaxRuntimeError:
+            return None
+
+    def _wait(self, key):
+        """The text of a key, or None if it does not come soon."""
+        if self.closed:
+            raise Closed
+        try:
+            return self.store.blocking_key_value_get(f"{self.root}/{key}", int(_SLICE * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+
+    def _last(self):
+        """The first process keeps the store: it stays until the others have ended, though not for ever."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._set(f"ended/{self.me}", "")
+            end = time.monotonic() + _LINGER
+            while self.me == self.first and time.monotonic() < end:
+                if len(self._list("ended")) == len(self.processes):
+                    time.sleep(_SLICE)
+                    break
+                time.sleep(0.05)
+

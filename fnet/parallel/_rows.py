@@ -1,0 +1,166 @@
+"""Rows: what this process gives of each batch, filled up to its share and put where the plan says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+WEIGHT = "weight"
+
+
+class Rows:
+    """The share of a plan's batch that lies on this process's devices.
+
+    Attributes:
+        weighted: whether the step reads `batch["weight"]`, so that rows can be filled up.
+        drop: whether short batches are left out instead.
+        why, choices: for errors: why rows cannot be filled up, and what to do.
+    """
+
+    def __init__(self, plan: Any, drop: bool):
+        self.shapes, self.plan, self.drop = plan.shapes, plan, drop
+        leaves, self.structure = jax.tree.flatten_with_path(plan.shapes)
+        self.paths = [keystr(path) for path, _ in leaves]
+        self.wanted = [leaf for _, leaf in leaves]
+        self.places = jax.tree.leaves(plan.batch)
+        self.shares = [_share(leaf, place) for leaf, place in zip(self.wanted, self.places)]
+        self.several = len({device.process_index for device in plan.mesh.devices.flat}) > 1
+        self.copies = plan.mesh.devices.flat[0].platform == "cpu"      # where arrays may be shared with the device
+        self.last: list | None = None
+        has = isinstance(plan.shapes, Mapping) and WEIGHT in plan.shapes
+        path = keystr((jax.tree_util.DictKey(WEIGHT),))
+        self.adds = has
+        self.weighted = has and path not in plan.unused
+        self.why = f"the step does not read batch{path}" if has else f"the plan's batch has no {WEIGHT!r}"
+        self.choices = (f"weigh the loss by batch{path}, float32 [rows], in step and plan; or leave short batches out "
+                        "with drop_remainder=True; or plan for as many rows and devices as every batch fills")
+        if has:
+            self.at = self.paths.index(path)
+            leaf = self.wanted[self.at]
+            if len(leaf.shape) != 1 or leaf.dtype != np.float32:
+                raise ValueError(f"feed: batch{path} is {leaf.dtype}{list(leaf.shape)} in the plan: a weight is "
+                                 "float32 [rows]")
+
+    def fill(self, batch: Any, at: int) -> list | None:
+        """The leaves of batch number `at` with the share's rows each, or None if it is short and left out.
+
+        Raises:
+            ValueError: it is not as the plan's batch, or short and cannot be filled up.
+        """
+        leaves = self._leaves(batch)
+        short, count = False, None
+        for path, x, wanted, share in zip(self.paths, leaves, self.wanted, self.shares):
+            if x is None:
+                continue
+            shape, dtype = np.shape(x), _dtype(x)
+            if len(shape) != len(wanted.shape) or shape[1:] != wanted.shape[1:] or dtype != _dtype(wanted):
+                whole = [share, *wanted.shape[1:]] if wanted.shape else []
+                raise ValueError(f"feed: batch{path} is {dtype}{list(shape)}, and the plan is for {_dtype(wanted)}"
+                                 f"{whole} from this process")
+            if share is None:
+                continue
+            if shape[0] > share:
+                raise ValueError(f"feed: batch{path} of shape {shape} has {shape[0]} rows, and this process's share of "
+                                 f"the plan's {wanted.shape[0]} is {share}: give it {share}, or plan for more")
+            if count is None:
+                count = (path, shape[0], share)
+            elif shape[0] * count[2] != count[1] * share:
+                raise ValueError(f"feed: batch{path} has {shape[0]} rows and batch{count[0]} has {count[1]}: each row "
+                                 "of a batch is to be in all of its leaves")
+            short |= shape[0] < share
+        if short and self.drop:
+            return None
+        if short and not self.weighted:
+            raise ValueError(f"feed: batch {at} has {count[1]} rows here, fewer than this process's share of {count[2]}"
+                             f", and {self.why}, so that it cannot be filled up; {self.choices}")
+        if self.adds and leaves[self.at] is None:
+            share = self.shares[self.at]
+            rows = share if count is None else count[1] * share // count[2]
+            leaves[self.at] = np.ones(rows, np.float32)
+        if short:
+            leaves = [x if share is None else self._padded(i, np.asarray(x), share)
+                      for i, (x, share) in enumerate(zip(leaves, self.shares))]
+        if self.several and self.weighted:
+            self.last = leaves
+        return leaves
+
+    def nothing(self) -> list:
+        """A batch of rows of weight 0: the last one's, where there was one."""
+        leaves = self.last or [np.zeros(x.shape if share is None else (share, *x.shape[1:]), _dtype(x))
+                               for x, share in zip(self.wanted, self.shares)]
+        return [np.zeros_like(x) if i == self.at else x for i, x in enumerate(leaves)]
+
+    def place(self, leaves: list) -> Any:
+        """The batch on the devices."""
+        if self.several:
+            placed = [self._global(x, *rest) for x, *rest in zip(leaves, self.wanted, self.places, self.shares)]
+        else:
+            if self.copies:
+                leaves = [_own(x, place) for x, place in zip(leaves, self.places)]
+            placed = jax.device_put(leaves, self.places)
+        return jax.tree.unflatten(self.structure, placed)
+
+    def _leaves(self, batch):
+        """In the plan's order; None for a weight that is to be added."""
+        leaves, structure = jax.tree.flatten(batch)
+        if structure == self.structure:
+            return leaves
+        if self.adds and isinstance(batch, Mapping) and WEIGHT not in batch:
+            leaves, structure = jax.tree.flatten({**batch, WEIGHT: 0.0})
+            if structure == jax.tree.structure(dict(self.shapes)):
+                leaves[self.at] = None
+                return leaves
+        given = [f"batch{keystr(path)}" for path, _ in jax.tree.leaves_with_path(batch)]
+        raise ValueError(f"feed: the plan is for {', '.join('batch' + path for path in self.paths)}; this batch has "
+                         f"{', '.join(given) or 'nothing'}")
+
+    def _padded(self, i, x, share):
+        if len(x) == share:
+            return x
+        if i == self.at:
+            return np.concatenate([x, np.zeros(share - len(x), x.dtype)])
+        last = x[-1:] if len(x) else self.last[i][-1:] if self.last else np.zeros((1, *x.shape[1:]), x.dtype)
+        return np.concatenate([x, np.repeat(last, share - len(x), 0)])
+
+    def _global(self, x, wanted, place, share):
+        if share is None:
+            return _everywhere(x, place)
+        x = np.asarray(x, _dtype(wanted))
+        return jax.make_array_from_process_local_data(place, _own(x, place) if self.copies else x, wanted.shape)
+
+
+def _share(leaf, place) -> int | None:
+    """How many rows of a leaf lie on this process's devices; None if it has none."""
+    if not leaf.shape:
+        return None
+    parts = {index[0].indices(leaf.shape[0])[:2] for index in
+             place.addressable_devices_indices_map(leaf.shape).values()}
+    return sum(end - begin for begin, end in parts)
+
+
+def _dtype(x):
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _own(x, place):
+    """Memory that is nobody else's: an array of a CPU may be the NumPy array where that is aligned, which its owner may
+    fill again."""
+    if not isinstance(x, np.ndarray) or not x.size:
+        return x
+    part = math.prod(place.shard_shape(x.shape)) * x.itemsize
+    return x.copy() if x.ctypes.data % math.gcd(64, part) == 0 else x
+
+
+def _everywhere(x, place):
+    """A leaf without rows, the same in all processes, on every device."""
+    if jax.dtypes.issubdtype(_dtype(x), jax.dtypes.prng_key):
+        wrap = lambda data: jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.jit(wrap, out_shardings=place)(np.asarray(jax.random.key_data(x)))
+    host = np.asarray(x, _dtype(x))
+    return jax.make_array_from_callback(host.shape, place, lambda index: host[index])

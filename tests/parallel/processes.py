@@ -1,0 +1,109 @@
+"""One of several processes of a run: what test_two_processes.py starts. Prints what came of it as JSON.
+
+    python tests/parallel/processes.py CASE PORT PROCESS
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import warnings
+
+CASE, PORT, ME = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+warnings.simplefilter("error")
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from fnet import parallel  # noqa: E402
+from fnet import transforms as ft  # noqa: E402
+
+X = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
+ROWS = 16      # of a batch, 8 of each process
+HANG = 2.0
+
+
+def init(key):
+    return {"params": jax.random.normal(key, (5, 64)) * 0.3}
+
+
+def step(state, batch):
+    def loss(w):
+        each = jnp.square(jnp.tanh(batch["x"] @ w).sum(-1) - 1)
+        return (each * batch["weight"]).sum() / batch["weight"].sum()
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    return {"params": state["params"] - 0.1 * grads}, {"loss": value, "grads": grads, "rows": batch["weight"].sum()}
+
+
+def careless(state, batch):
+    return step(state, {**batch, "weight": jnp.ones(batch["x"].shape[0])})
+
+
+def batches(sizes, begin=0):
+    """Rows of X from `begin`, so many at a time; a number below 0 is a harm."""
+    for size in sizes:
+        if size == -1:
+            time.sleep(60)
+        elif size == -2:
+            raise OSError("the disk is gone")
+        else:
+            yield {"x": X[begin:begin + size]}
+            begin += size
+
+
+SIZES = {      # of each process
+    "ragged": [[8, 8, 8, 4], [5, 8]],
+    "dropped": [[8, 8, 8], [8, 8, 3]],
+    "unweighted": [[8, 8, 8], [8, 8]],
+    "late": [[8, 8, 8, 8], [8, 8, -1]],
+    "late-first": [[8, 8, -1], [8, 8, 8, 8]],
+    "stuck": [[8] * 8, [8] * 8],
+    "broken": [[8, 8, 8], [8, -2]],
+    "failed": [[8] * 6, [8] * 6],
+}
+
+
+def run(case):
+    """Trains on what feed gives, and returns the metrics of each step and the parameters."""
+    weighted = case in ("ragged", "stuck")
+    shapes = {"x": np.zeros((ROWS, 5), np.float32)} | ({"weight": np.zeros(ROWS, np.float32)} if weighted else {})
+    written = step if weighted else careless
+    plan = parallel.plan(written, init, shapes, devices=jax.devices(), strategy="zero1" if weighted else "data")
+    state, spread = plan.init(jax.random.key(0)), ft.parallel(written, plan)
+    seen, limit = [], HANG if case in ("late", "late-first", "stuck", "failed") else 60
+    given = batches(SIZES[case][ME], 32 * ME)
+    for batch in parallel.feed(given, plan, timeout=limit, drop_remainder=case == "dropped"):
+        assert jax.tree.map(lambda x: x.sharding, batch) == plan.batch
+        state, metrics = spread(state, batch)
+        if case == "stuck" and ME == 1 and len(seen) == 1:
+            time.sleep(60)                  # outside of what makes batches
+        if case == "failed" and ME == 1 and len(seen) == 1:
+            raise ArithmeticError("this process's own")
+        seen.append(jax.tree.map(lambda x: np.asarray(x).tolist(), metrics))      # stands here where a step hangs
+    return {"seen": seen, "params": np.asarray(state["params"]).tolist()}
+
+
+def main():
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_disable_most_optimizations", True)      # programs are small
+    for _ in range(2):
+        parallel.initialize(f"127.0.0.1:{PORT}", 2, ME, initialization_timeout=60)
+    assert jax.process_count() == 2 and len(jax.devices()) == 8
+    if CASE != "orderly":
+        return {CASE: run(CASE)}
+    came = {case: run(case) for case in ("ragged", "dropped")}
+    try:
+        run("unweighted")
+    except ValueError as error:
+        came["unweighted"] = str(error)
+    assert not [thread for thread in threading.enumerate() if thread.name == "feed"]
+    return came
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))

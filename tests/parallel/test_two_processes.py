@@ -1,0 +1,94 @@
+"""Two real processes on 127.0.0.1 with four devices each: the numbers of one, and an end in words whatever happens."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import close
+
+SCRIPT = pathlib.Path(__file__).with_name("processes.py")
+ENV = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")}
+
+
+def pair(case, port, *, limit=60):
+    """(exit code, what it printed, what it said, seconds) of both."""
+    began = time.monotonic()
+    both = [subprocess.Popen([sys.executable, str(SCRIPT), case, str(port), str(i)], stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True, env=ENV) for i in range(2)]
+    ends = []
+    for process in both:
+        try:
+            out, err = process.communicate(timeout=max(1, limit - (time.monotonic() - began)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            pytest.fail(f"{case}: a process did not end within {limit} s: {err[-2000:]}")
+        ends.append((process.returncode, out, err, time.monotonic() - began))
+    return ends
+
+
+def plain(seen):
+    """The metrics of one device on the true rows of each step."""
+    x = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
+    params = jax.random.normal(jax.random.key(0), (5, 64)) * 0.3
+    rows = [[0, 0], [32, 32]]
+    for counts in seen:
+        parts = []
+        for i, count in enumerate(counts):
+            parts.append(x[rows[i][0]:rows[i][0] + count])
+            rows[i][0] += count
+        batch = np.concatenate(parts)
+        value, grads = jax.value_and_grad(lambda w, b: jnp.square(jnp.tanh(b @ w).sum(-1) - 1).mean())(params, batch)
+        params = params - 0.1 * grads
+        yield {"loss": value, "grads": grads, "rows": jnp.float32(len(batch))}, params
+
+
+def agrees(came, counts):
+    assert len(came["seen"]) == len(counts)
+    wanted = list(plain(counts))
+    for got, (want, _) in zip(came["seen"], wanted):
+        close(jax.tree.map(jnp.float32, got, is_leaf=lambda x: isinstance(x, list)), want)
+    close(jnp.float32(came["params"]), wanted[-1][1])
+
+
+def test_uneven_rows_have_the_gradient_of_one_process(free_port):
+    """8 and 5 rows, then one that has run out; both end together. The same without weights, for whole batches alone."""
+    ends = pair("orderly", free_port)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    said = [json.loads(out.splitlines()[-1]) for _, out, *_ in ends]
+    assert said[0]["ragged"] == said[1]["ragged"] and said[0]["dropped"] == said[1]["dropped"]
+    agrees(said[0]["ragged"], [[8, 5], [8, 8], [8, 0], [4, 0]])
+    agrees(said[0]["dropped"], [[8, 8], [8, 8]])
+    for each in said:
+        assert re.match(r"feed: process 1 \(.+\) has no more after 2 batches, and others have: the plan's batch has no "
+                        r"'weight', so that its rows cannot be filled up; weigh the loss by batch\['weight'\], ",
+                        each["unweighted"])
+
+
+LATE = r"feed: process %d \(.+\) did not come within 2 s, at batch %d, without which nobody can go on: start all "
+OWN = r"feed: process %d \(.+\), this one, had no batch of its own within 2 s, at batch 2: the others give up waiting"
+
+
+@pytest.mark.parametrize(("case", "first", "second"), [
+    ("late", LATE % (1, 2), OWN % 1),                                      # its batches do not come
+    ("late-first", OWN % 0, r"feed: process 0 \(.+\) (did not come|had no batch of its own) within 2 s, at batch 2"),
+    ("stuck", LATE % (1, 4) + r".*this process stood in a step, where it could not be told", None),
+    ("broken", r"feed: process 1 \(.+\) could not make batch 1: OSError: the disk is gone", "OSError: the disk is gon"),
+    ("failed", r"feed: process 1 \(.+\) has ended with ArithmeticError: this process's own, at batch 4, .*\(this "
+     "process stood in a step", "ArithmeticError: this process's own"),
+], ids=["late", "late-first", "stuck", "broken", "failed"])
+def test_both_end_and_say_who(free_port, case, first, second):
+    ends = pair(case, free_port)
+    for (code, _, err, seconds), message in zip(ends, (first, second)):
+        assert code != 0 and seconds < 40, (code, err[-1000:], seconds)
+        if message is not None:      # of the one that sleeps, JAX ends the process
+            assert re.search(message, err), err[-2000:]
+    assert ends[0][0] == 1, ends[0][2][-1000:]
