@@ -173,7 +173,8 @@ class Checkpoints:
         deleted), with a `CheckpointWarning`.
 
         Args:
-          target: a tree like the saved one; arrays may be jax.ShapeDtypeStruct.
+          target: a tree like the saved one; arrays may be jax.ShapeDtypeStruct. Their shardings decide where things go,
+            on however many devices the run was before. Every process reads all files, to verify them.
           step: None for the newest good one.
           cast: whether a leaf of another dtype is converted to the target's.
 
