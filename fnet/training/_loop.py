@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from fnet.parallel import Plan
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._early_stop import EarlyStop
 from fnet.training._logs import Logger
@@ -41,6 +42,7 @@ def fit(
     tensorboard: bool = True,
     jit: bool = True,
     tune: bool = True,
+    plan: Plan | None = None,
 ) -> Any:
     """Trains until step `steps`, going on from the last checkpoint in `workdir` if there is one.
 
@@ -78,6 +80,10 @@ def fit(
       jit: False runs everything op by op, for a debugger.
       tune: rewrite the step into what this chip's compiler runs fast (`transforms.tune`), same numbers up to rounding.
         A run that goes on keeps the rules that it began with.
+      plan: of `parallel.plan(step, ...)`: runs the step on the plan's chips, with the numbers of one up to rounding.
+        The state goes where the plan says if it is not there, batches go straight to their chips, and a run that goes
+        on may have another plan. A short batch is filled up with rows of weight 0, as `parallel.feed` does. Where the
+        chips are of several processes, each process's `batches(i)` are its own rows.
 
     Returns:
       The state after the last step.
@@ -89,7 +95,8 @@ def fit(
       CheckpointError: no checkpoint can be read, or they are of another model or optimiser; one cannot be written; or
         another run is using the workdir.
       PeerLost: another process of the run is gone.
-      ValueError: an interval below 1, or a metric to watch that no evaluation returns.
+      ValueError: an interval below 1, a metric to watch that no evaluation returns, or a plan of another state or
+        for chips that are not here.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -129,7 +136,7 @@ def fit(
         seen = stack.enter_context(signals())
         run = Run(step, state, batches, steps=steps, evaluate=evaluate or {}, every=every or steps,
                   save_every=save_every or every or steps, log_every=log_every, early_stop=early_stop,
-                  progress=progress, nonfinite=nonfinite, debug=debug, notes=notes or {}, tune=tune)
+                  progress=progress, nonfinite=nonfinite, debug=debug, notes=notes or {}, tune=tune, plan=plan)
         if workdir is not None:
             folder = Path(workdir) / CHECKPOINTS
             run.checkpoints = stack.enter_context(

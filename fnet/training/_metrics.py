@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fnet.training._signals import poll
 
@@ -135,13 +138,14 @@ def evaluator(
     """A function that measures a state on a whole data set, exactly.
 
     The last, partial batch is padded to full size, and every batch carries `weight`, 1.0 for an
-    example and 0.0 for padding, so that one compiled program serves all of them.
+    example and 0.0 for padding, so that one compiled program serves all of them. Where the state
+    lies on several chips, as a plan says, each of them measures its share of the examples.
 
     Args:
       metrics: pure, `metrics(state, batch) -> dict` of `mean(values, batch["weight"])` and other
         metrics of this module. A plain scalar would give the padding a say and is refused.
       data: equally long arrays by name.
-      batch_size: examples at a time.
+      batch_size: examples at a time; on several chips rounded up to a multiple of them.
 
     Returns:
       `evaluate(state) -> dict` of floats and arrays on the host.
@@ -154,7 +158,6 @@ def evaluator(
     if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) == 0:
         raise ValueError(f"evaluator needs arrays of one length, at least 1, got lengths {lengths}")
     length = next(iter(lengths.values()))
-    size = min(batch_size, length)
 
     def measured(state, batch):
         values = metrics(state, batch)
@@ -166,9 +169,12 @@ def evaluator(
                 )
         return dict(values)
 
-    more = jax.jit(lambda state, total, batch: add(total, measured(state, batch)))
+    @functools.cache
+    def steps(whole):
+        return jax.jit(lambda state, total, batch: add(total, measured(state, batch)), out_shardings=whole)
 
-    def batches():
+    def batches(chips):
+        size = -(-min(batch_size, length) // chips) * chips
         for start in range(0, length, size):
             rows = np.arange(start, start + size)
             yield {name: array[np.minimum(rows, length - 1)] for name, array in data.items()} | {
@@ -176,11 +182,31 @@ def evaluator(
             }
 
     def evaluate(state):
-        total = None
-        for batch in batches():
+        total, place = None, _rows(state)
+        whole = None if place is None else NamedSharding(place.mesh, P())
+        more = steps(whole)
+        for batch in batches(1 if place is None else place.mesh.size // place.shard_shape((place.mesh.size,))[0]):
             poll()
-            total = zeros(measured, state, batch) if total is None else total
-            total = more(state, total, batch)
+            total = _placed(zeros(measured, state, batch), whole) if total is None else total
+            total = more(state, total, _placed(batch, place))
         return results(total)
 
     return evaluate
+
+
+def _rows(state: Any) -> NamedSharding | None:
+    """How rows are spread over the chips that a state lies on; None where it is one, or the state says no axis."""
+    for x in jax.tree.leaves(state):
+        place = getattr(x, "sharding", None)
+        if isinstance(place, NamedSharding) and place.mesh.size > 1:
+            axes = tuple(name for name in ("slice", "data") if place.mesh.shape.get(name, 1) > 1)
+            explicit = AxisType.Explicit in place.mesh.axis_types
+            return NamedSharding(place.mesh, P(axes)) if axes and not explicit else None
+    return None
+
+
+def _placed(tree, place):
+    if place is None:
+        return tree
+    put = lambda x: jax.make_array_from_callback(x.shape, place, lambda index: np.asarray(x)[index])
+    return jax.tree.map(put, tree)

@@ -25,7 +25,7 @@ def facts(state: Any) -> dict[str, Any]:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """A sentence on what makes the numbers differ from here on, or ""."""
     words = {"chip": "the chip", "devices": "the number of devices", "processes": "the number of processes",
-             "jaxlib": "jaxlib"}
+             "plan": "the plan", "jaxlib": "jaxlib"}
     changed = [f"{what} was {before[name]}, is {now[name]}" for name, what in words.items()
                if name in before and before[name] != now[name]]
     return "; ".join(changed)

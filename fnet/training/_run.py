@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from fnet import transforms
+from fnet.parallel import Plan
 from fnet.training import _metrics, _nonfinite, _provenance
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._clock import Clock
@@ -23,6 +24,7 @@ from fnet.training._nonfinite import Diverged
 from fnet.training._prefetch import Prefetch
 from fnet.training._progress import Progress, duration
 from fnet.training._signals import Signals, Stopping
+from fnet.training._spread import Spread
 from fnet.training._utilization import utilization
 
 NONFINITE = ("stop", "skip", "rollback")
@@ -51,25 +53,26 @@ class Run:
 
     def __init__(self, step, state, batches, *, steps: int, evaluate: Mapping[str, Any], every: int, save_every: int,
                  log_every: int, early_stop: EarlyStop | None, progress: Progress | None, nonfinite: str, debug: bool,
-                 notes: Mapping[str, Any], tune: bool):
-        self.state = jax.tree.map(jnp.copy, state)         # a copy, because each step donates it
+                 notes: Mapping[str, Any], tune: bool, plan: Plan | None):
+        self.spread = Spread(plan)
+        self.state = self.spread.state(state)
         self.given = state if debug else None
         self.at = int(state.step)
         self.step, self.batches, self.steps, self.evaluate = step, batches, steps, evaluate
         self.every, self.save_every, self.log_every = every, save_every, log_every
         self.early_stop, self.progress, self.nonfinite, self.debug = early_stop, progress, nonfinite, debug
         measured = lambda state, batch: _metrics.as_metrics(step(state, batch)[1])
-        self.zeros = _metrics.zeros(measured, self.state, batches(self.at))
+        self.zeros = _metrics.zeros(measured, self.state, self.spread.shapes(lambda: batches(self.at)))
         if jax.process_count() > 1:                        # where an array of this process alone would not fit in
             self.zeros = jax.tree.map(np.asarray, self.zeros)
         self.loop = {
-            "metrics": self.zeros,
+            "metrics": self.spread.whole(self.zeros),
             "best": np.array(math.nan), "stale": np.array(0), "stopped": np.array(False),
             "due": np.array(False),                        # an evaluation that was interrupted
             "offset": np.array(0), "skipped": np.array(0, np.int32),
         }
-        self.watch = _nonfinite.start(0)
-        self.facts = _provenance.facts(self.state) | dict(notes)
+        self.watch = self.spread.whole(_nonfinite.start(0))
+        self.facts = _provenance.facts(self.state) | {"plan": str(self.spread)} | dict(notes)
         self.tune = tune
         self.saved: int | None = None
         self.rollbacks: collections.Counter[int] = collections.Counter()
@@ -97,7 +100,7 @@ class Run:
         saved = self.checkpoints.restore({"state": self.state, "loop": self.loop})
         self.state, self.loop = saved["state"], saved["loop"]
         self.at = self.saved = int(self.state.step)
-        self.watch = _nonfinite.start(self.loop["skipped"])
+        self.watch = self.spread.whole(_nonfinite.start(self.loop["skipped"]))
 
     def say(self, text: str) -> None:
         if self.progress is not None:
@@ -126,7 +129,8 @@ class Run:
         if self.progress is not None:
             self.progress.start(self.at, self.steps)
         shown = self.progress is not None or self.logger is not None
-        self.use = utilization(self.step, self.state, self.batch(self.at)) if shown else None
+        example = lambda: self.batch(self.at)
+        self.use = utilization(self.step, self.state, self.spread.shapes(example)) if shown else None
         self.compile()
         self.clock = Clock()
         self.feed()
@@ -139,7 +143,12 @@ class Run:
             self.checkpoints.wait()
 
     def batch(self, at: int) -> Any:
-        return self.batches(at + int(self.loop["offset"]))
+        at += int(self.loop["offset"])
+        return self.spread.batch(self.batches(at), at)
+
+    def fresh(self) -> Any:
+        """Metrics of no step."""
+        return self.spread.whole(jax.tree.map(np.copy if jax.process_count() > 1 else jnp.zeros_like, self.zeros))
 
     def feed(self) -> None:
         self.prefetch = Prefetch(self.batch, self.at, self.steps)
@@ -148,9 +157,10 @@ class Run:
 
     def compile(self) -> None:
         keeps, places = self.nonfinite == "skip", jax.tree.map(_place, self.state)
+        step = self.spread.step(self.step)
 
         def advance(state, total, watch, batch):
-            new, metrics = self.step(state, batch)
+            new, metrics = step(state, batch)
             # Where it was: XLA would spread it otherwise, and a run that goes on begins from where it was.
             new = jax.tree.map(lambda x, place: x if place is None else jax.lax.with_sharding_constraint(x, place),
                                new, places)
@@ -220,7 +230,7 @@ class Run:
 
     def log(self) -> dict[str, float]:
         values = _metrics.results(self.loop["metrics"])
-        self.loop["metrics"] = jax.tree.map(np.copy if jax.process_count() > 1 else jnp.zeros_like, self.zeros)
+        self.loop["metrics"] = self.fresh()
         rate, lap = self.clock.lap(self.at), self.at - self.logged
         waited, self.waited = self.prefetch.waited - self.waited, self.prefetch.waited
         self.logged = self.at
@@ -287,7 +297,7 @@ class Run:
         if self.nonfinite == "skip":
             count = int(self.watch["skipped"]) - int(self.loop["skipped"])
             self.loop["skipped"] = np.array(self.watch["skipped"])
-            self.watch = _nonfinite.start(self.watch["skipped"])
+            self.watch = self.spread.whole(_nonfinite.start(self.watch["skipped"]))
             if count >= self.at - self.logged > 1:
                 raise self.diverged(bad, f", and so was every step up to {self.at}")
             self.say(f"skipped {count} of the last {self.at - self.logged} steps, which were not finite, the first of "
@@ -334,14 +344,14 @@ class Run:
             self.load()
             state, at = self.state, self.at
         elif self.given is not None and int(self.given.step) <= bad:
-            state, at = jax.tree.map(jnp.copy, self.given), int(self.given.step)
+            state, at = self.spread.state(self.given), int(self.given.step)
         else:
             return "No checkpoint before it is left to replay it from"
-        watch, before = _nonfinite.start(0), None
+        watch, before = self.spread.whole(_nonfinite.start(0)), None
         for i in range(at, bad):
             if i == bad - 1:
                 before = jax.tree.map(jnp.copy, state), self.batch(i)
-            state, _, watch = self.advance(state, jax.tree.map(jnp.zeros_like, self.zeros), watch, self.batch(i))
+            state, _, watch = self.advance(state, self.fresh(), watch, self.batch(i))
         return _nonfinite.first_layer(self.step, (state, self.batch(bad)), before)
 
     def interruption(self, *, boundary: bool) -> None:

@@ -1,0 +1,76 @@
+"""Where a run's state, batches and metrics lie: on one device, or as a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fnet import transforms
+from fnet.parallel import Plan
+from fnet.parallel._rows import Rows
+
+
+class Spread:
+    """A run of `fit` on the chips of a plan; without one everything stays where it is.
+
+    Args:
+      plan: of `parallel.plan`, or None.
+
+    Raises:
+      ValueError: the plan is for chips that are not here.
+    """
+
+    def __init__(self, plan: Plan | None):
+        if plan is not None and not plan.here:
+            raise ValueError(f"fit: this plan is for {plan.mesh.size} x {plan.chip.name} that are not here; plan for "
+                             "devices='local' or jax.devices() to run")
+        self.plan = plan
+        self.rows = None if plan is None else Rows(plan, False)
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return "none"
+        axes = " x ".join(f"{name}={size}" for name, size in self.plan.mesh.shape.items())
+        return f"{self.plan.strategy} over {axes}"
+
+    def step(self, step: Callable) -> Callable:
+        return step if self.plan is None else transforms.parallel(step, self.plan)
+
+    def state(self, state: Any) -> Any:
+        """A copy of it, because each step donates it, where it belongs.
+
+        Raises:
+          ValueError: it is of another structure than the plan's, or an array of another shape.
+        """
+        if self.plan is None:
+            return jax.tree.map(jnp.copy, state)
+        if jax.tree.structure(state) != jax.tree.structure(self.plan.state):
+            raise ValueError("fit: the plan is for a state of another structure: plan with the init that makes this "
+                             f"one; it has {jax.tree.structure(state)}, the plan {jax.tree.structure(self.plan.state)}")
+        placed = [getattr(x, "sharding", None) == place and x.committed
+                  for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(self.plan.state))]
+        return jax.tree.map(jnp.copy, state) if all(placed) else self.plan.place(state)
+
+    def batch(self, batch: Any, at: int) -> Any:
+        """The batch on the chips, each row where it belongs, without ever being whole on one."""
+        if self.rows is None:
+            return batch
+        return jax.block_until_ready(self.rows.place(self.rows.fill(batch, at)))      # its arrays may be filled again
+
+    def shapes(self, batch: Callable[[], Any]) -> Any:
+        """A batch, or its shapes."""
+        return batch() if self.plan is None else self.plan.shapes
+
+    def whole(self, tree: Any) -> Any:
+        """Small arrays that every chip holds, placed as the step returns them, so that it is compiled once."""
+        if self.plan is None:
+            return tree
+        place = NamedSharding(self.plan.mesh, P())
+        put = lambda x: jax.make_array_from_callback(np.shape(x), place, lambda index: np.asarray(x)[index])
+        return jax.tree.map(put, tree)
