@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jaxlib
+import numpy as np
 
 from fnet import _jax, hardware
 from fnet.transforms import _tune_cpu
 from fnet.transforms._rewrite import Interpreter, Value, plain, restore
 from fnet.transforms._tune_cpu import Rule
+from fnet.transforms._tune_layout import followed
 
 RULES = {"cpu": _tune_cpu.RULES}    # for GPUs and TPUs nothing has been measured to pay yet
 
@@ -22,11 +24,13 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
         step = ft.tune(jax.jit(step, donate_argnums=0))
 
-    For a CPU: operands of matrix products are computed before the product reads them, weight gradients are products
-    of two matrices with the smaller side leading, poolings that tile the image and their gradients are elementwise,
-    weight gradients of convolutions have a forward convolution's layout. NaN and Inf stay where they were, ties in a
-    pooling go where XLA's go, dtypes and named scopes stay, and nothing but float32 is touched. For GPUs and TPUs there
-    are no rules: the step is compiled as it is.
+    For a CPU: operands of matrix products are computed before the product reads them, products that vmap has turned
+    round are turned back, weight gradients are products of two matrices with the smaller side leading, poolings that
+    tile the image and their gradients are elementwise, weight gradients of convolutions have a forward convolution's
+    layout. Where convolutions are most of the work, the compiler is told which library has them; those of bfloat16 are
+    oneDNN's from jaxlib 0.12 on, on processors with AMX. NaN and Inf stay where they were, ties in a pooling go where
+    XLA's go, dtypes and named scopes stay; products of other dtypes than float32 are not touched. For GPUs and TPUs
+    there are no rules: the step is compiled as it is.
 
     Rules are applied to the whole program, hence after differentiation: give `tune` the step, not the model. Put it
     outermost: called with arrays it compiles by itself, with the compiler options that suit the program, and keeps the
@@ -131,7 +135,7 @@ class Fired(NamedTuple):
 
 
 class _Tuner(Interpreter):
-    """A note says that a value is an argument or a view of one, which costs nothing to read as it is."""
+    """A note says that a value costs nothing to read as it is, see `_tune_cpu`, or how it is transposed."""
 
     def __init__(self, rules, rows=None):
         super().__init__()
@@ -145,10 +149,8 @@ class _Tuner(Interpreter):
 
     def options(self, closed) -> dict:
         """The compiler options for a program."""
-        found = {eqn.primitive.name for eqn in _equations(closed.jaxpr) if eqn.invars and
-                 getattr(eqn.invars[0].aval, "dtype", None) == _tune_cpu.F32} if self.compiling else set()
-        return {name: value for rule in self.compiling if not found.isdisjoint(rule.primitives)
-                for name, value in rule.options.items()}
+        equations = list(_equations(closed.jaxpr)) if self.compiling else ()
+        return {name: value for rule in self.compiling if rule.when(equations) for name, value in rule.options.items()}
 
     def argument(self, x):
         return Value(x, True)
@@ -162,10 +164,11 @@ class _Tuner(Interpreter):
             if outputs is not None:
                 if self.rows is not None:
                     self.rows.append(Fired(scope, eqn.primitive.name, rule.name, rule.reason))
-                return [Value(restore(Value(y), v.aval)) for y, v in zip(outputs, eqn.outvars)]
-        if eqn.primitive.name in _tune_cpu.VIEWS and inputs[0].note:
+                values = [y if isinstance(y, Value) else Value(y) for y in outputs]
+                return [Value(restore(y, v.aval), y.note) for y, v in zip(values, eqn.outvars)]
+        if eqn.primitive.name in _tune_cpu.VIEWS and (inputs[0].note is True or np.ndim(inputs[0].x) == 0):
             return [Value(y.x, True) for y in plain(eqn, inputs)]
-        return NotImplemented
+        return NotImplemented if (outputs := followed(eqn, inputs)) is None else outputs
 
 
 def _equations(jaxpr):

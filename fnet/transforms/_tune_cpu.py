@@ -1,18 +1,22 @@
 """Rules of tune for CPUs: the forms of a finished step that XLA:CPU runs fast, with the same numbers up to rounding.
 
 Each rule takes an equation and its inputs and gives the outputs, or None where it does not apply. An input's note is
-True where it costs nothing to read as it is: an argument of the function, or a view of one.
+True where it costs nothing to read as it is: an argument of the function, a view of one, or one number for all. Other
+notes are `_tune_layout`'s.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+
+from fnet.transforms import _tune_library as library
+from fnet.transforms._tune_layout import transposed
 
 F32 = jnp.dtype("float32")
 LARGE = 1 << 19    # elements from which on a product's operand is worth it; below, XLA's own way is as good
@@ -22,7 +26,7 @@ VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 class Rule(NamedTuple):
     """A rule of tune: the primitives that it looks at, what it does, in words, and from which jaxlib on it is off.
 
-    `options` are the compiler's, for a program that has such a primitive in float32; `apply` is None where there is
+    `options` are the compiler's, for a program whose equations `when` says yes to; `apply` is None where there is
     nothing to rewrite.
     """
 
@@ -31,7 +35,8 @@ class Rule(NamedTuple):
     apply: Callable | None
     reason: str
     below: str | None = None
-    options: Mapping[str, str] = {}
+    options: Mapping[str, str | bool] = {}
+    when: Callable[[Sequence], bool] = bool
 
 
 def apart(x):
@@ -40,15 +45,29 @@ def apart(x):
 
 
 def products(eqn, inputs):
-    """A matrix product whose operands are computed first; x^T y in two dimensions, with its smaller side leading."""
+    """A matrix product whose operands are computed first: an array times a matrix with the array first, the axis that
+    is summed last; x^T y in two dimensions, with its smaller side leading.
+
+    Under vmap a dense layer is w a, its result [out, ...]: where such results are added up with arrays [..., out], XLA
+    computes all that came before anew in every layout that is read.
+    """
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
         return None
-    x, y = (value.x if value.note else apart(value.x) for value in inputs)
     (left, right), batch = eqn.params["dimension_numbers"]
     rest = {k: v for k, v in eqn.params.items() if k != "dimension_numbers"}
-    leading = tuple(range(len(left)))
-    if any(batch) or left != leading or right != leading or x.ndim == len(left) or y.ndim == len(right):
+    if not any(batch) and len(left) == 1 and (x.ndim == 2) != (y.ndim == 2):
+        first = x.ndim == 2
+        (array, matrix), (i, j) = (inputs[::-1], (right[0], left[0])) if first else (inputs, (left[0], right[0]))
+        z = lax.dot_general(_ready(array, jnp.moveaxis(array.x, i, -1)), _ready(matrix, matrix.x),
+                            (((array.x.ndim - 1,), (j,)), ((), ())), **rest)
+        return [transposed(z, (z.ndim - 1, *range(z.ndim - 1))) if first else z]
+    if not any(batch) and len(left) > 1 and x.ndim == y.ndim == len(left) + 1:    # a weight gradient
+        left, right = zip(*sorted(zip(left, right)))
+        x, y = (jnp.moveaxis(a, axes, range(len(axes))) for a, axes in ((x, left), (y, right)))
+        left = right = tuple(range(len(left)))
+    x, y = map(_ready, inputs, (x, y))
+    if any(batch) or not left == right == tuple(range(len(left))) or x.ndim == len(left) or y.ndim == len(right):
         return [lax.dot_general(x, y, ((left, right), batch), **rest)]
     shape = x.shape[len(left):] + y.shape[len(right):]
     rows = math.prod(x.shape[:len(left)])
@@ -56,6 +75,11 @@ def products(eqn, inputs):
     dot = functools.partial(lax.dot_general, dimension_numbers=(((0,), (0,)), ((), ())), **rest)
     z = dot(x, y) if x.shape[1] <= y.shape[1] else apart(dot(y, x)).T
     return [z.reshape(shape)]
+
+
+def _ready(value, x):
+    """x, a view of the value, computed before it is read, unless that is an argument as it is."""
+    return x if value.note is True else apart(x)
 
 
 def _windows(eqn, x):
@@ -115,19 +139,24 @@ def _ends_swapped(x):
 
 
 def convolution_gradient(eqn, inputs):
-    """The weight gradient of a convolution in the layout of a forward one."""
-    x, w = (value.x for value in inputs)
-    p = eqn.params
-    lhs, rhs, out = p["dimension_numbers"]
-    if (x.ndim != 4 or lhs != (3, 0, 1, 2) or rhs != (3, 0, 1, 2) or x.dtype != F32 or w.dtype != F32
+    """The weight gradient of a convolution in the layout of a forward one; of a bfloat16 convolution too, where XLA
+    would compute it in float32 anyway."""
+    op, p, dtype = library.operation(eqn)
+    if op is not lax.conv_general_dilated_p or dtype not in (F32, library.BF16):
+        return None
+    if dtype == library.BF16 and library.onednn():
+        return None
+    (x, w), (lhs, rhs, out) = (value.x for value in inputs), p["dimension_numbers"]
+    if (x.ndim != 4 or lhs != (3, 0, 1, 2) or rhs != (3, 0, 1, 2)
             or p["feature_group_count"] != 1 or p["batch_group_count"] != 1):
         return None
+    x, w = (a.astype(dtype).astype(F32) for a in (x, w))
     n, h, width, c = x.shape
     x = _ends_swapped(x.reshape(n, h * width, c)).reshape(c, h, width, n)
     w = apart(apart(w).transpose(1, 2, 0, 3))
-    rest = {k: v for k, v in p.items() if k != "dimension_numbers"}
+    rest = {k: v for k, v in p.items() if k not in ("dimension_numbers", "preferred_element_type")}
     z = lax.conv_general_dilated_p.bind(x, w, dimension_numbers=lax.conv_dimension_numbers(
-        x.shape, w.shape, ("NHWC", "HWIO", "NHWC")), **rest)                       # [c, height, width, out]
+        x.shape, w.shape, ("NHWC", "HWIO", "NHWC")), preferred_element_type=F32, **rest)    # [c, height, width, out]
     inverse = [0] * 4
     for axis, place in enumerate((0, 3, 1, 2)):
         inverse[out[axis]] = place
@@ -139,8 +168,10 @@ RULES = (
     Rule("max_pool", ("reduce_window_max",), max_pool, "elementwise maxima"),
     Rule("max_pool_gradient", ("select_and_scatter_add",), max_pool_gradient,
          "the largest element's place is found elementwise"),
-    Rule("convolution_gradient", ("conv_general_dilated",), convolution_gradient, "a forward convolution's layout"),
-    Rule("convolution_kernels", ("conv_general_dilated",), None,
-         "XLA's own kernels for convolutions, where YNNPACK's are slower, and YNNPACK's for products and sums alone",
-         options={"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"}),
+    Rule("convolution_gradient", ("conv_general_dilated", "lowered"), convolution_gradient,
+         "a forward convolution's layout"),
+    Rule("convolution_kernels", (), None, "XLA's own kernels for convolutions, where YNNPACK's are slower, and "
+         "YNNPACK's for products and sums alone", options=library.YNNPACK, when=library.eigen_pays),
+    Rule("convolution_library", (), None, "oneDNN's kernels for convolutions of bfloat16", options=library.ONEDNN,
+         when=library.onednn_pays),
 )
