@@ -11,9 +11,11 @@ import math
 import sys
 import typing
 
-from absl import app, flags
+import jax
+from absl import app, flags, logging
 
 from fnet import hardware as hw
+from fnet import parallel
 from fnet import training as tr
 
 
@@ -65,9 +67,15 @@ def config_from_flags(cls, presets=None, by=None):
 
 
 def decided(config, *workdirs, restart=False):
-    """The policy, and the configuration with its type for good: a run that goes on keeps what it began with."""
+    """The policy, and the configuration with its type for good: a run that goes on keeps what it began with.
+
+    With --plan it is that of the chips asked about."""
     if config.precision != "auto":
         return hw.policy(config.precision), config
+    if only_planned():
+        kind = flags.FLAGS.plan.partition(":")[0]
+        policy = hw.policy(next((name for name in (f"TPU {kind}", kind) if name in hw.chips), None))
+        return policy, dataclasses.replace(config, precision=policy.compute.name)
     policy = hw.policy()
     begun = [] if restart else [path for folder in workdirs if (path := folder / "config.json").exists()]
     if begun and (precision := tr.load_config(type(config), begun[0]).precision) != policy.compute.name:
@@ -96,6 +104,48 @@ def fit_options():
     return {"jit": not given.nojit, "nonfinite": given.nonfinite, "debug": given.debug}
 
 
+def define_device_flags():
+    """On what a run goes; `plan` makes of it what `training.fit` takes."""
+    flags.DEFINE_string("devices", "1", "how many devices: a number, or local for all, those of the run's other "
+                        "processes included")
+    flags.DEFINE_string("plan", None, "print how a step would be spread over chips that need not be here, such as "
+                        "v5e:16x16, and exit")
+
+
+def only_planned():
+    return "plan" in flags.FLAGS and bool(flags.FLAGS.plan)
+
+
+def begin():
+    """Finds the run's other processes and holds --devices to what there is; before anything is computed.
+
+    Raises:
+      ConfigError: there are not so many.
+    """
+    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
+    wanted = flags.FLAGS.devices if "devices" in flags.FLAGS else "1"
+    if wanted == "local":
+        parallel.initialize()
+    elif not wanted.isdecimal() or int(wanted) < 1:
+        raise tr.ConfigError(f"--devices={wanted}: use a number, or local for all")
+    elif int(wanted) > 1 and int(wanted) > len(jax.devices()):
+        raise tr.ConfigError(f"--devices={wanted}: this run has {len(jax.devices())} (a CPU is taken for as many with "
+                             f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} in the environment)")
+
+
+def plan(step, init, batch):
+    """How the step is spread over --devices, None on one of them; with --plan it is printed, and that is all."""
+    if only_planned():
+        print(parallel.plan(step, init, batch, devices=flags.FLAGS.plan))
+        sys.exit(0)
+    wanted = flags.FLAGS.devices
+    if wanted == "1" or len(jax.devices()) == 1:
+        return None
+    made = parallel.plan(step, init, batch, devices=jax.devices()[:None if wanted == "local" else int(wanted)])
+    print(made)
+    return made
+
+
 def run(main):
     """`absl.app.run`, except that whatever goes wrong is a line and an exit code; --debug shows where it came from."""
     flags.DEFINE_bool("debug", False, "show tracebacks; where a run breaks, replay it and name the layer")
@@ -104,6 +154,7 @@ def run(main):
 
 def _said(main, argv):
     try:
+        begin()
         main(argv)
     except tr.Interrupted as stopped:
         print(stopped, file=sys.stderr)

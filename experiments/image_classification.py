@@ -3,6 +3,8 @@
     python experiments/image_classification.py                        # scikit-learn's digits
     python experiments/image_classification.py --dataset=fashion_mnist --seed=1
     python experiments/image_classification.py --model=mlp --optimizer=adam --schedule=constant
+    python experiments/image_classification.py --devices=local                  # all that there are
+    python experiments/image_classification.py --plan=v5e:2x4 --batch_size=512  # what if it were eight TPUs
 
 The run's folder (--workdir, else runs/DATASET) receives config.json, metrics.jsonl, a TensorBoard
 log, checkpoints, curves.png and confusion.png. The same command resumes a run that was interrupted;
@@ -154,9 +156,14 @@ def train(config, workdir, policy, **fit_options):
         stop = tr.EarlyStop(metric="validation/accuracy", patience=config.early_stop)
 
     example = jax.ShapeDtypeStruct((1, height, width, channels), jnp.float32)
-    params, variables = model.init(jax.random.key(config.seed), example)
-    state = tr.TrainState.create(params, tx, state=variables, ema=config.ema or None)
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    def init(key):
+        params, variables = model.init(key, example)
+        return tr.TrainState.create(params, tx, state=variables, ema=config.ema or None)
+
+    plan = common.plan(step, init, batches(0))
+    state = (plan.init if plan else init)(jax.random.key(config.seed))
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     split = f" ({config.split} split)" if config.dataset == "digits" else ""
     print(f"{config.dataset}{split}: {batches.length} training images, {len(data.test_labels)} test images, "
           f"{height} x {width} x {channels}, {classes} classes")
@@ -169,7 +176,7 @@ def train(config, workdir, policy, **fit_options):
         step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate,
         every=every, log_every=every, early_stop=stop,
         progress=tr.Progress(),
-        notes={"policy": str(policy)}, **fit_options,
+        notes={"policy": str(policy)}, plan=plan, **fit_options,
     )
     rows = tr.read_metrics(workdir)
     speed = [row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row]
@@ -221,6 +228,8 @@ def main(argv):
         runs = {workdir / "last20": dataclasses.replace(config, split="last20")} | runs
     with common.one_line_errors(tr.ConfigError, OSError):
         for folder, each in runs.items():
+            if common.only_planned():
+                break
             if flags.FLAGS.restart:
                 tr.clear(folder)
             tr.same_config(each, folder, but=("data_dir",))
@@ -238,5 +247,6 @@ if __name__ == "__main__":
     common.define_flags(Config)
     flags.DEFINE_string("workdir", None, "the run's folder (default: runs/DATASET)")
     common.define_run_flags()
+    common.define_device_flags()
     flags.DEFINE_bool("last20", True, "digits: measure the conventional last-20 % split as well")
     common.run(main)

@@ -3,6 +3,8 @@
     python experiments/language_model.py                              # The Tempest, minutes on two CPU cores
     python experiments/language_model.py --preset=10m --data_dir=DIR  # 10 million parameters, for an accelerator
     python experiments/language_model.py --model=lstm --tokens=byte
+    python experiments/language_model.py --preset=124m --devices=local ...           # all chips that there are
+    python experiments/language_model.py --preset=124m --plan=v5e:4x4 --width=768    # what if they were sixteen TPUs
 
 The text is DIR/input.txt, or every *.txt of the folder; without --data_dir it is The Tempest, which lies beside this
 script. DIR/train.bin and DIR/val.bin, 16-bit tokens as nanoGPT's scripts write them, are read with --tokens=bin.
@@ -138,9 +140,13 @@ def train(config, workdir, policy, **fit_options):
     evaluate = {"validation": tr.evaluator(measure, {"tokens": held_out}, batch_size=config.batch_size)}
     stop = tr.EarlyStop(metric="validation/loss", patience=config.early_stop, mode="min") if config.early_stop else None
 
-    params, _ = model.init(jax.random.key(config.seed), jax.ShapeDtypeStruct((1, config.context), jnp.int32))
-    state = tr.TrainState.create(params, tx, ema=config.ema or None)
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    def init(key):
+        params, _ = model.init(key, jax.ShapeDtypeStruct((1, config.context), jnp.int32))
+        return tr.TrainState.create(params, tx, ema=config.ema or None)
+
+    plan = common.plan(step, init, batches(0))
+    state = (plan.init if plan else init)(jax.random.key(config.seed))
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     print(f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * config.context:,} to validate on, "
           f"{vocab_size} different")
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} x {config.context} tokens")
@@ -151,7 +157,7 @@ def train(config, workdir, policy, **fit_options):
     state = tr.fit(
         step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every, log_every=every,
         best="validation/loss", best_mode="min", early_stop=stop, progress=tr.Progress(),
-        notes={"policy": str(policy)}, **fit_options,
+        notes={"policy": str(policy)}, plan=plan, **fit_options,
     )
     rows = tr.read_metrics(workdir)
     speed = np.median([row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row])
@@ -205,9 +211,10 @@ def main(argv):
         config = checked(common.config_from_flags(Config, PRESETS, by="preset"))
         workdir = Path(flags.FLAGS.workdir or "runs/language_model")
         policy, config = common.decided(config, workdir, restart=flags.FLAGS.restart)
-        if flags.FLAGS.restart:
-            tr.clear(workdir)
-        tr.same_config(config, workdir, but=("data_dir",))
+        if not common.only_planned():
+            if flags.FLAGS.restart:
+                tr.clear(workdir)
+            tr.same_config(config, workdir, but=("data_dir",))
 
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
@@ -222,6 +229,7 @@ if __name__ == "__main__":
     common.define_flags(Config, by="preset")
     flags.DEFINE_string("workdir", None, "the run's folder (default: runs/language_model)")
     common.define_run_flags()
+    common.define_device_flags()
     flags.DEFINE_float("temperature", 0.8, "of the sample at the end", lower_bound=0)
     flags.DEFINE_integer("top_k", 200, "of the sample at the end", lower_bound=1)
     common.run(main)
