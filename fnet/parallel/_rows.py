@@ -28,7 +28,8 @@ class Rows:
         self.paths = [keystr(path) for path, _ in leaves]
         self.wanted = [leaf for _, leaf in leaves]
         self.places = jax.tree.leaves(plan.batch)
-        self.shares = [_share(leaf, place) for leaf, place in zip(self.wanted, self.places)]
+        self.parts = [_parts(leaf, place) for leaf, place in zip(self.wanted, self.places)]
+        self.shares = [None if parts is None else sum(end - begin for begin, end in parts) for parts in self.parts]
         self.several = len({device.process_index for device in plan.mesh.devices.flat}) > 1
         self.copies = plan.mesh.devices.flat[0].platform == "cpu"      # where arrays may be shared with the device
         self.last: list | None = None
@@ -46,13 +47,20 @@ class Rows:
                 raise ValueError(f"feed: batch{path} is {leaf.dtype}{list(leaf.shape)} in the plan: a weight is "
                                  "float32 [rows]")
 
-    def fill(self, batch: Any, at: int) -> list | None:
+    def fill(self, batch: Any, at: int, *, whole: bool = False) -> list | None:
         """The leaves of batch number `at` with the share's rows each, or None if it is short and left out.
+
+        Args:
+            whole: a batch that has the rows of all processes will do, too: this one's are taken from it.
 
         Raises:
             ValueError: it is not as the plan's batch, or short and cannot be filled up.
         """
         leaves = self._leaves(batch)
+        if whole and self.several and all(x is None or parts is None or len(x) == wanted.shape[0]
+                                          for x, parts, wanted in zip(leaves, self.parts, self.wanted)):
+            leaves = [x if x is None or parts is None else np.concatenate([x[begin:end] for begin, end in parts])
+                      for x, parts in zip(leaves, self.parts)]
         short, count = False, None
         for path, x, wanted, share in zip(self.paths, leaves, self.wanted, self.shares):
             if x is None:
@@ -134,13 +142,12 @@ class Rows:
         return jax.make_array_from_process_local_data(place, _own(x, place) if self.copies else x, wanted.shape)
 
 
-def _share(leaf, place) -> int | None:
-    """How many rows of a leaf lie on this process's devices; None if it has none."""
+def _parts(leaf, place) -> list[tuple[int, int]] | None:
+    """From which row to which a leaf lies on this process's devices; None if it has no rows."""
     if not leaf.shape:
         return None
-    parts = {index[0].indices(leaf.shape[0])[:2] for index in
-             place.addressable_devices_indices_map(leaf.shape).values()}
-    return sum(end - begin for begin, end in parts)
+    indices = place.addressable_devices_indices_map(leaf.shape).values()
+    return sorted({index[0].indices(leaf.shape[0])[:2] for index in indices})
 
 
 def _dtype(x):

@@ -83,7 +83,7 @@ def fit(
       plan: of `parallel.plan(step, ...)`: runs the step on the plan's chips, with the numbers of one up to rounding.
         The state goes where the plan says if it is not there, batches go straight to their chips, and a run that goes
         on may have another plan. A short batch is filled up with rows of weight 0, as `parallel.feed` does. Where the
-        chips are of several processes, each process's `batches(i)` are its own rows.
+        chips are of several processes, `batches(i)` are all rows, the same in each process, or each one's own.
 
     Returns:
       The state after the last step.

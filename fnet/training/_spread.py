@@ -61,7 +61,8 @@ class Spread:
         """The batch on the chips, each row where it belongs, without ever being whole on one."""
         if self.rows is None:
             return batch
-        return jax.block_until_ready(self.rows.place(self.rows.fill(batch, at)))      # its arrays may be filled again
+        placed = self.rows.place(self.rows.fill(batch, at, whole=True))
+        return jax.block_until_ready(placed)               # the arrays given may be filled again
 
     def shapes(self, batch: Callable[[], Any]) -> Any:
         """A batch, or its shapes."""

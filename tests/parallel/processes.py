@@ -1,6 +1,6 @@
 """One of several processes of a run: what test_two_processes.py starts. Prints what came of it as JSON.
 
-    python tests/parallel/processes.py CASE PORT PROCESS
+    python tests/parallel/processes.py CASE PORT PROCESS [FOLDER]
 """
 
 import json
@@ -18,25 +18,36 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import optax  # noqa: E402
 
 from fnet import parallel  # noqa: E402
+from fnet import training as tr  # noqa: E402
 from fnet import transforms as ft  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
 ROWS = 16      # of a batch, 8 of each process
 HANG = 2.0
+TX = optax.adam(0.02)
 
 
 def init(key):
     return {"params": jax.random.normal(key, (5, 64)) * 0.3}
 
 
-def step(state, batch):
-    def loss(w):
-        each = jnp.square(jnp.tanh(batch["x"] @ w).sum(-1) - 1)
-        return (each * batch["weight"]).sum() / batch["weight"].sum()
+def begin(key):
+    return tr.TrainState.create(init(key)["params"], TX)
 
-    value, grads = jax.value_and_grad(loss)(state["params"])
+
+def loss(w, batch):
+    each = jnp.square(jnp.tanh(batch["x"] @ w).sum(-1) - 1)
+    return (each * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def step(state, batch):
+    if isinstance(state, tr.TrainState):
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        return state.apply(TX, grads), {"loss": value}
+    value, grads = jax.value_and_grad(loss)(state["params"], batch)
     return {"params": state["params"] - 0.1 * grads}, {"loss": value, "grads": grads, "rows": batch["weight"].sum()}
 
 
@@ -88,12 +99,29 @@ def run(case):
     return {"seen": seen, "params": np.asarray(state["params"]).tolist()}
 
 
+def trained():
+    """fit on both processes, each of which has all rows or its own; it dies after a checkpoint and goes on."""
+    folder = sys.argv[4]
+    plan = parallel.plan(step, begin, {"x": X[:ROWS], "weight": np.ones(ROWS, np.float32)}, devices=jax.devices(),
+                         strategy="zero1")
+    everything = lambda i: {"x": X[ROWS * (i % 4):][:ROWS]}
+    own = lambda i: {"x": everything(i)["x"][8 * ME:][:8]}
+    measure = lambda state, batch: {"loss": tr.mean(jnp.square(batch["x"] @ state.params).sum(-1), batch["weight"])}
+    evaluate = {"all": tr.evaluator(measure, {"x": X[:21]}, batch_size=10)}
+    for steps, given in ((3, everything), (6, own)):
+        state = tr.fit(step, begin(jax.random.key(0)), given, steps=steps, workdir=folder, plan=plan, evaluate=evaluate,
+                       every=3, tensorboard=False)
+    return {"params": np.asarray(state.params).tolist(), "loss": evaluate["all"](state)["loss"]}
+
+
 def main():
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_disable_most_optimizations", True)      # programs are small
     for _ in range(2):
         parallel.initialize(f"127.0.0.1:{PORT}", 2, ME, initialization_timeout=60)
     assert jax.process_count() == 2 and len(jax.devices()) == 8
+    if CASE == "fit":
+        return trained()
     if CASE != "orderly":
         return {CASE: run(CASE)}
     came = {case: run(case) for case in ("ragged", "dropped")}

@@ -11,17 +11,20 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from checks import close
+
+from fnet import training as tr
 
 SCRIPT = pathlib.Path(__file__).with_name("processes.py")
 ENV = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")}
 
 
-def pair(case, port, *, limit=60):
+def pair(case, port, *more, limit=60):
     """(exit code, what it printed, what it said, seconds) of both."""
     began = time.monotonic()
-    both = [subprocess.Popen([sys.executable, str(SCRIPT), case, str(port), str(i)], stdout=subprocess.PIPE,
+    both = [subprocess.Popen([sys.executable, str(SCRIPT), case, str(port), str(i), *more], stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, text=True, env=ENV) for i in range(2)]
     ends = []
     for process in both:
@@ -71,6 +74,27 @@ def test_uneven_rows_have_the_gradient_of_one_process(free_port):
         assert re.match(r"feed: process 1 \(.+\) has no more after 2 batches, and others have: the plan's batch has no "
                         r"'weight', so that its rows cannot be filled up; weigh the loss by batch\['weight'\], ",
                         each["unweighted"])
+
+
+def test_fit_on_two_processes(free_port, tmp_path):
+    """It saves, goes on, evaluates what both share; one process gives it all rows, or each its own."""
+    ends = pair("fit", free_port, str(tmp_path))
+    assert [code for code, *_ in ends] == [0, 0], ends
+    said = [json.loads(out.splitlines()[-1]) for _, out, *_ in ends]
+    assert said[0] == said[1]
+    assert [row["step"] for row in tr.read_metrics(tmp_path) if "all/loss" in row] == [3, 6]
+    x = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
+    params = jax.random.normal(jax.random.key(0), (5, 64)) * 0.3
+    tx = optax.adam(0.02)
+    moments = tx.init(params)
+    for i in range(6):
+        batch = x[16 * (i % 4):][:16]
+        grads = jax.grad(lambda w, b: jnp.square(jnp.tanh(b @ w).sum(-1) - 1).mean())(params, batch)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, moments = tx.update(grads, moments, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(said[0]["params"], params, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(said[0]["loss"], np.square(x[:21] @ np.asarray(params)).sum(-1).mean(), rtol=1e-4)
 
 
 LATE = r"feed: process %d \(.+\) did not come within 2 s, at batch %d, without which nobody can go on: start all "
