@@ -169,7 +169,7 @@ RULES = (
     Rule("max_pool_gradient", ("select_and_scatter_add",), max_pool_gradient,
          "the largest element's place is found elementwise"),
     Rule("convolution_gradient", ("conv_general_dilated", "lowered"), convolution_gradient,
-         "a forward convolution's layout"),
+         "a forward convolution's layout", below="0.12"),    # from there on XLA's own takes as long
     Rule("convolution_kernels", (), None, "XLA's own kernels for convolutions, where YNNPACK's are slower, and "
          "YNNPACK's for products and sums alone", options=library.YNNPACK, when=library.eigen_pays),
     Rule("convolution_library", (), None, "oneDNN's kernels for convolutions of bfloat16", options=library.ONEDNN,
