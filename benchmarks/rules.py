@@ -2,6 +2,7 @@
 
     python -m benchmarks.rules gpt cnn mlp
     python -m benchmarks.rules cnn --without          # each off, with all others on, beside all of them
+    python -m benchmarks.rules cnn --dtype=mixed      # for convolutions of bfloat16
 
 Alone, a rule stands beside `convolution_kernels` (compiler options), which the others were made for, and that beside
 the plain step. A rule pays where it takes less time than the step without it in nine rounds of ten and in the median

@@ -23,6 +23,7 @@ from fnet.transforms._lowered import lowered_p
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
 ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True}
+LARGE = 1 << 21    # multiplications of a convolution from which on a call of oneDNN is worth it
 
 
 def operation(eqn) -> tuple:
@@ -53,9 +54,10 @@ def eigen_pays(equations: Sequence) -> bool:
 
 
 def onednn_pays(equations: Sequence) -> bool:
-    """Whether convolutions of bfloat16 are most of the work."""
-    work = _work(equations)
-    return 2 * work["convolution", BF16] > sum(work.values()) and onednn()
+    """Whether convolutions of bfloat16 are most of the work, and not small."""
+    work, every = _work(equations), sum(operation(eqn)[0] is lax.conv_general_dilated_p for eqn in equations)
+    low = work["convolution", BF16]
+    return 2 * low > sum(work.values()) and low >= LARGE * every and onednn()
 
 
 def _work(equations) -> collections.Counter:

@@ -37,6 +37,11 @@ def options(step, args, **how):
     return ft.explain(ft.tune(step, "cpu", **how), *args).options
 
 
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch):
+    monkeypatch.setattr(library, "LARGE", 0)
+
+
 @pytest.fixture
 def onednn():
     if not library.onednn():
@@ -59,6 +64,15 @@ def test_what_a_program_does_most_decides(monkeypatch, there):
     assert options(by_hand, (normal(1, 3, 3, 8, 8), normal(2, 2, 8, 8, 8, dtype=jnp.bfloat16))) == both
     step, args = net(nn.Conv(2, 1), nn.Flatten(), nn.Dense(256), nn.Dense(256))
     assert options(step, args) == options(ft.autocast(step, "bfloat16"), args) == {}
+
+
+def test_small_convolutions_are_left_alone(monkeypatch):
+    monkeypatch.setattr(library, "onednn", lambda: True)
+    step, args = net(nn.Conv(16, 3), nn.Conv(16, 3))    # 589,824 multiplications each
+    step = ft.autocast(step, "bfloat16")
+    for large, found in (500_000, {**library.YNNPACK, **library.ONEDNN}), (600_000, library.YNNPACK):
+        monkeypatch.setattr(library, "LARGE", large)
+        assert options(step, args) == found
 
 
 def test_where_onednn_is(monkeypatch):
