@@ -186,6 +186,12 @@ def origin(eqn: Any) -> tuple:
     return id(info.name_stack), id(info.traceback), id(eqn.ctx)
 
 
+def line(eqn: Any) -> str:
+    """The user's line that made an equation, "model.py:58 (forward)"; "" where none is known."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return "" if frame is None else f"{frame.file_name.rpartition('/')[2]}:{frame.start_line} ({frame.function_name})"
+
+
 @contextlib.contextmanager
 def equation_context(eqn: Any):
     """Operations done inside carry the equation's names, source line and JAX context (mesh, compute type, ...)."""

@@ -1,8 +1,9 @@
-"""The `fnet` command: what chips there are, here and in the catalogue.
+"""The `fnet` command: what chips there are, here and in the catalogue, and how a step would be spread over them.
 
     fnet devices            what this machine has, the policy for it, and why; a CPU is probed for a second, once
     fnet chips              the whole catalogue
     fnet chips "TPU v5e"    one row: computed beside quoted, prices, FLOP per dollar, power, sources
+    fnet plan module:function --devices v5e:16x16    where arrays would lie, what would be sent, why, and what it costs
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
+from fnet import _cli_plan
 from fnet.hardware._chip import Chip, si
 
 _WIDTH = 100      # columns of text that goes into a pipe or a file
@@ -38,12 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices.add_argument("--measure", action="store_true", help="run a matmul per type and a copy, for a few seconds")
     chips = commands.add_parser("chips", help="the catalogue, or one row of it")
     chips.add_argument("name", nargs="*", help='a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
+    _cli_plan.define(commands)
     args = parser.parse_args(argv)
     try:
         if args.command == "devices":
             return _devices(args.measure)
         if args.command == "chips":
             return _row(" ".join(args.name)) if args.name else _catalogue()
+        if args.command == "plan":
+            return _cli_plan.run(args)
         parser.print_help()
         return 0
     except BrokenPipeError:      # as in fnet chips | head
@@ -204,7 +209,8 @@ def _figures(chip: Chip) -> list[tuple[str, str]]:
         links = chip.links
         parts = [f"{links.count} links" if links.count else "",
                  f"{si(links.each_way)}B/s each way" if links.each_way else "",
-                 f"{si(links.total)}B/s in all" if links.total else "", links.topology or ""]
+                 f"{si(links.total)}B/s in all" if links.total else "", links.topology or "",
+                 f"{si(links.network)}B/s to other slices or machines" if links.network else ""]
         rows.append(("links", f"{links.type}: {', '.join(part for part in parts if part)} ({chip.basis('links')})"))
     return rows
 

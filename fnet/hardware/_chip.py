@@ -80,13 +80,19 @@ class Quote(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """How chips of a kind talk to each other: rates in bytes/s, `total` over all links and both directions."""
+    """How chips of a kind talk to each other: rates in bytes/s, `total` over all links and both directions.
+
+    `network` is what a chip sends, each way, to chips of another slice or machine, as they are usually sold
+    (`network_source` says whose figure).
+    """
 
     type: str
     count: int | None = None
     each_way: float | None = None
     total: float | None = None
     topology: str | None = None
+    network: float | None = None
+    network_source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _chip(row: dict[str, Any]) -> Chip:
         peaks=FrozenTable({name: tera * 1e12 for name, tera in row["peak_tflops"].items()}),
         memory_bytes=row["memory_gib"] * _GIB if "memory_gib" in row else None, bandwidth=giga("bandwidth_gbs", row),
         links=links and Links(links["type"], links.get("count"), giga("each_way_gbs", links), giga("total_gbs", links),
-                              links.get("topology")),
+                              links.get("topology"), giga("network_gbs", links), links.get("network_source", "")),
         jax_devices_per_chip=row["jax_devices_per_chip"], power_watts=row.get("power_watts"),
         power_source=row.get("power_source", ""), prices=_prices(row), quoted=_quotes(row),
         explained=FrozenTable(row.get("explained", {})), units=FrozenTable(units), bases=FrozenTable(bases),

@@ -153,7 +153,11 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
         a, k = jax.tree.unflatten(tree, [next(arrays) if t else leaf for leaf, t in zip(leaves, traced)])
         return f(*a, **k)
 
-    closed = jax.make_jaxpr(of_arrays)([leaf for leaf, t in zip(leaves, traced) if t])
+    return count_jaxpr(jax.make_jaxpr(of_arrays)([leaf for leaf, t in zip(leaves, traced) if t]))
+
+
+def count_jaxpr(closed: Any) -> Count:
+    """`count` of what is traced already."""
     jaxpr = closed.jaxpr
     tally = _Tally()
     tally.frame(read(jaxpr), 1)
@@ -244,48 +248,72 @@ class _Tally:
 
 
 def _fused_traffic(frame: Frame) -> dict[str, int]:
-    """Bytes by scope when elementwise operations fuse with their neighbours of the same scope.
+    """Bytes that a frame moves per scope, elementwise operations fused with their neighbours of the same scope.
 
-    A value is written to memory and read again when it enters or leaves the frame, when the scope that makes it is not
-    the one that uses it, or when an operation that compilers run on its own (a product, a reduction, a gather) makes or
-    takes it; the single elementwise use of a product's result counts as its epilogue. Reshapes, broadcasts and
-    transposes are free.
+    A value is also written to memory and read again where it enters or leaves the frame or goes to another scope.
     """
-    same: dict[int, int] = {}      # the output of a reshape or broadcast is its input, seen otherwise
-    for op in frame.ops:
-        if op.eqn.primitive.name in FOLDED and op.ins and op.ins[0] is not None:
-            same[op.outs[0]] = same.get(op.ins[0], op.ins[0])
-    real = [op for op in frame.ops if op.eqn.primitive.name not in FOLDED and op.eqn.primitive.name != "iota"]
-    name = lambda i: same.get(i, i)
-    heavy = lambda op: bool(op.bodies) or is_heavy(op.eqn.primitive.name)
-    maker = {out: op for op in real for out in op.outs}
-    users: dict[int, list[Op]] = {}
-    for op in real:
-        for i in op.ins:
-            if i is not None:
-                users.setdefault(name(i), []).append(op)
-    outputs = {name(i) for i in frame.outputs if i is not None}
-
-    def stored(i: int) -> bool:
-        op, uses = maker.get(i), users.get(i, [])
-        if op is None or i in outputs or any(heavy(use) or use.scope != op.scope for use in uses):
-            return True
-        return heavy(op) and len(uses) != 1
-
+    kept = Kept(frame, by_scope=True)
     moved: dict[tuple[str, int, str], int] = {}
-    for op in real:
+    for op in kept.real:
         if op.bodies:
             continue      # its frame counts what it reads and writes
         reads, writes = touched(op.eqn)
         for ids, sizes, way in ((op.ins, reads, "read"), (op.outs, writes, "write")):
             for i, size in zip(ids, sizes):
-                if i is not None and stored(name(i)) and not (way == "write" and not users.get(i) and i not in outputs):
-                    key = (op.scope, name(i), way)
+                if i is not None and kept(i) and not (way == "write" and not kept.users.get(i)
+                                                      and i not in kept.outputs):
+                    key = (op.scope, kept.name(i), way)
                     moved[key] = max(moved.get(key, 0), size)
     traffic: dict[str, int] = {}
     for (scope, _, _), size in moved.items():
         traffic[scope] = traffic.get(scope, 0) + size
     return traffic
+
+
+class Kept:
+    """Which values of a frame are written to memory once elementwise operations have fused with their neighbours.
+
+    A value goes through memory where something other than an elementwise operation (a product, a reduction, a loop, a
+    gather) makes or takes it; the single elementwise use of a product's result counts as its epilogue. Reshapes,
+    broadcasts and transposes are free.
+
+    Args:
+      by_scope: whether operations fuse within a scope alone. epilogues: whether a product's result that one elementwise
+        operation takes is fused with that.
+
+    Attributes:
+      real: the operations that are not free. users: those that read a value. outputs: what leaves the frame.
+    """
+
+    def __init__(self, frame: Frame, *, by_scope: bool = False, epilogues: bool = True):
+        self.by_scope, self.epilogues = by_scope, epilogues
+        same: dict[int, int] = {}      # the output of a reshape or broadcast is its input, seen otherwise
+        for op in frame.ops:
+            if op.eqn.primitive.name in FOLDED and op.ins and op.ins[0] is not None:
+                same[op.outs[0]] = same.get(op.ins[0], op.ins[0])
+        self.name = lambda i: same.get(i, i)
+        self.real = [op for op in frame.ops if op.eqn.primitive.name not in FOLDED
+                     and op.eqn.primitive.name != "iota"]
+        self.maker = {out: op for op in self.real for out in op.outs}
+        self.users: dict[int, list[Op]] = {}
+        for op in self.real:
+            for i in op.ins:
+                if i is not None:
+                    self.users.setdefault(self.name(i), []).append(op)
+        self.outputs = {self.name(i) for i in frame.outputs if i is not None}
+
+    def __call__(self, i: int) -> bool:
+        i = self.name(i)
+        op, uses = self.maker.get(i), self.users.get(i, [])
+        apart = lambda use: heavy(use) or (self.by_scope and use.scope != op.scope)
+        if op is None or i in self.outputs or any(map(apart, uses)):
+            return True
+        return heavy(op) and not (self.epilogues and len(uses) == 1)
+
+
+def heavy(op: Op) -> bool:
+    """Whether an operation is more than elementwise."""
+    return bool(op.bodies) or is_heavy(op.eqn.primitive.name)
 
 
 def table(counted: Count, depth: int | None = None) -> str:

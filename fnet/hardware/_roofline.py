@@ -109,7 +109,7 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
         measure = concrete and local
     counted = count(step, *args)
     share = chip.chips_of(devices)
-    compute = _compute_seconds(counted, chip, share, depth)
+    compute = compute_seconds(counted, chip, share, depth)
     rows = []
     for scope, each in counted.by_depth(depth).items():
         if not each.flops and not each.transcendental and not each.fused_bytes:
@@ -142,7 +142,7 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
                     tile_waste(counted.matmuls, chip), rule(chip), tuple(notes))
 
 
-def _compute_seconds(counted: Count, chip: Chip, share: float, depth: int | None) -> dict[str, float] | None:
+def compute_seconds(counted: Count, chip: Chip, share: float, depth: int | None) -> dict[str, float] | None:
     """Seconds of arithmetic per scope: products at their type's peak, the rest at the vector units' where known."""
     seconds: dict[str, float] = {}
     key = lambda path: path if depth is None else "/".join(path.split("/")[:depth])

@@ -30,8 +30,9 @@ def bert_block(scope, x, lengths=None, *, heads, hidden, dropout, epsilon):     
     norm, drop = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout)
     y = nn.Attention(heads, dropout=dropout)(scope["attention"], x, lengths=lengths)
     x = norm(scope["norm1"], x + drop(scope["drop1"], y))
-    y = jax.nn.gelu(nn.Dense(hidden)(scope["fc"], x), approximate=False)         # [batch, time, hidden]
-    y = nn.Dense(x.shape[-1])(scope["proj"], y)
+    y = nn.Dense(hidden, axes=("embed", "mlp"))(scope["fc"], x)                                  # [batch, time, hidden]
+    y = jax.nn.gelu(y, approximate=False)
+    y = nn.Dense(x.shape[-1], axes=("mlp", "embed"))(scope["proj"], y)
     return norm(scope["norm2"], x + drop(scope["drop2"], y))
 
 

@@ -24,8 +24,9 @@ def gpt_block(scope, x, lengths=None, *, heads, dropout, epsilon, kernel_init, r
     norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]    # [batch, time, width]
     attention = nn.Attention(heads, causal=True, dropout=dropout, kernel_init=kernel_init, out_init=residual_init)
     x = x + drop(scope["drop1"], attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths))
-    y = nn.Dense(4 * width, kernel_init=kernel_init)(scope["fc"], norm(scope["norm2"], x))
-    y = nn.Dense(width, kernel_init=residual_init)(scope["proj"], jax.nn.gelu(y, approximate=True))
+    y = nn.Dense(4 * width, kernel_init=kernel_init, axes=("embed", "mlp"))(scope["fc"], norm(scope["norm2"], x))
+    out = nn.Dense(width, kernel_init=residual_init, axes=("mlp", "embed"))
+    y = out(scope["proj"], jax.nn.gelu(y, approximate=True))
     return x + drop(scope["drop2"], y)
 
 

@@ -23,8 +23,8 @@ def llama_block(scope, x, lengths=None, *, heads, kv_heads, hidden, rotary, epsi
     attention = nn.Attention(heads, kv_heads=kv_heads, causal=True, rotary=rotary, use_bias=False)
     x = x + attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths)
     y = norm(scope["norm2"], x)
-    gate, up = (nn.Dense(hidden, use_bias=False)(scope[name], y) for name in ("gate", "up"))
-    return x + nn.Dense(x.shape[-1], use_bias=False)(scope["down"], jax.nn.silu(gate) * up)
+    gate, up = (nn.Dense(hidden, use_bias=False, axes=("embed", "mlp"))(scope[name], y) for name in ("gate", "up"))
+    return x + nn.Dense(x.shape[-1], use_bias=False, axes=("mlp", "embed"))(scope["down"], jax.nn.silu(gate) * up)
 
 
 def _block(ours, keys):
@@ -132,7 +132,7 @@ class Llama(LanguageModel):
         x = nn.RMSNorm(epsilon=self.epsilon)(scope["norm"], x)             # [batch, time, width]
         if self.tied:
             return embed, at, x
-        return nn.Dense(self.vocab_size, use_bias=False), scope["head"], x
+        return nn.Dense(self.vocab_size, use_bias=False, axes=("embed", "vocab")), scope["head"], x
 
     @classmethod
     def of_model_bin(cls, path: str | os.PathLike) -> Llama:

@@ -26,8 +26,9 @@ def encoder_block(scope, x, *, heads, hidden, dropout, epsilon):            # [b
     y = nn.LayerNorm(epsilon=epsilon)(scope["norm1"], x)
     x = x + drop(scope["drop1"], nn.Attention(heads)(scope["attention"], y))
     y = nn.LayerNorm(epsilon=epsilon)(scope["norm2"], x)
-    y = drop(scope["drop2"], gelu(nn.Dense(hidden)(scope["fc1"], y)))       # [batch, tokens, hidden]
-    return x + drop(scope["drop3"], nn.Dense(x.shape[-1])(scope["fc2"], y))
+    y = nn.Dense(hidden, axes=("embed", "mlp"))(scope["fc1"], y)           # [batch, tokens, hidden]
+    y = drop(scope["drop2"], gelu(y))
+    return x + drop(scope["drop3"], nn.Dense(x.shape[-1], axes=("mlp", "embed"))(scope["fc2"], y))
 
 
 def _fused(weight, bias):

@@ -13,6 +13,9 @@ from fnet.parallel._channel import PeersGone
 from fnet.parallel._feed import feed
 from fnet.parallel._initialize import initialize
 from fnet.parallel._ledger import Ledger, Transfer, ledger
-from fnet.parallel._plan import STRATEGIES, Candidate, Plan, plan
+from fnet.parallel._plan import Candidate, Plan, plan
+from fnet.parallel._rules import rules
+from fnet.parallel._ways import STRATEGIES, Way
 
-__all__ = ["STRATEGIES", "Candidate", "Ledger", "PeersGone", "Plan", "feed", "Transfer", "initialize", "ledger", "plan"]
+__all__ = ["STRATEGIES", "Candidate", "Ledger", "PeersGone", "Plan", "Transfer", "Way", "feed", "initialize", "ledger",
+           "plan", "rules"]

@@ -15,6 +15,9 @@ _COLLECTIVE = re.compile(rf"^\s+(?:ROOT )?%\S+ = (.*?) ({_KINDS})(-start)?\(")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|called_computations|true_computation|false_computation|"
                      r"branch_computations)=(\{[^}]*\}|%[\w.\-]+)")
 _TRIPS = re.compile(r'known_trip_count[^0-9]*(\d+)')
+_CONSTANT = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)")
+_LESS = re.compile(r"^\s+ROOT %\S+ = pred\[\]\S* compare\(.*%([\w.\-]+)\), direction=LT")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _BITS = {"pred": 8, "token": 0}
 
@@ -104,20 +107,44 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
     if entry is None:
         raise ValueError(f"ledger needs the HLO of a compiled program; got text that begins {text[:40]!r}")
     default = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
-    transfers = []
+    transfers: list[Transfer] = []
+    at: dict[str, int] = {}    # where a channel's transfer stands
+    pieces = "AsyncCollective" in text    # TPUs run one beside other work in pieces, which share its channel
 
     def enter(name, times):
         for line in bodies.get(name, ()):
             if found := _COLLECTIVE.match(line):
-                transfers.append(Transfer(found[2], _scope(line), _bytes(found[1], found[2], bool(found[3])),
-                                          _group(line, default), times))
-            trips = int(found[1]) if " while(" in line and (found := _TRIPS.search(line)) else 1
+                each = Transfer(found[2], _scope(line), _bytes(found[1], found[2], bool(found[3])),
+                                _group(line, default), times)
+                if name.startswith("all-reduce-scatter"):    # TPUs' reduce-scatter
+                    each = each._replace(collective="reduce-scatter", bytes=each.bytes // each.group)
+                channel = _CHANNEL.search(line) if pieces else None
+                if channel and channel[1] in at:
+                    there = transfers[at[channel[1]]]    # begun before a loop it may go on inside
+                    transfers[at[channel[1]]] = there._replace(bytes=max(there.bytes, each.bytes),
+                                                               times=min(there.times, each.times))
+                    continue
+                if channel:
+                    at[channel[1]] = len(transfers)
+                transfers.append(each)
+            trips = _trips(line, bodies) if " while(" in line else 1
             for called in _CALLED.findall(line):
                 for inner in re.findall(r"%([\w.\-]+)", called):
                     enter(inner, times * trips)
 
     enter(entry, 1)
     return Ledger(tuple(transfers))
+
+
+def _trips(line, bodies) -> int:
+    """How often a loop turns: as XLA notes, or the constant that its condition counts up to."""
+    if found := _TRIPS.search(line):
+        return int(found[1])
+    condition = re.search(r"condition=%([\w.\-]+)", line)
+    lines = bodies.get(condition[1], ()) if condition else ()
+    constants = {found[1]: int(found[2]) for each in lines if (found := _CONSTANT.match(each))}
+    less = next((found[1] for each in lines if (found := _LESS.match(each))), None)
+    return constants.get(less, 1)
 
 
 def _bytes(shapes, collective, started):

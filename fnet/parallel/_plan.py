@@ -1,32 +1,34 @@
-"""plan: how a plain step is spread over chips, chosen by what was compiled, with the reasons."""
+"""plan: how a plain step is best spread over chips, reckoned, compiled, and told."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet import _jax, hardware
-from fnet.parallel._devices import devices_of
-from fnet.parallel._ledger import Ledger, ledger
-from fnet.parallel._shardings import layout, scanned_leaves
+from fnet import hardware
+from fnet.hardware._count import Count, count_jaxpr
+from fnet.hardware._tiles import stored_bytes
+from fnet.parallel import _check, _compile, _cost, _explain, _mesh
+from fnet.parallel._estimate import Estimate, Split, estimate
+from fnet.parallel._rules import applied, path_of
+from fnet.parallel._shardings import is_parameter, layout, scanned_leaves
+from fnet.parallel._targets import Target, target
+from fnet.parallel._ways import Way, ladder
 from fnet.transforms._parallel import parallel
 
-# name -> (layout of the state, whether activations are pinned, in words); the simplest first
-STRATEGIES = {
-    "data": ("data", False, "every chip holds the whole state"),
-    "zero1": ("zero1", False, "parameters whole, the optimiser's state split"),
-    "fsdp": ("fsdp", False, "parameters and optimiser's state split"),
-    "fsdp+pins": ("fsdp", True, "the same, activations pinned to the batch"),
-}
 ROOM = 0.92    # of a chip's memory that a program may take; the rest is the runtime's
+DOUBT = 1.25   # by which an estimate of memory may be too high: what it puts above is not compiled
+CLOSE = 1.05   # times the least sent that counts as equal
+_LATER = "not compiled"
+FEW = 16       # devices up to which every way that may fit is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +36,36 @@ class Candidate:
     """One way of spreading a step.
 
     Attributes:
-        strategy: a name of `parallel.STRATEGIES`.
-        persistent: bytes of the state on each chip, exact.
-        peak: bytes that a step needs on each chip, from the compiled program.
-        ledger: what is sent, from the compiled program.
+        way: which. strategy: its name.
+        persistent: bytes of the state on each chip, exact, as the chip lays it out.
+        arguments: the same with its part of the batch.
+        estimate: peak and what is sent, reckoned.
+        compiled: the same, read from the compiled program; None: not compiled.
+        time: of a step at best.
         verdict: "chosen" or why not.
     """
 
-    strategy: str
+    way: Way
     persistent: int
-    peak: int
-    ledger: Ledger
+    arguments: int
+    estimate: Estimate
+    compiled: _compile.Compiled | None
+    time: _cost.Time
     verdict: str = ""
+
+    @property
+    def strategy(self) -> str:
+        return str(self.way)
+
+    @property
+    def peak(self) -> int:
+        """Bytes that a step needs on each chip: compiled, else estimated."""
+        return self.compiled.peak if self.compiled and self.compiled.peak is not None else self.estimate.peak
+
+    @property
+    def ledger(self):
+        """What is sent: compiled, else estimated."""
+        return self.compiled.ledger if self.compiled and self.compiled.ledger is not None else self.estimate.ledger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,31 +73,57 @@ class Plan:
     """Where a step's arrays lie. `print(plan)` says what was compared.
 
     Attributes:
-        mesh: the chips, with one axis "data".
-        strategy, pins: what was chosen, and whether activations are pinned.
+        target: the chips. mesh: their mesh; one without devices where they cannot be compiled for.
+        way: what was chosen.
         state, batch: trees of `NamedSharding`s.
         candidates: what was compared.
         whole: (path, shape, why) of leaves that are on every chip although the strategy splits.
         shapes: the batch's tree of shapes. axes: the axes of the mesh that its rows are spread over.
         unused: paths of the batch's leaves that the step does not read.
-        chip: what each device is.
-        make: what makes a state of a key.
-        here: whether the chips are; a plan may be for a slice that is not.
+        make: what makes a state of a key. find: what finds `most`.
     """
 
-    mesh: Mesh
-    strategy: str
-    pins: bool
+    target: Target
+    mesh: Mesh | AbstractMesh
+    way: Way
     state: Any
     batch: Any
-    candidates: tuple[Candidate, ...]
     whole: tuple[tuple[str, tuple[int, ...], str], ...]
-    chip: hardware.Chip
+    shapes: Any
+    unused: tuple[str, ...]
     make: Callable = dataclasses.field(repr=False)
-    here: bool
-    shapes: Any = None
-    axes: tuple[str, ...] = ("data",)
-    unused: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    find: Callable | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def strategy(self) -> str:
+        return str(self.way)
+
+    @property
+    def pins(self) -> bool:
+        return self.way.pins
+
+    @property
+    def chip(self) -> hardware.Chip:
+        return self.target.chip
+
+    @property
+    def here(self) -> bool:
+        """Whether the chips are, so that the plan can be run."""
+        return self.target.here
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return rows_over(self.mesh)
+
+    @property
+    def most(self) -> tuple[tuple[Way, int], ...]:
+        """(way, rows) of the largest batches that one chip holds, estimated; nothing where the plan is for several."""
+        return self.find() if self.find else ()
+
+    @property
+    def chosen(self) -> Candidate:
+        return next(each for each in self.candidates if each.way == self.way)
 
     def init(self, key: jax.Array) -> Any:
         """The state that `init(key)` makes, born where it belongs: no chip ever holds more of it than its share."""
@@ -92,33 +138,24 @@ class Plan:
 
     def _check_here(self, what):
         if not self.here:
-            raise ValueError(f"plan.{what}: this plan is for {self.mesh.size} x {self.chip.name} that are not here; "
-                             "plan for devices='local' to run")
+            raise ValueError(f"plan.{what}: this plan is for {self.target} that are not here; plan for devices='local' "
+                             "to run")
 
     def explain(self) -> str:
         """A table of the candidates and the reasons; every number says how it is known."""
-        size = math.prod(self.mesh.shape.values())
-        lines = [("strategy", "state MiB (exact)", "peak MiB (compiled)", "sent MiB (compiled)", "")]
-        for each in self.candidates:
-            lines.append((each.strategy, *(f"{n / 2 ** 20:,.2f}" for n in (each.persistent, each.peak,
-                                                                          each.ledger.sent)), each.verdict))
-        widths = [max(len(line[i]) for line in lines) for i in range(4)]
-        table = ["  ".join([f"{line[0]:<{widths[0]}}", *(f"{line[i]:>{widths[i]}}" for i in (1, 2, 3)),
-                            line[4]]).rstrip() for line in lines]
-        memory = _memory(self.chip)
-        room = f"{memory / 2 ** 30:,.1f} GiB each" if memory else "of unknown memory"
-        said = [f"{size} x {self.chip.name}, {room}: {self.strategy}, {STRATEGIES[self.strategy][2]}", "", *table]
-        if self.whole:
-            said += ["", "on every chip: " + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why
-                                                       in self.whole[:8])
-                     + (f"; and {len(self.whole) - 8} more" if len(self.whole) > 8 else "")]
-        return "\n".join(said)
+        return _explain.table(self)
 
     __str__ = explain
 
 
+def rows_over(mesh) -> tuple[str, ...]:
+    """The axes of a mesh that the rows of a batch are spread over."""
+    return tuple(name for name in ("slice", "data") if name in mesh.shape)
+
+
 def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[jax.Device] = "local",
-         strategy: str = "auto") -> Plan:
+         strategy: str = "auto", mesh: Mapping[str, int] | None = None,
+         rules: Mapping[str, tuple[str | None, ...]] | None = None, compile: bool = True) -> Plan:
     """How a plain `step(state, batch) -> (state, metrics)` is best spread over chips.
 
         plan = parallel.plan(step, init, batch)
@@ -126,120 +163,240 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         state = plan.init(jax.random.key(0))
         step = ft.parallel(step, plan)
 
-    Each strategy is compiled for the devices; what it needs and what it sends is read from the program. Of those that
-    fit into memory the one that sends least is chosen, of equals the simplest. Nothing is allocated.
+    What each strategy needs and sends is reckoned from the step's jaxpr, and read from the program where it can be
+    compiled for the chips, which need not be there. Of those that fit into memory the one that sends least is chosen;
+    of about equals the simplest that leaves half the memory free, or the one that leaves most. Nothing is allocated.
 
     "data" is plain data parallelism; "zero1" splits the optimiser's state (Rajbhandari et al., 2020, ZeRO, stage 1);
     "fsdp" splits the parameters too and gathers them where they are used (stage 3; Zhao et al., 2023, PyTorch FSDP);
     "fsdp+pins" is the same with activations held to the batch, without which XLA may sum activations over all chips
-    instead of gathering weights. Which of the two sends less depends on the model, so that both are compiled.
+    instead of gathering weights. Which of the two sends less depends on the model, so that both are compiled. Where
+    none fits, each is tried with "+remat" (`ft.rematerialize`: activations are computed again in the backward pass),
+    and then with "+microbatches=2", 4, ..., if the step takes a keyword `microbatches` and hands it to `ft.microbatch`.
 
     Args:
         step: written for one device.
         init: `init(key) -> state`. The model's parameters are `state.params`, `state["params"]` or `state[0]`.
         batch: a batch, or its shapes: of each leaf the first axis is the rows.
-        devices: "local", a list of devices, or a TPU slice that need not be there, such as "v5e:4x4": with libtpu
-            installed, programs are compiled for it on any machine.
-        strategy: one of `parallel.STRATEGIES`, to choose oneself; "fsdp" is with pins or without.
+        devices: "local", all devices of this run; a list of devices; or by name what need not be there: a slice of TPUs
+            ("v5e:16x16", "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8", four machines of eight), a chip ("RTX 3080"),
+            a system ("dgx-1"). For TPUs libtpu compiles (`pip install 'fnet[tpu-plan]'`), for some GPUs jax's CUDA
+            plugin; without them the plan is an estimate and says so.
+        strategy: one of `parallel.STRATEGIES`, to choose oneself, also with "+remat" and "+microbatches=N"; "fsdp" is
+            with pins or without.
+        mesh: lengths of the mesh's axes, one of which may be -1: {"data": -1, "tensor": 4}. By default all devices are
+            along "data", and slices of TPUs or machines of GPUs along "slice" outside it: the state is split within
+            one, and gradients alone are summed over all.
+        rules: tensor parallelism: {a regular expression for a parameter's whole path, such as "blocks/fc/kernel": the
+            mesh axis that each of its axes is split over, or None}. `parallel.rules` makes them from layers' names of
+            axes.
+        compile: False: estimate only, which takes seconds for any number of chips.
 
     Raises:
-        ValueError: for an unknown strategy, rows that the devices do not divide, a step that does not return the state
-            as it was given, or where nothing fits.
+        ValueError: for an unknown strategy or chip, rows that the devices do not divide, a rule that fits no parameter,
+            a step that does not return the state as it was given, or where nothing fits: then it names what takes
+            most.
     """
-    here = not isinstance(devices, str) or devices == "local"
-    devices = devices_of(devices)
-    if strategy != "auto" and strategy not in STRATEGIES:
-        raise ValueError(f"plan: no strategy is called {strategy!r}; there are auto, {', '.join(STRATEGIES)}")
-    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
-    batch = jax.tree.map(_shape, batch)
-    _check_rows(batch, len(devices))
+    chips = target(devices)
+    axes = _mesh.sizes(chips, mesh)
+    places = _mesh.make(chips, axes)
+    rows_by = math.prod(axes[name] for name in rows_over(places))
+    batch = jax.tree.map(_check.shape, batch)
+    rows = _check.rows(batch, rows_by)
+    rungs = ladder(strategy, step, rows, rows_by)
     state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
-    traced = jax.jit(step).trace(state, batch)
-    _check_state(state, traced.out_info)
-    paths = [path for path, _ in jax.tree.leaves_with_path(state)]
-    scanned = scanned_leaves(traced.jaxpr.jaxpr, paths)
-    unused = _unused(traced.jaxpr.jaxpr, len(paths), batch)
-    chip = hardware.detect(devices[0])
-    memory = _memory(chip)
-    made = {}
-    for name, (kind, pins, _) in STRATEGIES.items():
-        if strategy not in ("auto", name, name.partition("+")[0]):
-            continue
-        found = layout(state, kind, len(devices), scanned)
-        rows = jax.tree.map(lambda x: NamedSharding(mesh, P("data") if x.ndim else P()), batch)
-        draft = Plan(mesh, name, pins, _placed(mesh, found.specs), rows, (), tuple(found.whole), chip, init, here,
-                     batch, ("data",), unused)
-        compiled = parallel(step, draft).lower(state, batch).compile()
-        stats = compiled.memory_analysis()
-        peak = (stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-                + stats.temp_size_in_bytes)
-        made[name] = draft, Candidate(name, _bytes(state, draft.state), peak, ledger(compiled))
-    fits = {name: not memory or each.peak <= ROOM * memory for name, (_, each) in made.items()}
-    if not any(fits.values()):
-        least = min((each for _, each in made.values()), key=lambda each: each.peak)
-        raise ValueError(f"plan: nothing fits into {memory / 2 ** 30:.1f} GiB on each of {len(devices)} x {chip.name}; "
-                         f"{least.strategy} comes nearest with {least.peak / 2 ** 30:.1f} GiB: use a smaller batch, "
-                         "ft.microbatch, nn.Remat, or more devices")
-    best = min((name for name in made if fits[name]), key=lambda name: made[name][1].ledger.sent)
-    judged = tuple(dataclasses.replace(each, verdict=_verdict(name, best, made, fits, memory))
-                   for name, (_, each) in made.items())
-    return dataclasses.replace(made[best][0], candidates=judged)
+    traced = _Traced(step, state, batch)
+    _check.state(state, traced.out)
+    draft = _Drafts(chips, axes, places, state, batch, traced, rules or {}, init)
+    judged: list[Candidate] = []
+    for rung in rungs:
+        made = draft.compared(rung, compile)
+        judged += made
+        if any(each.verdict == "" for each in made):
+            break
+    best = _best(judged, draft.memory)
+    if best is None:
+        raise ValueError(_explain.nothing_fits(chips, judged, ROOM, draft.most() if chips.count == 1 else ()))
+    verdicts = tuple(dataclasses.replace(each, verdict=each.verdict or _verdict(each, best, judged)) for each in judged)
+    chosen = draft.plan(best.way)
+    return dataclasses.replace(chosen, candidates=verdicts, find=draft.most if chips.count == 1 else None)
 
 
-def _verdict(name, best, made, fits, memory):
-    if not fits[name]:
-        return f"rejected: needs more than {ROOM:.0%} of {memory / 2 ** 30:.1f} GiB"
-    if name == best:
-        return "chosen" + (": it sends least of those that fit" if len(made) > 1 else ", as asked")
-    sent, least = made[name][1].ledger.sent, made[best][1].ledger.sent
-    return "as much is sent, and it is simpler to have less split" if sent == least else (
-        f"sends {sent / least:.2f} times as much" if least else "sends more")
+class _Traced:
+    """A step's jaxprs, each traced once."""
+
+    def __init__(self, step, state, batch):
+        self.step, self.state, self.batch = step, state, batch
+        closed, self.out = jax.make_jaxpr(step, return_shape=True)(state, batch)
+        self._found = {(False, 1): (closed, count_jaxpr(closed))}
+        leaves = [path for path, _ in jax.tree.leaves_with_path(state)]
+        self.scanned = scanned_leaves(closed.jaxpr, leaves)
+        self.unused = _check.unused(closed.jaxpr, len(leaves), batch)
+
+    def __call__(self, way: Way) -> tuple[Any, Count]:
+        key = way.remat, way.microbatches
+        if key not in self._found:
+            closed = jax.make_jaxpr(way.applied(self.step))(self.state, self.batch)
+            self._found[key] = closed, count_jaxpr(closed)
+        return self._found[key]
 
 
-def _unused(jaxpr, leaves, batch) -> tuple[str, ...]:
-    """Paths of the batch's leaves that nothing reads."""
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
-    read |= {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(batch)]
-    return tuple(path for path, v in zip(paths, jaxpr.invars[leaves:]) if v not in read)
+class _Drafts:
+    """Plans by their way, what they need, and which of them fit."""
+
+    def __init__(self, chips, axes, places, state, batch, traced, rules, init):
+        self.chips, self.axes, self.places, self.state, self.batch = chips, axes, places, state, batch
+        self.traced, self.init = traced, init
+        parameters = [(path_of(path[1:]), leaf.shape) for path, leaf in jax.tree.leaves_with_path(state)
+                      if is_parameter(path, state)]
+        self.ruled = applied(rules, parameters, axes)
+        memory = chips.chip.memory_bytes
+        self.memory = None if memory is None else chips.chip.per_device.memory_bytes
+        if chips.chip.kind == "cpu" and self.memory is not None:    # emulated devices share it
+            self.memory = chips.chip.memory_bytes
+
+        chip = chips.chip
+        self.fused = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8    # cuDNN's
+
+    def plan(self, way: Way) -> Plan:
+        found = self.layout(way.state)
+        place = lambda spec: NamedSharding(self.places, spec)
+        state = jax.tree.map(place, found.specs, is_leaf=lambda x: isinstance(x, P))
+        over = rows_over(self.places)
+        spec = P(over[0] if len(over) == 1 else over)
+        rows = jax.tree.map(lambda x: place(spec if x.ndim else P()), self.batch)
+        return Plan(self.chips, self.places, way, state, rows, tuple(found.whole), self.batch, self.traced.unused,
+                    self.init)
+
+    @functools.lru_cache(None)    # noqa: B019 (as short-lived as the plan's making)
+    def layout(self, kind):
+        return layout(self.state, kind, self.axes["data"], self.traced.scanned, self.ruled)
+
+    def candidate(self, way: Way) -> Candidate:
+        closed, counted = self.traced(way)
+        draft = self.plan(way)
+        placed = jax.tree.leaves(draft.state)
+        persistent = _held(self.state, draft.state, self.chips.chip)
+        arguments = persistent + _held(self.batch, draft.batch, self.chips.chip)
+        splits = [_split(where.spec) for where in placed]
+        splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(self.batch)]
+        reckoned = estimate(closed, splits, self.axes, whole=way.state == "zero1", fused=self.fused)
+        return self.timed(Candidate(way, persistent, arguments, reckoned, None, _cost.Time(None, None, None)), counted)
+
+    def timed(self, each: Candidate, counted: Count | None = None) -> Candidate:
+        counted = counted or self.traced(each.way)[1]
+        state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state))
+        between = each.estimate.between.sent
+        sent = each.ledger.sent - (between if each.compiled and each.compiled.ledger else 0)
+        return dataclasses.replace(each, time=_cost.time(counted, self.chips, state, each.persistent, max(0, sent),
+                                                         between))
+
+    def compared(self, rung: list[Way], compile: bool) -> list[Candidate]:
+        """The candidates of a rung; those that may be chosen have no verdict yet."""
+        reckoned = [self.candidate(way) for way in rung]
+        if not compile or self.chips.devices is None:
+            return [self.judged(each, 1.0) for each in reckoned]
+        likely = [each for each in reckoned if not self.memory or each.estimate.peak <= DOUBT * ROOM * self.memory]
+        likely.sort(key=lambda each: (each.estimate.ledger.sent + each.estimate.between.sent, rung.index(each.way)))
+        if len(rung) == 1:
+            likely = reckoned    # as asked
+        done: dict[Way, Candidate] = {}
+        for each in likely:
+            if self.chips.count > FEW and any(not made.verdict for made in done.values()):
+                ways = {way._replace(pins=not way.pins) for way in done}
+                if each.way not in ways:
+                    continue
+            compiled = _compile.compiled(parallel(self.traced.step, self.plan(each.way)), self.state, self.batch)
+            done[each.way] = self.judged(self.timed(dataclasses.replace(each, compiled=compiled)), 1.0)
+        rest = lambda each: dataclasses.replace(each, verdict=self.judged(each, DOUBT).verdict
+                                                or f"{_LATER}: by the estimate it sends no less")
+        return [done.get(each.way) or rest(each) for each in reckoned]
+
+    def judged(self, each: Candidate, doubt: float) -> Candidate:
+        if each.compiled and each.compiled.peak is None:
+            return dataclasses.replace(each, verdict=f"rejected by the compiler: {each.compiled.said}")
+        if self.memory and each.peak > doubt * ROOM * self.memory:
+            return dataclasses.replace(each, verdict=f"rejected: needs more than {ROOM:.0%} of "
+                                                     f"{self.memory / 2 ** 30:.1f} GiB")
+        return each
+
+    @functools.lru_cache(None)    # noqa: B019
+    def most(self) -> tuple[tuple[Way, int], ...]:
+        """The most rows that one chip holds, as it is and with activations computed again."""
+        if not self.memory:
+            return ()
+        return tuple((way, self.rows(way)) for way in (Way("data"), Way("data", remat=True)))
+
+    def rows(self, way: Way) -> int:
+        """Peaks grow about in proportion with the rows: each guess lies on the line through the two nearest."""
+        def peak(rows):
+            batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.ndim else x,
+                                 self.batch)
+            closed = jax.make_jaxpr(way.applied(self.traced.step))(self.state, batch)
+            splits = [Split()] * len(jax.tree.leaves(self.state))
+            splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
+            return estimate(closed, splits, self.axes, fused=self.fused).peak
+
+        room = ROOM * self.memory
+        first = max(2, max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim))
+        tried = {rows: peak(rows) for rows in (first, 2 * first)}
+        for _ in range(8):
+            below = sorted((n for n in tried if tried[n] <= room), reverse=True)
+            above = sorted(n for n in tried if tried[n] > room)
+            if below and tried[below[0]] > 0.98 * room:
+                break
+            a, b = (below[0], above[0]) if below and above else (below or above)[:2]
+            each = max(1.0, (tried[b] - tried[a]) / (b - a))
+            guess = max(1, int(a + (room - tried[a]) / each))
+            if guess in tried:
+                break
+            tried[guess] = peak(guess)
+        return max((rows for rows, needs in tried.items() if needs <= room), default=0)
 
 
-def _shape(x):
-    return jax.ShapeDtypeStruct(np.shape(x), x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype)
+def _held(tree, shardings, chip) -> int:
+    """Bytes of a tree on each chip."""
+    return sum(stored_bytes(where.shard_shape(x.shape), x.dtype.itemsize, chip.kind)
+               for x, where in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings)))
 
 
-def _check_rows(batch, chips):
-    for path, x in jax.tree.leaves_with_path(batch):
-        if x.ndim and x.shape[0] % chips:
-            below = x.shape[0] // chips * chips
-            raise ValueError(f"plan: batch{jax.tree_util.keystr(path)} of shape {x.shape} has {x.shape[0]} rows, which "
-                             f"{chips} devices do not divide; nearest that do: "
-                             f"{' or '.join(str(n) for n in (below, below + chips) if n)}")
+def _split(spec) -> Split:
+    data = next((i for i, name in enumerate(spec) if name == "data"), None)
+    return Split(None, data, tuple((i, name) for i, name in enumerate(spec) if name not in (None, "data")))
 
 
-def _check_state(state, out):
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise ValueError("plan: a step returns (state, metrics); this one returns "
-                         f"{f'{len(out)} values' if isinstance(out, tuple) else type(out).__name__}")
-    if jax.tree.structure(out[0]) != jax.tree.structure(state):
-        raise ValueError(f"plan: the step returns a state of another structure than init makes: "
-                         f"{jax.tree.structure(out[0])} and {jax.tree.structure(state)}")
-    for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(out[0])):
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
-            raise ValueError(f"plan: init makes state{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}, and the "
-                             f"step returns it as {y.dtype}{list(y.shape)}")
+def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
+    """Of those that fit the one that sends least; of about equals the simplest that leaves half of the memory free, or
+    the one that leaves most. What was compiled comes before what was not."""
+    fit = [each for each in judged if not each.verdict]
+    fit = [each for each in fit if each.compiled] or fit
+    if not fit:
+        return None
+    least = min(map(_sent, fit))
+    close = [each for each in fit if _sent(each) <= CLOSE * least]
+    return next((each for each in close if not memory or each.peak <= memory / 2),
+                min(close, key=lambda each: each.peak))
 
 
-def _placed(mesh, specs):
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+def _sent(each: Candidate) -> float:
+    if each.compiled and each.compiled.ledger is not None:
+        return each.compiled.ledger.sent
+    return each.estimate.ledger.sent + each.estimate.between.sent
 
 
-def _bytes(state, shardings) -> int:
-    """Of a state on each chip."""
-    return sum(math.prod(where.shard_shape(x.shape)) * x.dtype.itemsize
-               for x, where in zip(jax.tree.leaves(state), jax.tree.leaves(shardings)))
-
-
-def _memory(chip):
-    """Bytes of memory of each device."""
-    return None if chip.memory_bytes is None else chip.per_device.memory_bytes
+def _verdict(each, best, judged):
+    sent, least = _sent(each), _sent(best)
+    if each.way == best.way:
+        others = [other for other in judged if not other.verdict and other.way != each.way]
+        if not others:
+            if any(other.verdict.startswith(_LATER) for other in judged):
+                return "chosen: by the estimate it sends least of those that fit"
+            return "chosen: the only one that fits" if len(judged) > 1 else "chosen, as asked"
+        return "chosen: it sends least of those that fit" if all(sent <= _sent(other) for other in others) else (
+            "chosen: it sends about the least, and needs less memory")
+    if not least:
+        return "sends more" if sent else "sends as little, and splits more"
+    if sent > CLOSE * least:
+        return f"sends {sent / least:.2f} times as much"
+    return f"sends about as much ({sent / least:.2f}), and " + (
+        "needs more memory" if each.peak > best.peak else "it is simpler to have less split")

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
+from fnet.parallel._rules import path_of
 
 SMALL = 1 << 12    # numbers of an array below which splitting it costs more than it saves
 _KEEPS = frozenset(("convert_element_type", "copy", "optimization_barrier", "sharding_constraint", "name"))
@@ -21,45 +22,52 @@ class Layout(NamedTuple):
     whole: list
 
 
-def layout(state, strategy: str, chips: int, scanned: frozenset[str]) -> Layout:
-    """The specs of a state for a strategy: "data" (all whole), "zero1" (all but the parameters split), "fsdp" (all).
+def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None) -> Layout:
+    """The specs of a state: "data" (all whole), "zero1" (all but the parameters split), "fsdp" (all).
 
     An array is split along its largest axis that the chips divide, of equals the last; but not along one that a scan
-    goes over, since every turn would gather it. What has a parameter's path and shape, as an optimiser's moments have,
-    is split as the parameter is.
+    goes over, since every turn would gather it, nor along one that a rule splits. What has a parameter's path and
+    shape, as an optimiser's moments have, is split as the parameter is.
 
     Args:
         state: a tree of shapes.
+        chips: how many share the state.
         scanned: paths of the leaves whose first axis a scan goes over.
+        ruled: {a parameter's path: its spec}.
     """
     leaves, structure = jax.tree.flatten_with_path(state)
-    model = {path: leaf.shape for path, leaf in leaves if _is_parameter(path, state)}
+    model = {path: leaf.shape for path, leaf in leaves if is_parameter(path, state)}
     named = {(path[1:], shape): path for path, shape in model.items() if path[1:]}
     specs, whole = [], []
     for path, leaf in leaves:
-        name = jax.tree_util.keystr(path)
-        if strategy == "data" or (strategy == "zero1" and path in model):
-            specs.append(P())
-            continue
         source = next((named[path[i:], leaf.shape] for i in range(len(path)) if (path[i:], leaf.shape) in named), path)
-        spec, reason = _spec(leaf.shape, chips, first=jax.tree_util.keystr(source) in scanned)
+        mine = (ruled or {}).get(path_of(source[1:]), ()) if source in model else ()
+        if kind == "data" or (kind == "zero1" and path in model):
+            specs.append(P(*mine))
+            continue
+        spec, reason = _spec(leaf.shape, chips, mine, first=jax.tree_util.keystr(source) in scanned)
         specs.append(spec)
-        if reason:
-            whole.append((name, leaf.shape, reason))
+        if reason and not mine:
+            whole.append((jax.tree_util.keystr(path), leaf.shape, reason))
     return Layout(jax.tree.unflatten(structure, specs), whole)
 
 
-def _spec(shape, chips, *, first):
+def _spec(shape, chips, mine, *, first):
     if math.prod(shape) < SMALL:
-        return P(), "small"
-    axes = [i for i in range(1 if first else 0, len(shape)) if shape[i] % chips == 0 and shape[i]]
+        return P(*mine), "small"
+    taken = {i for i, name in enumerate(mine) if name is not None}
+    axes = [i for i in range(1 if first else 0, len(shape)) if shape[i] % chips == 0 and shape[i] and i not in taken]
     if not axes:
-        return P(), f"no axis of {list(shape)} is a multiple of {chips}"
+        return P(*mine), f"no axis of {list(shape)} is a multiple of {chips}"
     axis = max(axes, key=lambda i: (shape[i], i))
-    return P(*[None] * axis, "data"), None
+    spec = [*mine, *[None] * (len(shape) - len(mine))]
+    spec[axis] = "data"
+    while spec[-1] is None:
+        spec.pop()
+    return P(*spec), None
 
 
-def _is_parameter(path, state) -> bool:
+def is_parameter(path, state) -> bool:
     """Whether a leaf is the model's: of `state.params`, `state["params"]`, or the first of a tuple."""
     if not path:
         return False

@@ -10,8 +10,6 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.transforms._pins import pin
-
 
 def parallel(step: Callable, plan: Any) -> Callable:
     """A plain `step(state, batch) -> (state, metrics)` on all chips of a plan, with the numbers of one.
@@ -32,10 +30,9 @@ def parallel(step: Callable, plan: Any) -> Callable:
     Returns:
         The compiled step, with jit's `lower` and `trace`.
     """
-    function = pin(step, plan.mesh, "data") if plan.pins else step
     whole = NamedSharding(plan.mesh, P())
-    compiled = jax.jit(function, in_shardings=(plan.state, plan.batch), out_shardings=(plan.state, whole),
-                       donate_argnums=0)
+    compiled = jax.jit(plan.way.applied(step, plan.mesh, plan.axes), in_shardings=(plan.state, plan.batch),
+                       out_shardings=(plan.state, whole), donate_argnums=0)
 
     @functools.wraps(step)
     def run(state, batch):

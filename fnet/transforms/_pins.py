@@ -3,36 +3,46 @@
 With parameters sharded and nothing said of activations, XLA may gather activations and sum them over all chips where
 gathering the weights moves a fraction of that. Where the batch stands in each value is followed through the jaxpr, and
 results of products, convolutions and look-ups are held to it. Model code says nothing.
+
+The second thing that XLA does not see: what the turns of a loop add up, such as the gradient of a weight that all of
+them use, need not be summed over the chips in each turn. It is added up on each chip, and over the chips at the end.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import types
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
+from fnet.transforms._batch_axes import batch_axes, before
+from fnet.transforms._lowered import lowered
 from fnet.transforms._rewrite import _ENTER, Interpreter, Value, plain, restore
 
 PINNED = frozenset(("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward"))
+PARTIAL = "partial"    # the note of a value whose first axis are the chips, over which it is to be summed
+_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"))
 
 
-def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, batch: int = 1) -> Callable:
-    """`step`, with results of products, convolutions and look-ups held to the mesh axis that its batch is spread over.
+def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, batch: int = 1,
+        activations: bool = True) -> Callable:
+    """`step`, with results of products, convolutions and look-ups held to the mesh axis that its batch is spread over,
+    and sums over the batch that a loop adds up summed over the chips once.
 
     Args:
         step: a finished function of arrays: pins belong in the backward pass, too.
         mesh: its axes are Auto.
         axis: over which the batch is spread.
         batch: which positional argument is the batch: of each leaf the first axis.
+        activations: False: activations are left to XLA.
     """
-    interpreter = _Pins(mesh, axis)
+    interpreter = _Pins(mesh, axis, activations)
 
     @functools.wraps(step)
     def pinned(*args, **kwargs):
@@ -44,28 +54,40 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
 
 
 class _Pins(Interpreter):
-    """A note says which axis of a value is the batch's."""
+    """A note says which axis of a value is the batch's, or that it is a partial sum."""
 
-    def __init__(self, mesh, axis):
+    def __init__(self, mesh, axis, activations):
         super().__init__()
-        self.mesh, self.axis, self.given = mesh, axis, []
-        self.chips = math.prod(mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis))
+        self.mesh, self.axis, self.activations, self.given = mesh, axis, activations, []
+        names = (axis,) if isinstance(axis, str) else axis
+        self.chips = math.prod(mesh.shape[name] for name in names)
+        self.alone = all(n == 1 for name, n in mesh.shape.items() if name not in names)
+        self.late = False    # whether sums over the batch may stay partial
 
     def depends(self, scope):
-        return None
+        return self.late
 
     def argument(self, x):
         return Value(x, self.given.pop(0))
 
     def equation(self, eqn, scope, inputs, plan):
-        name, notes = eqn.primitive.name, batch_axes(eqn, [value.note for value in inputs])
+        name = eqn.primitive.name
+        if name not in _CALLS and (found := self.partial(eqn, inputs)) is not None:
+            return [found]
+        inputs = [self.whole(value) for value in inputs]
+        notes = batch_axes(eqn, [value.note for value in inputs])
         if name == "scan":
             return self.scan(eqn, scope, inputs, notes)
-        if name in _ENTER:
+        if name in _CALLS:
             outputs = _ENTER[name](self, eqn, scope, inputs, self.wanted(plan, eqn))
+            return [y if y.note == PARTIAL else Value(y.x, note) for y, note in zip(outputs, notes)]
+        if name in _ENTER:
+            late, self.late = self.late, False
+            outputs = _ENTER[name](self, eqn, scope, inputs, self.wanted(plan, eqn))
+            self.late = late
         else:
             outputs = plain(eqn, inputs)
-        pins = name in PINNED
+        pins = name in PINNED and self.activations
         return [Value(self.held(y.x, note) if pins else y.x, note) for y, note in zip(outputs, notes)]
 
     def held(self, x, note):
@@ -76,187 +98,162 @@ class _Pins(Interpreter):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
 
     def scan(self, eqn, scope, inputs, notes):
-        """The carry is pinned on its way in and at the end of each turn."""
+        """The carry is pinned on its way in and at the end of each turn; what is added up is summed at the end."""
         params, (consts, carry, _) = eqn.params, _jax.scan_parts(eqn)
         given = [value.note for value in inputs]
-        inside = [*given[:consts], *notes[:carry], *(_before(note) for note in given[consts + carry:])]
-        body = self.body(params["jaxpr"], scope, (None,) * len(eqn.outvars), inside)
-        constants = [value.x for value in inputs[:consts]]
-        held = lambda carried: [self.held(x, note) for x, note in zip(carried, notes)]
+        inside = [*given[:consts], *notes[:carry], *(before(note) for note in given[consts + carry:])]
+        init = [restore(value, v.aval) for value, v in zip(inputs[consts:consts + carry], eqn.invars[consts:])]
+        late, self.late = self.late, False
+        summed = self.summed(eqn, scope, inside)
+        for i in summed:
+            inside[consts + i] = PARTIAL
+        self.late = bool(summed)
+        body = self.body(params["jaxpr"], scope, (None,) * len(eqn.outvars), inside, summed)
+        constants = [self.ready(value.x, note, eqn, i) for i, (value, note) in enumerate(zip(inputs, inside[:consts]))]
+        held = lambda carried: [x if i in summed or not self.activations else self.held(x, note)
+                                for i, (x, note) in enumerate(zip(carried, notes))]
 
         def turn(carried, slices):
             outputs = body(*constants, *carried, *slices)
             return held(outputs[:carry]), outputs[carry:]
 
-        init = [restore(value, v.aval) for value, v in zip(inputs[consts:consts + carry], eqn.invars[consts:])]
-        carried, stacked = lax.scan(turn, held(init), [value.x for value in inputs[consts + carry:]],
+        start = held([self.zeros(x) if i in summed else x for i, x in enumerate(init)])
+        carried, stacked = lax.scan(turn, start, [value.x for value in inputs[consts + carry:]],
                                     length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
                                     **{k: params[k] for k in ("_split_transpose",) if k in params})
+        self.late = late
+        carried = [init[i] + x.sum(0) if i in summed else x for i, x in enumerate(carried)]
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
+    def ready(self, x, note, eqn, i):
+        """A weight that all turns take is gathered before the first."""
+        if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
+            return x
+        jaxpr = _jax.close(eqn.params["jaxpr"]).jaxpr
+        if not _taken(jaxpr, jaxpr.invars[i]):
+            return x
+        # The barrier keeps XLA from moving the gathering back into the loop.
+        return lax.optimization_barrier(lax.with_sharding_constraint(x, NamedSharding(self.mesh, P())))
 
-# Where the batch stands: for each primitive, from its inputs' axes to its outputs'.
+    # Partial sums.
 
-def batch_axes(eqn, notes: list) -> list:
-    """Which axis of each output is the batch's, given that of each input; None where none is, or it is not known."""
-    if all(note is None for note in notes):
-        return [None] * len(eqn.outvars)
-    rule = _RULES.get(eqn.primitive.name)
-    found = rule(eqn, notes) if rule else _alike(eqn, notes)
-    return [note if note is not None and note < len(v.aval.shape) else None for note, v in zip(found, eqn.outvars)]
+    def body(self, closed, scope, wanted, notes, summed=frozenset(), *, pin=None):
+        """Outputs are whole but for those of `summed`, and those that a call hands on."""
+
+        def call(*arrays):
+            values = [Value(x, note) for x, note in zip(arrays, notes)]
+            outputs = self.evaluate(closed.jaxpr, closed.consts, values, scope, wanted)
+            hands_on = pin is not None and not any(pin)
+            outputs = [y if i in summed or hands_on else self.whole(y) for i, y in enumerate(outputs)]
+            call.notes = [y.note for y in outputs]
+            return [y.x if (pin is not None and not pin[i]) or y.note == PARTIAL else restore(y, v.aval)
+                    for i, (y, v) in enumerate(zip(outputs, closed.jaxpr.outvars))]
+
+        call.notes = []
+        return call
+
+    def whole(self, value):
+        return Value(value.x.sum(0)) if value.note == PARTIAL else value
+
+    def zeros(self, x):
+        """Of a partial sum."""
+        return self.spread(jnp.zeros((self.chips, *x.shape), x.dtype))
+
+    def spread(self, x):
+        spec = P(self.axis, *[None if self.alone else P.UNCONSTRAINED] * (x.ndim - 1))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def summed(self, eqn, scope, inside) -> frozenset[int]:
+        """The carries of a scan to which each turn does nothing but add a sum over the batch."""
+        if self.chips == 1:
+            return frozenset()
+        consts, carry, _ = _jax.scan_parts(eqn)
+        closed = _jax.close(eqn.params["jaxpr"])
+        jaxpr = closed.jaxpr
+        found = frozenset(i for i in range(carry) if inside[consts + i] is None
+                          and _only_added_to(jaxpr, jaxpr.invars[consts + i], jaxpr.outvars[i]))
+        while found:
+            notes = [PARTIAL if i - consts in found else note for i, note in enumerate(inside)]
+            self.late = True
+            body = self.body(closed, scope, (None,) * len(jaxpr.outvars), notes, found)
+            types = [jax.ShapeDtypeStruct(((self.chips,) if note == PARTIAL else ()) + v.aval.shape, v.aval.dtype)
+                     for v, note in zip(jaxpr.invars, notes)]
+            jax.eval_shape(body, *types)
+            self.late = False
+            kept = frozenset(i for i in found if body.notes[i] == PARTIAL)
+            if kept == found:
+                break
+            found = kept
+        return found
+
+    def partial(self, eqn, inputs) -> Value | None:
+        """The output of an equation that makes a partial sum or takes one as it is."""
+        name, notes = eqn.primitive.name, [value.note for value in inputs]
+        if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
+            return Value(inputs[0].x + inputs[1].x, PARTIAL)
+        if name == "transpose" and notes == [PARTIAL]:
+            order = (0, *(i + 1 for i in eqn.params["permutation"]))
+            return Value(lax.transpose(inputs[0].x, order), PARTIAL)
+        if name == "convert_element_type" and notes == [PARTIAL] and eqn.outvars[0].aval.dtype.itemsize >= 4:
+            return Value(lax.convert_element_type(inputs[0].x, eqn.outvars[0].aval.dtype), PARTIAL)
+        if self.late and name in ("dot_general", "lowered"):
+            return self.product(eqn, inputs)
+        return None
+
+    def product(self, eqn, inputs) -> Value | None:
+        """A product that sums over the batch, as one on each chip."""
+        params = eqn.params
+        if params.get("op", lax.dot_general_p) is not lax.dot_general_p:
+            return None
+        inner = params["params"]() if eqn.primitive.name == "lowered" else params
+        (left, right), (left_batch, right_batch) = inner["dimension_numbers"]
+        rows = [value.note for value in inputs[:2]]
+        if None in rows or PARTIAL in rows or rows[0] not in left or left.index(rows[0]) != _index(right, rows[1]):
+            return None
+        if eqn.outvars[0].aval.dtype.itemsize < 4 or inputs[0].x.shape[rows[0]] % self.chips:
+            return None
+        x, y = (self.cut(value.x, value.note) for value in inputs[:2])
+        move = lambda axes, row: tuple(axis + (axis >= row) for axis in axes)
+        numbers = ((move(left, rows[0]), move(right, rows[1])),
+                   ((rows[0], *move(left_batch, rows[0])), (rows[1], *move(right_batch, rows[1]))))
+        inner = {**inner, "dimension_numbers": numbers}
+        if eqn.primitive.name == "lowered":
+            out = lowered(lax.dot_general_p, x, y, inner, compute=params["compute"], out=params["out"])
+        else:
+            out = lax.dot_general_p.bind(x, y, **inner)
+        return Value(self.spread(out), PARTIAL)
+
+    def cut(self, x, row):
+        """[.., rows, ..] as [.., chips, rows / chips, ..]."""
+        x = self.held(x, row)
+        x = x.reshape(*x.shape[:row], self.chips, x.shape[row] // self.chips, *x.shape[row + 1:])
+        return self.held(x, row)
 
 
-def _through(jaxpr, notes: list) -> list:
-    """The same of a whole jaxpr."""
-    axes = dict(zip(jaxpr.invars, notes))
-    read = lambda v: None if isinstance(v, _jax.Literal) else axes.get(v)
+def _index(axes, axis):
+    return axes.index(axis) if axis in axes else None
+
+
+def _only_added_to(jaxpr, before, after) -> bool:
+    """Whether all that happens to a carry is that something is added to it."""
+    readers = [eqn for eqn in jaxpr.eqns if any(v is before for v in eqn.invars)]
+    return (len(readers) == 1 and readers[0].primitive.name in ("add", "add_any") and readers[0].outvars[0] is after
+            and not any(v is after for eqn in jaxpr.eqns for v in eqn.invars)
+            and sum(v is after for v in jaxpr.outvars) == 1 and len(before.aval.shape) > 1)
+
+
+def _taken(jaxpr, v) -> bool:
+    """Whether a product, convolution or look-up takes a value, itself or cast."""
     for eqn in jaxpr.eqns:
-        axes.update(zip(eqn.outvars, batch_axes(eqn, list(map(read, eqn.invars)))))
-    return list(map(read, jaxpr.outvars))
-
-
-def _alike(eqn, notes):
-    """Elementwise, and whatever else keeps the number of axes and the batch's length: the batch stays where it is."""
-    found = []
-    for out in eqn.outvars:
-        shape = out.aval.shape
-        found.append(next((note for note, v in zip(notes, eqn.invars) if note is not None
-                           and len(v.aval.shape) == len(shape) and v.aval.shape[note] == shape[note]), None))
-    return found
-
-
-def _reduced(eqn, notes):
-    axes, note = eqn.params["axes"], notes[0]
-    return [None if note is None or note in axes else note - sum(axis < note for axis in axes)] * len(eqn.outvars)
-
-
-def _broadcast(eqn, notes):
-    note = notes[0]
-    if note is None:
-        return [None]
-    place = eqn.params["broadcast_dimensions"][note]
-    return [place if eqn.params["shape"][place] == eqn.invars[0].aval.shape[note] else None]
-
-
-def _reshaped(eqn, notes):
-    """The batch stays the batch where as many numbers stand before it, split off or at the head of a merged axis."""
-    note = notes[0]
-    if note is None:
-        return [None]
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    ahead = math.prod(before[:note])
-    places = [i for i in range(len(after)) if math.prod(after[:i]) == ahead and after[i] >= before[note] > 1]
-    return places[-1:] or [None]
-
-
-def _squeezed(eqn, notes):
-    note, dropped = notes[0], eqn.params["dimensions"]
-    return [None if note is None or note in dropped else note - sum(axis < note for axis in dropped)]
-
-
-def _product(contract, batched, ranks, notes):
-    """Of a product's output: its batched axes first, then the left's own, then the right's."""
-    for side, note in enumerate(notes[:2]):
-        if note is None:
+        where = [i for i, each in enumerate(eqn.invars) if each is v]
+        if not where:
             continue
-        if note in batched[side]:
-            return batched[side].index(note)
-        if note not in contract[side]:
-            own = [i for i in range(ranks[side]) if i not in contract[side] and i not in batched[side]]
-            skipped = ranks[0] - len(contract[0]) - len(batched[0]) if side else 0
-            return len(batched[0]) + skipped + own.index(note)
-    return None
-
-
-def _dot(eqn, notes):
-    contract, batched = eqn.params["dimension_numbers"]
-    batched = [list(axes) for axes in batched]
-    return [_product(contract, batched, [len(v.aval.shape) for v in eqn.invars[:2]], notes)]
-
-
-def _convolution(eqn, notes):
-    numbers = eqn.params["dimension_numbers"]
-    return [numbers.out_spec[0] if notes[0] is not None and notes[0] == numbers.lhs_spec[0]
-            and eqn.params["batch_group_count"] == 1 else None]
-
-
-def _gathered(eqn, notes):
-    """Look-ups: the batch of the indices, or of what is looked up in, row by row."""
-    numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
-    rank = len(eqn.outvars[0].aval.shape)
-    batch = [i for i in range(rank) if i not in numbers.offset_dims]
-    if indices is None and operand in numbers.operand_batching_dims:
-        indices = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand)]
-    if indices is not None and indices < len(batch):
-        return [batch[indices]]
-    whole = eqn.params["slice_sizes"]
-    kept = [i for i in range(len(whole)) if i not in numbers.collapsed_slice_dims
-            and i not in numbers.operand_batching_dims]
-    if operand in kept and whole[operand] == eqn.invars[0].aval.shape[operand]:
-        return [numbers.offset_dims[kept.index(operand)]]
-    return [None]
-
-
-def _scattered(eqn, notes):
-    numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
-    if operand is None and indices in numbers.scatter_indices_batching_dims:
-        operand = numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(indices)]
-    return [operand]
-
-
-def _before(note):
-    """The axis in a slice, for an axis in what is sliced along its first."""
-    return note - 1 if note else None
-
-
-def _after(note):
-    return None if note is None else note + 1
-
-
-def _scanned(eqn, notes):
-    consts, carry, _ = _jax.scan_parts(eqn)
-    jaxpr = _jax.close(eqn.params["jaxpr"]).jaxpr
-    carried, sliced = list(notes[consts:consts + carry]), list(map(_before, notes[consts + carry:]))
-    for _ in range(carry + 1):    # a carry that begins without the batch, like a gradient's zeros, may meet it
-        found = _through(jaxpr, [*notes[:consts], *carried, *sliced])
-        joined = [b if a is None else a for a, b in zip(carried, found)]
-        if joined == carried:
-            break
-        carried = joined
-    return [*(a if a == b else None for a, b in zip(carried, found)), *map(_after, found[carry:])]
-
-
-def _called(eqn, notes):
-    subs = _jax.sub_jaxprs(eqn)
-    return _through(subs[0].jaxpr, notes) if len(subs) == 1 else _alike(eqn, notes)
-
-
-def _branched(eqn, notes):
-    found = [_through(_jax.close(branch).jaxpr, notes[1:]) for branch in eqn.params["branches"]]
-    return [axes[0] if len(set(axes)) == 1 else None for axes in zip(*found)]
-
-
-def _attention(eqn, notes):
-    return [next((note for note in notes if note is not None), None)] * len(eqn.outvars)    # [batch, ...] all
-
-
-def _lowered(eqn, notes):
-    """A product whose operands autocast has lowered."""
-    params = eqn.params["params"]()
-    return batch_axes(types.SimpleNamespace(primitive=eqn.params["op"], params=params, invars=eqn.invars,
-                                            outvars=eqn.outvars), notes)
-
-
-_RULES = {
-    "transpose": lambda eqn, notes: [None if notes[0] is None else eqn.params["permutation"].index(notes[0])],
-    "broadcast_in_dim": _broadcast, "reshape": _reshaped, "squeeze": _squeezed, "dot_general": _dot,
-    "conv_general_dilated": _convolution, "gather": _gathered, "scatter-add": _scattered, "scatter": _scattered,
-    "scan": _scanned, "cond": _branched, "while": lambda eqn, notes: [None] * len(eqn.outvars),
-    "shard_map": lambda eqn, notes: [None] * len(eqn.outvars),
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
-                     "argmin"), _reduced),
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call",
-                     "custom_vjp_call", "custom_vmap_call"), _called),
-    "lowered": _lowered,
-    **dict.fromkeys(("attention", "attention_slope", "attention_backward"), _attention),
-}
+        name = eqn.primitive.name
+        if name in PINNED:
+            return True
+        if name in ("convert_element_type", "transpose") and _taken(jaxpr, eqn.outvars[0]):
+            return True
+        for sub in _jax.sub_jaxprs(eqn):
+            if sub.kind == "call" and any(_taken(sub.jaxpr, sub.jaxpr.invars[i]) for i in where):
+                return True
+    return False

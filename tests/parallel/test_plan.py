@@ -1,6 +1,6 @@
 """plan and parallel: the numbers of one device on eight, whichever way a step is spread, and why it was chosen."""
 
-import importlib.util
+import functools
 import re
 
 import flax.linen as linen
@@ -15,7 +15,7 @@ from fnet import layers as nn
 from fnet import models, parallel
 from fnet import training as tr
 from fnet import transforms as ft
-from fnet.parallel import _plan
+from fnet.parallel import _compile, _plan
 
 N = 8
 TX = optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(0.1, momentum=0.9))
@@ -36,30 +36,30 @@ def gpt():
     def init(key):
         return tr.TrainState.create(model.init(key, jnp.zeros((1, 16), jnp.int32))[0], TX)
 
-    def step(state, batch):
-        loss = lambda params: model.cross_entropy(params, batch["tokens"][:, :-1], batch["tokens"][:, 1:]).mean()
-        value, grads = jax.value_and_grad(loss)(state.params)
+    def step(state, batch, *, microbatches=1):
+        loss = lambda params, batch: model.cross_entropy(params, batch["tokens"][:, :-1], batch["tokens"][:, 1:]).mean()
+        value, grads = ft.microbatch(jax.value_and_grad(loss), microbatches)(state.params, batch)
         return state.apply(TX, grads), {"loss": value}
 
     return step, init, {"tokens": tokens}
 
 
 def cnn():
-    """BatchNorm's statistics are over the whole batch, wherever it lies; the step cuts it into microbatches."""
+    """BatchNorm's statistics are over the whole microbatch, wherever it lies."""
     model = nn.Sequential(nn.Conv(32, 3, use_bias=False), nn.BatchNorm(), jax.nn.relu, nn.MaxPool(2),
-                          nn.Remat(nn.Conv(64, 3)), jax.nn.relu, nn.GlobalAvgPool(), nn.Dense(8))
+                          nn.Conv(64, 3), jax.nn.relu, nn.GlobalAvgPool(), nn.Dense(8))
     x = np.random.default_rng(0).normal(3, 1, (32, 8, 8, 3)).astype(np.float32)
 
     def init(key):
         params, state = model.init(key, x[:1])
         return tr.TrainState.create(params, TX, state=state)
 
-    def step(state, batch):
+    def step(state, batch, *, microbatches=2):
         def loss(params, x):
             y, after = model(params, x, state=state.state, train=True)
             return jnp.square(y - 1).mean(), after
 
-        (value, after), grads = ft.microbatch(jax.value_and_grad(loss, has_aux=True), 2)(state.params, batch)
+        (value, after), grads = ft.microbatch(jax.value_and_grad(loss, has_aux=True), microbatches)(state.params, batch)
         return state.apply(TX, grads, state=after), {"loss": value}
 
     return step, init, x
@@ -110,12 +110,20 @@ def error(got, want):
     return max(np.abs(a - b).max() / max(np.abs(b).max(), least) for a, b in zip(got, want))
 
 
-@pytest.mark.parametrize(("name", "strategy"), [
-    *(("gpt", strategy) for strategy in parallel.STRATEGIES), ("cnn", "data"), ("cnn", "fsdp+pins"),
-    ("flax", "zero1"), ("flax", "fsdp+pins")])
-def test_eight_devices_have_the_numbers_of_one(name, strategy):
+RULES = {r"blocks/attention/(query|key|value)/kernel": (None, None, "tensor"),
+         r"blocks/attention/out/kernel": (None, "tensor"), r"blocks/fc/kernel": (None, None, "tensor"),
+         r"blocks/proj/kernel": (None, "tensor")}
+TENSOR = {"mesh": {"data": -1, "tensor": 2}, "rules": RULES}
+
+
+@pytest.mark.parametrize(("name", "strategy", "options"), [
+    *(("gpt", strategy, {}) for strategy in ("data", "zero1", "fsdp", "fsdp+pins")), ("gpt", "fsdp+pins", TENSOR),
+    ("gpt", "data", TENSOR), ("gpt", "fsdp+pins+remat", {}), ("gpt", "zero1+microbatches=2", {}),
+    ("gpt", "fsdp+pins+remat+microbatches=2", TENSOR), ("gpt", "fsdp+pins", {"mesh": {"slice": 2, "data": 4}}),
+    ("cnn", "data", {}), ("cnn", "fsdp+pins+remat", {}), ("flax", "zero1+remat", {}), ("flax", "fsdp+pins", {})])
+def test_eight_devices_have_the_numbers_of_one(name, strategy, options):
     step, init, batch = CASES[name]()
-    plan = parallel.plan(step, init, batch, strategy=strategy)
+    plan = parallel.plan(step, init, batch, strategy=strategy, compile=False, **options)
     assert plan.strategy.startswith(strategy)
     state, one = plan.init(jax.random.key(0)), jax.jit(init)(jax.random.key(0))
     jax.tree.map(np.testing.assert_array_equal, state, one)
@@ -129,10 +137,38 @@ def test_eight_devices_have_the_numbers_of_one(name, strategy):
     assert jax.tree.map(lambda x: x.sharding, state) == plan.state
     split = [x for x in jax.tree.leaves(state) if not x.sharding.is_fully_replicated]
     model = [x for x in jax.tree.leaves(getattr(state, "params", state)) if not x.sharding.is_fully_replicated]
-    assert bool(split) == (strategy != "data") and (strategy != "zero1" or name == "flax" or not model)
+    if not options.get("rules"):
+        assert bool(split) == (not strategy.startswith("data"))
+        assert not strategy.startswith("zero1") or name == "flax" or not model
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-    chosen = next(each for each in plan.candidates if each.strategy == plan.strategy)
-    assert chosen.persistent == held
+    assert plan.chosen.persistent == held
+
+
+def test_tensor_parallelism_splits_what_its_rules_name():
+    step, init, batch = gpt()
+    plan = parallel.plan(step, init, batch, strategy="fsdp", compile=False, **TENSOR)
+    specs = {jax.tree_util.keystr(path): tuple(where.spec) for path, where in jax.tree.leaves_with_path(plan.state)}
+    assert specs[".params['blocks']['fc']['kernel']"] == (None, "data", "tensor")
+    assert specs[".params['blocks']['proj']['kernel']"] == (None, "tensor", "data")
+    sent = {transfer.scope: transfer for transfer in plan.chosen.estimate.ledger.transfers
+            if transfer.collective == "all-reduce" and transfer.group == 2}
+    assert {"blocks/proj", "blocks/attention/out"} <= set(sent)    # the sum of a layer's halves
+    data = parallel.plan(step, init, batch, strategy="data", **TENSOR)
+    (compiled,) = data.candidates
+    wide = [each for each in compiled.ledger.transfers if each.group == 2 and each.scope in sent]
+    assert wide and compiled.compiled.arguments == compiled.arguments
+
+
+def test_logical_axes_make_rules():
+    model = models.GPT(64, 64, 2, 2, context=16)    # as gpt()'s
+    spec = model.spec(jnp.zeros((1, 16), jnp.int32))[0]
+    rules = parallel.rules(spec, {"mlp": "tensor"})
+    assert rules and all("tensor" in axes for axes in rules.values())
+    step, init, batch = gpt()
+    plan = parallel.plan(step, init, batch, strategy="data", compile=False, mesh=TENSOR["mesh"], rules=rules)
+    assert "tensor" in plan.state.params["blocks"]["fc"]["kernel"].spec
+    with pytest.raises(ValueError, match=re.escape("rules: no parameter has an axis called 'head'; there are ")):
+        parallel.rules(spec, {"head": "tensor"})
 
 
 def transformer():
@@ -189,8 +225,19 @@ def test_pins_where_they_send_less(make, pins):
     assert sent["fsdp+pins"] < 0.6 * sent["fsdp"] if pins else sent["fsdp"] < 0.5 * sent["fsdp+pins"], sent
     text = plan.explain()
     for each in plan.candidates:
-        assert re.search(rf"^{re.escape(each.strategy)} .* {each.ledger.sent / 2 ** 20:,.2f}  ", text, re.M)
+        assert re.search(rf"^{re.escape(each.strategy)} .* {each.ledger.sent / 2 ** 20:,.2f} compiled  ", text, re.M)
     assert re.search(r"sends \d\.\d\d times as much", text)
+
+
+def limited(monkeypatch, limit):
+    """Plans for devices of so much memory."""
+    made = _plan._Drafts.__init__
+
+    def init(self, *args):
+        made(self, *args)
+        self.memory = limit
+
+    monkeypatch.setattr(_plan._Drafts, "__init__", init)
 
 
 def test_least_is_sent_of_what_fits(monkeypatch):
@@ -198,18 +245,43 @@ def test_least_is_sent_of_what_fits(monkeypatch):
     plan = parallel.plan(step, init, batch)
     peaks = {each.strategy: each.peak for each in plan.candidates}
     assert plan.strategy == "data" and not plan.pins and peaks["data"] == max(peaks.values())
-    chosen = plan.explain().splitlines()
-    assert re.match(r"8 x .*: data, every chip holds the whole state", chosen[0])
-    assert "chosen: it sends least of those that fit" in next(line for line in chosen if line.startswith("data "))
-    monkeypatch.setattr(_plan, "_memory", lambda chip: (peaks["data"] - 1) / _plan.ROOM)
+    lines = plan.explain().splitlines()
+    assert re.match(r"8 x .*: data, every chip holds the whole state", lines[0])
+    assert "chosen: it sends least of those that fit" in next(line for line in lines if line.startswith("data "))
+    limited(monkeypatch, (peaks["data"] - 1) / _plan.ROOM)
     tight = parallel.plan(step, init, batch)
-    assert tight.strategy != "data"
+    assert tight.strategy != "data" and "remat" not in tight.strategy
     assert tight.candidates[0].verdict.startswith("rejected: needs more than 92% of")
-    monkeypatch.setattr(_plan, "_memory", lambda chip: 1024)
-    said = (r"plan: nothing fits into 0\.0 GiB on each of 8 x .*; .* comes nearest with .* GiB: use a smaller batch, "
-            "ft.microbatch, nn.Remat, or more devices")
+
+
+def test_rungs_are_climbed_where_nothing_fits(monkeypatch):
+    def init(key):
+        return {"params": [jnp.zeros((64, 64))] * 16}
+
+    def step(state, batch, *, microbatches=1):
+        def loss(params, x):
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return jnp.square(x).mean()
+
+        value, grads = ft.microbatch(jax.value_and_grad(loss), microbatches)(state["params"], batch)
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, value
+
+    batch = jax.ShapeDtypeStruct((1 << 16, 64), jnp.float32)
+    planned = functools.partial(parallel.plan, step, init, batch, compile=False)
+    least = lambda plan: min(each.peak for each in plan.candidates)
+    limited(monkeypatch, least(planned()) / _plan.ROOM - 1)
+    plan = planned()
+    assert plan.way.remat and plan.way.microbatches == 1
+    assert all(each.verdict.startswith("rejected") for each in plan.candidates if not each.way.remat)
+    limited(monkeypatch, least(plan) / _plan.ROOM - 1)
+    plan = planned()
+    assert plan.way.remat and plan.way.microbatches == 2 and "+microbatches=2" in plan.explain()
+    limited(monkeypatch, 1024)
+    said = (r"plan: nothing fits into .* GiB on each of 8 x .*; .* comes nearest with .* GiB \(estimated\): use a "
+            r"smaller batch, .* or more devices\. What takes most there \(estimated\): .* at \w+\.py:\d+ \(")
     with pytest.raises(ValueError, match=said):
-        parallel.plan(step, init, batch)
+        planned()
 
 
 def test_what_is_split_and_what_is_not():
@@ -241,48 +313,70 @@ def test_some_devices():
     assert plan.mesh.shape == {"data": 2} and plan.explain().startswith("2 x ")
 
 
+def test_what_the_compiler_refuses_is_rejected(monkeypatch):
+    step, init, batch = narrow()
+
+    def compiled(spread, *args):
+        return _compile.Compiled(0, None, None, "RESOURCE_EXHAUSTED: Ran out of memory")
+
+    monkeypatch.setattr(_compile, "compiled", compiled)
+    with pytest.raises(ValueError, match="nothing fits"):
+        parallel.plan(step, init, batch)
+
+    class Lowered:
+        def lower(self, *args):
+            return self
+
+        def compile(self):
+            raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20G of 16G\nmore")
+
+    monkeypatch.undo()
+    found = _compile.compiled(Lowered(), None, None)
+    assert found.peak is None and found.said.startswith("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.")
+
+
 STEP, INIT, ROWS = narrow()
 
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: parallel.plan(STEP, INIT, ROWS, strategy="magic"),
-     "plan: no strategy is called 'magic'; there are auto, data, zero1, fsdp, fsdp+pins"),
+     "plan: no strategy is called 'magic'; there are auto, data, zero1, fsdp, fsdp+pins, each also with +remat and "
+     "+microbatches=N, in this order"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, strategy="data+pins"), "no strategy is called 'data+pins'"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, strategy="data+microbatches=2"),
+     "plan: for microbatches=2 the step has to take them: def step(state, batch, *, microbatches=1)"),
+    (lambda: parallel.plan(*gpt(), strategy="data+microbatches=3"),
+     "plan: 3 microbatches on 8 devices do not divide 16 rows"),
     (lambda: parallel.plan(STEP, INIT, {"x": np.ones((12, 512))}),
      "plan: batch['x'] of shape (12, 512) has 12 rows, which 8 devices do not divide; nearest that do: 8 or 16"),
     (lambda: parallel.plan(STEP, INIT, np.ones((3, 512))), "nearest that do: 8"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, devices="cluster"),
-     "plan: devices are 'local', a list of devices, or a TPU slice such as 'v5e:4x4' (of v2, v3, v4, v5e, v5p, v6e, "
-     "tpu7x); got 'cluster'"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, devices="v9:2x2"), "got 'v9:2x2'"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, devices=[]), "plan: there must be at least one device; got an empty list"),
+    (lambda: parallel.plan(STEP, INIT, np.float32(1)), "plan: the batch has no rows"),
     (lambda: parallel.plan(lambda s, b: s, INIT, ROWS), "plan: a step returns (state, metrics); this one returns dict"),
     (lambda: parallel.plan(lambda s, b: ({"p": s["params"]}, 0), INIT, ROWS),
      "plan: the step returns a state of another structure than init makes"),
     (lambda: parallel.plan(lambda s, b: ({"params": [w[:3] for w in s["params"]]}, 0), INIT, ROWS),
      "plan: init makes state['params'][0] float32[512, 512], and the step returns it as float32[3, 512]"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 3}),
+     "plan: a mesh of {'data': 3} is 3 devices; 'local' has 8"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": -1, "tensor": -1}), "one may be -1, which takes the rest"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, rules={"0": (None, "tensor")}),
+     "plan: the rule '0' for 0 [512, 512] splits over 'tensor'; axes of the mesh that rules may name are none: give "
+     "plan a mesh= with some"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"fc/kernel": (None, "tensor")}),
+     "plan: the rule 'fc/kernel' matches no parameter; there are 0, 1, 2, 3"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"0": (None, "tensor"), ".": ()}),
+     "plan: two rules match 0 [512, 512]: '0' and '.'; each parameter takes one"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"0": (None, None, "tensor")}),
+     "plan: the rule '0': (None, None, 'tensor') is for 3 axes, and 0 [512, 512] has 2"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"0": ("tensor", "tensor")}),
+     "splits two axes over the same one"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"(": ("tensor",)}),
+     "plan: the rule '(' is no regular expression: "),
+    (lambda: parallel.plan(lambda s, b: (s, 0), lambda key: {"params": {"w": jnp.ones((9, 4))}}, np.ones((4, 2)),
+                           mesh={"data": 2, "tensor": 4}, rules={"w": ("tensor",)}),
+     "plan: the rule 'w' splits axis 0 of w [9, 4] over 'tensor', and 4 does not divide 9: nearest below that does is "
+     "tensor=3"),
 ])
 def test_errors(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
-
-
-def test_a_slice_needs_libtpu(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=re.escape("plan: compiling for 'v5e:2x2' needs libtpu: pip install "
-                                                            "'fnet[tpu-plan]'")):
-        parallel.plan(STEP, INIT, ROWS, devices="v5e:2x2")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_a_slice_that_is_not_there():
-    plan = parallel.plan(STEP, INIT, ROWS, devices="v5e:2x2")
-    assert plan.explain().startswith("4 x TPU v5e, 16.0 GiB each: ")
-    assert {each.strategy for each in plan.candidates} == set(parallel.STRATEGIES)
-    assert all(each.peak > each.persistent > 0 and each.ledger.sent for each in plan.candidates)
-    exact = {"data": 4 << 20, "fsdp": 1 << 20}
-    assert all(each.persistent == exact.get(each.strategy, each.persistent) for each in plan.candidates)
-    with pytest.raises(ValueError, match=r"plan\.init: this plan is for 4 x TPU v5e that are not here; plan for "
-                                         "devices='local' to run"):
-        plan.init(jax.random.key(0))
-    with pytest.raises(ValueError, match="plan: TPUs do not come as 'v5e:3x7': "):
-        parallel.plan(STEP, INIT, ROWS, devices="v5e:3x7")

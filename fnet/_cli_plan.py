@@ -1,0 +1,89 @@
+"""`fnet plan module:function`: how a step would be spread over chips that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def define(commands: Any) -> None:
+    """Adds the command."""
+    plan = commands.add_parser("plan", help="how a step is best spread over chips, there or not, and why",
+                               formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__ + """
+
+The function takes nothing and returns (step, init, batch): a plain step(state, batch) -> (state, metrics), what makes
+the state of a key, and a batch or its shapes. Naming it runs its module.
+
+    fnet plan my.model:step --devices v5e:16x16
+    fnet plan train.py:step --devices h100:4x8 --mesh data=-1,tensor=4 --rule 'blocks/fc/kernel=None,None,tensor'
+""")
+    plan.add_argument("function", help="module:function or file.py:function")
+    plan.add_argument("--devices", default="local", help="local, v5e:16x16, v5p:4x4x4*2, h100:4x8, 'RTX 3080', dgx-1")
+    plan.add_argument("--strategy", default="auto",
+                      help="auto, data, zero1, fsdp, fsdp+pins, each also with +remat and +microbatches=N")
+    plan.add_argument("--mesh", help="lengths of the mesh's axes, as in data=-1,tensor=4")
+    plan.add_argument("--rule", action="append", default=[], metavar="PATTERN=AXES",
+                      help="the mesh axis of each axis of the parameters that match, as in 'fc/kernel=None,tensor'")
+    plan.add_argument("--estimate", action="store_true", help="compile nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan.
+
+    Raises:
+        ValueError: for what cannot be planned.
+    """
+    from fnet import parallel
+
+    mesh = _mesh(args.mesh) if args.mesh else None
+    rules = dict(_rule(text) for text in args.rule)
+    print(parallel.plan(*_found(args.function), devices=args.devices, strategy=args.strategy, mesh=mesh, rules=rules,
+                        compile=not args.estimate))
+    return 0
+
+
+def _found(name: str) -> tuple:
+    where, _, function = name.rpartition(":")
+    if not where or not function:
+        raise ValueError(f"{name!r}: name the function as module:function or file.py:function")
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise ValueError(f"there is no file {where}")
+        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(Path(where).resolve().parent))
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, "")
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name and not where.startswith(error.name):
+                raise
+            raise ValueError(f"there is no module {where}; modules are looked for in this folder, too") from None
+    if not callable(getattr(module, function, None)):
+        raise ValueError(f"{where} has no function called {function!r}")
+    found = getattr(module, function)()
+    if not isinstance(found, tuple) or len(found) != 3 or not callable(found[0]) or not callable(found[1]):
+        raise ValueError(f"{name} has to return (step, init, batch); it returned "
+                         f"{f'{len(found)} values' if isinstance(found, tuple) else type(found).__name__}")
+    return found
+
+
+def _mesh(text: str) -> dict[str, int]:
+    try:
+        return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise ValueError(f"--mesh={text}: name axes and their lengths, as in data=-1,tensor=4") from None
+
+
+def _rule(text: str) -> tuple[str, tuple[str | None, ...]]:
+    pattern, found, axes = text.rpartition("=")
+    if not found or not axes:
+        raise ValueError(f"--rule={text}: write a pattern, = and a mesh axis or None for each axis of the parameter, "
+                         "as in fc/kernel=None,tensor")
+    return pattern, tuple(None if axis.strip() == "None" else axis.strip() for axis in axes.split(","))

@@ -1,0 +1,45 @@
+"""A step compiled for the chips of a plan: what it needs and sends, read from the program."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fnet.parallel._ledger import Ledger, ledger
+
+_FULL = ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory", "exceeds the memory", "Exceeded hbm capacity")
+
+
+class Compiled(NamedTuple):
+    """What a compiled program says of itself.
+
+    Attributes:
+        arguments: bytes of its arguments on each chip.
+        peak: bytes that it needs on each chip; None: the compiler found too little memory, and `said` so.
+        ledger: what it sends; None: the compiler does not show the program.
+    """
+
+    arguments: int
+    peak: int | None
+    ledger: Ledger | None
+    said: str = ""
+
+
+def compiled(step, state, batch) -> Compiled:
+    """Compiles a step that is spread already."""
+    lowered = step.lower(state, batch)
+    try:
+        program = lowered.compile()
+    except Exception as error:    # jaxlib's own class, which differs between versions
+        said = str(error)
+        if not any(mark in said for mark in _FULL):
+            raise
+        line = next((line for line in said.splitlines() if any(mark in line for mark in _FULL)), said)
+        return Compiled(0, None, None, line.strip()[:160])
+    stats = program.memory_analysis()
+    peak = (stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+            + stats.temp_size_in_bytes)
+    try:
+        sent = ledger(program)
+    except Exception:    # libtpu refuses to print some large programs: facts, not what the plan needs
+        sent = None
+    return Compiled(stats.argument_size_in_bytes, peak, sent)

@@ -1,0 +1,88 @@
+"""What a step takes and costs at best: time at the chips' peaks, its bound, dollars, watt-hours."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fnet.hardware import Chip
+from fnet.hardware._count import Count
+from fnet.hardware._roofline import compute_seconds
+from fnet.parallel._targets import Target
+
+
+class Time(NamedTuple):
+    """Seconds of a step at the chips' peaks, by what they are spent on; None: not known. All of it may overlap, so that
+    the longest is the least that a step takes."""
+
+    compute: float | None
+    memory: float | None
+    links: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        return max((each for each in self if each is not None), default=None)
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        known = {name: each for name, each in zip(("compute", "memory", "links"), self) if each is not None}
+        return max(known, key=known.__getitem__, default="unknown")
+
+
+def time(counted: Count, target: Target, state: int, persistent: int, sent: float, between: float) -> Time:
+    """The time of a step at best.
+
+    Args:
+        counted: of the whole step.
+        state: bytes of the whole state; persistent: of it on each chip. What a chip holds whole it reads and writes
+            whole.
+        sent, between: bytes that a chip sends within its group and between groups.
+    """
+    chip, share = target.chip, target.chip.chips_of(target.count)
+    by_scope = compute_seconds(counted, chip, share, None)
+    compute = sum(by_scope.values()) if by_scope is not None else None
+    memory = None
+    if chip.bandwidth:
+        extra = 2 * max(0, persistent - state / target.count) * target.count
+        memory = (counted.total.fused_bytes + extra) / (chip.bandwidth * share)
+    rates = [(sent, target.sent), (between, target.sent_between)]
+    links = None if any(amount and not rate for amount, rate in rates) else sum(
+        amount / rate for amount, rate in rates if amount)
+    return Time(compute, memory, links)
+
+
+class Units(NamedTuple):
+    """What a batch is counted in: ("tokens", how many) or ("rows", how many)."""
+
+    name: str
+    count: int
+
+
+def units(batch: Any) -> Units:
+    """Tokens, where a leaf holds integers [rows, time]; images, where one is [rows, height, width, channels]."""
+    leaves = jax.tree.leaves(batch)
+    rows = max((x.shape[0] for x in leaves if x.ndim), default=1)
+    tokens = max((x.size for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)), default=0)
+    images = any(x.ndim == 4 for x in leaves)
+    return Units("tokens", tokens) if tokens else Units("images" if images else "rows", rows)
+
+
+def price(target: Target, seconds: float, count: int) -> list[str]:
+    """Dollars and watt-hours of a step, and of a million units, in words; nothing where nothing is known."""
+    chip: Chip = target.chip
+    chips = chip.chips_of(target.count)
+    hours = seconds / 3600 * chips
+    said = []
+    hourly = next((each for each in chip.prices if each.per == "hour"), None)
+    if hourly:
+        dollars = hours * hourly.usd
+        said.append(f"${dollars:.3g} a step, ${dollars / count * 1e6:.3g} a million UNITS (${hourly.usd:g} an hour and "
+                    f"chip, {hourly.date}, {hourly.source})")
+    if chip.power_watts:
+        energy = hours * chip.power_watts
+        said.append(f"{energy:.3g} Wh a step, {energy / count * 1e6:.3g} Wh a million UNITS ({chip.power_watts:g} W a "
+                    "chip)")
+    return said

@@ -1,0 +1,312 @@
+"""What a step needs and sends on each chip, reckoned from its jaxpr: no compiler, any number of chips, a second.
+
+Where the batch stands in a value, and where a weight is split, is followed from operation to operation. Values that
+compilers write to memory live from the operation that makes them to the last that reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from fnet import _jax
+from fnet.hardware._count import Kept, heavy
+from fnet.hardware._flops import nbytes
+from fnet.hardware._walk import Frame, read
+from fnet.parallel._ledger import Ledger, Transfer
+from fnet.transforms._batch_axes import batch_axes
+
+
+class Held(NamedTuple):
+    """An array that is alive when a step needs most: bytes on a chip, what it is, and the line that makes it."""
+
+    bytes: int
+    what: str
+    line: str
+
+    def __str__(self):
+        return f"{self.bytes / 2 ** 20:,.0f} MiB {self.what}{f' at {self.line}' if self.line else ''}"
+
+
+class Estimate(NamedTuple):
+    """What a step needs on each chip, estimated.
+
+    Attributes:
+        peak: bytes, arguments included.
+        ledger: what is sent within a slice or machine; between: the same between slices or machines.
+        largest: what holds most at the peak, most first.
+    """
+
+    peak: int
+    ledger: Ledger
+    between: Ledger
+    largest: tuple[Held, ...]
+
+
+class Split(NamedTuple):
+    """Of one value, which axis is the batch's, which is split over the chips that share a state, and over which
+    further axes of the mesh each axis is split: ((axis, mesh axis), ...)."""
+
+    rows: int | None = None
+    data: int | None = None
+    more: tuple[tuple[int, str], ...] = ()
+
+
+NOWHERE = Split()
+
+
+def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: bool = False,
+             fused: bool = False) -> Estimate:
+    """Reckons a step.
+
+    Args:
+        closed: the jaxpr of the step.
+        arguments: how each of its inputs is split, the state's leaves first.
+        mesh: sizes of the mesh's axes: "data", "slice" where there are several, and those of rules.
+        whole: whether parameters are whole between steps though the optimiser's state is not (ZeRO-1).
+        fused: whether the chip has kernels for attention in 16 bits that never write its weights down.
+    """
+    jaxpr = closed.jaxpr
+    walk = _Walk(mesh, fused, whole)
+    for v, split in zip(jaxpr.invars, arguments):
+        if split.rows is None:
+            walk.remember(v.aval.shape, split)
+            if split.data:    # a layer's part of it, in a scan
+                walk.remember(v.aval.shape[1:], _inside(split))
+    given = dict(enumerate(zip([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)],
+                               [*[NOWHERE] * len(jaxpr.constvars), *arguments])))
+    state = sum(walk.bytes(aval, split) for aval, split in given.values())
+    peak, live = walk.frame(read(jaxpr), given, 1, _Loop(1), outermost=True)
+    if whole and walk.data > 1:    # at the end new parameters are gathered, beside gradients and old ones
+        gathered = 0
+        for v, split in zip(jaxpr.invars, arguments):
+            if split.rows is None and split.data is None and walk.known.get(v.aval.shape, NOWHERE).data is not None:
+                size = walk.bytes(v.aval, split)
+                walk.transfers.append(Transfer("all-gather", "", size, walk.data, 1))
+                gathered += size
+        peak = max(peak, 2 * gathered)
+    largest = [Held(walk.bytes(v.aval, split), v.aval.str_short(), "an argument")
+               for v, split in zip(jaxpr.invars, arguments)] + live
+    largest.sort(key=lambda held: -held.bytes)
+    return Estimate(state + peak, Ledger(tuple(walk.transfers)), Ledger(tuple(walk.between)), tuple(largest[:12]))
+
+
+class _Loop(NamedTuple):
+    """Of a scan's body: how often the scan runs, which of its inputs are the same in each turn, and the sizes of what
+    it carries from turn to turn. `fused`: whether elementwise operations are written over the products they take."""
+
+    once: int
+    same: frozenset[int] = frozenset()
+    summed: frozenset[int] = frozenset()
+    fused: bool = False
+
+
+class _Walk:
+    def __init__(self, mesh, fused, whole):
+        self.fused, self.whole = fused, whole
+        self.mesh, self.data, self.slices = mesh, mesh.get("data", 1), mesh.get("slice", 1)
+        self.known: dict[tuple, Split] = {}
+        self.transfers: list[Transfer] = []
+        self.between: list[Transfer] = []
+
+    def remember(self, shape, split):
+        if len(shape) and (shape not in self.known or self.known[shape].data is None):
+            self.known[shape] = split
+
+    def chips(self, split) -> int:
+        n = self.data * self.slices if split.rows is not None else self.data if split.data is not None else 1
+        return n * math.prod(self.mesh[name] for _, name in split.more)
+
+    def bytes(self, aval, split) -> int:
+        return math.ceil(nbytes(aval) / self.chips(split))
+
+    def frame(self, frame: Frame, given: dict[int, tuple[Any, Split]], times: int, loop: _Loop, *, outermost=False):
+        """(bytes that a frame needs beyond what it is given, what is alive then)."""
+        kept, values, same = Kept(frame, epilogues=loop.fused), dict(given), set(loop.same)
+        inner: dict[int, tuple[int, list]] = {}
+        extra: dict[int, int] = {}
+        gathered = set()
+        for at, op in enumerate(frame.ops):
+            splits = [NOWHERE if i is None else values[i][1] for i in op.ins]
+            if all(i is None or i in same for i in op.ins):
+                same.update(op.outs)
+            # What is the same in each turn is gathered once, and what turns add up is summed over the chips at the end.
+            weights = [loop.once if i in same else times for i in op.ins]
+            found, gathers = self.operation(op, splits, weights, times, loop, gathered)
+            for i, v, split in zip(op.outs, op.eqn.outvars, found):
+                values[i] = v.aval, split
+            extra[at] = gathers
+            if op.bodies:
+                inner[at] = self.bodies(op, splits, found, times)
+            elif hasattr(op.eqn.primitive, "plain") and not (self.fused and op.eqn.params["compute"].itemsize == 2):
+                inner[at] = self.stand_in(op, splits)
+        return self.liveness(frame, kept, values, given, inner, extra, outermost)
+
+    # What is alive.
+
+    def liveness(self, frame, kept, values, given, inner, extra, outermost):
+        """The most that is alive at one operation."""
+        order = {id(op): at for at, op in enumerate(frame.ops)}
+        last: dict[int, int] = {}
+        ends: dict[int, int] = {}    # when an operation's inputs are last needed
+        for op in reversed(kept.real):
+            at = order[id(op)]
+            needed = at
+            for out in op.outs:
+                out = kept.name(out)
+                if not kept(out):
+                    needed = max(needed, last.get(out, at))
+            ends[at] = needed
+            for i in op.ins:
+                if i is not None:
+                    i = kept.name(i)
+                    last[i] = max(last.get(i, 0), needed)
+        size = lambda i: self.bytes(*values[i])
+        begins: dict[int, list[int]] = {}
+        dies: dict[int, list[int]] = {}
+        for op in kept.real:
+            for out in op.outs:
+                name = kept.name(out)
+                if name not in given and kept(name) and (name in last or name in kept.outputs):
+                    if outermost and name in kept.outputs and not heavy(op):
+                        continue    # written over what was given
+                    begins.setdefault(order[id(op)], []).append(name)
+                    if name not in kept.outputs:
+                        dies.setdefault(last[name], []).append(name)
+        alive: dict[int, int] = {}
+        now, peak, then = 0, 0, (0, [])
+        for at, op in enumerate(frame.ops):
+            ending = dies.get(at, ())
+            reused = 0
+            if not heavy(op) or op.eqn.primitive.name == "scan":    # in place
+                reused = sum(alive[i] for i in ending if i in alive)
+            new = {i: size(i) for i in begins.get(at, ())}
+            needs, within = inner.get(at, (0, []))
+            total = now + max(0, sum(new.values()) - reused) + needs + extra.get(at, 0)
+            if total > peak:
+                peak, then = total, (at, [*alive, *new], within)
+            alive.update(new)
+            now += sum(new.values())
+            for i in ending:
+                now -= alive.pop(i, 0)
+        makers = {kept.name(out): op for op in kept.real for out in op.outs}
+        live = [Held(size(i), values[i][0].str_short() + (f" of {makers[i].scope}" if makers[i].scope else ""),
+                     _jax.line(makers[i].eqn)) for i in then[1]]
+        return peak, [*live, *(then[2] if len(then) > 2 else [])]
+
+    def bodies(self, op, splits, found, times):
+        """The most that one of an operation's bodies needs, and what is alive there."""
+        worst = 0, []
+        for sub, frame in op.bodies:
+            jaxpr, inputs = sub.jaxpr, list(splits)
+            if sub.kind == "scan":
+                consts, carry, _ = _jax.scan_parts(op.eqn)
+                inputs = [*splits[:consts], *found[:carry], *map(_inside, splits[consts + carry:])]
+            elif sub.kind == "branch":
+                inputs = splits[1:]
+            inputs = inputs if len(inputs) == len(jaxpr.invars) else [NOWHERE] * len(jaxpr.invars)
+            given = dict(enumerate(zip([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)],
+                                       [*[NOWHERE] * len(jaxpr.constvars), *inputs])))
+            loop = _Loop(times)
+            if sub.kind == "scan":
+                ahead = len(jaxpr.constvars)
+                summed = frozenset(v.aval.size for v in jaxpr.outvars[:carry] if v.aval.shape)
+                loop = _Loop(times, frozenset(range(ahead + consts)), summed)
+            needs = self.frame(frame, given, times * (sub.times or 1) if sub.kind == "scan" else times, loop)
+            worst = max(worst, needs, key=lambda each: each[0])
+        return worst
+
+    def stand_in(self, op, splits):
+        """What the operations need that one stands for."""
+        sent = self.transfers, self.between
+        self.transfers, self.between = [], []
+        closed = op.eqn.primitive.plain(op.eqn)
+        given = dict(enumerate(zip([v.aval for v in (*closed.constvars, *closed.invars)],
+                                   [*[NOWHERE] * len(closed.constvars), *splits])))
+        found = self.frame(read(closed, op.scope), given, 1, _Loop(1, fused=True))
+        self.transfers, self.between = sent
+        return found
+
+    # How values are split, and what is sent for it.
+
+    def operation(self, op, splits, weights, times, loop, gathered):
+        """(how the outputs are split, bytes of weights gathered for the operation)."""
+        eqn, scope = op.eqn, op.scope
+        rows = [split.rows for split in splits]
+        out_rows = batch_axes(eqn, rows)
+        takes_rows = any(note is not None for note in rows)
+        whole = heavy(op) and takes_rows and not op.bodies    # a product with activations takes weights whole
+        out_data = [None] * len(eqn.outvars) if takes_rows and not op.bodies and whole else batch_axes(
+            eqn, [None if r is not None else split.data for r, split in zip(rows, splits)])
+        temporary = 0
+        if whole and self.data > 1:
+            for i, v, split, turns in zip(op.ins, eqn.invars, splits, weights):
+                if split.data is not None and split.rows is None:
+                    size = math.ceil(nbytes(v.aval) / math.prod(self.mesh[name] for _, name in split.more))
+                    if eqn.primitive.name == "lowered":    # cast, then gathered
+                        size = size * eqn.params["compute"].itemsize // v.aval.dtype.itemsize
+                    temporary += size
+                    if (key := (i, _backward(eqn))) not in gathered:
+                        gathered.add(key)
+                        self.transfers.append(Transfer("all-gather", scope, size, self.data, turns))
+        found = []
+        more = self.further(eqn, splits, out_rows, scope, times)
+        for v, row, data, names in zip(eqn.outvars, out_rows, out_data, more):
+            split = Split(row, None if row is not None else data, names)
+            floats = hasattr(v.aval, "dtype") and jax.dtypes.issubdtype(v.aval.dtype, jax.numpy.floating)
+            final = split
+            if row is None and data is None and v.aval.shape in self.known and (takes_rows or op.bodies):
+                final = split._replace(data=self.known[v.aval.shape].data)
+            if takes_rows and row is None and floats and heavy(op) and not op.bodies:
+                self.reduced(v.aval, final, scope, loop.once if v.aval.size in loop.summed else times)
+            # With whole parameters gradients are whole, too, until the optimiser takes its part of them.
+            found.append(split if self.whole else final)
+        return found, temporary
+
+    def reduced(self, aval, split, scope, times):
+        """A sum over the batch is a sum over the chips."""
+        local = self.bytes(aval, split)
+        if self.data > 1:
+            collective, size = ("reduce-scatter", local) if split.data is not None else ("all-reduce", local)
+            self.transfers.append(Transfer(collective, scope, size, self.data, times))
+        if self.slices > 1:
+            self.between.append(Transfer("all-reduce", scope, local, self.slices, times))
+
+    def further(self, eqn, splits, out_rows, scope, times):
+        """How outputs are split over the axes that rules name; a product whose contracted axes are is summed."""
+        names = {name for split in splits for _, name in split.more}
+        found = [[] for _ in eqn.outvars]
+        for name in sorted(names):
+            notes = [next((axis for axis, each in split.more if each == name), None) for split in splits]
+            outs = batch_axes(eqn, notes)
+            if eqn.primitive.name == "reshape" and notes[0] is not None:
+                outs = [_reshaped(eqn, notes[0], self.mesh[name])]
+            for k, (axis, row) in enumerate(zip(outs, out_rows)):
+                if axis is not None and axis != row:
+                    found[k].append((axis, name))
+            if eqn.primitive.name in ("dot_general", "lowered") and outs == [None] and all(
+                    note is not None for note in notes[:2]):
+                split = Split(out_rows[0], None, tuple(found[0]))
+                self.transfers.append(Transfer("all-reduce", scope, self.bytes(eqn.outvars[0].aval, split),
+                                               self.mesh[name], times))
+        return [tuple(each) for each in found]
+
+
+def _inside(split: Split) -> Split:
+    """Of a slice along the first axis."""
+    before = lambda axis: axis - 1 if axis else None
+    return Split(before(split.rows), before(split.data), tuple((axis - 1, name) for axis, name in split.more if axis))
+
+
+def _reshaped(eqn, axis, chips) -> int | None:
+    """Where a split axis goes in a reshape: to the axis that begins where it did, if the chips divide that."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    ahead = math.prod(old[:axis])
+    places = [i for i in range(len(new)) if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1]
+    return places[-1] if places else None
+
+
+def _backward(eqn) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)

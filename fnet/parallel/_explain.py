@@ -1,0 +1,102 @@
+"""A plan in words: what was compared, what was chosen, why, and what it costs."""
+
+from __future__ import annotations
+
+import jax
+
+from fnet.hardware._roofline import seconds_text
+from fnet.parallel import _cost
+
+
+def table(plan) -> str:
+    """A table of the candidates and the reasons; every number says how it is known."""
+    memory = plan.chip.memory_bytes and plan.chip.per_device.memory_bytes
+    room = f"{memory / 2 ** 30:,.1f} GiB each" if memory else "of unknown memory"
+    mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
+    said = [f"{plan.target}, {room}: {plan.strategy}, {plan.way.words}", f"mesh: {mesh}", ""]
+    said += _rows(plan)
+    said += ["", *_sent(plan)]
+    if plan.whole:
+        more = f"; and {len(plan.whole) - 8} more" if len(plan.whole) > 8 else ""
+        said += ["on every chip: " + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.whole[:8])
+                 + more]
+    if plan.unused:
+        said += [f"of the batch the step does not read {', '.join(plan.unused)}"]
+    said += _costs(plan)
+    for way, rows in plan.most:
+        said.append(f"largest batch that fits{', activations computed again' if way.remat else ''}: {rows:,} rows "
+                    "(estimated)")
+    if not any(each.compiled for each in plan.candidates):
+        said += [f"This is an estimate: {plan.target.why or 'nothing was compiled, as asked'}."]
+    elif not plan.here and plan.chip.kind == "gpu":
+        said += ["Compiled without a GPU: how the program is divided and what memory it needs, not which kernels cuDNN "
+                 "would give it."]
+    return "\n".join(said)
+
+
+def _rows(plan) -> list[str]:
+    lines = [("strategy", "state MiB", "peak MiB", "sent MiB", "step at best", "bound", "")]
+    for each in plan.candidates:
+        compiled = each.compiled
+        peak = "compiled" if compiled and compiled.peak is not None else "estimated"
+        sent = "compiled" if compiled and compiled.ledger is not None else "estimated"
+        total = each.ledger.sent + (0 if sent == "compiled" else each.estimate.between.sent)
+        lines.append((each.strategy, f"{each.persistent / 2 ** 20:,.2f} exact", f"{each.peak / 2 ** 20:,.2f} {peak}",
+                      f"{total / 2 ** 20:,.2f} {sent}", f"{seconds_text(each.time.seconds)} estimated", each.time.bound,
+                      each.verdict))
+    widths = [max(len(line[i]) for line in lines) for i in range(6)]
+    return ["  ".join([f"{line[0]:<{widths[0]}}", *(f"{line[i]:>{widths[i]}}" for i in (1, 2, 3, 4)),
+                       f"{line[5]:<{widths[5]}}", line[6]]).rstrip() for line in lines]
+
+
+def _sent(plan) -> list[str]:
+    """By collective, of the chosen one."""
+    each = plan.chosen
+    how = "compiled" if each.compiled and each.compiled.ledger is not None else "estimated"
+    by_kind: dict[str, float] = {}
+    for transfer in each.ledger.transfers:
+        by_kind[transfer.collective] = by_kind.get(transfer.collective, 0.0) + transfer.sent
+    said = [f"{name} {sent / 2 ** 20:,.2f}" for name, sent in sorted(by_kind.items(), key=lambda item: -item[1])]
+    lines = [f"sent by each chip in a step, MiB ({how}): " + (", ".join(said) or "nothing")]
+    if each.estimate.between.sent:
+        lines.append(f"of it between {'slices' if plan.chip.kind == 'tpu' else 'machines'}: "
+                     f"{each.estimate.between.sent / 2 ** 20:,.2f} (estimated)")
+    if each.compiled and each.compiled.arguments:
+        same = "as reckoned" if each.compiled.arguments == each.arguments else (
+            f"{each.arguments / 2 ** 20:,.2f} reckoned")
+        lines.append(f"the state and its part of the batch on each chip: {each.compiled.arguments / 2 ** 20:,.2f} MiB "
+                     f"(compiled), {same}")
+    return lines
+
+
+def _costs(plan) -> list[str]:
+    time, units = plan.chosen.time, _cost.units(plan.shapes)
+    if time.seconds is None:
+        return []
+    parts = [f"{name} {seconds_text(each)}" for name, each in zip(("compute", "memory", "links"), time)
+             if each is not None]
+    said = [f"a step at the chips' peaks (estimated): {seconds_text(time.seconds)}, bound by {time.bound} "
+            f"({', '.join(parts)}), {units.count / time.seconds:,.0f} {units.name}/s at most"]
+    return said + ["at that speed (estimated): " + each.replace("UNITS", units.name)
+                   for each in _cost.price(plan.target, time.seconds, units.count)]
+
+
+def nothing_fits(target, judged, room, most) -> str:
+    """What to say where no way fits."""
+    least = min(judged, key=lambda each: each.peak)
+    memory = target.chip.memory_bytes and target.chip.per_device.memory_bytes
+    if not memory:    # the compiler's word alone
+        return f"plan: nothing fits on {target}: {judged[-1].verdict}"
+    how = "compiled" if least.compiled and least.compiled.peak is not None else "estimated"
+    largest = "; ".join(map(str, least.estimate.largest[:4]))
+    rows = next((rows for way, rows in reversed(most)), None)
+    smaller = f" of at most {rows:,} rows (estimated)" if rows else ""
+    return (f"plan: nothing fits into {memory / 2 ** 30:.1f} GiB on each of {target}; {least.strategy} comes nearest "
+            f"with {least.peak / 2 ** 30:.1f} GiB ({how}): use a smaller batch{smaller}, ft.microbatch with the step's "
+            f"keyword microbatches, or more devices. What takes most there (estimated): {largest}")
+
+
+def as_notes(plan) -> dict:
+    """A plan as JSON's types."""
+    return {"strategy": plan.strategy, "mesh": {name: int(n) for name, n in plan.mesh.shape.items()},
+            "chips": str(plan.target), "processes": jax.process_count()}

@@ -1,0 +1,36 @@
+"""GPUs that are not there, for XLA to compile for."""
+
+from __future__ import annotations
+
+# By the catalogue's name: what XLA asks of the device, from NVIDIA's H100 Tensor Core GPU Architecture white paper and
+# CUDA's device query.
+CONFIGURATIONS = {
+    "H100 SXM5 80GB": """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535  block_dim_limit_z: 65535  memory_bandwidth: 3352320000000  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98  device_memory_size: 84942979072  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+""",
+}
+
+
+def devices(chip, each: int, machines: int = 1) -> tuple[list | None, str]:
+    """(devices to compile for, "") or (None, why there are none)."""
+    if chip.name not in CONFIGURATIONS:
+        return None, (f"XLA's description of a {chip.name} has not been read from one yet; it is known of "
+                      f"{', '.join(CONFIGURATIONS)}")
+    import jax
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(platform="cuda", target_config=CONFIGURATIONS[chip.name],
+                                                 topology=f"1x{machines}x{each}").devices), ""
+    except (NotImplementedError, RuntimeError):
+        return None, ("compiling for CUDA needs jax's plugin: python -m pip install --no-deps "
+                      f"jax-cuda13-pjrt=={jax.__version__} jax-cuda13-plugin=={jax.__version__}")

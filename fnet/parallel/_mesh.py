@@ -1,0 +1,62 @@
+"""The mesh of a plan: its axes, their sizes, and which chip stands where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from fnet.parallel._targets import Target
+
+
+def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
+    """{axis: length}, slices outermost, then "data", then the others in the order that they were asked for.
+
+    Raises:
+        ValueError: for lengths that do not make up the devices, or names that cannot be.
+    """
+    found = {name: int(n) for name, n in (asked or {"data": -1}).items()}
+    open_ = [name for name, n in found.items() if n == -1]
+    if len(open_) > 1 or any(n < 1 and n != -1 for n in found.values()):
+        raise ValueError("plan: the mesh's axes have lengths of at least 1, and one may be -1, which takes the rest; "
+                         f"got {dict(found)}")
+    found.setdefault("data", 1)
+    fixed = math.prod(n for n in found.values() if n != -1)
+    by_group = "slice" not in found and target.groups > 1 and (bool(open_) or fixed * target.groups == target.count)
+    if by_group:
+        found["slice"] = target.groups
+        fixed *= target.groups
+    if open_:
+        found[open_[0]] = max(1, target.count // fixed)
+    if math.prod(found.values()) != target.count:
+        raise ValueError(f"plan: a mesh of {dict(found)} is {math.prod(found.values())} devices; {target.name!r} has "
+                         f"{target.count}")
+    first = [name for name in ("slice", "data") if name in found]
+    return {name: found[name] for name in (*first, *(name for name in found if name not in first))}
+
+
+def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
+    """The mesh, of axes that XLA decides about (Auto). Of chips that cannot be compiled for it has no devices."""
+    names, shape, types = tuple(axes), tuple(axes.values()), (AxisType.Auto,) * len(axes)
+    if target.devices is None:
+        return AbstractMesh(shape, names, axis_types=types)
+    if target.chip.kind != "tpu":
+        return Mesh(np.array(target.devices).reshape(shape), names, axis_types=types)
+    return Mesh(_on_torus(target.devices, shape, axes.get("slice", 1)), names, axis_types=types)
+
+
+def _on_torus(devices, shape, slices):
+    """Neighbours of the mesh on neighbours of the torus, slice by slice."""
+    from jax.experimental import mesh_utils
+
+    by_slice: dict[int, list] = {}
+    for device in devices:
+        by_slice.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
+    if len(by_slice) != slices:
+        return np.array(devices).reshape(shape)
+    inner = shape[1:] if slices > 1 else shape
+    placed = [mesh_utils.create_device_mesh(inner, each, allow_split_physical_axes=True)
+              for _, each in sorted(by_slice.items())]
+    return np.stack(placed).reshape(shape)

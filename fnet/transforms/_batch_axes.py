@@ -1,0 +1,173 @@
+"""Where the batch stands: for each primitive, from its inputs' axes to its outputs'."""
+
+from __future__ import annotations
+
+import math
+import types
+
+from fnet import _jax
+
+
+def batch_axes(eqn, notes: list) -> list:
+    """Which axis of each output is the batch's, given that of each input; None where none is, or it is not known."""
+    if all(note is None for note in notes):
+        return [None] * len(eqn.outvars)
+    rule = _RULES.get(eqn.primitive.name)
+    found = rule(eqn, notes) if rule else _alike(eqn, notes)
+    return [note if note is not None and note < len(v.aval.shape) else None for note, v in zip(found, eqn.outvars)]
+
+
+def _through(jaxpr, notes: list) -> list:
+    """The same of a whole jaxpr."""
+    axes = dict(zip(jaxpr.invars, notes))
+    read = lambda v: None if isinstance(v, _jax.Literal) else axes.get(v)
+    for eqn in jaxpr.eqns:
+        axes.update(zip(eqn.outvars, batch_axes(eqn, list(map(read, eqn.invars)))))
+    return list(map(read, jaxpr.outvars))
+
+
+def _alike(eqn, notes):
+    """Elementwise, and whatever else keeps the number of axes and the batch's length: the batch stays where it is."""
+    found = []
+    for out in eqn.outvars:
+        shape = out.aval.shape
+        found.append(next((note for note, v in zip(notes, eqn.invars) if note is not None
+                           and len(v.aval.shape) == len(shape) and v.aval.shape[note] == shape[note]), None))
+    return found
+
+
+def _reduced(eqn, notes):
+    axes, note = eqn.params["axes"], notes[0]
+    return [None if note is None or note in axes else note - sum(axis < note for axis in axes)] * len(eqn.outvars)
+
+
+def _broadcast(eqn, notes):
+    note = notes[0]
+    if note is None:
+        return [None]
+    place = eqn.params["broadcast_dimensions"][note]
+    return [place if eqn.params["shape"][place] == eqn.invars[0].aval.shape[note] else None]
+
+
+def _reshaped(eqn, notes):
+    """The batch stays the batch where as many numbers stand before it, split off or at the head of a merged axis."""
+    note = notes[0]
+    if note is None:
+        return [None]
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    ahead = math.prod(before[:note])
+    places = [i for i in range(len(after)) if math.prod(after[:i]) == ahead and after[i] >= before[note] > 1]
+    return places[-1:] or [None]
+
+
+def _squeezed(eqn, notes):
+    note, dropped = notes[0], eqn.params["dimensions"]
+    return [None if note is None or note in dropped else note - sum(axis < note for axis in dropped)]
+
+
+def _product(contract, batched, ranks, notes):
+    """Of a product's output: its batched axes first, then the left's own, then the right's."""
+    for side, note in enumerate(notes[:2]):
+        if note is None:
+            continue
+        if note in batched[side]:
+            return batched[side].index(note)
+        if note not in contract[side]:
+            own = [i for i in range(ranks[side]) if i not in contract[side] and i not in batched[side]]
+            skipped = ranks[0] - len(contract[0]) - len(batched[0]) if side else 0
+            return len(batched[0]) + skipped + own.index(note)
+    return None
+
+
+def _dot(eqn, notes):
+    contract, batched = eqn.params["dimension_numbers"]
+    batched = [list(axes) for axes in batched]
+    return [_product(contract, batched, [len(v.aval.shape) for v in eqn.invars[:2]], notes)]
+
+
+def _convolution(eqn, notes):
+    numbers = eqn.params["dimension_numbers"]
+    return [numbers.out_spec[0] if notes[0] is not None and notes[0] == numbers.lhs_spec[0]
+            and eqn.params["batch_group_count"] == 1 else None]
+
+
+def _gathered(eqn, notes):
+    """Look-ups: the batch of the indices, or of what is looked up in, row by row."""
+    numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
+    rank = len(eqn.outvars[0].aval.shape)
+    batch = [i for i in range(rank) if i not in numbers.offset_dims]
+    if indices is None and operand in numbers.operand_batching_dims:
+        indices = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand)]
+    if indices is not None and indices < len(batch):
+        return [batch[indices]]
+    whole = eqn.params["slice_sizes"]
+    kept = [i for i in range(len(whole)) if i not in numbers.collapsed_slice_dims
+            and i not in numbers.operand_batching_dims]
+    if operand in kept and whole[operand] == eqn.invars[0].aval.shape[operand]:
+        return [numbers.offset_dims[kept.index(operand)]]
+    return [None]
+
+
+def _scattered(eqn, notes):
+    numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
+    if operand is None and indices in numbers.scatter_indices_batching_dims:
+        operand = numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(indices)]
+    return [operand]
+
+
+def before(note):
+    """The axis in a slice, for an axis in what is sliced along its first."""
+    return note - 1 if note else None
+
+
+def _after(note):
+    return None if note is None else note + 1
+
+
+def _scanned(eqn, notes):
+    consts, carry, _ = _jax.scan_parts(eqn)
+    jaxpr = _jax.close(eqn.params["jaxpr"]).jaxpr
+    carried, sliced = list(notes[consts:consts + carry]), list(map(before, notes[consts + carry:]))
+    for _ in range(carry + 1):    # a carry that begins without the batch, like a gradient's zeros, may meet it
+        found = _through(jaxpr, [*notes[:consts], *carried, *sliced])
+        joined = [b if a is None else a for a, b in zip(carried, found)]
+        if joined == carried:
+            break
+        carried = joined
+    return [*(a if a == b else None for a, b in zip(carried, found)), *map(_after, found[carry:])]
+
+
+def _called(eqn, notes):
+    subs = _jax.sub_jaxprs(eqn)
+    return _through(subs[0].jaxpr, notes) if len(subs) == 1 else _alike(eqn, notes)
+
+
+def _branched(eqn, notes):
+    found = [_through(_jax.close(branch).jaxpr, notes[1:]) for branch in eqn.params["branches"]]
+    return [axes[0] if len(set(axes)) == 1 else None for axes in zip(*found)]
+
+
+def _attention(eqn, notes):
+    return [next((note for note in notes if note is not None), None)] * len(eqn.outvars)    # [batch, ...] all
+
+
+def _lowered(eqn, notes):
+    """A product whose operands autocast has lowered."""
+    params = eqn.params["params"]()
+    return batch_axes(types.SimpleNamespace(primitive=eqn.params["op"], params=params, invars=eqn.invars,
+                                            outvars=eqn.outvars), notes)
+
+
+_RULES = {
+    "transpose": lambda eqn, notes: [None if notes[0] is None else eqn.params["permutation"].index(notes[0])],
+    "broadcast_in_dim": _broadcast, "reshape": _reshaped, "squeeze": _squeezed, "dot_general": _dot,
+    "conv_general_dilated": _convolution, "gather": _gathered, "scatter-add": _scattered, "scatter": _scattered,
+    "scan": _scanned, "cond": _branched, "while": lambda eqn, notes: [None] * len(eqn.outvars),
+    "shard_map": lambda eqn, notes: [None] * len(eqn.outvars),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
+                     "argmin"), _reduced),
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call",
+                     "custom_vjp_call", "custom_vmap_call"), _called),
+    "lowered": _lowered,
+    **dict.fromkeys(("attention", "attention_slope", "attention_backward"), _attention),
+}

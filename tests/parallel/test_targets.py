@@ -1,0 +1,162 @@
+"""What a plan is for, by name; and plans for chips that are not there, estimated and compiled."""
+
+import importlib.util
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fnet import models, parallel
+from fnet import training as tr
+from fnet import transforms as ft
+from fnet.parallel import _plan, _targets
+from fnet.parallel._targets import target
+
+TX = optax.adamw(1e-3)
+
+
+def language_model(rows, vocab_size=256, width=128, depth=4, heads=4, context=64, **options):
+    model = models.GPT(vocab_size, width, depth, heads, context=context, **options)
+
+    def init(key):
+        return tr.TrainState.create(model.init(key, jnp.zeros((1, context), jnp.int32))[0], TX)
+
+    def step(state, batch):
+        loss = lambda params: model.cross_entropy(params, batch[:, :-1], batch[:, 1:]).mean()
+        value, grads = ft.autocast(ft.value_and_grad(loss), "bfloat16")(state.params)
+        return state.apply(TX, grads), {"loss": value}
+
+    return step, init, jax.ShapeDtypeStruct((rows, context + 1), jnp.int32)
+
+
+@pytest.fixture
+def no_compilers(monkeypatch):
+    find = importlib.util.find_spec
+    without = lambda name, *rest: None if name == "libtpu" else find(name, *rest)
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    monkeypatch.setattr(_targets._gpus, "devices", lambda *_: (None, "jax's plugin is not installed"))
+
+
+@pytest.mark.parametrize(("name", "chip", "count", "groups"), [
+    ("v5e:16x16", "TPU v5e", 256, 1), ("v5p:4x4x4", "TPU v5p", 64, 1), ("v5e:4x4*2", "TPU v5e", 32, 2),
+    ("v2:2x2", "TPU v2", 8, 1), ("v3:4x4", "TPU v3", 32, 1), ("tpu7x:2x2x1", "TPU7x (Ironwood)", None, 1),
+    ("h100:4x8", "H100 SXM5 80GB", 32, 4), ("h100:8", "H100 SXM5 80GB", 8, 1), ("H100:2x8", "H100 SXM5 80GB", 16, 2),
+    ("RTX 3080", "RTX 3080 10GB", 1, 1), ("TPU v2", "TPU v2", 2, 1), ("dgx-1", "V100 SXM2 16GB", 8, 1)])
+def test_names(no_compilers, name, chip, count, groups):
+    found = target(name)
+    assert found.chip.name == chip and found.groups == groups and count in (None, found.count)
+    assert not found.here and found.devices is None and found.why
+
+
+def test_what_a_chip_sends(no_compilers):
+    """Two links of a torus' axis, one of an axis of two chips; a TPU v2's links are shared by its two devices."""
+    each = target("v5e:16x16").chip.links.each_way
+    assert target("v5e:16x16").sent == 4 * each and target("v5e:2x2").sent == 2 * each
+    assert target("v5e:1x1").sent is None or target("v5e:1x1").count == 1
+    assert target("v2:2x2").sent == target("v2:2x2").chip.links.each_way
+    assert target("h100:4x8").sent == 450e9 and target("h100:4x8").sent_between == 50e9
+    assert target("v5e:4x4*2").sent_between == 3.125e9 and target("RTX 3080").sent is None
+
+
+def test_devices_of_this_run():
+    assert target("local").devices == jax.devices() and target(jax.devices()[:2]).count == 2
+    assert target("local").here and str(target("local")).startswith("8 x ")
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ([], "plan: there must be at least one device; got an empty list"),
+    ("cluster", "or a system such as 'dgx-1'; got 'cluster': no chip is called 'cluster'; slices are of v2, v3, v4, "
+                "v5e, v5p, v6e, tpu7x, nearest in the catalogue: "),
+    ("v9:2x2", "no chip is called 'v9'"),
+    ("v5e:2x2x2", "plan: slices of TPU v5e have 2 axes, as in 'v5e:2x2'; got 'v5e:2x2x2'"),
+    ("h100:1x2x3", "plan: GPUs are MACHINESxGPUS, such as 'h100:4x8', or as many of one machine, 'h100:8'; got "),
+    ("RTX 9999", "no chip is called 'RTX 9999'")])
+def test_what_is_no_target(name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        target(name)
+
+
+def test_an_estimate_says_so_and_what_it_costs(no_compilers):
+    plan = parallel.plan(*language_model(512), devices="v5e:16x16")
+    text = plan.explain()
+    assert text.startswith("256 x TPU v5e, 16.0 GiB each: ") and "mesh: data 256" in text
+    assert "This is an estimate: libtpu is not installed" in text and " compiled" not in text
+    assert re.search(r"at that speed \(estimated\): \$\S+ a step, \$\S+ a million tokens \(\$1.2 an hour", text)
+    assert re.search(r"bound by \w+ \(compute .*, memory .*, links .*\), [\d,]+ tokens/s at most", text)
+    message = "plan.init: this plan is for 256 x TPU v5e that are not here; plan for devices='local' to run"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan.init(jax.random.key(0))
+
+
+def test_power_is_told_where_it_is_known(no_compilers):
+    assert re.search(r"\S+ Wh a step, \S+ Wh a million tokens \(700 W a chip\)",
+                     parallel.plan(*language_model(64), devices="h100:8").explain())
+
+
+def test_thousands_of_chips(no_compilers):
+    began = time.perf_counter()
+    plan = parallel.plan(*language_model(8192, width=256, depth=8, heads=8), devices="v5p:16x16x16")
+    assert plan.mesh.size == 4096 and time.perf_counter() - began < 60
+
+
+def test_slices_send_gradients_alone(no_compilers):
+    plan = parallel.plan(*language_model(64), devices="v5e:4x4*2", strategy="fsdp")
+    assert dict(plan.mesh.shape) == {"slice": 2, "data": 16} and plan.axes == ("slice", "data")
+    assert {each.collective for each in plan.chosen.estimate.between.transfers} == {"all-reduce"}
+    split = sum(np.prod(where.shard_shape(x.shape)) for x, where in zip(
+        jax.tree.leaves(jax.eval_shape(plan.make, jax.random.key(0)).params), jax.tree.leaves(plan.state.params)))
+    between = plan.chosen.estimate.between.sent / 4     # a gradient's bytes, at two slices
+    assert 0.9 * split <= between < 1.1 * split
+    assert not any("slice" in (axis or ()) for where in jax.tree.leaves(plan.state) for axis in where.spec)
+    assert "of it between slices: " in plan.explain()
+
+
+def test_one_chip(no_compilers):
+    def init(key):
+        return {"params": {"in": jnp.zeros((64, 256)), "w": [jnp.zeros((256, 256))] * 8}}
+
+    def step(state, batch):
+        def loss(params):
+            x = jnp.tanh(batch @ params["in"])
+            for w in params["w"]:
+                x = jnp.tanh(x @ w)
+            return jnp.square(x).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        return {"params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, value
+
+    rows = lambda n: jax.ShapeDtypeStruct((n, 64), jnp.float32)
+    plan = parallel.plan(step, init, rows(64), devices="RTX 3080")
+    assert plan.strategy == "data" and plan.mesh.size == 1
+    (plain, most), (remat, more) = plan.most
+    assert not plain.remat and remat.remat and 64 < most < more
+    text = plan.explain()
+    assert f"largest batch that fits: {most:,} rows (estimated)" in text
+    assert f"largest batch that fits, activations computed again: {more:,} rows (estimated)" in text
+    fits = parallel.plan(step, init, rows(most), devices="RTX 3080", strategy="data")
+    assert fits.chosen.peak <= _plan.ROOM * fits.chip.memory_bytes < 1.03 * fits.chosen.peak
+    again = parallel.plan(step, init, rows(int(1.1 * most)), devices="RTX 3080")
+    assert again.strategy == "data+remat" and "rejected: needs more than 92% of 10.0 GiB" in again.explain()
+    with pytest.raises(ValueError, match=r"use a smaller batch of at most [\d,]+ rows \(estimated\)"):
+        parallel.plan(step, init, rows(4 * more), devices="RTX 3080")
+
+
+LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+@LIBTPU
+def test_a_slice_that_is_not_there():
+    """Bytes of state and batch are the program's arguments, and the estimate of its peak is near."""
+    step, init, batch = language_model(64, 4096, 256, 4, 4, context=256)
+    plan = parallel.plan(step, init, batch, devices="v5e:2x2", strategy="fsdp")
+    for each in plan.candidates:
+        assert each.compiled.arguments == each.arguments > each.persistent
+        assert abs(each.estimate.peak / each.compiled.peak - 1) < 0.35    # a quarter for larger ones
+        assert each.ledger.sent
+    assert "compiled" in plan.explain() and "This is an estimate" not in plan.explain()
+    with pytest.raises(ValueError, match=r"plan: TPUs do not come as 'v5e:3x7': "):
+        parallel.plan(step, init, batch, devices="v5e:3x7")
