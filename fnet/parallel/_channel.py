@@ -20,7 +20,7 @@ GO, END, BATCH, OUT, FAILED = "go", "end", "batch", "out", "failed: "
 _SLICE = 0.5        # seconds that one question to the store may take
 _GRACE = 30.0       # seconds for the main thread to take an error where another process has failed
 _LINGER = 5.0       # seconds that the process which keeps the store stays for the others to end
-_LEFT, _FAILED = "has left the loop before the others", "has ended"
+_LEFT, _FAILED, _GONE = "has left the loop before the others", "has ended", "gone: "
 _numbers = itertools.count()
 
 
@@ -84,12 +84,24 @@ class Channel:
 
     def _end(self):
         """At the exit: an exception that ends the process has left the loop before, without a word."""
-        error = getattr(sys, "last_value", None)
-        if error is not None:
-            self._say(f"{_FAILED} with {type(error).__name__}: {error}".split("\n")[0][:300])
-        elif not self.closed:
+        error, self.closed = getattr(sys, "last_value", None), True
+        if error is None:
             self._say(_LEFT)
-        self.closed = True
+            return
+        self._say(f"{_FAILED} with {type(error).__name__}: {error}".split("\n")[0][:300])
+        _jax.leave()
+        if isinstance(error, jax.errors.JaxRuntimeError):    # of a step, maybe, that a dead process has left
+            self._suspect()
+        self._last(min(_GRACE, self.timeout) + _LINGER, stay=True)      # else gloo ends the others before they can say
+
+    def _suspect(self):
+        """A line about those who have not come while this process waits for them."""
+        time.sleep(min(_LINGER, self.timeout) / 2)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            there = self._list(f"{self.at}/said")
+            if missing := [p for p in self.processes if p not in there]:
+                sys.stderr.write(f"{self.gone(missing, 'did not come')}\n")
+                sys.stderr.flush()
 
     def _say(self, why):
         with contextlib.suppress(jax.errors.JaxRuntimeError):    # nobody may be there to be told
@@ -98,6 +110,7 @@ class Channel:
     def leave(self, why: str = "has given up waiting") -> None:
         """The same where others are behind or gone: this process waits for nobody at its end."""
         self.close(why)
+        atexit.unregister(self._end)
         _jax.leave()
         atexit.register(self._last)
 
@@ -114,7 +127,7 @@ class Channel:
             if not missing:
                 break
             if error := self._behind(missing, time.monotonic() - began > self.timeout):
-                self._set(f"{self.at}/verdict", str(error))
+                self._set(f"{self.at}/verdict", f"{_GONE}{error}")
                 raise error
             self._wait(f"{self.at}/said/{missing[0]}")
         verdict = self.decide(there)
@@ -128,6 +141,8 @@ class Channel:
             if time.monotonic() - began > self.timeout + 2 * _SLICE:    # the first one speaks first
                 there = self._list(f"{self.at}/said")
                 raise self._behind([p for p in self.processes if p not in there] or [self.first], True)
+        if verdict.startswith(_GONE):
+            raise PeersGone(verdict.removeprefix(_GONE))
         return verdict
 
     def _behind(self, missing, late):
@@ -186,12 +201,12 @@ class Channel:
                 raise
             return None
 
-    def _last(self):
-        """The first process keeps the store: it stays until the others have ended, though not for ever."""
+    def _last(self, seconds=_LINGER, *, stay=False):
+        """The first process, which keeps the store, stays until the others have ended, though not for ever."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"ended/{self.me}", "")
-            end = time.monotonic() + _LINGER
-            while self.me == self.first and time.monotonic() < end:
+            end = time.monotonic() + seconds
+            while (stay or self.me == self.first) and time.monotonic() < end:
                 if len(self._list("ended")) == len(self.processes):
                     time.sleep(_SLICE)
                     break

@@ -109,7 +109,7 @@ class Rows:
             placed = [self._global(x, *rest) for x, *rest in zip(leaves, self.wanted, self.places, self.shares)]
         else:
             if self.copies:
-                leaves = [_own(x, place) for x, place in zip(leaves, self.places)]
+                leaves = [_own(x, wanted, place) for x, wanted, place in zip(leaves, self.wanted, self.places)]
             placed = jax.device_put(leaves, self.places)
         return jax.tree.unflatten(self.structure, placed)
 
@@ -139,7 +139,8 @@ class Rows:
         if share is None:
             return _everywhere(x, place)
         x = np.asarray(x, _dtype(wanted))
-        return jax.make_array_from_process_local_data(place, _own(x, place) if self.copies else x, wanted.shape)
+        x = _own(x, wanted, place) if self.copies else x
+        return jax.make_array_from_process_local_data(place, x, wanted.shape)
 
 
 def _parts(leaf, place) -> list[tuple[int, int]] | None:
@@ -155,12 +156,12 @@ def _dtype(x):
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _own(x, place):
+def _own(x, wanted, place):
     """Memory that is nobody else's: an array of a CPU may be the NumPy array where that is aligned, which its owner may
     fill again."""
     if not isinstance(x, np.ndarray) or not x.size:
         return x
-    part = math.prod(place.shard_shape(x.shape)) * x.itemsize
+    part = math.prod(place.shard_shape(wanted.shape)) * x.itemsize
     return x.copy() if x.ctypes.data % math.gcd(64, part) == 0 else x
 
 

@@ -1,6 +1,6 @@
 """One of several processes of a run: what test_two_processes.py starts. Prints what came of it as JSON.
 
-    python tests/parallel/processes.py CASE PORT PROCESS [FOLDER]
+    python tests/parallel/processes.py CASE PORT PROCESS COUNT [FOLDER]
 """
 
 import json
@@ -10,10 +10,11 @@ import threading
 import time
 import warnings
 
-CASE, PORT, ME = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+CASE, PORT, ME, COUNT = sys.argv[1], *map(int, sys.argv[2:5])
 warnings.simplefilter("error")
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+EACH = 1 if CASE == "killed" else 4      # devices; of more, gloo ends the process itself when another dies
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={EACH}"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -25,7 +26,7 @@ from fnet import training as tr  # noqa: E402
 from fnet import transforms as ft  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
-ROWS = 16      # of a batch, 8 of each process
+ROWS = 8 * COUNT      # of a batch, 8 of each process
 HANG = 2.0
 TX = optax.adam(0.02)
 
@@ -71,11 +72,12 @@ SIZES = {      # of each process
     "ragged": [[8, 8, 8, 4], [5, 8]],
     "dropped": [[8, 8, 8], [8, 8, 3]],
     "unweighted": [[8, 8, 8], [8, 8]],
-    "late": [[8, 8, 8, 8], [8, 8, -1]],
+    "late": [[8, 8, 8, 8], [8, 8, -1], [8, 8, 8, 8]],
     "late-first": [[8, 8, -1], [8, 8, 8, 8]],
     "stuck": [[8] * 8, [8] * 8],
     "broken": [[8, 8, 8], [8, -2]],
     "failed": [[8] * 6, [8] * 6],
+    "killed": [[8] * 6, [8] * 6],
 }
 
 
@@ -86,8 +88,8 @@ def run(case):
     written = step if weighted else careless
     plan = parallel.plan(written, init, shapes, devices=jax.devices(), strategy="zero1" if weighted else "data")
     state, spread = plan.init(jax.random.key(0)), ft.parallel(written, plan)
-    seen, limit = [], HANG if case in ("late", "late-first", "stuck", "failed") else 60
-    given = batches(SIZES[case][ME], 32 * ME)
+    seen, limit = [], HANG if case in ("late", "late-first", "stuck", "failed", "killed") else 60
+    given = batches(SIZES[case][ME], 32 * ME % 64)
     for batch in parallel.feed(given, plan, timeout=limit, drop_remainder=case == "dropped"):
         assert jax.tree.map(lambda x: x.sharding, batch) == plan.batch
         state, metrics = spread(state, batch)
@@ -95,13 +97,15 @@ def run(case):
             time.sleep(60)                  # outside of what makes batches
         if case == "failed" and ME == 1 and len(seen) == 1:
             raise ArithmeticError("this process's own")
+        if case == "killed" and ME == 1 and len(seen) == 1:
+            os.kill(os.getpid(), 9)
         seen.append(jax.tree.map(lambda x: np.asarray(x).tolist(), metrics))      # stands here where a step hangs
     return {"seen": seen, "params": np.asarray(state["params"]).tolist()}
 
 
 def trained():
     """fit on both processes, each of which has all rows or its own; it dies after a checkpoint and goes on."""
-    folder = sys.argv[4]
+    folder = sys.argv[5]
     plan = parallel.plan(step, begin, {"x": X[:ROWS], "weight": np.ones(ROWS, np.float32)}, devices=jax.devices(),
                          strategy="zero1")
     everything = lambda i: {"x": X[ROWS * (i % 4):][:ROWS]}
@@ -118,8 +122,8 @@ def main():
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_disable_most_optimizations", True)      # programs are small
     for _ in range(2):
-        parallel.initialize(f"127.0.0.1:{PORT}", 2, ME, initialization_timeout=60)
-    assert jax.process_count() == 2 and len(jax.devices()) == 8
+        parallel.initialize(f"127.0.0.1:{PORT}", COUNT, ME, initialization_timeout=60)
+    assert jax.process_count() == COUNT and len(jax.devices()) == EACH * COUNT
     if CASE == "fit":
         return trained()
     if CASE != "orderly":

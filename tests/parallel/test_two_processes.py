@@ -1,4 +1,5 @@
-"""Two real processes on 127.0.0.1 with four devices each: the numbers of one, and an end in words whatever happens."""
+"""Two real processes on 127.0.0.1, once three, of four devices each: the numbers of one, and an end in words whatever
+happens."""
 
 import json
 import os
@@ -21,20 +22,21 @@ SCRIPT = pathlib.Path(__file__).with_name("processes.py")
 ENV = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")}
 
 
-def pair(case, port, *more, limit=60):
-    """(exit code, what it printed, what it said, seconds) of both."""
+def pair(case, port, *more, count=2, limit=60):
+    """(exit code, what it printed, what it said, seconds) of each."""
     began = time.monotonic()
-    both = [subprocess.Popen([sys.executable, str(SCRIPT), case, str(port), str(i), *more], stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, text=True, env=ENV) for i in range(2)]
+    command = [sys.executable, str(SCRIPT), case, str(port)]
+    every = [subprocess.Popen([*command, str(i), str(count), *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, env=ENV) for i in range(count)]
     ends = []
-    for process in both:
+    for process in every:
         try:
             out, err = process.communicate(timeout=max(1, limit - (time.monotonic() - began)))
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
-            pytest.fail(f"{case}: a process did not end within {limit} s: {err[-2000:]}")
         ends.append((process.returncode, out, err, time.monotonic() - began))
+    assert -9 not in [code for code, *_ in ends] or case == "killed", (f"not ended within {limit} s", ends)
     return ends
 
 
@@ -108,10 +110,11 @@ OWN = r"feed: process %d \(.+\), this one, had no batch of its own within 2 s, a
     ("broken", r"feed: process 1 \(.+\) could not make batch 1: OSError: the disk is gone", "OSError: the disk is gon"),
     ("failed", r"feed: process 1 \(.+\) has ended with ArithmeticError: this process's own, at batch 4, .*\(this "
      "process stood in a step", "ArithmeticError: this process's own"),
-], ids=["late", "late-first", "stuck", "broken", "failed"])
-def test_both_end_and_say_who(free_port, case, first, second):
-    ends = pair(case, free_port)
-    for (code, _, err, seconds), message in zip(ends, (first, second)):
+    ("killed", r"feed: process 1 \(.+\) did not come, at batch \d", None),      # after the error of the step itself
+], ids=["late", "late-first", "stuck", "broken", "failed", "killed"])
+def test_all_end_and_say_who(free_port, case, first, second):
+    ends = pair(case, free_port, count=3 if case == "late" else 2)
+    for (code, _, err, seconds), message in zip(ends, (first, second, first)):
         assert code != 0 and seconds < 40, (code, err[-1000:], seconds)
         if message is not None:      # of the one that sleeps, JAX ends the process
             assert re.search(message, err), err[-2000:]
