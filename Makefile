@@ -14,7 +14,7 @@ echo "installing fnet and its extras $(2) with $(1) ($$pins)"; \
 $(1) -m pip install --quiet --disable-pip-version-check -c $$pins -e '.[$(2)]'
 endef
 
-.PHONY: demo test torture verify-pretrained lint bench clean
+.PHONY: demo test torture verify-pretrained pods lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -34,6 +34,11 @@ bench: .venv-bench/.installed
 	$(PEERS) mlp cnn gpt --mode=train,infer --dtype=float32,mixed $(ARGS)
 	$(PEERS) cnn gpt --allocator=tuned --dtype=float32,mixed $(ARGS)
 	$(PEERS) lstm vit-tiny resnet18 --mode=train,infer $(ARGS)
+
+# Plans for TPUs that are not there, compiled: libtpu is 200 MB, and lies beside the environment for these alone.
+pods: $(STAMP) .libtpu/.installed
+	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/parallel/test_targets.py $(ARGS)
+	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pods
 
 # In an environment of its own, too: PyTorch's twins and scikit-image's photos.
 verify-pretrained: .venv-verify/.installed
@@ -60,5 +65,9 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	$(call install,.venv-verify/bin/python,experiments$(comma)verify)
 	@touch $@
 
+.libtpu/.installed: pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .libtpu libtpu==0.0.52
+	@touch $@
+
 clean:
-	rm -rf .venv* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .libtpu .venv* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -18,35 +18,18 @@ from absl import app, flags
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet import models
+from fnet import hardware, models
 from fnet import transforms as ft
+from fnet.parallel import _gpus
 
-# What XLA asks of the device, from NVIDIA's H100 Tensor Core GPU Architecture white paper and CUDA's device query.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535  block_dim_limit_z: 65535  memory_bandwidth: 3352320000000  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98  device_memory_size: 84942979072  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 PRESET = flags.DEFINE_string("preset", "gpt2", "which GPT")
 BATCH = flags.DEFINE_list("batch", ["8", "16"], "texts of 1,024 tokens in a step")
 
 
 def h100():
     """A device to compile for."""
-    from jax.experimental import topologies
-
-    try:
-        return topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
-    except NotImplementedError:
-        sys.exit("compiling for CUDA needs jax's plugin: python -m pip install --no-deps "
-                 f"jax-cuda13-pjrt=={jax.__version__} jax-cuda13-plugin=={jax.__version__}")
+    found, why = _gpus.devices(hardware.chips["H100"], 1)
+    return found[0] if found else sys.exit(why)
 
 
 def compiled(model, batch, loss, device):

@@ -156,3 +156,49 @@ def test_random_words_never_give_a_traceback(argv):
         except SystemExit as end:      # argparse's
             code = end.code
     assert code in (0, 2) and err.getvalue().count("\n") == (code == 2), (argv, err.getvalue())
+
+
+PLANNED = '''
+import jax, jax.numpy as jnp
+
+def small():
+    init = lambda key: {"params": {"w": jnp.zeros((64, 64))}}
+    def step(state, batch):
+        value, grads = jax.value_and_grad(lambda p: jnp.square(batch @ p["w"]).mean())(state["params"])
+        return {"params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, value
+    return step, init, jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+def wrong():
+    return 1
+
+broken = 3
+'''
+
+
+def test_plan(capsys, tmp_path, monkeypatch):
+    (tmp_path / "planned.py").write_text(PLANNED)
+    code, out, err = run(capsys, "plan", f"{tmp_path}/planned.py:small", "--devices", "h100:4x8", "--estimate")
+    assert code == 0 and not err and out.startswith("32 x H100 SXM5 80GB in 4 machines, 80.0 GiB each: ")
+    assert "This is an estimate: " in out and "mesh: slice 4 x data 8" in out
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "plan", "planned:small", "--mesh", "data=-1,tensor=2", "--rule", "w=None,tensor",
+                         "--strategy", "fsdp", "--estimate")
+    assert code == 0 and not err and "mesh: data 4 x tensor 2" in out
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["nowhere:small"], "there is no module nowhere; modules are looked for in this folder, too"),
+    (["nowhere.py:small"], "there is no file nowhere.py"),
+    (["small"], "'small': name the function as module:function or file.py:function"),
+    (["planned.py:absent"], "planned.py has no function called 'absent'"),
+    (["planned.py:broken"], "planned.py has no function called 'broken'"),
+    (["planned.py:wrong"], "planned.py:wrong has to return (step, init, batch); it returned int"),
+    (["planned.py:small", "--mesh", "data"], "--mesh=data: name axes and their lengths, as in data=-1,tensor=4"),
+    (["planned.py:small", "--rule", "w"], "--rule=w: write a pattern, = and a mesh axis or None"),
+    (["planned.py:small", "--devices", "v9:1"], "no chip is called 'v9'"),
+])
+def test_plan_errors(capsys, tmp_path, monkeypatch, argv, message):
+    (tmp_path / "planned.py").write_text(PLANNED)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "plan", *argv)
+    assert (code, out) == (2, "") and message in err and len(err.splitlines()) == 1

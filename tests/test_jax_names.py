@@ -185,6 +185,19 @@ def test_leaving_takes_away_what_waits(monkeypatch):
         "distributed.global_state")
 
 
+def test_line_names_the_users_line():
+    eqn = jax.make_jaxpr(lambda x: jnp.sin(x))(1.0).jaxpr.eqns[0]
+    assert re.fullmatch(r"test_jax_names\.py:\d+ \(.*<lambda>\)", _jax.line(eqn))
+
+
+def test_unplaced_tells_calls_with_shardings():
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    plain, placed = (jax.make_jaxpr(jax.jit(jnp.sin, in_shardings=each))(1.0).jaxpr.eqns[0]
+                     for each in (None, where))
+    assert not _jax.unplaced(placed.params)
+    assert _jax.unplaced(jax.make_jaxpr(jax.jit(jnp.sin))(1.0).jaxpr.eqns[0].params) and plain.primitive.name == "jit"
+
+
 def test_private_names_stand_in_one_file():
     root = pathlib.Path(fnet.__file__).parent
     # jax.core.Tracer is public and stays; the rest of jax.core comes and goes.

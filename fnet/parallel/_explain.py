@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import jax
-
 from fnet.hardware._roofline import seconds_text
 from fnet.parallel import _cost
 
@@ -95,8 +93,3 @@ def nothing_fits(target, judged, room, most) -> str:
             f"with {least.peak / 2 ** 30:.1f} GiB ({how}): use a smaller batch{smaller}, ft.microbatch with the step's "
             f"keyword microbatches, or more devices. What takes most there (estimated): {largest}")
 
-
-def as_notes(plan) -> dict:
-    """A plan as JSON's types."""
-    return {"strategy": plan.strategy, "mesh": {name: int(n) for name, n in plan.mesh.shape.items()},
-            "chips": str(plan.target), "processes": jax.process_count()}
