@@ -53,8 +53,8 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
             waiting for it. A process which stands in a step and cannot be told ends with a line on stderr.
         TypeError: `batches` is nothing to go through.
 
-    Source: of what others do with uneven rows: torch's DistributedSampler repeats or drops examples, tf.distribute asks
-        all replicas at every step, Grain drops or pads by hand, none of them says who is late.
+    Source: jax.make_array_from_process_local_data. Of uneven rows: PyTorch's DistributedSampler, which repeats or drops
+        examples, and Join, in which ranks that have run out shadow the others' collectives.
     """
     if not plan.here:
         raise ValueError(f"feed: this plan is for {plan.mesh.size} x {plan.chip.name} that are not here; plan for "
