@@ -74,7 +74,8 @@ def decided(config, *workdirs, restart=False):
         return hw.policy(config.precision), config
     if only_planned():
         kind = flags.FLAGS.plan.partition(":")[0]
-        policy = hw.policy(next((name for name in (f"TPU {kind}", kind) if name in hw.chips), None))
+        chip = hw.systems[kind].chip if kind in hw.systems else f"TPU {kind}" if f"TPU {kind}" in hw.chips else kind
+        policy = hw.policy(chip if chip != "local" else None)
         return policy, dataclasses.replace(config, precision=policy.compute.name)
     policy = hw.policy()
     begun = [] if restart else [path for folder in workdirs if (path := folder / "config.json").exists()]

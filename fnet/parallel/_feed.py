@@ -37,7 +37,7 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
         batches: trees of NumPy arrays as the plan's batch, the rows of this process alone, in the same order in every
             epoch and run as one wants the result. Leaves without rows, such as a key, must be the same everywhere. The
             arrays may be filled again once the next batch is asked for.
-        plan: of `parallel.plan`, for devices that are here: of all processes `devices=jax.devices()`.
+        plan: of `parallel.plan`, for devices that are here.
         drop_remainder: leave short batches out, and end with the first process that has no more. For steps that do not
             read `batch["weight"]`.
         timeout: seconds that a process may be behind the others, time to compile included.

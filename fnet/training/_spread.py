@@ -46,7 +46,7 @@ class Spread:
         """A copy of it, because each step donates it, where it belongs.
 
         Raises:
-          ValueError: it is of another structure than the plan's, or an array of another shape.
+          ValueError: it is of another structure than the plan's.
         """
         if self.plan is None:
             return jax.tree.map(jnp.copy, state)
