@@ -28,8 +28,8 @@ def run(name, *flags, code=0):
 
 
 def test_eight_devices_have_the_numbers_of_one(tmp_path):
-    """A CNN with BatchNorm, a moving average and dropout."""
-    flags = ["--steps=12", "--width=4", "--batch_size=32", "--nolast20", "--precision=float32", "--augment=none"]
+    """With dropout and a moving average; BatchNorm, loss scales and keys: test_fit_plan.py, test_restore.py."""
+    flags = ["--steps=12", "--model=mlp", "--batch_size=32", "--nolast20", "--precision=float32", "--augment=none"]
     said = {count: run("image_classification", f"--devices={count}", f"--workdir={tmp_path / count}", *flags)
             for count in ("1", "8")}
     assert "8 x " in said["8"] and "chosen" in said["8"] and "chosen" not in said["1"]
