@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from fnet.parallel._ledger import Ledger, ledger
@@ -34,7 +35,7 @@ def compiled(step, state, batch) -> Compiled:
         if not any(mark in said for mark in _FULL):
             raise
         line = next((line for line in said.splitlines() if any(mark in line for mark in _FULL)), said)
-        return Compiled(0, None, None, line.strip()[:160])
+        return Compiled(0, None, None, re.split(r"\. (?=[A-Z])", line.strip())[0][:200])
     stats = program.memory_analysis()
     peak = (stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
             + stats.temp_size_in_bytes)

@@ -168,6 +168,10 @@ def _group(line, default):
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", line):    # by axes, or parts of axes
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part) if part else sizes.get(name, 1) for name, part in parts)
     return default
 
 
@@ -180,7 +184,7 @@ def _scope(line):
     for part in parts:
         while wrapped := re.fullmatch(r"(jvp|transpose|vmap|rematted_computation|checkpoint)\((.*)\)", part):
             part = wrapped[2]
-        if part and not re.fullmatch(r"jit\(.*\)|pjit|shard_map|while|body|closed_call|checkpoint|cond|"
+        if part and not re.fullmatch(r"jit\(.*\)|pjit|shard_map|while|body|closed_call|checkpoint|cond|eval_jaxpr|"
                                      r"branch_\d+_fun|rematted_computation|remat2?", part):
             names.append(part)
     return "/".join(names)

@@ -145,6 +145,8 @@ def _slice(name, kind, shape, slices) -> Target:
     from jax.experimental import topologies
 
     options = {"num_slices": slices} if slices > 1 else {}
+    if kind == "v4":    # two cores as one device, as JAX has them on such a chip
+        options["chip_config_name"] = "megacore"
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, shape))}",
                                                **options).devices

@@ -50,13 +50,15 @@ def _broadcast(eqn, notes):
 
 
 def _reshaped(eqn, notes):
-    """The batch stays the batch where as many numbers stand before it, split off or at the head of a merged axis."""
+    """The batch stays the batch where as many numbers stand before it: split off, at the head of a merged axis, or itself
+    split, as into microbatches: then it is the first part."""
     note = notes[0]
     if note is None:
         return [None]
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     ahead = math.prod(before[:note])
-    places = [i for i in range(len(after)) if math.prod(after[:i]) == ahead and after[i] >= before[note] > 1]
+    places = [i for i in range(len(after)) if math.prod(after[:i]) == ahead and after[i] > 1 and before[note] > 1
+              and (after[i] % before[note] == 0 or before[note] % after[i] == 0)]
     return places[-1:] or [None]
 
 

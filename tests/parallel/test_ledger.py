@@ -105,3 +105,55 @@ def test_collectives_that_are_started():
 def test_errors():
     with pytest.raises(ValueError, match="ledger needs the HLO of a compiled program; got text that begins 'module"):
         parallel.ledger("module @jit_f {\n}")
+
+
+@pytest.mark.parametrize(("groups", "size"), [
+    ("{{0,1},{2,3}}", 2), ("[4,2]<=[8]", 2), ("mesh['data'=4,'tensor'=2] {'tensor'}", 2),
+    ("mesh['data'=4,'tensor'=2] {'data','tensor'}", 8), ("mesh['axis_0'=8] {'axis_0':(1)4}", 4)])
+def test_groups_as_xla_writes_them(groups, size):
+    text = ("HloModule m, num_partitions=8\n\nENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8] parameter(0)\n"
+            f"  ROOT %y = f32[8] all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add\n}}\n")
+    (transfer,) = parallel.ledger(text).transfers
+    assert transfer.group == size
+
+
+PIECES = """HloModule m, num_partitions=4
+
+%all-reduce-scatter (p: f32[64]) -> f32[16] {
+  %p = f32[64] parameter(0)
+  ROOT %r = f32[64] all-reduce(%p), channel_id=3, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+%begin (p: f32[8]) -> f32[32] {
+  %g = f32[32] all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}
+  ROOT %c = f32[32] custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%piece (p: f32[8]) -> f32[32] {
+  ROOT %g.1 = f32[32] all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}
+}
+
+%condition (i: s32[]) -> pred[] {
+  %turns = s32[]{:T(128)} constant(6)
+  %i = s32[] parameter(0)
+  ROOT %less = pred[]{:T(512)} compare(%i, %turns), direction=LT
+}
+
+%body (i: s32[]) -> s32[] {
+  %f = f32[32] fusion(%i), calls=%piece
+  ROOT %s = f32[4] all-reduce(%f), channel_id=9, replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %a = f32[32] fusion(%x), calls=%begin
+  %w = s32[] while(%x), condition=%condition, body=%body
+  ROOT %z = f32[16] fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+}
+"""
+
+
+def test_tpus_programs():
+    """A transfer begun before a loop and carried on inside is one, lengths of loops stand in their conditions, and an
+    all-reduce that is cut up is a reduce-scatter."""
+    found = {each.collective: (each.bytes, each.times) for each in parallel.ledger(PIECES).transfers}
+    assert found == {"all-gather": (128, 1), "all-reduce": (16, 6), "reduce-scatter": (64, 1)}
