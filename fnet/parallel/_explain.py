@@ -48,14 +48,18 @@ def _rows(plan) -> list[str]:
 
 
 def _sent(plan) -> list[str]:
-    """By collective, of the chosen one."""
+    """By collective, of those that fit, the chosen one first."""
     each = plan.chosen
-    how = "compiled" if each.compiled and each.compiled.ledger is not None else "estimated"
-    by_kind: dict[str, float] = {}
-    for transfer in each.ledger.transfers:
-        by_kind[transfer.collective] = by_kind.get(transfer.collective, 0.0) + transfer.sent
-    said = [f"{name} {sent / 2 ** 20:,.2f}" for name, sent in sorted(by_kind.items(), key=lambda item: -item[1])]
-    lines = [f"sent by each chip in a step, MiB ({how}): " + (", ".join(said) or "nothing")]
+    lines = []
+    for one in sorted(plan.candidates, key=lambda one: one.way != plan.way):
+        if one.verdict.startswith(("rejected", "not compiled")):
+            continue
+        how = "compiled" if one.compiled and one.compiled.ledger is not None else "estimated"
+        by_kind: dict[str, float] = {}
+        for transfer in one.ledger.transfers:
+            by_kind[transfer.collective] = by_kind.get(transfer.collective, 0.0) + transfer.sent
+        said = [f"{name} {sent / 2 ** 20:,.2f}" for name, sent in sorted(by_kind.items(), key=lambda item: -item[1])]
+        lines.append(f"sent by each chip in a step by {one.strategy}, MiB ({how}): " + (", ".join(said) or "nothing"))
     if each.estimate.between.sent:
         lines.append(f"of it between {'slices' if plan.chip.kind == 'tpu' else 'machines'}: "
                      f"{each.estimate.between.sent / 2 ** 20:,.2f} (estimated)")
@@ -71,8 +75,7 @@ def _costs(plan) -> list[str]:
     time, units = plan.chosen.time, _cost.units(plan.shapes)
     if time.seconds is None:
         return []
-    parts = [f"{name} {seconds_text(each)}" for name, each in zip(("compute", "memory", "links"), time)
-             if each is not None]
+    parts = [f"{name} {seconds_text(each)}" for name, each in zip(("compute", "memory", "links"), time)]
     said = [f"a step at the chips' peaks (estimated): {seconds_text(time.seconds)}, bound by {time.bound} "
             f"({', '.join(parts)}), {units.count / time.seconds:,.0f} {units.name}/s at most"]
     return said + ["at that speed (estimated): " + each.replace("UNITS", units.name)
