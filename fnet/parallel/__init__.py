@@ -13,7 +13,8 @@ from fnet.parallel._channel import PeersGone
 from fnet.parallel._feed import feed
 from fnet.parallel._initialize import initialize
 from fnet.parallel._ledger import Ledger, Transfer, ledger
-from fnet.parallel._plan import Candidate, Plan, plan
+from fnet.parallel._plan import Candidate, Plan
+from fnet.parallel._planner import plan
 from fnet.parallel._rules import rules
 from fnet.parallel._ways import STRATEGIES, Way
 

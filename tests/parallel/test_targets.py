@@ -13,7 +13,7 @@ import pytest
 from fnet import models, parallel
 from fnet import training as tr
 from fnet import transforms as ft
-from fnet.parallel import _plan, _targets
+from fnet.parallel import _planner, _targets
 from fnet.parallel._targets import target
 
 TX = optax.adamw(1e-3)
@@ -138,7 +138,7 @@ def test_one_chip(no_compilers):
     assert f"largest batch that fits: {most:,} rows (estimated)" in text
     assert f"largest batch that fits, activations computed again: {more:,} rows (estimated)" in text
     fits = parallel.plan(step, init, rows(most), devices="RTX 3080", strategy="data")
-    assert fits.chosen.peak <= _plan.ROOM * fits.chip.memory_bytes < 1.03 * fits.chosen.peak
+    assert fits.chosen.peak <= _planner.ROOM * fits.chip.memory_bytes < 1.03 * fits.chosen.peak
     again = parallel.plan(step, init, rows(int(1.1 * most)), devices="RTX 3080")
     assert again.strategy == "data+remat" and "rejected: needs more than 92% of 10.0 GiB" in again.explain()
     with pytest.raises(ValueError, match=r"use a smaller batch of at most [\d,]+ rows \(estimated\)"):
