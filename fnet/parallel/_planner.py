@@ -269,8 +269,12 @@ def _verdict(each, best, judged):
             if any(other.verdict.startswith(_LATER) for other in judged):
                 return "chosen: by the estimate it sends least of those that fit"
             return "chosen: the only one that fits" if len(judged) > 1 else "chosen, as asked"
-        return "chosen: it sends least of those that fit" if all(sent <= _sent(other) for other in others) else (
-            "chosen: it sends about the least, and needs less memory")
+        if all(sent <= _sent(other) for other in others):
+            return "chosen: it sends least of those that fit"
+        close = [other for other in others if _sent(other) <= CLOSE * min(sent, *map(_sent, others))]
+        return "chosen: it sends about the least, and " + (
+            "needs less memory" if any(other.peak > each.peak for other in close) and all(
+                judged.index(other) < judged.index(each) for other in close) else "splits least")
     if not least:
         return "sends more" if sent else "sends as little, and splits more"
     if sent > CLOSE * least:

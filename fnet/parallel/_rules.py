@@ -27,10 +27,8 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
     Raises:
         ValueError: for a name that no parameter's axes have.
     """
-    from fnet.layers import ParamSpec
-
     found, seen = {}, set()
-    for path, each in jax.tree.leaves_with_path(spec, is_leaf=lambda x: isinstance(x, ParamSpec)):
+    for path, each in jax.tree.leaves_with_path(spec, is_leaf=lambda x: hasattr(x, "axes")):
         names = each.axes or ()
         seen.update(name for name in names if name)
         mine = [axes.get(name) for name in names]
