@@ -160,3 +160,17 @@ def test_a_slice_that_is_not_there():
     assert "compiled" in plan.explain() and "This is an estimate" not in plan.explain()
     with pytest.raises(ValueError, match=r"plan: TPUs do not come as 'v5e:3x7': "):
         parallel.plan(step, init, batch, devices="v5e:3x7")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax's CUDA plugin is not installed")
+def test_gpus_that_are_not_there():
+    plan = parallel.plan(*language_model(64, 4096, 256, 4, 4, context=256), devices="h100:2x2", strategy="fsdp")
+    for each in plan.candidates:
+        assert each.compiled.arguments == each.arguments and each.compiled.peak and each.ledger.sent
+    assert plan.explain().endswith("not which kernels cuDNN would give it.")
+
+
+def test_a_gpu_that_no_description_is_known_of():
+    found = target("RTX 4090")
+    assert found.devices is None
+    assert found.why == "XLA's description of a RTX 4090 has not been read from one yet; it is known of H100 SXM5 80GB"
