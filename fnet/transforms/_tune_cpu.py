@@ -8,6 +8,7 @@ notes are `_tune_layout`'s.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -83,28 +84,33 @@ def _ready(value, x):
 
 
 def _windows(eqn, x):
-    """The window (a, b) of a pooling that tiles [batch, height, width, channels], or None."""
+    """The window of a pooling whose windows tile the array, one number for each axis, or None."""
     p = eqn.params
-    window = p["window_dimensions"]
-    plain = (x.ndim == 4 and tuple(window) == tuple(p["window_strides"]) and window[0] == window[3] == 1
-             and not any(low or high for low, high in p["padding"])
+    window = tuple(p["window_dimensions"])
+    tiles = (window == tuple(p["window_strides"]) and not any(low or high for low, high in p["padding"])
              and all(d == 1 for name in ("base_dilation", "window_dilation") for d in p.get(name, ()))
-             and not x.shape[1] % window[1] and not x.shape[2] % window[2])
-    return tuple(window[1:3]) if plain else None
+             and not any(size % k for size, k in zip(x.shape, window)))
+    return window if tiles and 1 < math.prod(window) <= 16 else None    # 64 compiled for a minute
 
 
-def _tiles(x, a, b):
-    """The a b elements of each window, row by row, [batch, height / a, width / b, channels] each."""
-    n, h, w, c = x.shape
-    x = x.reshape(n, h // a, a, w // b, b, c)
-    return [x[:, :, i, :, j] for i in range(a) for j in range(b)]
+def _split(shape, window):
+    """Every axis that is pooled as two: windows, and places in the window."""
+    return [part for size, k in zip(shape, window) for part in ((size // k, k) if k > 1 else (size,))]
+
+
+def _tiles(x, window):
+    """The elements of each window, row by row, an array of the pooling's shape each."""
+    x = x.reshape(_split(x.shape, window))
+    places = itertools.product(*(range(k) if k > 1 else (None,) for k in window))
+    return [x[tuple(part for i in place for part in ((slice(None),) if i is None else (slice(None), i)))]
+            for place in places]
 
 
 def max_pool(eqn, inputs):
-    """Windows that tile the image, as elementwise maxima."""
+    """Windows that tile the array, as elementwise maxima."""
     x = inputs[0].x
     window = _windows(eqn, x)
-    return None if window is None else [functools.reduce(lax.max, _tiles(x, *window))]
+    return None if window is None else [functools.reduce(lax.max, _tiles(x, window))]
 
 
 def max_pool_gradient(eqn, inputs):
@@ -114,15 +120,14 @@ def max_pool_gradient(eqn, inputs):
     window = _windows(eqn, x)
     if window is None or eqn.params["select_prim"] is not lax.ge_p:
         return None
-    a, b = window
-    first, *rest = _tiles(x, a, b)
+    first, *rest = _tiles(x, window)
     place = jnp.zeros(first.shape, jnp.int8)
     for i, tile in enumerate(rest, 1):
         stays = first >= tile
         first, place = lax.select(stays, first, tile), lax.select(stays, place, jnp.full_like(place, i))
     place, g = lax.optimization_barrier((place, g))
-    where = jnp.arange(a * b, dtype=jnp.int8).reshape(1, 1, a, 1, b, 1)
-    wide = lambda t: t[:, :, None, :, None]
+    where = jnp.arange(math.prod(window), dtype=jnp.int8).reshape(_split(window, window))
+    wide = lambda t: t.reshape([part for size, k in zip(t.shape, window) for part in ((size, 1) if k > 1 else (size,))])
     return [jnp.where(wide(place) == where, wide(g), jnp.zeros((), g.dtype)).reshape(x.shape)]
 
 

@@ -157,11 +157,28 @@ def test_pooling_is_that_of_xla_bit_for_bit(window, kind):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize(("window", "shape"), [
+    ((1, 1, 2, 2), (2, 3, 6, 8)), ((1, 1, 2, 3, 1), (2, 1, 6, 6, 3)), ((1, 2, 2), (2, 6, 6)),
+    ((2, 2, 2, 1), (2, 6, 6, 3)), ((4, 4), (8, 12)),
+])
+def test_pooling_along_other_axes(window, shape):
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 3, shape), jnp.float32)
+    g = normal(1, *(size // k for size, k in zip(shape, window)))
+
+    def f(x, g):
+        y, back = jax.vjp(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID"), x)
+        return y, back(g)[0]
+
+    assert fired(f, x, g) == {"max_pool", "max_pool_gradient"}
+    for got, want in zip(ft.tune(f, "cpu")(x, g), jax.jit(f)(x, g)):
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize(("window", "strides", "padding", "shape"), [
     ((1, 3, 3, 1), (1, 2, 2, 1), "SAME", (2, 6, 6, 3)),        # windows overlap
     ((1, 2, 2, 1), (1, 2, 2, 1), "VALID", (2, 7, 6, 3)),       # a row is left over
-    ((2, 2, 2, 1), (2, 2, 2, 1), "VALID", (2, 6, 6, 3)),       # over the batch
-    ((1, 2, 2), (1, 2, 2), "VALID", (2, 6, 6)),                # not an image
+    ((1, 6, 3, 1), (1, 6, 3, 1), "VALID", (2, 12, 12, 1)),     # too many places
+    ((1, 1, 1, 1), (1, 1, 1, 1), "VALID", (2, 6, 6, 3)),       # nothing is pooled
 ])
 def test_other_poolings_are_left_alone(window, strides, padding, shape):
     f = jax.grad(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, window, strides, padding).sum())
