@@ -226,6 +226,8 @@ def _define(primitive, f):
     primitive.lower, primitive.explain = _lower, functools.partial(_explain, primitive)    # for autocast
     primitive.plain = lambda eqn: jax.make_jaxpr(functools.partial(_by_xla, f, **eqn.params))(
         *(v.aval for v in eqn.invars)).jaxpr                                               # for hardware.count
+    primitive.refusal = lambda platform, eqn: flash.refusal(platform, eqn.params["form"], eqn.params["compute"],
+                                                            *(v.aval for v in eqn.invars[:2]))    # for parallel
     for platform, form in ((None, _by_xla), ("cpu", _on_cpu)):
         mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform)
     if primitive is not slope_p:

@@ -58,7 +58,7 @@ NOWHERE = Split()
 
 
 def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: bool = False,
-             fused: bool = False) -> Estimate:
+             kernels: str | None = None) -> Estimate:
     """Reckons a step.
 
     Args:
@@ -66,10 +66,10 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
         arguments: how each of its inputs is split, the state's leaves first.
         mesh: sizes of the mesh's axes: "data", "slice" where there are several, and those of rules.
         whole: whether parameters are whole between steps though the optimiser's state is not (ZeRO-1).
-        fused: whether the chip has kernels for attention in 16 bits that never write its weights down.
+        kernels: "cuda" or "tpu": the chip has kernels for attention that never write its weights down.
     """
     jaxpr = closed.jaxpr
-    walk = _Walk(mesh, fused, whole)
+    walk = _Walk(mesh, kernels, whole)
     for v, split in zip(jaxpr.invars, arguments):
         if split.rows is None:
             walk.remember(v.aval.shape, split)
@@ -104,8 +104,8 @@ class _Loop(NamedTuple):
 
 
 class _Walk:
-    def __init__(self, mesh, fused, whole):
-        self.fused, self.whole = fused, whole
+    def __init__(self, mesh, kernels, whole):
+        self.kernels, self.whole = kernels, whole
         self.mesh, self.data, self.slices = mesh, mesh.get("data", 1), mesh.get("slice", 1)
         self.known: dict[tuple, Split] = {}
         self.transfers: list[Transfer] = []
@@ -140,7 +140,7 @@ class _Walk:
             extra[at] = gathers
             if op.bodies:
                 inner[at] = self.bodies(op, splits, found, times)
-            elif hasattr(op.eqn.primitive, "plain") and not (self.fused and op.eqn.params["compute"].itemsize == 2):
+            elif hasattr(op.eqn.primitive, "plain") and self.plainly(op.eqn):
                 inner[at] = self.stand_in(op, splits)
         return self.liveness(frame, kept, values, given, inner, extra, outermost)
 
@@ -217,6 +217,11 @@ class _Walk:
             needs = self.frame(frame, given, times * (sub.times or 1) if sub.kind == "scan" else times, loop)
             worst = max(worst, needs, key=lambda each: each[0])
         return worst
+
+    def plainly(self, eqn) -> bool:
+        """Whether an operation that stands for several is those, and not a kernel."""
+        return self.kernels is None or not hasattr(eqn.primitive, "refusal") or (
+            eqn.primitive.refusal(self.kernels, eqn) is not None)
 
     def stand_in(self, op, splits):
         """What the operations need that one stands for."""

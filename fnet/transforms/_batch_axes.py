@@ -50,8 +50,8 @@ def _broadcast(eqn, notes):
 
 
 def _reshaped(eqn, notes):
-    """The batch stays the batch where as many numbers stand before it: split off, at the head of a merged axis, or itself
-    split, as into microbatches: then it is the first part."""
+    """The batch stays the batch where as many numbers stand before it: split off, at the head of a merged axis, or
+    itself split, as into microbatches: then it is the first part."""
     note = notes[0]
     if note is None:
         return [None]

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from fnet import _jax
 from fnet.transforms._batch_axes import batch_axes, before
 from fnet.transforms._lowered import lowered
-from fnet.transforms._rewrite import _ENTER, Interpreter, Value, plain, restore
+from fnet.transforms._rewrite import _ENTER, Interpreter, Value, bind, plain, restore
 
 PINNED = frozenset(("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward"))
 PARTIAL = "partial"    # the note of a value whose first axis are the chips, over which it is to be summed
@@ -81,6 +81,8 @@ class _Pins(Interpreter):
         if name in _CALLS:
             outputs = _ENTER[name](self, eqn, scope, inputs, self.wanted(plan, eqn))
             return [y if y.note == PARTIAL else Value(y.x, note) for y, note in zip(outputs, notes)]
+        if (apart := self.apart(eqn, inputs, notes)) is not None:
+            return apart
         if name in _ENTER:
             late, self.late = self.late, False
             outputs = _ENTER[name](self, eqn, scope, inputs, self.wanted(plan, eqn))
@@ -96,6 +98,23 @@ class _Pins(Interpreter):
         free = [P.UNCONSTRAINED] * x.ndim    # None would mean gathered
         free[note] = self.axis
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
+
+    def apart(self, eqn, inputs, notes) -> list[Value] | None:
+        """Attention as each chip's own, of its rows: XLA cannot split a TPU's kernel."""
+        refusal = getattr(eqn.primitive, "refusal", None)
+        if refusal is None or not self.alone or self.chips == 1 or any(notes) or None in notes:
+            return None
+        if self.mesh.devices.flat[0].platform != "tpu" or refusal("tpu", eqn) is not None:
+            return None
+        specs = []
+        for value, v in zip(inputs, eqn.invars):
+            if value.note not in (None, 0) or (value.note == 0 and v.aval.shape[0] % self.chips):
+                return None
+            specs.append(P() if value.note is None else P(self.axis))
+        arrays = [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)]
+        mapped = jax.shard_map(lambda *xs: tuple(y.x for y in bind(eqn, xs)), mesh=self.mesh, in_specs=tuple(specs),
+                               out_specs=(P(self.axis),) * len(notes), check_vma=False)
+        return [Value(y, 0) for y in mapped(*arrays)]
 
     def scan(self, eqn, scope, inputs, notes):
         """The carry is pinned on its way in and at the end of each turn; what is added up is summed at the end."""
@@ -194,7 +213,7 @@ class _Pins(Interpreter):
         if name == "transpose" and notes == [PARTIAL]:
             order = (0, *(i + 1 for i in eqn.params["permutation"]))
             return Value(lax.transpose(inputs[0].x, order), PARTIAL)
-        if name == "convert_element_type" and notes == [PARTIAL] and eqn.outvars[0].aval.dtype.itemsize >= 4:
+        if name == "convert_element_type" and notes == [PARTIAL] and _linear(eqn):
             return Value(lax.convert_element_type(inputs[0].x, eqn.outvars[0].aval.dtype), PARTIAL)
         if self.late and name in ("dot_general", "lowered"):
             return self.product(eqn, inputs)
@@ -234,11 +253,18 @@ def _index(axes, axis):
     return axes.index(axis) if axis in axes else None
 
 
+def _linear(eqn) -> bool:
+    """Whether a cast of a sum is the sum of casts, near enough: not to 16 bits, and not of fractions to integers."""
+    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return after.itemsize >= 4 and (jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer))
+
+
 def _only_added_to(jaxpr, before, after) -> bool:
     """Whether all that happens to a carry is that something is added to it."""
-    readers = [eqn for eqn in jaxpr.eqns if any(v is before for v in eqn.invars)]
+    readers = [eqn for eqn in jaxpr.eqns for v in eqn.invars if v is before]    # c + c are two
     return (len(readers) == 1 and readers[0].primitive.name in ("add", "add_any") and readers[0].outvars[0] is after
             and not any(v is after for eqn in jaxpr.eqns for v in eqn.invars)
+            and not any(v is before for v in jaxpr.outvars)    # handed out before each turn, it would lack its beginning
             and sum(v is after for v in jaxpr.outvars) == 1 and len(before.aval.shape) > 1)
 
 

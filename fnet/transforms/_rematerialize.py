@@ -199,7 +199,7 @@ class _Plan:
             return
         uses = _uses(jaxpr)
         for eqn in self.backward:
-            if eqn.primitive.name == "scan" and (pair := _pair(jaxpr, eqn, uses)):
+            if eqn.primitive.name == "scan" and (pair := _pair(jaxpr, eqn, uses)) and pair.source not in self.sources:
                 self.pairs[eqn] = self.sources[pair.source] = pair
         self.cut = _cuts(jaxpr, self, uses)
         self.needed = {v for piece in self.cut.values() for v in piece.invars}
@@ -267,6 +267,8 @@ def _pair(jaxpr, sink, uses):
         stacked = [(place, i) for place, i in stacked if i >= 0]
         inner = _jax.close(source.params["jaxpr"]).jaxpr
         piece = _piece(inner, [inner.outvars[its_carry + i] for _, i in stacked])
+        if any(eqn.effects for eqn in piece.eqns):    # what is done would be done twice
+            continue
         needs = {inner.invars.index(v) for v in piece.invars if v in set(inner.invars)}
         saved = [i - its_consts for i in sorted(needs) if its_consts <= i < its_consts + its_carry]
         before = sum(_bytes(source.outvars[its_carry + i]) for _, i in stacked)
@@ -296,10 +298,12 @@ class _Cut(NamedTuple):
 def _cuts(jaxpr, plan, uses) -> dict:
     """Straight code, cut into pieces: {variable: the piece that computes it again}."""
     backward = plan._backward
-    runs, run = [], []    # of forward equations between scans that are dealt with
+    # Of forward equations between scans that are dealt with, and of one forward pass: where a step has several, the next
+    # takes what the backward pass before it has made.
+    runs, run = [], []
     for eqn in jaxpr.eqns:
-        if eqn in plan.sources:
-            runs, run = [*runs, run], []
+        if eqn in plan.sources or id(eqn) in backward:
+            runs, run = [*runs, *[run] * bool(run)], []
         elif _forward(eqn) and not eqn.effects:
             run.append(eqn)
     found = {}
