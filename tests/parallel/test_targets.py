@@ -155,7 +155,7 @@ def test_a_slice_that_is_not_there():
     plan = parallel.plan(step, init, batch, devices="v5e:2x2", strategy="fsdp")
     for each in plan.candidates:
         assert each.compiled.arguments == each.arguments > each.persistent
-        assert abs(each.estimate.peak / each.compiled.peak - 1) < 0.35    # a quarter for larger ones
+        assert abs(each.estimate.peak / each.compiled.peak - 1) < 0.5    # of larger ones a quarter: on-chip memory
         assert each.ledger.sent
     assert "compiled" in plan.explain() and "This is an estimate" not in plan.explain()
     with pytest.raises(ValueError, match=r"plan: TPUs do not come as 'v5e:3x7': "):
