@@ -264,7 +264,7 @@ def _only_added_to(jaxpr, before, after) -> bool:
     readers = [eqn for eqn in jaxpr.eqns for v in eqn.invars if v is before]    # c + c are two
     return (len(readers) == 1 and readers[0].primitive.name in ("add", "add_any") and readers[0].outvars[0] is after
             and not any(v is after for eqn in jaxpr.eqns for v in eqn.invars)
-            and not any(v is before for v in jaxpr.outvars)    # handed out before each turn, it would lack its beginning
+            and not any(v is before for v in jaxpr.outvars)    # handed out, it would lack its beginning
             and sum(v is after for v in jaxpr.outvars) == 1 and len(before.aval.shape) > 1)
 
 

@@ -298,8 +298,8 @@ class _Cut(NamedTuple):
 def _cuts(jaxpr, plan, uses) -> dict:
     """Straight code, cut into pieces: {variable: the piece that computes it again}."""
     backward = plan._backward
-    # Of forward equations between scans that are dealt with, and of one forward pass: where a step has several, the next
-    # takes what the backward pass before it has made.
+    # Of forward equations between scans that are dealt with, and of one forward pass: where a step has several, the
+    # next takes what the backward pass before it has made.
     runs, run = [], []
     for eqn in jaxpr.eqns:
         if eqn in plan.sources or id(eqn) in backward:

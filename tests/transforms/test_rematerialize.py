@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 from fnet import hardware as hw
 from fnet import layers as nn
@@ -140,3 +141,55 @@ def test_what_keeps_little_is_left_alone():
     tx = optax.sgd(0.1)
     update = lambda grads, state: tx.update(grads, state)
     assert "barrier" not in str(jax.make_jaxpr(ft.rematerialize(update))(w, tx.init(w)))
+
+
+W = 0.3 * jax.random.normal(jax.random.key(2), (6, 16, 16))
+
+
+def net(w, x):
+    for each in w:
+        x = jnp.tanh(jnp.sin(x @ each) * 2)
+    return x
+
+
+def scanned(w, x):
+    return jnp.square(lax.scan(lambda h, each: (jnp.tanh(jnp.sin(h @ each) * 2), None), x, w)[0]).mean()
+
+
+def two_players(w, x):
+    """The second forward pass takes what the first backward pass has made."""
+    loss, grads = jax.value_and_grad(lambda w: jnp.square(net(w, x) - 1).mean())(w)
+    return loss, grads, jax.value_and_grad(lambda v: jnp.square(net(w - grads, net(v, x * loss))).mean())(w)
+
+
+def through_a_gradient(w, x):
+    penalty = lambda w: jnp.square(jax.grad(lambda x: scanned(w, x))(x)).sum() + jnp.square(net(w, x)).mean()
+    return jax.value_and_grad(penalty)(w)
+
+
+@pytest.mark.parametrize("step", [two_players, through_a_gradient])
+def test_several_backward_passes(step):
+    x = jnp.asarray(X[:, :, :16])
+    less = ft.rematerialize(step)
+    assert error(run(less, W, x), run(step, W, x)) <= 1e-5
+    assert "optimization_barrier" in str(jax.make_jaxpr(less)(W, x))
+
+
+def test_what_a_layer_does_is_done_once():
+    done = []
+
+    def count(i):
+        done.append(int(i))
+        return np.float32(1)
+
+    def loss(w, x):
+        def turn(h, given):
+            each, i = given
+            one = io_callback(count, jax.ShapeDtypeStruct((), jnp.float32), i)
+            return jnp.tanh(jnp.sin(h @ each) * 2 * one), None
+
+        return jnp.square(lax.scan(turn, x, (w, jnp.arange(len(w))))[0]).mean()
+
+    jax.block_until_ready(jax.jit(ft.rematerialize(jax.grad(loss)))(W, jnp.asarray(X)))
+    jax.effects_barrier()
+    assert sorted(done) == list(range(len(W)))
