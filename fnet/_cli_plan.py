@@ -86,4 +86,4 @@ def _rule(text: str) -> tuple[str, tuple[str | None, ...]]:
     if not found or not axes:
         raise ValueError(f"--rule={text}: write a pattern, = and a mesh axis or None for each axis of the parameter, "
                          "as in fc/kernel=None,tensor")
-    return pattern, tuple(None if axis.strip() == "None" else axis.strip() for axis in axes.split(","))
+    return pattern, tuple(None if axis.strip().lower() == "none" else axis.strip() for axis in axes.split(","))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
+import jax.numpy as jnp
 
 from fnet import _jax
 
 
-def shape(x):
+def shape(path, x):
     """What JAX makes of a leaf of a batch: NumPy's float64 is float32 unless 64 bits are enabled."""
-    made = jax.eval_shape(lambda x: x, x)
+    try:
+        made = jax.eval_shape(lambda x: x, x)
+    except TypeError:
+        raise TypeError(f"plan: batch{jax.tree_util.keystr(path)} is a {type(x).__name__}; the leaves of a batch are "
+                        "arrays") from None
     return jax.ShapeDtypeStruct(made.shape, made.dtype)
 
 
@@ -47,3 +54,25 @@ def unused(jaxpr, leaves: int, batch) -> tuple[str, ...]:
     read |= {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(batch)]
     return tuple(path for path, v in zip(paths, jaxpr.invars[leaves:]) if v not in read)
+
+
+def call(plan, state, batch) -> str | None:
+    """What keeps a plan's step from taking these."""
+    if not plan.here:
+        return f"this plan is for {plan.target} that are not here; plan for devices='local' to run"
+    for name, tree, wanted in (("state", state, plan.state), ("batch", batch, plan.batch)):
+        if jax.tree.structure(tree) != jax.tree.structure(wanted):
+            return (f"the {name} has another structure than was planned for: {jax.tree.structure(tree)} and "
+                    f"{jax.tree.structure(wanted)}")
+    chips = math.prod(plan.mesh.shape[name] for name in plan.axes)
+    for path, x in jax.tree.leaves_with_path(batch):
+        if jnp.ndim(x) and jnp.shape(x)[0] % chips:
+            return (f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has {jnp.shape(x)[0]} rows, which "
+                    f"{chips} devices do not divide; parallel.feed fills short batches up")
+    for name, tree, wanted, put in (("state", state, plan.state, "plan.place(state)"),
+                                    ("batch", batch, plan.batch, "jax.device_put(batch, plan.batch)")):
+        for (path, x), where in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(wanted)):
+            if isinstance(x, jax.Array) and x.committed and not x.sharding.is_equivalent_to(where, x.ndim):
+                return (f"{name}{jax.tree_util.keystr(path)} does not lie where the plan has it, but as {x.sharding}: "
+                        f"{put} puts it there")
+    return None

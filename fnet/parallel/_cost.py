@@ -32,7 +32,8 @@ class Time(NamedTuple):
         return max(known, key=known.__getitem__, default="unknown")
 
 
-def time(counted: Count, target: Target, state: int, persistent: int, sent: float, between: float) -> Time:
+def time(counted: Count, target: Target, state: int, persistent: int, sent: float, between: float, *,
+         alike: int = 1) -> Time:
     """The time of a step at best.
 
     Args:
@@ -40,14 +41,15 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
         state: bytes of the whole state; persistent: of it on each chip. What a chip holds whole it reads and writes
             whole.
         sent, between: bytes that a chip sends within its group and between groups.
+        alike: how many devices do the same work, because they lie along an axis of the mesh that no rule names.
     """
     chip, share = target.chip, target.chip.chips_of(target.count)
-    by_scope = compute_seconds(counted, chip, share, None)
+    by_scope = compute_seconds(counted, chip, share / alike, None)
     compute = sum(by_scope.values()) if by_scope is not None else None
     memory = None
     if chip.bandwidth:
-        extra = 2 * max(0, persistent - state / target.count) * target.count
-        memory = (counted.total.fused_bytes + extra) / (chip.bandwidth * share)
+        extra = 2 * max(0, persistent - alike * state / target.count) * target.count
+        memory = (alike * counted.total.fused_bytes + extra) / (chip.bandwidth * share)
     rates = [(sent, target.sent), (between, target.sent_between)]
     links = None if any(amount and not rate for amount, rate in rates) else sum(
         amount / rate for amount, rate in rates if amount)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from fnet.hardware._roofline import seconds_text
 from fnet.parallel import _cost
 
@@ -18,6 +20,10 @@ def table(plan) -> str:
         more = f"; and {len(plan.whole) - 8} more" if len(plan.whole) > 8 else ""
         said += ["on every chip: " + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.whole[:8])
                  + more]
+    working = {name for where in jax.tree.leaves(plan.state) for name in where.spec} | {"slice", "data"}
+    for name, size in plan.mesh.shape.items():
+        if name not in working and size > 1:
+            said += [f"no rule names the mesh's axis {name}: the {size} devices along it do the same work"]
     if plan.unused:
         said += [f"of the batch the step does not read {', '.join(plan.unused)}"]
     said += _costs(plan)
@@ -61,7 +67,8 @@ def _sent(plan) -> list[str]:
         said = [f"{name} {sent / 2 ** 20:,.2f}" for name, sent in sorted(by_kind.items(), key=lambda item: -item[1])]
         lines.append(f"sent by each chip in a step by {one.strategy}, MiB ({how}): " + (", ".join(said) or "nothing"))
     if each.estimate.between.sent:
-        lines.append(f"of it between {'slices' if plan.chip.kind == 'tpu' else 'machines'}: "
+        among = "of it" if each.compiled and each.compiled.ledger is not None else "and"
+        lines.append(f"{among} between {'slices' if plan.chip.kind == 'tpu' else 'machines'}: "
                      f"{each.estimate.between.sent / 2 ** 20:,.2f} (estimated)")
     if each.compiled and each.compiled.arguments:
         same = "as reckoned" if each.compiled.arguments == each.arguments else (

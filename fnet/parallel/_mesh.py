@@ -12,7 +12,8 @@ from fnet.parallel._targets import Target
 
 
 def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
-    """{axis: length}, slices outermost, then "data", then the others in the order that they were asked for.
+    """{axis: length}, slices outermost, then "data", then the others in the order that they were asked for. Where
+    "data" is not among them it takes what is left.
 
     Raises:
         ValueError: for lengths that do not make up the devices, or names that cannot be.
@@ -22,7 +23,9 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
     if len(open_) > 1 or any(n < 1 and n != -1 for n in found.values()):
         raise ValueError("plan: the mesh's axes have lengths of at least 1, and one may be -1, which takes the rest; "
                          f"got {dict(found)}")
-    found.setdefault("data", 1)
+    if "data" not in found:
+        found["data"] = 1 if open_ else -1
+        open_ = open_ or ["data"]
     fixed = math.prod(n for n in found.values() if n != -1)
     by_group = "slice" not in found and target.groups > 1 and (bool(open_) or fixed * target.groups == target.count)
     if by_group:

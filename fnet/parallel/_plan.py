@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from fnet import hardware
-from fnet.parallel import _compile, _cost, _explain
+from fnet.parallel import _check, _compile, _cost, _explain
 from fnet.parallel._estimate import Estimate
 from fnet.parallel._targets import Target
 from fnet.parallel._ways import Way
@@ -126,6 +126,10 @@ class Plan:
         if not self.here:
             raise ValueError(f"plan.{what}: this plan is for {self.target} that are not here; plan for devices='local' "
                              "to run")
+
+    def objection(self, state: Any, batch: Any) -> str | None:
+        """What keeps the step from taking these, in a sentence."""
+        return _check.call(self, state, batch)
 
     def explain(self) -> str:
         """A table of the candidates and the reasons; every number says how it is known."""

@@ -61,9 +61,9 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
             plugin; without them the plan is an estimate and says so.
         strategy: one of `parallel.STRATEGIES`, to choose oneself, also with "+remat" and "+microbatches=N"; "fsdp" is
             with pins or without.
-        mesh: lengths of the mesh's axes, one of which may be -1: {"data": -1, "tensor": 4}. By default all devices are
-            along "data", and slices of TPUs or machines of GPUs along "slice" outside it: the state is split within
-            one, and gradients alone are summed over all.
+        mesh: lengths of the mesh's axes, one of which may be -1: {"data": -1, "tensor": 4}; "data" takes what is left
+            where it is not named. By default all devices are along "data", and slices of TPUs or machines of GPUs along
+            "slice" outside it: the state is split within one, and gradients alone are summed over all.
         rules: tensor parallelism: {a regular expression for a parameter's whole path, such as "blocks/fc/kernel": the
             mesh axis that each of its axes is split over, or None}. `parallel.rules` makes them from layers' names of
             axes.
@@ -78,7 +78,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     axes = _mesh.sizes(chips, mesh)
     places = _mesh.make(chips, axes)
     rows_by = math.prod(axes[name] for name in rows_over(places))
-    batch = jax.tree.map(_check.shape, batch)
+    batch = jax.tree.map_with_path(_check.shape, batch)
     rows = _check.rows(batch, rows_by)
     rungs = ladder(strategy, step, rows, rows_by)
     state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
@@ -127,6 +127,8 @@ class _Drafts:
         parameters = [(path_of(path[1:]), leaf.shape) for path, leaf in jax.tree.leaves_with_path(state)
                       if is_parameter(path, state)]
         self.ruled = applied(rules, parameters, axes)
+        working = {name for spec in self.ruled.values() for name in spec} | {"slice", "data"}
+        self.alike = math.prod(n for name, n in axes.items() if name not in working)    # devices that do the same work
         memory = chips.chip.memory_bytes
         self.memory = None if memory is None else chips.chip.per_device.memory_bytes
         if chips.chip.kind == "cpu" and self.memory is not None:    # emulated devices share it
@@ -168,7 +170,7 @@ class _Drafts:
         between = each.estimate.between.sent
         sent = each.ledger.sent - (between if each.compiled and each.compiled.ledger else 0)
         return dataclasses.replace(each, time=_cost.time(counted, self.chips, state, each.persistent, max(0, sent),
-                                                         between))
+                                                         between, alike=self.alike))
 
     def compared(self, rung: list[Way], compile: bool) -> list[Candidate]:
         """The candidates of a rung; those that may be chosen have no verdict yet."""
@@ -270,7 +272,7 @@ def _verdict(each, best, judged):
         if not others:
             if any(other.verdict.startswith(_LATER) for other in judged):
                 return "chosen: by the estimate it sends least of those that fit"
-            return "chosen: the only one that fits" if len(judged) > 1 else "chosen, as asked"
+            return "chosen: the only one that fits" if len(judged) > 1 else "chosen"
         if all(sent <= _sent(other) for other in others):
             return "chosen: it sends least of those that fit"
         close = [other for other in others if _sent(other) <= CLOSE * min(sent, *map(_sent, others))]

@@ -48,9 +48,9 @@ class Target(NamedTuple):
     def __str__(self):
         chips = max(1, self.count // self.chip.jax_devices_per_chip)
         divided = f" in {self.groups} {'slices' if self.chip.kind == 'tpu' else 'machines'}" if self.groups > 1 else ""
-        many = f"{self.count} devices on {chips} chips" if chips != self.count and self.chip.kind != "cpu" else (
-            f"{self.count}")
-        return f"{many} x {self.chip.name}{divided}"
+        if chips == self.count or self.chip.kind == "cpu":
+            return f"{self.count} x {self.chip.name}{divided}"
+        return f"{chips} x {self.chip.name} ({self.count} devices){divided}"
 
 
 def target(what: str | Sequence[jax.Device]) -> Target:

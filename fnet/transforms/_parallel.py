@@ -28,7 +28,8 @@ def parallel(step: Callable, plan: Any) -> Callable:
         plan: of `fnet.parallel.plan`.
 
     Returns:
-        The compiled step, with jit's `lower` and `trace`.
+        The compiled step, with jit's `lower` and `trace`. It raises ValueError where the chips are not here, where they
+        do not divide the rows, and for an array that lies elsewhere than the plan has it.
     """
     whole = NamedSharding(plan.mesh, P())
     compiled = jax.jit(plan.way.applied(step, plan.mesh, plan.axes), in_shardings=(plan.state, plan.batch),
@@ -36,7 +37,12 @@ def parallel(step: Callable, plan: Any) -> Callable:
 
     @functools.wraps(step)
     def run(state, batch):
-        return compiled(state, batch)
+        try:
+            return compiled(state, batch)
+        except (TypeError, ValueError) as error:
+            if said := plan.objection(state, batch):    # asked only then: nothing that each step pays for
+                raise ValueError(f"parallel: {said}") from error
+            raise
 
     run.lower, run.trace = compiled.lower, compiled.trace
     return run

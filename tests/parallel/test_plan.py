@@ -336,6 +336,12 @@ def test_what_the_compiler_refuses_is_rejected(monkeypatch):
 
 
 STEP, INIT, ROWS = narrow()
+SOME = np.ones((64, 512), np.float32)
+
+
+def called(*, batch=SOME, where=None, devices="local"):
+    plan = parallel.plan(STEP, INIT, ROWS, strategy="fsdp", compile=False, devices=devices)
+    return ft.parallel(STEP, plan)(jax.device_put(INIT(jax.random.key(0)), where), batch)
 
 
 @pytest.mark.parametrize(("call", "message"), [
@@ -376,7 +382,33 @@ STEP, INIT, ROWS = narrow()
                            mesh={"data": 2, "tensor": 4}, rules={"w": ("tensor",)}),
      "plan: the rule 'w' splits axis 0 of w [9, 4] over 'tensor', and 4 does not divide 9: nearest below that does is "
      "tensor=3"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 3}),
+     "plan: a mesh of {'tensor': 3, 'data': 2} is 6 devices"),
+    (lambda: called(devices="v2:2x2"), "parallel: this plan is for 4 x TPU v2 (8 devices) that are not here; plan for "
+     "devices='local' to run"),
+    (lambda: called(batch=np.ones((12, 512), np.float32)),
+     "parallel: batch of shape (12, 512) has 12 rows, which 8 devices do not divide; parallel.feed fills short"),
+    (lambda: called(batch={"x": np.ones((16, 512), np.float32)}),
+     "parallel: the batch has another structure than was planned for: PyTreeDef({'x': *}) and PyTreeDef(*)"),
+    (lambda: called(where=jax.devices()[0]), "parallel: state['params'][0] does not lie where the plan has it, but as "
+     "SingleDeviceSharding(device=CpuDevice(id=0)"),
 ])
 def test_errors(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_what_is_no_array():
+    with pytest.raises(TypeError, match=re.escape("plan: batch['name'] is a str; the leaves of a batch are arrays")):
+        parallel.plan(STEP, INIT, {"x": ROWS, "name": "a"})
+
+
+def test_an_axis_that_no_rule_names():
+    """Its devices do the same work, and the time says so."""
+    plan = parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 4}, compile=False, strategy="data")
+    assert dict(plan.mesh.shape) == {"data": 2, "tensor": 4}
+    assert "no rule names the mesh's axis tensor: the 4 devices along it do the same work" in plan.explain()
+    named = parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 4}, rules={".": (None, "tensor")}, compile=False,
+                          strategy="data")
+    assert "no rule names" not in named.explain()
+    assert named.chosen.time.compute == pytest.approx(plan.chosen.time.compute / 4)

@@ -112,7 +112,7 @@ def test_slices_send_gradients_alone(no_compilers):
     between = plan.chosen.estimate.between.sent / 4     # a gradient's bytes, at two slices
     assert 0.9 * split <= between < 1.1 * split
     assert not any("slice" in (axis or ()) for where in jax.tree.leaves(plan.state) for axis in where.spec)
-    assert "of it between slices: " in plan.explain()
+    assert "and between slices: " in plan.explain()
 
 
 def test_one_chip(no_compilers):
