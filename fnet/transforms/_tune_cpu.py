@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from fnet.hardware._onednn import ONEDNN
 from fnet.transforms import _tune_library as library
 from fnet.transforms._tune_layout import transposed
 
@@ -177,6 +178,6 @@ RULES = (
          "a forward convolution's layout", below="0.12"),    # from there on XLA's own takes as long
     Rule("convolution_kernels", (), None, "XLA's own kernels for convolutions, where YNNPACK's are slower, and "
          "YNNPACK's for products and sums alone", options=library.YNNPACK, when=library.eigen_pays),
-    Rule("convolution_library", (), None, "oneDNN's kernels for convolutions of bfloat16", options=library.ONEDNN,
+    Rule("convolution_library", (), None, "oneDNN's kernels for convolutions of bfloat16", options=ONEDNN,
          when=library.onednn_pays),
 )

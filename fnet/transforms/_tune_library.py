@@ -9,20 +9,17 @@ holds for the whole program: what the program does most of decides.
 from __future__ import annotations
 
 import collections
-import functools
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fnet.hardware._cpu import read_cpu
+from fnet.hardware._onednn import onednn
 from fnet.transforms._lowered import lowered_p
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
-ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True}
 LARGE = 1 << 21    # multiplications of a convolution from which on a call of oneDNN is worth it
 
 
@@ -32,19 +29,6 @@ def operation(eqn) -> tuple:
     if eqn.primitive is lowered_p:
         return eqn.params["op"], eqn.params["params"](None), eqn.params["compute"]
     return eqn.primitive, eqn.params, getattr(eqn.invars[0].aval, "dtype", None) if eqn.invars else None
-
-
-@functools.cache
-def onednn() -> bool:
-    """Whether the installed XLA leaves a bfloat16 convolution to oneDNN when told to, on a processor with AMX."""
-    if "amx_bf16" not in read_cpu().flags:
-        return False    # not measured elsewhere
-    x, w = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((1, 8, 8, 16), (3, 3, 16, 16)))
-    f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    try:
-        return "__onednn$convolution" in jax.jit(f).lower(x, w).compile(compiler_options=ONEDNN).as_text()
-    except jax.errors.JaxRuntimeError:    # no such option
-        return False
 
 
 def eigen_pays(equations: Sequence) -> bool:

@@ -183,7 +183,7 @@ def test_the_machine_keeps_its_measurement(machine):
     assert hw.policy() == policy and len(machine.runs) == 1
     (key, entry), = json.loads(machine.file.read_text()).items()
     assert entry == {"dot": 0.5, "conv": 1.0, "clock": "wall", "jaxlib": _probe.jaxlib.__version__, "date": TODAY}
-    assert f"{hw.detect().units['cores']:g} cores" in key and key.endswith(", probe 1, train")
+    assert f"{hw.detect().units['cores']:g} cores" in key and key.endswith(", probe 2, train")
     assert os.listdir(machine.file.parent) == ["probe.json"]
     hw.policy(mode="inference")
     assert len(json.loads(machine.file.read_text())) == 2

@@ -10,6 +10,7 @@ import pytest
 from fnet import hardware as hw
 from fnet.hardware._measure import _best
 from fnet.hardware._roofline import seconds_text
+from fnet.hardware._tiles import stored_bytes
 
 
 def spec(*shape, dtype="float32"):
@@ -176,3 +177,13 @@ def test_the_best_batch_is_reported():
                                                (12.0, "12 s")])
 def test_seconds(seconds, text):
     assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(("chip", "shape", "itemsize", "stored"), [
+    ("TPU v5e", (), 4, 512), ("TPU v2", (), 4, 1024), ("TPU v3", (128,), 4, 1024), ("TPU v5e", (128,), 2, 512),
+    ("TPU v5e", (128,), 1, 512), ("TPU v5p", (300,), 2, 1024), ("TPU v4", (1100,), 4, 8192),
+    ("TPU v6e", (9, 5), 2, 2048), ("TPU v5e", (3, 1, 100), 4, 1536), ("TPU v2", (3, 1, 100), 4, 2048),
+    ("RTX 3080 10GB", (), 4, 4)])
+def test_what_an_array_takes(chip, shape, itemsize, stored):
+    """Argument sizes of programs that libtpu 0.0.52 has compiled for those TPUs."""
+    assert stored_bytes(shape, itemsize, hw.chips[chip]) == stored

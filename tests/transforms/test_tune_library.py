@@ -1,6 +1,5 @@
 """tune's compiler options: which library computes what, by what a program does most, and the numbers of oneDNN's."""
 
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from fnet import layers as nn
 from fnet import transforms as ft
+from fnet.hardware._onednn import ONEDNN
 from fnet.transforms import _tune_library as library
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -53,13 +53,13 @@ def onednn():
 @pytest.mark.parametrize("there", [False, True])
 def test_what_a_program_does_most_decides(monkeypatch, there):
     monkeypatch.setattr(library, "onednn", lambda: there)
-    both = {**library.YNNPACK, **(library.ONEDNN if there else {})}
+    both = {**library.YNNPACK, **(ONEDNN if there else {})}
     step, args = net(nn.Conv(16, 3), nn.Conv(16, 3))
     assert options(step, args) == library.YNNPACK
     assert options(ft.autocast(step, "bfloat16"), args) == both
     assert options(ft.autocast(step, "bfloat16"), args, rules={"convolution_library": False}) == library.YNNPACK
     assert options(ft.autocast(step, "bfloat16"), args, rules={"convolution_kernels": False}) == (
-        library.ONEDNN if there else {})
+        ONEDNN if there else {})
     by_hand = jax.grad(lambda w, x: convolution(x, w.astype(jnp.bfloat16)).astype(jnp.float32).sum())
     assert options(by_hand, (normal(1, 3, 3, 8, 8), normal(2, 2, 8, 8, 8, dtype=jnp.bfloat16))) == both
     step, args = net(nn.Conv(2, 1), nn.Flatten(), nn.Dense(256), nn.Dense(256))
@@ -70,20 +70,9 @@ def test_small_convolutions_are_left_alone(monkeypatch):
     monkeypatch.setattr(library, "onednn", lambda: True)
     step, args = net(nn.Conv(16, 3), nn.Conv(16, 3))    # 589,824 multiplications each
     step = ft.autocast(step, "bfloat16")
-    for large, found in (500_000, {**library.YNNPACK, **library.ONEDNN}), (600_000, library.YNNPACK):
+    for large, found in (500_000, {**library.YNNPACK, **ONEDNN}), (600_000, library.YNNPACK):
         monkeypatch.setattr(library, "LARGE", large)
         assert options(step, args) == found
-
-
-def test_where_onednn_is(monkeypatch):
-    asked = library.onednn.__wrapped__
-    monkeypatch.setattr(library, "read_cpu", lambda: types.SimpleNamespace(flags=("avx2",)))
-    assert not asked()
-    monkeypatch.setattr(library, "read_cpu", lambda: types.SimpleNamespace(flags=("amx_bf16",)))
-    monkeypatch.setattr(library, "ONEDNN", {"xla_cpu_no_such_option": True})
-    assert not asked()
-    monkeypatch.setattr(library, "ONEDNN", {})
-    assert not asked()
 
 
 # bfloat16 convolutions without it: the weight gradient is computed, and summed, in float32.
@@ -127,7 +116,7 @@ def test_numbers_of_onednn(onednn, form):
         return y, *back(g)
 
     low = ft.tune(ft.autocast(step, "bfloat16"), "cpu")
-    assert library.ONEDNN.items() <= options(ft.autocast(step, "bfloat16"), (w, x)).items()
+    assert ONEDNN.items() <= options(ft.autocast(step, "bfloat16"), (w, x)).items()
     for got, want in zip(low(w, x), jax.jit(step)(w, x)):
         assert got.dtype == want.dtype
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-2 * np.abs(want).max())

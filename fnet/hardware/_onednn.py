@@ -1,0 +1,26 @@
+"""oneDNN's convolutions of bfloat16, which XLA:CPU has from jaxlib 0.12 on and takes where it is told to."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fnet.hardware._cpu import read_cpu
+
+ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True}
+
+
+@functools.cache
+def onednn() -> bool:
+    """Whether the installed XLA leaves a bfloat16 convolution to oneDNN when told to, on a processor with AMX."""
+    if "amx_bf16" not in read_cpu().flags:
+        return False    # not measured elsewhere
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 8, 8, 16), (3, 3, 16, 16)))
+    f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    try:
+        return "__onednn$convolution" in jax.jit(f).lower(x, w).compile(compiler_options=ONEDNN).as_text()
+    except jax.errors.JaxRuntimeError:    # no such option
+        return False
