@@ -72,7 +72,7 @@ def _sent(plan) -> list[str]:
                      f"{each.estimate.between.sent / 2 ** 20:,.2f} (estimated)")
     if each.compiled and each.compiled.arguments:
         same = "as reckoned" if each.compiled.arguments == each.arguments else (
-            f"{each.arguments / 2 ** 20:,.2f} reckoned")
+            f"{each.compiled.arguments - each.arguments:+,} bytes beside what was reckoned")
         lines.append(f"the state and its part of the batch on each chip: {each.compiled.arguments / 2 ** 20:,.2f} MiB "
                      f"(compiled), {same}")
     return lines

@@ -237,7 +237,7 @@ class _Drafts:
 
 def _held(tree, shardings, chip) -> int:
     """Bytes of a tree on each chip."""
-    return sum(stored_bytes(where.shard_shape(x.shape), x.dtype.itemsize, chip.kind)
+    return sum(stored_bytes(where.shard_shape(x.shape), x.dtype.itemsize, chip)
                for x, where in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings)))
 
 
