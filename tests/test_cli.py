@@ -181,7 +181,7 @@ def test_plan(capsys, tmp_path, monkeypatch):
     assert code == 0 and not err and out.startswith("32 x H100 SXM5 80GB in 4 machines, 80.0 GiB each: ")
     assert "This is an estimate: " in out and "mesh: slice 4 x data 8" in out
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "plan", "planned:small", "--mesh", "data=-1,tensor=2", "--rule", "w=None,tensor",
+    code, out, err = run(capsys, "plan", "planned:small", "--mesh", "data=-1,tensor=2", "--rule", "w=none,tensor",
                          "--strategy", "fsdp", "--estimate")
     assert code == 0 and not err and "mesh: data 4 x tensor 2" in out
 
