@@ -58,7 +58,7 @@ NOWHERE = Split()
 
 
 def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: bool = False,
-             kernels: str | None = None) -> Estimate:
+             kernels: str | None = None, casts: bool = False) -> Estimate:
     """Reckons a step.
 
     Args:
@@ -66,10 +66,11 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
         arguments: how each of its inputs is split, the state's leaves first.
         mesh: sizes of the mesh's axes: "data", "slice" where there are several, and those of rules.
         whole: whether parameters are whole between steps though the optimiser's state is not (ZeRO-1).
+        casts: whether the compiler casts the weights of all turns of a loop ahead of it, as those for accelerators do.
         kernels: "cuda" or "tpu": the chip has kernels for attention that never write its weights down.
     """
     jaxpr = closed.jaxpr
-    walk = _Walk(mesh, kernels, whole)
+    walk = _Walk(mesh, kernels, whole, casts)
     for v, split in zip(jaxpr.invars, arguments):
         if split.rows is None:
             walk.remember(v.aval.shape, split)
@@ -104,8 +105,8 @@ class _Loop(NamedTuple):
 
 
 class _Walk:
-    def __init__(self, mesh, kernels, whole):
-        self.kernels, self.whole = kernels, whole
+    def __init__(self, mesh, kernels, whole, casts):
+        self.kernels, self.whole, self.casts = kernels, whole, casts
         self.mesh, self.data, self.slices = mesh, mesh.get("data", 1), mesh.get("slice", 1)
         self.known: dict[tuple, Split] = {}
         self.transfers: list[Transfer] = []
@@ -215,8 +216,21 @@ class _Walk:
                 summed = frozenset(v.aval.size for v in jaxpr.outvars[:carry] if v.aval.shape)
                 loop = _Loop(times, frozenset(range(ahead + consts)), summed)
             needs = self.frame(frame, given, times * (sub.times or 1) if sub.kind == "scan" else times, loop)
+            if sub.kind == "scan" and self.casts:
+                needs = needs[0] + self.cast(frame, op.eqn, splits, len(jaxpr.constvars)), needs[1]
             worst = max(worst, needs, key=lambda each: each[0])
         return worst
+
+    def cast(self, frame, eqn, splits, ahead) -> int:
+        """Bytes of what a scan slices and its products take in a narrower type."""
+        consts, carry, _ = _jax.scan_parts(eqn)
+        found = {}
+        for op in frame.ops:
+            if op.eqn.primitive.name == "lowered":
+                found.update((i - ahead, op.eqn.params["compute"].itemsize) for i in op.ins if i is not None)
+        return sum(self.bytes(v.aval, split) * found[i] // v.aval.dtype.itemsize
+                   for i, (v, split) in enumerate(zip(eqn.invars, splits))
+                   if i >= consts + carry and i in found and split.rows is None and found[i] < v.aval.dtype.itemsize)
 
     def plainly(self, eqn) -> bool:
         """Whether an operation that stands for several is those, and not a kernel."""

@@ -137,6 +137,7 @@ class _Drafts:
         chip = chips.chip
         alone = all(n == 1 for name, n in axes.items() if name not in ("slice", "data"))
         cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
+        self.casts = chip.kind != "cpu"
         self.kernels = "cuda" if cudnn else "tpu" if chip.kind == "tpu" and alone else None
 
     def plan(self, way: Way) -> Plan:
@@ -161,7 +162,8 @@ class _Drafts:
         arguments = persistent + _held(self.batch, draft.batch, self.chips.chip)
         splits = [_split(where.spec) for where in placed]
         splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(self.batch)]
-        reckoned = estimate(closed, splits, self.axes, whole=way.state == "zero1", kernels=self.kernels)
+        reckoned = estimate(closed, splits, self.axes, whole=way.state == "zero1", kernels=self.kernels,
+                            casts=self.casts)
         return self.timed(Candidate(way, persistent, arguments, reckoned, None, _cost.Time(None, None, None)), counted)
 
     def timed(self, each: Candidate, counted: Count | None = None) -> Candidate:
@@ -216,7 +218,7 @@ class _Drafts:
             closed = jax.make_jaxpr(way.applied(self.traced.step))(self.state, batch)
             splits = [Split()] * len(jax.tree.leaves(self.state))
             splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
-            return estimate(closed, splits, self.axes, kernels=self.kernels).peak
+            return estimate(closed, splits, self.axes, kernels=self.kernels, casts=self.casts).peak
 
         room = ROOM * self.memory
         first = max(2, max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim))
