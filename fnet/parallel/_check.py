@@ -26,9 +26,11 @@ def rows(batch, chips: int) -> int:
     for path, x in jax.tree.leaves_with_path(batch):
         if x.ndim and x.shape[0] % chips:
             below = x.shape[0] // chips * chips
+            key = x.shape == (2,) and x.dtype == "uint32"
+            hint = " (a key? jax.random.key makes one that is a scalar)" if key else ""
             raise ValueError(f"plan: batch{jax.tree_util.keystr(path)} of shape {x.shape} has {x.shape[0]} rows, which "
                              f"{chips} devices do not divide; nearest that do: "
-                             f"{' or '.join(str(n) for n in (below, below + chips) if n)}")
+                             f"{' or '.join(str(n) for n in (below, below + chips) if n)}{hint}")
         found = max(found, x.shape[0] if x.ndim else 0)
     if not found:
         raise ValueError("plan: the batch has no rows: of each leaf of a batch the first axis is the rows")

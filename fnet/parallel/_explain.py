@@ -28,8 +28,9 @@ def table(plan) -> str:
         said += [f"of the batch the step does not read {', '.join(plan.unused)}"]
     said += _costs(plan)
     for way, rows in plan.most:
-        said.append(f"largest batch that fits{', activations computed again' if way.remat else ''}: {rows:,} rows "
-                    "(estimated)")
+        more = ", activations computed again" * way.remat + f", in {way.microbatches} microbatches" * (
+            way.microbatches > 1)
+        said.append(f"largest batch that fits{more}: {rows:,} rows (estimated)")
     if not any(each.compiled for each in plan.candidates):
         said += [f"This is an estimate: {plan.target.why or 'nothing was compiled, as asked'}."]
     elif not plan.here and plan.chip.kind == "gpu":
@@ -58,7 +59,7 @@ def _sent(plan) -> list[str]:
     each = plan.chosen
     lines = []
     for one in sorted(plan.candidates, key=lambda one: one.way != plan.way):
-        if one.verdict.startswith(("rejected", "not compiled")):
+        if one.verdict.startswith(("rejected", "not compiled", "unknown")):
             continue
         how = "compiled" if one.compiled and one.compiled.ledger is not None else "estimated"
         by_kind: dict[str, float] = {}

@@ -23,7 +23,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 def devices(chip, each: int, machines: int = 1) -> tuple[list | None, str]:
     """(devices to compile for, "") or (None, why there are none)."""
     if chip.name not in CONFIGURATIONS:
-        return None, (f"XLA's description of a {chip.name} has not been read from one yet; it is known of "
+        return None, (f"XLA's description of {chip.name} has not been read from one yet; it is known of "
                       f"{', '.join(CONFIGURATIONS)}")
     import jax
     from jax.experimental import topologies

@@ -120,6 +120,9 @@ class Plan:
         """A state that exists already, such as one read from a file, put where it belongs. It is copied: the step takes
         over the memory of what it is given."""
         self._check_here("place")
+        if jax.tree.structure(state) != jax.tree.structure(self.state):
+            raise ValueError(f"plan.place: the state has another structure than was planned for: "
+                             f"{jax.tree.structure(state)} and {jax.tree.structure(self.state)}")
         return jax.tree.map(lambda x, where: jax.device_put(jnp.array(x, copy=True), where), state, self.state)
 
     def _check_here(self, what):

@@ -20,13 +20,14 @@ from fnet.parallel._plan import Candidate, Plan, rows_over
 from fnet.parallel._rules import applied, path_of
 from fnet.parallel._shardings import is_parameter, layout, scanned_leaves
 from fnet.parallel._targets import target
-from fnet.parallel._ways import Way, ladder
+from fnet.parallel._ways import Way, ladder, takes_slices
 from fnet.transforms._parallel import parallel
 
 ROOM = 0.92    # of a chip's memory that a program may take; the rest is the runtime's
 DOUBT = 1.25   # by which an estimate of memory may be too high: what it puts above is not compiled
 CLOSE = 1.05   # times the least sent that counts as equal
 _LATER = "not compiled"
+_UNKNOWN = "unknown without compiling: it may send several times as much"
 FEW = 16       # devices up to which every way that may fit is compiled
 
 
@@ -42,7 +43,8 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
 
     What each strategy needs and sends is reckoned from the step's jaxpr, and read from the program where it can be
     compiled for the chips, which need not be there. Of those that fit into memory the one that sends least is chosen;
-    of about equals the simplest that leaves half the memory free, or the one that leaves most. Nothing is allocated.
+    of about equals the fastest, and of those the simplest that leaves half the memory free, or the one that leaves
+    most. Nothing is allocated.
 
     "data" is plain data parallelism; "zero1" splits the optimiser's state (Rajbhandari et al., 2020, ZeRO, stage 1);
     "fsdp" splits the parameters too and gathers them where they are used (stage 3; Zhao et al., 2023, PyTorch FSDP);
@@ -129,12 +131,8 @@ class _Drafts:
         self.ruled = applied(rules, parameters, axes)
         working = {name for spec in self.ruled.values() for name in spec} | {"slice", "data"}
         self.alike = math.prod(n for name, n in axes.items() if name not in working)    # devices that do the same work
-        memory = chips.chip.memory_bytes
-        self.memory = None if memory is None else chips.chip.per_device.memory_bytes
-        if chips.chip.kind == "cpu" and self.memory is not None:    # emulated devices share it
-            self.memory = chips.chip.memory_bytes
-
         chip = chips.chip
+        self.memory = None if chip.memory_bytes is None else chip.per_device.memory_bytes
         alone = all(n == 1 for name, n in axes.items() if name not in ("slice", "data"))
         cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
         self.casts = chip.kind != "cpu"
@@ -178,9 +176,14 @@ class _Drafts:
         """The candidates of a rung; those that may be chosen have no verdict yet."""
         reckoned = [self.candidate(way) for way in rung]
         if not compile or self.chips.devices is None:
-            return [self.judged(each, 1.0) for each in reckoned]
+            free = lambda way: way.state == "fsdp" and not way.pins
+            judged = [self.judged(each, 1.0) for each in reckoned]
+            return [dataclasses.replace(each, verdict=each.verdict or _UNKNOWN) if free(each.way) else each
+                    for each in judged]
         likely = [each for each in reckoned if not self.memory or each.estimate.peak <= DOUBT * ROOM * self.memory]
         likely.sort(key=lambda each: (each.estimate.ledger.sent + each.estimate.between.sent, rung.index(each.way)))
+        if first := _best(likely, self.memory):
+            likely = [first, *(each for each in likely if each is not first)]
         if len(rung) == 1:
             likely = reckoned    # as asked
         done: dict[Way, Candidate] = {}
@@ -205,23 +208,26 @@ class _Drafts:
 
     @functools.lru_cache(None)    # noqa: B019
     def most(self) -> tuple[tuple[Way, int], ...]:
-        """The most rows that one chip holds, as it is and with activations computed again."""
+        """The most rows that one chip holds: as it is, with activations computed again, and in eight microbatches."""
         if not self.memory:
             return ()
-        return tuple((way, self.rows(way)) for way in (Way("data"), Way("data", remat=True)))
+        ways = [Way("data"), Way("data", remat=True)]
+        ways += [Way("data", remat=True, microbatches=8)] if takes_slices(self.traced.step) else []
+        return tuple((way, self.rows(way)) for way in ways)
 
     def rows(self, way: Way) -> int:
         """Peaks grow about in proportion with the rows: each guess lies on the line through the two nearest."""
         def peak(rows):
-            batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.ndim else x,
-                                 self.batch)
+            resized = lambda x: jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
+            batch = jax.tree.map(lambda x: resized(x) if x.ndim else x, self.batch)
             closed = jax.make_jaxpr(way.applied(self.traced.step))(self.state, batch)
             splits = [Split()] * len(jax.tree.leaves(self.state))
             splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
             return estimate(closed, splits, self.axes, kernels=self.kernels, casts=self.casts).peak
 
         room = ROOM * self.memory
-        first = max(2, max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim))
+        given = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
+        first = max(2, given) * way.microbatches
         tried = {rows: peak(rows) for rows in (first, 2 * first)}
         for _ in range(8):
             below = sorted((n for n in tried if tried[n] <= room), reverse=True)
@@ -230,7 +236,7 @@ class _Drafts:
                 break
             a, b = (below[0], above[0]) if below and above else (below or above)[:2]
             each = max(1.0, (tried[b] - tried[a]) / (b - a))
-            guess = max(1, int(a + (room - tried[a]) / each))
+            guess = max(1, int(a + (room - tried[a]) / each) // way.microbatches) * way.microbatches
             if guess in tried:
                 break
             tried[guess] = peak(guess)
@@ -249,14 +255,16 @@ def _split(spec) -> Split:
 
 
 def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
-    """Of those that fit the one that sends least; of about equals the simplest that leaves half of the memory free, or
-    the one that leaves most. What was compiled comes before what was not."""
+    """Of those that fit the one that sends least; of about equals the fastest at best; of those the simplest that
+    leaves half of the memory free, or the one that leaves most. What was compiled comes before what was not."""
     fit = [each for each in judged if not each.verdict]
     fit = [each for each in fit if each.compiled] or fit
     if not fit:
         return None
     least = min(map(_sent, fit))
     close = [each for each in fit if _sent(each) <= CLOSE * least]
+    fastest = min((each.time.seconds or 0 for each in close), default=0)
+    close = [each for each in close if (each.time.seconds or 0) <= CLOSE * fastest]
     return next((each for each in close if not memory or each.peak <= memory / 2),
                 min(close, key=lambda each: each.peak))
 
@@ -277,13 +285,17 @@ def _verdict(each, best, judged):
             return "chosen: the only one that fits" if len(judged) > 1 else "chosen"
         if all(sent <= _sent(other) for other in others):
             return "chosen: it sends least of those that fit"
-        close = [other for other in others if _sent(other) <= CLOSE * min(sent, *map(_sent, others))]
-        return "chosen: it sends about the least, and " + (
-            "needs less memory" if any(other.peak > each.peak for other in close) and all(
-                judged.index(other) < judged.index(each) for other in close) else "splits least")
+        return "chosen: it sends about the least, and " + _merit(best, next(
+            other for other in others if _sent(other) < sent))
     if not least:
         return "sends more" if sent else "sends as little, and splits more"
     if sent > CLOSE * least:
         return f"sends {sent / least:.2f} times as much"
-    return f"sends about as much ({sent / least:.2f}), and " + (
-        "needs more memory" if each.peak > best.peak else "it is simpler to have less split")
+    return f"sends about as much ({sent / least:.2f}); {best.strategy} " + _merit(best, each)
+
+
+def _merit(best: Candidate, other: Candidate) -> str:
+    """What one of two that send about as much has for itself."""
+    if (other.time.seconds or 0) > CLOSE * (best.time.seconds or 0):
+        return "takes less time at best"
+    return "needs less memory" if other.peak > best.peak else "is simpler"

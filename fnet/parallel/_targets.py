@@ -136,6 +136,9 @@ def _slice(name, kind, shape, slices) -> Target:
     rates = _rates(chip, shape, math.prod(shape) * chip.jax_devices_per_chip, ring)
     count = math.prod(shape) * slices * chip.jax_devices_per_chip
     here = Target(name, chip, count, slices, None, False, "", *rates)
+    largest = ring if axes == 2 else 32
+    if any(n > largest or (n > 2 and n % 4) for n in shape):
+        raise ValueError(f"plan: TPUs do not come as {name!r}: an axis is 1, 2 or a multiple of 4, up to {largest}")
     if importlib.util.find_spec("libtpu") is None:
         return here._replace(why="libtpu is not installed, which compiles for TPUs that are not there: pip install "
                                  "'fnet[tpu-plan]'")

@@ -74,8 +74,9 @@ def test_devices_of_this_run():
     ("v9:2x2", "no chip is called 'v9'"),
     ("v5e:2x2x2", "plan: slices of TPU v5e have 2 axes, as in 'v5e:2x2'; got 'v5e:2x2x2'"),
     ("h100:1x2x3", "plan: GPUs are MACHINESxGPUS, such as 'h100:4x8', or as many of one machine, 'h100:8'; got "),
-    ("RTX 9999", "no chip is called 'RTX 9999'")])
-def test_what_is_no_target(name, message):
+    ("v5e:16x17", "plan: TPUs do not come as 'v5e:16x17': an axis is 1, 2 or a multiple of 4, up to 16"),
+    ("v5e:32x16", "up to 16"), ("RTX 9999", "no chip is called 'RTX 9999'")])
+def test_what_is_no_target(no_compilers, name, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         target(name)
 
@@ -119,30 +120,31 @@ def test_one_chip(no_compilers):
     def init(key):
         return {"params": {"in": jnp.zeros((64, 256)), "w": [jnp.zeros((256, 256))] * 8}}
 
-    def step(state, batch):
-        def loss(params):
+    def step(state, batch, *, microbatches=1):
+        def loss(params, batch):
             x = jnp.tanh(batch @ params["in"])
             for w in params["w"]:
                 x = jnp.tanh(x @ w)
             return jnp.square(x).mean()
 
-        value, grads = jax.value_and_grad(loss)(state["params"])
+        value, grads = ft.microbatch(jax.value_and_grad(loss), microbatches)(state["params"], batch)
         return {"params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, value
 
     rows = lambda n: jax.ShapeDtypeStruct((n, 64), jnp.float32)
     plan = parallel.plan(step, init, rows(64), devices="RTX 3080")
     assert plan.strategy == "data" and plan.mesh.size == 1
-    (plain, most), (remat, more) = plan.most
-    assert not plain.remat and remat.remat and 64 < most < more
+    (plain, most), (remat, more), (slices, by_slices) = plan.most
+    assert not plain.remat and remat.remat and slices.microbatches == 8 and 64 < most < more < by_slices
     text = plan.explain()
     assert f"largest batch that fits: {most:,} rows (estimated)" in text
     assert f"largest batch that fits, activations computed again: {more:,} rows (estimated)" in text
+    assert f"computed again, in 8 microbatches: {by_slices:,} rows (estimated)" in text
     fits = parallel.plan(step, init, rows(most), devices="RTX 3080", strategy="data")
     assert fits.chosen.peak <= _planner.ROOM * fits.chip.memory_bytes < 1.03 * fits.chosen.peak
     again = parallel.plan(step, init, rows(int(1.1 * most)), devices="RTX 3080")
     assert again.strategy == "data+remat" and "rejected: needs more than 92% of 10.0 GiB" in again.explain()
     with pytest.raises(ValueError, match=r"use a smaller batch of at most [\d,]+ rows \(estimated\)"):
-        parallel.plan(step, init, rows(4 * more), devices="RTX 3080")
+        parallel.plan(step, init, rows(4 * by_slices + 1), devices="RTX 3080")
 
 
 LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -173,7 +175,7 @@ def test_gpus_that_are_not_there():
 def test_a_gpu_that_no_description_is_known_of():
     found = target("RTX 4090")
     assert found.devices is None
-    assert found.why == "XLA's description of a RTX 4090 has not been read from one yet; it is known of H100 SXM5 80GB"
+    assert found.why == "XLA's description of RTX 4090 has not been read from one yet; it is known of H100 SXM5 80GB"
 
 
 @LIBTPU
