@@ -99,7 +99,7 @@ class Channel:
         time.sleep(min(_LINGER, self.timeout) / 2)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             there = self._list(f"{self.at}/said")
-            if missing := [p for p in self.processes if p not in there and p != jax.process_index()]:
+            if missing := [p for p in self.processes if p not in there and p != self.me]:
                 sys.stderr.write(f"{self.gone(missing, 'did not come')}\n")
                 sys.stderr.flush()
 
