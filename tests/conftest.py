@@ -2,8 +2,21 @@
 
 import os
 
+import pytest
+
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.setdefault("FNET_PROBE", "0")    # no test waits for, or depends on, what this CPU measures
+
+
+@pytest.fixture(scope="module")
+def quickly():
+    """Programs that run a few times are compiled fast instead of well."""
+    import jax  # once its environment is set
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()    # other modules' operations are not to be those compiled here

@@ -151,15 +151,12 @@ class _Walk:
         """The most that is alive at one operation."""
         order = {id(op): at for at, op in enumerate(frame.ops)}
         last: dict[int, int] = {}
-        ends: dict[int, int] = {}    # when an operation's inputs are last needed
         for op in reversed(kept.real):
-            at = order[id(op)]
-            needed = at
+            needed = order[id(op)]    # when the inputs are last: what is not written is computed where it is read
             for out in op.outs:
                 out = kept.name(out)
                 if not kept(out):
-                    needed = max(needed, last.get(out, at))
-            ends[at] = needed
+                    needed = max(needed, last.get(out, needed))
             for i in op.ins:
                 if i is not None:
                     i = kept.name(i)
@@ -177,7 +174,7 @@ class _Walk:
                     if name not in kept.outputs:
                         dies.setdefault(last[name], []).append(name)
         alive: dict[int, int] = {}
-        now, peak, then = 0, 0, (0, [])
+        now, peak, then, deeper = 0, 0, [], []
         for at, op in enumerate(frame.ops):
             ending = dies.get(at, ())
             reused = 0
@@ -187,15 +184,15 @@ class _Walk:
             needs, within = inner.get(at, (0, []))
             total = now + max(0, sum(new.values()) - reused) + needs + extra.get(at, 0)
             if total > peak:
-                peak, then = total, (at, [*alive, *new], within)
+                peak, then, deeper = total, [*alive, *new], within
             alive.update(new)
             now += sum(new.values())
             for i in ending:
                 now -= alive.pop(i, 0)
         makers = {kept.name(out): op for op in kept.real for out in op.outs}
         live = [Held(size(i), values[i][0].str_short() + (f" of {makers[i].scope}" if makers[i].scope else ""),
-                     _jax.line(makers[i].eqn)) for i in then[1]]
-        return peak, [*live, *(then[2] if len(then) > 2 else [])]
+                     _jax.line(makers[i].eqn)) for i in then]
+        return peak, [*live, *deeper]
 
     def bodies(self, op, splits, found, times):
         """The most that one of an operation's bodies needs, and what is alive there."""

@@ -202,8 +202,7 @@ class _Plan:
             if eqn.primitive.name == "scan" and (pair := _pair(jaxpr, eqn, uses)) and pair.source not in self.sources:
                 self.pairs[eqn] = self.sources[pair.source] = pair
         self.cut = _cuts(jaxpr, self, uses)
-        self.needed = {v for piece in self.cut.values() for v in piece.invars}
-        self.env = {v: None for v in self.needed}
+        self.env = {v: None for piece in self.cut.values() for v in piece.invars}
 
     def is_backward(self, eqn) -> bool:
         return id(eqn) in self._backward

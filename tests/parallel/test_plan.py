@@ -21,12 +21,7 @@ N = 8
 TX = optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(0.1, momentum=0.9))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    jax.config.update("jax_disable_most_optimizations", True)    # programs run twice here
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()    # other modules' operations are not to be those compiled here
+pytestmark = pytest.mark.usefixtures("quickly")    # programs run a few times
 
 
 def gpt():

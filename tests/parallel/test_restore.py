@@ -41,12 +41,7 @@ def step(state, batch):
     return state.apply(TX, grads, state={**state.state, "key": key, "norm": norm}), {"loss": value}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    jax.config.update("jax_disable_most_optimizations", True)    # programs run a few times
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("quickly")    # programs run a few times
 
 
 @functools.cache

@@ -19,12 +19,7 @@ SHAPES = {name: np.zeros((8, *array.shape[1:]), array.dtype) for name, array in 
 OPTIONS = {"every": 6, "log_every": 4, "save_every": 3, "tensorboard": False}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    jax.config.update("jax_disable_most_optimizations", True)    # programs run a few times
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("quickly")    # programs run a few times
 
 
 @pytest.fixture(scope="module")
