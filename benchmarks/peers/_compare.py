@@ -41,7 +41,8 @@ def compare(peers: dict, workload: str, mode: str, dtype: str, options, *, bases
                 tolerance = ON_TF32
             reference = present[0].name
             agree(peer.name, answer["losses"], reference, started[reference]["losses"], tolerance)
-        figures = turns(present, rounds=options.rounds, budget=options.budget, limit=options.limit)
+        figures = turns(present, rounds=options.rounds, budget=options.budget, untimed=options.untimed,
+                        limit=options.limit)
         memory = {peer.name: peer.ask("memory", limit=60) for peer in present}
     more = {
         "first step s": {name: f"{each['first']:.1f}" for name, each in started.items()},
@@ -67,7 +68,8 @@ def parser(**named) -> argparse.ArgumentParser:
     made.add_argument("--allocator", choices=("default", "tuned"), default="default",
                       help="tuned: glibc keeps what one step allocated for the next, in all peers")
     made.add_argument("--rounds", type=int, default=9)
-    made.add_argument("--budget", type=float, default=0.25, help="seconds of a turn, which is two steps at least")
+    made.add_argument("--untimed", type=int, default=2, help="rounds before those that count")
+    made.add_argument("--budget", type=float, default=0.5, help="seconds of a turn, which is two steps at least")
     made.add_argument("--limit", type=float, default=600, help="seconds that a peer may take to compile or run")
     made.add_argument("--force", action="store_true", help="run on a CPU what is meant for accelerators")
     return made

@@ -92,6 +92,8 @@ def test_turns_go_round():
         figures = turns([a, b], rounds=3, budget=0, limit=60)
     order = sorted((at, name) for name, times in figures.items() for at in times)
     assert "".join(name for _, name in order) == "ababab"
+    with live("'time': lambda budget, count=__import__('itertools').count(): next(count)", "a") as a:
+        assert turns([a], rounds=2, budget=0, untimed=3, limit=60) == {"a": [3, 4]}
 
 
 def test_a_peer_that_fails_dies_or_sleeps():
