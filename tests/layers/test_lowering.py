@@ -171,3 +171,23 @@ def test_step_lowers_like_the_model_by_hand(name):
 def test_operations_counts_each_call():
     text = jax.jit(lambda x: jnp.sin(x @ x) @ x + x.sum()).lower(jnp.ones((3, 3))).as_text()
     assert operations(text) == {"dot_general": 2, "reduce": 1}
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(), nn.RMSNorm(), nn.GroupNorm(4), nn.BatchNorm()], ids=str)
+def test_residual_gradient_is_computed_once(norm):
+    """What XLA:CPU fuses in a gradient reads no more arrays in deeper networks: where the gradient of a residual stream
+    is not kept, each block computes it again from those of all blocks behind."""
+    @nn.layer
+    def model(scope, x, *, depth):
+        for i in range(depth):
+            x = x + nn.Dense(32)(scope[f"dense{i}"], norm(scope[f"norm{i}"], x))
+        return x
+
+    def most_read(depth):
+        x = jnp.ones((4, 16, 32))
+        params, state = model(depth=depth).init(KEY, x)
+        loss = lambda params: jnp.square(model(depth=depth)(params, x, state=state, train=True)[0]).sum()
+        compiled = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+        return max(operands.count("%") for operands in re.findall(r" fusion\(([^)]*)\)", compiled))
+
+    assert most_read(6) <= most_read(3)
