@@ -10,6 +10,7 @@ import jax
 
 from fnet.hardware import Chip, Policy
 from fnet.transforms._autocast import Row, _Autocast
+from fnet.transforms._statics import boxed
 from fnet.transforms._tune import Fired, Rule, _Tuner
 
 
@@ -91,8 +92,8 @@ def explain(f: Callable, *args, **kwargs) -> Explanation | Tuning:
     return Explanation(policy, tuple(rows))
 
 
-def _tuning(step, chip, rules, args, kwargs):
-    rows = []
+def _tuning(step, chip, rules, given, args, kwargs):
+    rows, (args, kwargs) = [], given(args, kwargs)
     tuner = _Tuner(rules, rows)
-    jax.eval_shape(lambda args, kwargs: tuner.run(step, args, kwargs), args, kwargs)
+    jax.eval_shape(lambda args, kwargs: boxed(tuner.run(step, args, kwargs)), args, kwargs)
     return Tuning(chip, rules, tuner.options(step.trace(*args, **kwargs).jaxpr), tuple(rows))

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from fnet import _jax
+from fnet.transforms._statics import boxed, unboxed
 
 Rule = Callable[[str, str, list, Any], Any]
 
@@ -38,7 +39,8 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
     it was.
 
     Args:
-        f: any JAX function. Array arguments are traced; other arguments are handed to it as they are.
+        f: any JAX function. Array arguments are traced; other arguments are handed to it as they are, and results
+            that are no arrays are handed back.
         rule: `rule(primitive, scope, inputs, equation)`: the primitive's name, the path of named scopes (the same in
             forward and backward pass), the input arrays and JAX's equation, whose `params` say the rest. It returns
             the outputs, one array for each of `equation.outvars`, of the same shape and dtype, or NotImplemented. It
@@ -112,7 +114,7 @@ class Interpreter:
             for i, array in zip(where, arrays):
                 filled[i] = array
             args, kwargs = jax.tree.unflatten(structure, filled)
-            return f(*args, **kwargs)
+            return boxed(f(*args, **kwargs))
 
         arrays = [leaves[i] for i in where]
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
@@ -120,7 +122,7 @@ class Interpreter:
         outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(self.argument, arrays)), "",
                                 self.outer(closed.jaxpr))
         outputs = [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        return unboxed(jax.tree.unflatten(jax.tree.structure(shapes), outputs))
 
     def argument(self, x) -> Value:
         """An argument of the whole function."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -13,9 +14,12 @@ import numpy as np
 from fnet import _jax, hardware
 from fnet.transforms import _tune_cpu
 from fnet.transforms._rewrite import Interpreter, Value, plain, restore
+from fnet.transforms._statics import boxed, holds_statics, unboxed
 from fnet.transforms._tune_cpu import Rule
 from fnet.transforms._tune_layout import followed
 
+_NOT_TRACED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
+               jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError)
 RULES = {"cpu": _tune_cpu.RULES}    # for GPUs and TPUs nothing has been measured to pay yet
 
 
@@ -29,7 +33,7 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     tile the image and their gradients are elementwise, weight gradients of convolutions have a forward convolution's
     layout. Where convolutions are most of the work, the compiler is told which library has them; those of bfloat16 are
     oneDNN's from jaxlib 0.12 on, on processors with AMX. NaN and Inf stay where they were, ties in a pooling go where
-    XLA's go, dtypes and named scopes stay; products of other dtypes than float32 are not touched. For GPUs and TPUs
+    XLA's go, dtypes and named scopes stay. For GPUs and TPUs
     there are no rules: the step is compiled as it is.
 
     Rules are applied to the whole program, hence after differentiation: give `tune` the step, not the model. Put it
@@ -39,12 +43,13 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
     Args:
         step: a function of arrays, jitted or not; fnet's or not. Loops, branches, jit, remat, shard_map and custom
-            derivatives inside it are entered.
+            derivatives inside it are entered. One that is not jitted by jax.jit may have other arguments and results,
+            as a whole Equinox model has: it is traced for each value of theirs.
         chip: "auto" for this one, "cpu" for this machine's processor, the name of a chip, or a `hardware.Chip`.
         rules: {name of a rule: False} switches rules off; `ft.explain(ft.tune(step), *args)` names those that fire.
 
     Returns:
-        A function with step's signature and results.
+        A function with step's signature and results, and jit's `trace` and `lower`.
 
     Raises:
         ValueError: for an unknown chip or rule.
@@ -54,23 +59,52 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
         raise TypeError(f"tune: a step is a function of arrays; got a {type(step).__name__}")
     chip = _chip(chip)
     chosen = _chosen(chip, rules or {})
-    inner = step if hasattr(step, "trace") else jax.jit(step)
-    tuner, programs = _Tuner(chosen), {}
+    return _Tuned(step, chip, chosen)
 
-    @functools.wraps(step)
-    def tuned(*args, **kwargs):
+
+class _Tuned:
+    """A tuned step. A class, and no function with `trace` and `lower` as attributes, since jax.jit hands a function's
+    attributes on: they would stand in the place of its own."""
+
+    def __init__(self, step, chip, rules):
+        functools.update_wrapper(self, step)
+        for name in vars(self).keys() & {"autocast", "lower", "trace"}:
+            del vars(self)[name]
+        self._plain = not hasattr(step, "trace")
+        inner = jax.jit(_of_boxes(step)) if self._plain else step
+        self._step, self._inner, self._tuner, self._programs = step, inner, _Tuner(rules), {}
+        self.tuned = inner, chip, rules, self._given    # for explain
+
+    def __call__(self, *args, **kwargs):
         if jax.config.jax_disable_jit:
-            return step(*args, **kwargs)
+            return self._step(*args, **kwargs)
         if not _jax.outermost():
-            return tuner.run(inner, args, kwargs)
-        key = len(args), frozenset(kwargs)
-        if key not in programs:
-            programs[key] = _program(tuner, step, inner, args, kwargs)
-        return programs[key](*args, **kwargs)
+            return self._tuner.run(self._inner, *self._given(args, kwargs))
+        compiled, statics = self._program(args, kwargs)
+        if not statics:
+            return compiled(*args, **kwargs)
+        args, kwargs = self._given(args, kwargs)
+        return unboxed(compiled(*args, **kwargs))
 
-    vars(tuned).pop("autocast", None)
-    tuned.tuned = inner, chip, chosen    # for explain, in place of what `wraps` brought along
-    return tuned
+    def __get__(self, instance, owner=None):
+        return self if instance is None else types.MethodType(self, instance)
+
+    def trace(self, *args, **kwargs):
+        """As jit's: the way to compile ahead."""
+        args, kwargs = self._given(args, kwargs)
+        return self._program(args, kwargs)[0].trace(*args, **kwargs)
+
+    def lower(self, *args, **kwargs):
+        return self.trace(*args, **kwargs).lower()
+
+    def _given(self, args, kwargs):
+        return boxed((args, kwargs)) if self._plain else (args, kwargs)
+
+    def _program(self, args, kwargs):
+        key = len(args), frozenset(kwargs)
+        if key not in self._programs:
+            self._programs[key] = _program(self._tuner, self._step, self._inner, *self._given(args, kwargs))
+        return self._programs[key]
 
 
 def _chip(chip) -> hardware.Chip:
@@ -106,23 +140,49 @@ def _version(text) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:3] if part.isdigit())
 
 
+def _of_boxes(step):
+    return functools.wraps(step, updated=())(lambda *args, **kwargs: boxed(step(*unboxed(args), **unboxed(kwargs))))
+
+
 def _program(tuner, step, inner, args, kwargs):
-    """The step compiled for itself: with the donation of the jitted one, and the compiler options that suit it."""
+    """(the step compiled for itself, whether anything in it is no array): with the donation of the jitted one, and the
+    compiler options that suit it."""
+    name = getattr(step, "__name__", type(step).__name__)
     try:
         traced = inner.trace(*args, **kwargs)
-    except (TypeError, jax.errors.JAXIndexError) as error:
-        name, said = getattr(step, "__name__", type(step).__name__), str(error).strip().split("\n")[0]
+    except _NOT_TRACED as error:
         raise TypeError(f"tune traces the step with arrays in place of numbers, and '{name}' cannot be traced: "
-                        f"{said}") from error
+                        f"{str(error).strip().splitlines()[0]}") from error
+    if not isinstance(traced, jax.stages.Traced):
+        raise TypeError(f"tune: a step is a function of arrays, jitted by jax.jit or not at all; '{name}' is a "
+                        f"{type(step).__module__}.{type(step).__name__}")
     where, named = traced.args_info
     if len(where) != len(args) or len(named) != len(kwargs):
         raise TypeError("tune: a step takes arrays alone; bind its static arguments with functools.partial")
-    given = lambda info: bool(jax.tree.leaves(info)) and all(leaf.donated for leaf in jax.tree.leaves(info))
-    return jax.jit(
-        functools.wraps(step)(lambda *args, **kwargs: tuner.run(inner, args, kwargs)),
-        donate_argnums=[i for i, info in enumerate(where) if given(info)],
-        donate_argnames=[name for name, info in named.items() if given(info)],
+    given = _donated(traced)
+    compiled = jax.jit(
+        functools.wraps(step, updated=())(lambda *args, **kwargs: boxed(tuner.run(inner, args, kwargs))),
+        donate_argnums=[i for i, info in enumerate(given[0]) if _all(info)],
+        donate_argnames=[name for name, info in given[1].items() if _all(info)],
         compiler_options=tuner.options(traced.jaxpr) or None)
+    return compiled, holds_statics((args, kwargs, traced.out_info))
+
+
+def _donated(traced) -> tuple:
+    """Which leaves of the arguments are donated; by a jitted function too that the step only calls, as
+    functools.partial does."""
+    leaves, structure = jax.tree.flatten(traced.args_info)
+    jaxpr, donated = traced.jaxpr.jaxpr, [leaf.donated for leaf in leaves]
+    if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "jit":
+        eqn = jaxpr.eqns[0]
+        inner = {id(v) for v, given in zip(eqn.invars, eqn.params["donated_invars"]) if given}
+        donated = [given or id(v) in inner for given, v in zip(donated, jaxpr.invars)]
+    return jax.tree.unflatten(structure, donated)
+
+
+def _all(donated) -> bool:
+    leaves = jax.tree.leaves(donated)
+    return bool(leaves) and all(leaves)
 
 
 class Fired(NamedTuple):
@@ -159,7 +219,8 @@ class _Tuner(Interpreter):
         return _jax.opened(closed)
 
     def equation(self, eqn, scope, inputs, plan):
-        for rule in self.rules.get(eqn.primitive.name, ()):
+        rules = self.rules.get(eqn.primitive.name, ())
+        for rule in rules if all(_free(v.aval) for v in eqn.invars) else ():
             outputs = rule.apply(eqn, inputs)
             if outputs is not None:
                 if self.rows is not None:
@@ -169,6 +230,13 @@ class _Tuner(Interpreter):
         if eqn.primitive.name in _tune_cpu.VIEWS and (inputs[0].note is True or np.ndim(inputs[0].x) == 0):
             return [Value(y.x, True) for y in plain(eqn, inputs)]
         return NotImplemented if (outputs := followed(eqn, inputs)) is None else outputs
+
+
+def _free(aval) -> bool:
+    """Whether arrays of this type may be given another shape: their sizes are known, and JAX leaves it to the compiler
+    which axes lie on which devices."""
+    return (all(isinstance(size, int) for size in aval.shape)
+            and all(axis is None for axis in getattr(aval.sharding, "spec", ())))
 
 
 def _equations(jaxpr):
