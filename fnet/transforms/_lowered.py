@@ -100,21 +100,34 @@ def _on_accelerators(x, y, *, compute, out, **rest):
 
 
 def _on_cpu(x, y, *, op, params, compute, out):
-    # XLA:CPU has fast products of bfloat16 with float32 sums for [batch, m, k] x [batch, k, n] or [batch, n, k] only.
-    # Where it moves a transpose into a product that then is another one, it fails at run time ("DotThunk: BF16 x BF16 =
-    # F32"): hence the barriers. Its low-precision convolutions have low-precision sums.
+    # XLA:CPU's low-precision convolutions have low-precision sums.
     if op is not lax.dot_general_p:
         return _compute(x, y, op=op, params=params, compute=compute, out=out, sums=compute)
     if compute != jnp.bfloat16:
         return _compute(x, y, op=op, params=params, compute=compute, out=out)
-    contract, batch = params()["dimension_numbers"]
+    return as_matrices(x, y, params()["dimension_numbers"], compute, out)
+
+
+def as_matrices(x, y, dimension_numbers, compute, out) -> jax.Array:
+    """A dot_general with operands cast to `compute`, sums in float32 and the result in `out`, as XLA:CPU has it fast.
+
+    That is [batch, m, k] x [batch, k, n] or [batch, n, k], and no other. Where XLA moves a transpose into a product
+    that then is another one, it fails at run time ("DotThunk: BF16 x BF16 = F32"): hence the barriers.
+    """
+    contract, batch = dimension_numbers
     free = [[i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in zip((x, y), contract, batch)]
+    # Of a weight gradient's operands one is to be transposed: the narrower one, and rather what the layer has read,
+    # JAX's second, since XLA (jaxlib 0.10) computes all that a cotangent comes from within its transpose.
+    swapped = all(f == [len(c)] and not b for f, c, b in zip(free, contract, batch)) and x.shape[-1] >= y.shape[-1]
+    if swapped:
+        (x, y), contract, free = (y, x), contract[::-1], free[::-1]
     shape = [x.shape[i] for i in (*batch[0], *free[0])] + [y.shape[i] for i in free[1]]
     last = not free[1] or not contract[1] or contract[1][-1] > free[1][-1]
     x = _matrices(x, (batch[0], free[0], contract[0]), compute)
     y = _matrices(y, (batch[1], free[1], contract[1]) if last else (batch[1], contract[1], free[1]), compute)
     z = lax.dot_general(x, y, (((2,), (2 if last else 1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     z = lax.optimization_barrier(z).reshape(shape)
+    z = z.T if swapped else z
     return z if z.dtype == out else lax.convert_element_type(z, out)
 
 

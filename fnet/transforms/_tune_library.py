@@ -9,12 +9,14 @@ holds for the whole program: what the program does most of decides.
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
 
+from fnet.hardware._cpu import read_cpu
 from fnet.hardware._onednn import onednn
 from fnet.transforms._lowered import lowered_p
 
@@ -29,6 +31,12 @@ def operation(eqn) -> tuple:
     if eqn.primitive is lowered_p:
         return eqn.params["op"], eqn.params["params"](None), eqn.params["compute"]
     return eqn.primitive, eqn.params, getattr(eqn.invars[0].aval, "dtype", None) if eqn.invars else None
+
+
+@functools.cache
+def bfloat16_pays() -> bool:
+    """Whether this processor multiplies bfloat16: elsewhere XLA computes such products in float32."""
+    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(read_cpu().flags)
 
 
 def eigen_pays(equations: Sequence) -> bool:
