@@ -19,6 +19,7 @@ from fnet import layers as nn
 from fnet import transforms as ft
 from fnet.transforms import _tune, _tune_cpu, _tune_library
 
+ELSEWHERE = "bfloat16_products", "convolution_library"    # test_tune_bfloat16, test_tune_library
 NAMES = [rule.name for rule in _tune_cpu.RULES]
 EVERY = dict.fromkeys(NAMES, True)    # on whatever XLA is installed
 
@@ -125,8 +126,11 @@ def test_numbers_stay(name):
 def test_every_rule_fires_somewhere(monkeypatch):
     monkeypatch.setattr(_tune_library, "onednn", lambda: True)
     monkeypatch.setattr(_tune_library, "LARGE", 0)
+    monkeypatch.setattr(_tune_library, "bfloat16_pays", lambda: True)
+    monkeypatch.setattr(_tune_cpu, "LARGE_LOW", 0)
     made = [make() for make in (cnn, mlp)]
     made += [(ft.autocast(step, "bfloat16"), args) for step, args in made]
+    made += [(lambda x: x @ x, (jnp.ones((4, 4), jnp.bfloat16),))]
     assert set().union(*(fired(step, *args, rules=EVERY) for step, args in made)) == set(NAMES)
 
 
@@ -199,7 +203,7 @@ def test_nan_and_inf_stay_where_they_were(name, bad):
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
 
 
-@pytest.mark.parametrize("rule", [name for name in NAMES if name != "convolution_library"])    # test_tune_library
+@pytest.mark.parametrize("rule", [name for name in NAMES if name not in ELSEWHERE])
 def test_one_bad_number_spreads_no_further(rule):
     x, w, g = normal(1, 2, 8, 8, 4), normal(2, 3, 3, 4, 6), normal(3, 2, 8, 8, 6)
     conv = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -372,8 +376,8 @@ def test_chips():
 def test_explain_is_a_table():
     step, args = mlp()
     text = str(ft.explain(jax.jit(ft.tune(step, rules=EVERY)), *args))
-    assert re.search(r"equations rewritten; not fired: max_pool, max_pool_gradient, convolution_gradient, "
-                     "convolution_kernels, convolution_library", text)
+    assert re.search(r"equations rewritten; not fired: bfloat16_products, max_pool, max_pool_gradient, "
+                     "convolution_gradient, convolution_kernels, convolution_library", text)
     assert re.search(r"^0 +products +2 dot_general: its operands are computed before it reads them$", text, re.M)
     cast = ft.autocast(ft.tune(step), "bfloat16")
     assert "scope" in str(ft.explain(cast, *args)) and ft.explain(cast, *args).policy.compute == jnp.bfloat16
