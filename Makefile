@@ -34,6 +34,7 @@ bench: .venv-bench/.installed
 	$(PEERS) mlp cnn gpt --mode=train,infer --dtype=float32,mixed $(ARGS)
 	$(PEERS) cnn gpt --allocator=tuned --dtype=float32,mixed $(ARGS)
 	$(PEERS) lstm vit-tiny resnet18 --mode=train,infer $(ARGS)
+	.venv-bench/bin/python -m benchmarks.compiling gpt cnn mlp
 
 # Plans for TPUs that are not there, compiled: libtpu is 200 MB, and lies beside the environment for these alone.
 pods: $(STAMP) .libtpu/.installed

@@ -41,7 +41,7 @@ def main(module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, 
     with contextlib.ExitStack() as alive:
         live = [alive.enter_context(Live(name, [sys.executable, "-m", module, name], environment)) for name in peers]
         figures = turns(live, rounds=rounds, budget=0)
-    print(header(" ".join(["python -m", module, *sys.argv[1:]]), rounds))
+    print(header(" ".join(["python -m", module, *sys.argv[1:]]), rounds, allocator="default"))
     print(table(figures, unit=unit, scale=scale, bases=[base or list(peers)[-1]]))
     return {name: statistics.median(values) for name, values in figures.items()}
 
@@ -62,8 +62,9 @@ def table(figures: dict[str, list[float]], *, unit: str, scale: float, bases: li
     return "\n".join(lines)
 
 
-def header(command: str, rounds: int, packages: tuple[str, ...] = ()) -> str:
-    """The command, the machine and the versions: what a figure needs to be read."""
+def header(command: str, rounds: int, packages: tuple[str, ...] = (), allocator: str = "") -> str:
+    """The command, the machine and the versions: what a figure needs to be read; the allocator where there is one for
+    all tables."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = []
@@ -73,7 +74,8 @@ def header(command: str, rounds: int, packages: tuple[str, ...] = ()) -> str:
         except PackageNotFoundError:
             pass    # a peer that is not here is not in the table either
     return (f"`{command}`, {datetime.date.today()}, {rounds} rounds, {len(os.sched_getaffinity(0))} cores of {_cpu()}, "
-            f"Python {platform.python_version()}, {', '.join(versions)}\n")
+            f"Python {platform.python_version()}, {', '.join(versions)}"
+            + f", allocator: {allocator}" * bool(allocator) + "\n")
 
 
 def _cpu() -> str:
