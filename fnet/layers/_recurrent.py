@@ -42,7 +42,10 @@ def open_forget_gate(key, shape, dtype=jnp.float32):
 
 
 class _Recurrent(Layer):
-    """What RNN, LSTM and GRU share: one projection of all inputs, then a scan with one dot for each step."""
+    """What RNN, LSTM and GRU share: a projection of all inputs for each gate, then a scan with one dot for each step.
+
+    The gates' projections are arrays of their own: sliced out of one, XLA:CPU computes a step's gates number by number.
+    """
 
     gates: typing.ClassVar[int] = 1
 
@@ -170,7 +173,8 @@ class RNN(_Recurrent):
     activation: Callable = jnp.tanh
 
     def _step(self, arrays, hidden, projected, recur):
-        return self.activation(projected + recur(hidden))
+        (px,), (ph,) = projected, recur(hidden)
+        return self.activation(px + ph)
 
     def _output(self, carry):
         return carry
@@ -211,7 +215,7 @@ class LSTM(_Recurrent):
 
     def _step(self, arrays, carry, projected, recur):
         hidden, cell = carry
-        i, f, g, o = jnp.split(projected + recur(hidden), 4, -1)
+        i, f, g, o = (px + ph for px, ph in zip(projected, recur(hidden)))
         cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
         return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
 
@@ -247,8 +251,7 @@ class GRU(_Recurrent):
         return {"recurrent_bias": scope.param("recurrent_bias", (self.features,), self.bias_init, ("out",))}
 
     def _step(self, arrays, hidden, projected, recur):
-        rx, zx, nx = jnp.split(projected, 3, -1)
-        rh, zh, nh = jnp.split(recur(hidden), 3, -1)
+        (rx, zx, nx), (rh, zh, nh) = projected, recur(hidden)
         if self.use_bias:
             nh = nh + align(arrays["recurrent_bias"], nh)
         z = jax.nn.sigmoid(zx + zh)
@@ -264,16 +267,17 @@ def _scan(layer, arrays, x, carry, valid, reverse):
     x = x.swapaxes(0, 1)    # [time, batch, features_in]
     if valid is not None:
         x = jnp.where(valid, x, 0)    # NaN in padding would reach the kernel's gradient
-    kernel = arrays["kernel"]
-    projected = affine(x, kernel, arrays["bias"]) if "bias" in arrays else linear(x, kernel)
+    apart = functools.partial(jnp.split, indices_or_sections=layer.gates, axis=-1)
+    each = [apart(arrays[name]) for name in ("kernel", "bias") if name in arrays]
+    projected = [affine(x, *gate) if "bias" in arrays else linear(x, *gate) for gate in zip(*each)]
 
     def recur(hidden):
         # The kernel is cast within the step, so that its gradient is summed over time in its own dtype.
-        return wide(linear(hidden.astype(x.dtype), arrays["recurrent_kernel"]))
+        return apart(wide(linear(hidden.astype(x.dtype), arrays["recurrent_kernel"])))
 
     def step(carry, inputs):
         projected, valid = inputs
-        after = layer._step(arrays, carry, wide(projected), recur)
+        after = layer._step(arrays, carry, [wide(gate) for gate in projected], recur)
         output = layer._output(after).astype(x.dtype)
         if valid is not None:
             after = jax.tree.map(lambda new, old: jnp.where(valid, new, old), after, carry)

@@ -238,6 +238,24 @@ def test_activation():
     np.testing.assert_array_equal(y, [[[1, 0], [3, 3]]])
 
 
+@every
+def test_one_product_for_each_step(kind):
+    """The inputs are multiplied ahead of the scan, and no step slices a gate out of an array of all times, which
+    XLA:CPU does number by number."""
+    layer, params, x = made(kind)
+
+    def equations(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield from equations(eqn.params["jaxpr"].jaxpr) if eqn.primitive.name in ("jit", "pjit") else [eqn]
+
+    found = list(equations(jax.make_jaxpr(layer)(params, x).jaxpr))
+    scan, = (eqn for eqn in found if eqn.primitive.name == "scan")
+    products = [sum(eqn.primitive.name == "dot_general" for eqn in eqns)
+                for eqns in (found, equations(scan.params["jaxpr"].jaxpr))]
+    assert products == [layer.gates, 1]
+    assert [v.aval.shape for v in scan.invars if v.aval.ndim == 3] == layer.gates * [(TIME, BATCH, FEATURES)]
+
+
 def test_eager_calls_compile_once():
     layer, params, x = made("GRU")
     layer(params, x)
