@@ -35,14 +35,18 @@ def parallel(step: Callable, plan: Any) -> Callable:
     compiled = jax.jit(plan.way.applied(step, plan.mesh, plan.axes), in_shardings=(plan.state, plan.batch),
                        out_shardings=(plan.state, whole), donate_argnums=0)
 
-    @functools.wraps(step)
-    def run(state, batch):
-        try:
-            return compiled(state, batch)
-        except (TypeError, ValueError) as error:
-            if said := plan.objection(state, batch):    # asked only then: nothing that each step pays for
-                raise ValueError(f"parallel: {said}") from error
-            raise
+    def told(call):
+        @functools.wraps(step)
+        def run(state, batch):
+            try:
+                return call(state, batch)
+            except (TypeError, ValueError) as error:
+                if said := plan.objection(state, batch):    # asked only then: nothing that each step pays for
+                    raise ValueError(f"parallel: {said}") from error
+                raise
 
-    run.lower, run.trace = compiled.lower, compiled.trace
+        return run
+
+    run = told(compiled)
+    run.lower, run.trace = told(compiled.lower), told(compiled.trace)
     return run

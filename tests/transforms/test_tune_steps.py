@@ -151,6 +151,8 @@ def test_a_planned_step_is_lowered_tuned():
     got, _ = tuned(state, normal(2, 16, 6))
     close(got, want)
     assert state["w"].is_deleted() and got["w"].sharding == want["w"].sharding
+    with pytest.raises(ValueError, match=r"^parallel: .* has 12 rows, which 8 devices do not divide"):
+        ft.tune(ft.parallel(step, plan), "cpu")(plan.init(jax.random.key(0)), normal(2, 12, 6))
 
 
 def test_donation_of_a_jitted_step_with_bound_arguments():
