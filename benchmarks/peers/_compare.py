@@ -65,8 +65,9 @@ def parser(**named) -> argparse.ArgumentParser:
     made.add_argument("--dtype", type=several(TOLERANCE), help="float32, mixed or float32,mixed; by default mixed for "
                       f"{', '.join(spec.ACCELERATOR)} and float32 otherwise")
     made.add_argument("--size", choices=("full", "small"), default="full", help="small: for a test of the harness")
-    made.add_argument("--allocator", choices=("default", "tuned"), default="default",
-                      help="tuned: glibc keeps what one step allocated for the next, in all peers")
+    made.add_argument("--allocator", choices=("default", "tuned", "huge"), default="default",
+                      help="tuned: glibc keeps what one step allocated for the next; huge: it asks for huge pages; "
+                      "in all peers")
     made.add_argument("--rounds", type=int, default=9)
     made.add_argument("--untimed", type=int, default=2, help="rounds before those that count")
     made.add_argument("--budget", type=float, default=0.5, help="seconds of a turn, which is two steps at least")
@@ -109,9 +110,10 @@ def agree(name, losses, reference, expected, tolerance):
 def _live(label, how, workload, mode, dtype, options):
     details = {"workload": workload, "size": options.size, "mode": mode, "mixed": dtype == "mixed", "checked": 3,
                "allocator": options.allocator, **how}
-    # All peers share the device: none may take its memory whole.
-    return Live(label, [sys.executable, "-m", "benchmarks.peers._worker", json.dumps(details)],
-                {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}    # all peers share the device: none may take it whole
+    if options.allocator == "huge":
+        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    return Live(label, [sys.executable, "-m", "benchmarks.peers._worker", json.dumps(details)], environment)
 
 
 def _present(peers, workload, options, required):

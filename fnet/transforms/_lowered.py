@@ -132,11 +132,12 @@ def as_matrices(x, y, dimension_numbers, compute, out) -> jax.Array:
 
 
 def _matrices(x, axes, dtype):
-    """x in a low dtype, with three groups of its axes as its axes, behind a barrier."""
+    """x in a low dtype, with three groups of its axes as its axes; cast once for all products that read it."""
     order, shape = [i for group in axes for i in group], [math.prod(x.shape[i] for i in group) for group in axes]
-    if order == list(range(x.ndim)):    # the cast is for the product to do as it reads
-        return lax.convert_element_type(lax.optimization_barrier(x.reshape(shape)), dtype)
-    return lax.optimization_barrier(lax.convert_element_type(x, dtype).transpose(order).reshape(shape))
+    x = lax.optimization_barrier(lax.convert_element_type(x, dtype))
+    if order == list(range(x.ndim)):
+        return x.reshape(shape)
+    return lax.optimization_barrier(x.transpose(order).reshape(shape))
 
 
 mlir.register_lowering(lowered_p, mlir.lower_fun(_on_accelerators, multiple_results=False))
