@@ -13,7 +13,7 @@ def cpu_allocator() -> bool:
 
     XLA allocates a CPU program's temporary memory anew for each call, and the C library hands large blocks back to the
     system at once, so that each step begins with a page fault for every 4 kB. After this call freed memory stays with
-    the process: its size stays what it was at its largest.
+    the process: its size stays what it was at its largest, with temporary memory for each of the steps that JAX queues.
 
         from fnet import hardware as hw
         hw.cpu_allocator()      # first thing in a script, before any large array

@@ -29,12 +29,12 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
         step = ft.tune(jax.jit(step, donate_argnums=0))
 
     For a CPU: operands of matrix products are computed before the product reads them, products that vmap has turned
-    round are turned back, weight gradients are products of two matrices with the smaller side leading, poolings that
-    tile the image and their gradients are elementwise, weight gradients of convolutions have a forward convolution's
-    layout. Where convolutions are most of the work, the compiler is told which library has them; those of bfloat16 are
-    oneDNN's from jaxlib 0.12 on, on processors with AMX. NaN and Inf stay where they were, ties in a pooling go where
-    XLA's go, dtypes and named scopes stay. For GPUs and TPUs
-    there are no rules: the step is compiled as it is.
+    round are turned back, weight gradients are products of two matrices with the smaller side leading, products of
+    bfloat16, cast by whomever, have float32 sums and the form that there are kernels for, poolings that tile the image
+    and their gradients are elementwise, weight gradients of convolutions have a forward convolution's layout. Where
+    convolutions are most of the work, the compiler is told which library has them; those of bfloat16 are oneDNN's from
+    jaxlib 0.12 on, on processors with AMX. NaN and Inf stay where they were, ties in a pooling go where XLA's go,
+    dtypes and named scopes stay. For GPUs and TPUs there are no rules: the step is compiled as it is.
 
     Rules are applied to the whole program, hence after differentiation: give `tune` the step, not the model. Put it
     outermost: called with arrays it compiles by itself, with the compiler options that suit the program, and keeps the
