@@ -77,8 +77,9 @@ def products(eqn, inputs):
     rows = math.prod(x.shape[:len(left)])
     x, y = x.reshape(rows, -1), y.reshape(rows, -1)
     dot = functools.partial(lax.dot_general, dimension_numbers=(((0,), (0,)), ((), ())), **rest)
-    z = dot(x, y) if x.shape[1] <= y.shape[1] else apart(dot(y, x)).T
-    return [z.reshape(shape)]
+    narrow = x.shape[1] <= y.shape[1]
+    z = apart(dot(x, y) if narrow else dot(y, x))    # else XLA swaps the sides again where the result is transposed
+    return [(z if narrow else z.T).reshape(shape)]
 
 
 def _ready(value, x):

@@ -404,3 +404,12 @@ def test_bad_input(make, error, message):
 def test_partial_binds_static_arguments():
     f = jax.jit(lambda n, x: x ** n, static_argnums=0)
     np.testing.assert_array_equal(ft.tune(functools.partial(f, 3), "cpu")(jnp.full(2, 2.0)), [8.0, 8.0])
+
+
+@pytest.mark.parametrize("features", [(512, 64), (64, 512)])
+def test_a_weight_gradient_keeps_its_narrow_side_in_front(features):
+    """As compiled: XLA turns a product round whose result is transposed."""
+    w, x = jnp.ones(features), jnp.ones((8, 2048, features[0]))
+    tuned = ft.tune(lambda w, x: jax.grad(lambda w: jnp.sin(x @ w).sum())(w), "cpu")
+    products = re.findall(r"f32\[([\d,]+)\]\S* dot\(", jax.jit(tuned).lower(w, x).compile().as_text())
+    assert len(products) == 2 and "64,512" in products
