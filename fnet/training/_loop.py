@@ -95,6 +95,7 @@ def fit(
       CheckpointError: no checkpoint can be read, or they are of another model or optimiser; one cannot be written; or
         another run is using the workdir.
       PeerLost: another process of the run is gone.
+      TypeError: a step or batches that are no functions, or a state without `step`.
       ValueError: an interval below 1, a metric to watch that no evaluation returns, or a plan of another state or
         for chips that are not here.
 
@@ -112,6 +113,12 @@ def fit(
       >>> round(float(state.params["w"]), 2)
       3.0
     """
+    for name, value in {"step": step, "batches": batches}.items():
+        if not callable(value):
+            raise TypeError(f"fit(step, state, batches): {name} is a function; got a {type(value).__name__}")
+    if not hasattr(state, "step"):
+        raise TypeError("fit: a state has an integer array `step`, as a TrainState has; "
+                        f"got a {type(state).__name__} without one")
     intervals = {"steps": steps, "every": every, "log_every": log_every, "save_every": save_every,
                  "keep_every": keep_every}
     for name, value in intervals.items():

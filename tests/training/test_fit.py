@@ -288,6 +288,17 @@ def test_wrong_arguments(options, text):
         tr.fit(step, start(), batches(), **({"steps": 2} | options))
 
 
+@pytest.mark.parametrize(("arguments", "text"), [
+    ((start, lambda: step, batches), r"^fit\(step, state, batches\): step is a function; got a TrainState$"),
+    ((lambda: step, start, lambda: [1, 2]), r"^fit\(step, state, batches\): batches is a function; got a list$"),
+    ((lambda: step, dict, batches),
+     "^fit: a state has an integer array `step`, as a TrainState has; got a dict without one$"),
+])
+def test_arguments_of_other_kinds(arguments, text):
+    with pytest.raises(TypeError, match=text):
+        tr.fit(*(make() for make in arguments), steps=2)
+
+
 def test_a_watched_metric_that_is_not_measured(evaluate):
     rule = tr.EarlyStop(metric="test/loss", patience=1)
     with pytest.raises(ValueError, match=r"watches 'test/loss'; evaluations give \['test/accuracy'\]"):
