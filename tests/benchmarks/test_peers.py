@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))    # benchmarks is no installed package
 
 from benchmarks._live import Live, PeerError, turns  # noqa: E402
-from benchmarks.peers import _fnet, _handwritten  # noqa: E402
+from benchmarks.peers import _compare, _fnet, _handwritten  # noqa: E402
 from benchmarks.peers import _workloads as spec  # noqa: E402
 from benchmarks.peers.__main__ import main  # noqa: E402
 from benchmarks.peers._compare import agree  # noqa: E402
@@ -52,6 +52,15 @@ def test_a_table_of_two_peers():
 def test_inference_in_mixed_precision():
     out = peers("mlp", "--size=small", "--peers=jax", "--mode=infer", "--dtype=mixed", "--rounds=1", "--budget=0.01")
     assert "**mlp**, infer, mixed, small size, allocator: default, on cpu; losses agree to 0.03" in out
+
+
+def test_huge_pages_are_asked_for_where_the_process_starts(monkeypatch):
+    seen = []
+    monkeypatch.setattr(_compare, "Live", lambda name, command, environment: seen.append(environment))
+    for allocator in "default", "huge":
+        options = _compare.parser().parse_args(["mlp", f"--allocator={allocator}"])
+        _compare._live("fnet", {"peer": "fnet"}, "mlp", "train", "float32", options)
+    assert [each.get("GLIBC_TUNABLES") for each in seen] == [None, "glibc.malloc.hugetlb=1"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is installed")
