@@ -192,7 +192,7 @@ def parse_flags(argv):
 
 
 def stop(message, code=2):
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", " ".join(str(message).splitlines()).strip(), file=sys.stderr)    # an argument may hold a line break
     sys.exit(code)
 
 

@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("sklearn")
@@ -102,6 +102,7 @@ flag = st.one_of(st.builds("--{}={}".format, words, values), st.builds("--{}".fo
 HELP = ("--help", "--helpfull", "--helpshort", "--helpxml", "-help", "-?", "--only_check_args")
 
 
+@example("image_classification", ["\n"])
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(NAMES), st.lists(flag, max_size=5))
 def test_random_flags_never_give_a_traceback(command, name, arguments):
