@@ -6,7 +6,7 @@
 
 Alone, a rule stands beside `convolution_kernels` (compiler options), which the others were made for, and that beside
 the plain step. A rule pays where it takes less time than the step without it in nine rounds of ten and in the median
-2 % less.
+2 % less; 5 % less where there were fewer than nine rounds.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def verdict(on: list[float], off: list[float]) -> str:
     """What a rule does to the time of a step, from its rounds with the rule and without."""
     ratios = sorted(a / b for a, b in zip(on, off))
     median, most = statistics.median(ratios), max(1, len(ratios) * 9 // 10)
-    if median < 0.98 and sum(ratio < 1 for ratio in ratios) >= most:
+    margin = 0.02 if len(ratios) >= 9 else 0.05
+    if median < 1 - margin and sum(ratio < 1 for ratio in ratios) >= most:
         return f"pays: {median:.2f} of the time"
-    if median > 1.02 and sum(ratio > 1 for ratio in ratios) >= most:
+    if median > 1 + margin and sum(ratio > 1 for ratio in ratios) >= most:
         return f"costs: {median:.2f} of the time"
     return f"makes no difference that shows: {median:.2f} of the time"
 

@@ -148,5 +148,6 @@ def test_what_is_said_of_a_rule():
     off = [1.0] * 10
     assert verdict([0.9] * 9 + [1.5], off) == "pays: 0.90 of the time"
     assert verdict([1.2] * 10, off) == "costs: 1.20 of the time"
-    for even in [0.99] * 10, [0.9] * 8 + [1.5] * 2:
-        assert verdict(even, off).startswith("makes no difference that shows: ")
+    assert verdict([0.9] * 3, off[:3]) == "pays: 0.90 of the time"
+    for even in [0.99] * 10, [0.9] * 8 + [1.5] * 2, [0.96] * 3:
+        assert verdict(even, off[:len(even)]).startswith("makes no difference that shows: ")
