@@ -105,11 +105,11 @@ def _on_cpu(x, y, *, op, params, compute, out):
         return _compute(x, y, op=op, params=params, compute=compute, out=out, sums=compute)
     if compute != jnp.bfloat16:
         return _compute(x, y, op=op, params=params, compute=compute, out=out)
-    return as_matrices(x, y, params()["dimension_numbers"], compute, out)
+    return as_matrices(x, y, params()["dimension_numbers"], out)
 
 
-def as_matrices(x, y, dimension_numbers, compute, out) -> jax.Array:
-    """A dot_general with operands cast to `compute`, sums in float32 and the result in `out`, as XLA:CPU has it fast.
+def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
+    """A dot_general with operands cast to bfloat16, sums in float32 and the result in `out`, as XLA:CPU has it fast.
 
     That is [batch, m, k] x [batch, k, n] or [batch, n, k], and no other. Where XLA moves a transpose into a product
     that then is another one, it fails at run time ("DotThunk: BF16 x BF16 = F32"): hence the barriers.
@@ -123,18 +123,18 @@ def as_matrices(x, y, dimension_numbers, compute, out) -> jax.Array:
         (x, y), contract, free = (y, x), contract[::-1], free[::-1]
     shape = [x.shape[i] for i in (*batch[0], *free[0])] + [y.shape[i] for i in free[1]]
     last = not free[1] or not contract[1] or contract[1][-1] > free[1][-1]
-    x = _matrices(x, (batch[0], free[0], contract[0]), compute)
-    y = _matrices(y, (batch[1], free[1], contract[1]) if last else (batch[1], contract[1], free[1]), compute)
+    x = _matrices(x, (batch[0], free[0], contract[0]))
+    y = _matrices(y, (batch[1], free[1], contract[1]) if last else (batch[1], contract[1], free[1]))
     z = lax.dot_general(x, y, (((2,), (2 if last else 1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     z = lax.optimization_barrier(z).reshape(shape)
     z = z.T if swapped else z
     return z if z.dtype == out else lax.convert_element_type(z, out)
 
 
-def _matrices(x, axes, dtype):
-    """x in a low dtype, with three groups of its axes as its axes; cast once for all products that read it."""
+def _matrices(x, axes):
+    """x in bfloat16, with three groups of its axes as its axes; cast once for all products that read it."""
     order, shape = [i for group in axes for i in group], [math.prod(x.shape[i] for i in group) for group in axes]
-    x = lax.optimization_barrier(lax.convert_element_type(x, dtype))
+    x = lax.optimization_barrier(lax.convert_element_type(x, jnp.bfloat16))
     if order == list(range(x.ndim)):
         return x.reshape(shape)
     return lax.optimization_barrier(x.transpose(order).reshape(shape))

@@ -28,13 +28,15 @@ def boxed(tree: Any) -> Any:
 
 def unboxed(tree: Any) -> Any:
     """The tree with the leaves that `boxed` had put away."""
-    static = lambda x: isinstance(x, Static)
-    return jax.tree.map(lambda x: x.value if static(x) else x, tree, is_leaf=static)
+    return jax.tree.map(lambda x: x.value if _static(x) else x, tree, is_leaf=_static)
 
 
 def holds_statics(tree: Any) -> bool:
-    static = lambda x: isinstance(x, Static)
-    return any(map(static, jax.tree.leaves(tree, is_leaf=static)))
+    return any(map(_static, jax.tree.leaves(tree, is_leaf=_static)))
+
+
+def _static(x) -> bool:
+    return isinstance(x, Static)
 
 
 def _numeric(x) -> bool:

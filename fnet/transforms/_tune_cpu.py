@@ -23,7 +23,7 @@ from fnet.transforms._tune_layout import transposed
 
 F32 = jnp.dtype("float32")
 LARGE = 1 << 19    # elements from which on a product's operand is worth it; below, XLA's own way is as good
-LARGE_LOW = 1 << 20    # multiplications from which on a product of bfloat16 is worth its transposes
+LARGE_LOW = 1 << 20    # multiplications from which on a product of bfloat16 gains; below, both ways take as long (AMX)
 VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
@@ -94,7 +94,7 @@ def bfloat16_products(eqn, inputs):
     if x.dtype != library.BF16 or y.dtype != library.BF16 or work < LARGE_LOW or not library.bfloat16_pays():
         return None
     (left, right), batch = eqn.params["dimension_numbers"]
-    dot = functools.partial(as_matrices, compute=library.BF16, out=eqn.outvars[0].aval.dtype)
+    dot = functools.partial(as_matrices, out=eqn.outvars[0].aval.dtype)
     if x.ndim == 2 < y.ndim and len(left) == 1 and not any(batch):    # vmap's w a, see `products`
         z = dot(y, x, ((right, left), batch))
         return [transposed(z, (z.ndim - 1, *range(z.ndim - 1)))]

@@ -35,7 +35,7 @@ def operation(eqn) -> tuple:
 
 @functools.cache
 def bfloat16_pays() -> bool:
-    """Whether this processor multiplies bfloat16: elsewhere XLA computes such products in float32."""
+    """Whether this processor multiplies bfloat16; others were not measured."""
     return not {"amx_bf16", "avx512_bf16"}.isdisjoint(read_cpu().flags)
 
 

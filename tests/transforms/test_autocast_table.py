@@ -72,14 +72,6 @@ def test_table(name):
             check_beside_casts_by_hand(f, dtype, results, want["gradient"], params, *inputs)
 
 
-@pytest.fixture(scope="module")
-def quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()    # other modules' operations are not to be those compiled here
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.eagerly])
 def test_operation_by_operation(name, quickly):
     """The forms without jit, which the compiled program of the table cannot show."""
