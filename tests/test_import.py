@@ -17,6 +17,17 @@ def test_import_loads_nothing_heavy():
     assert loaded == "[]"
 
 
+def test_every_public_package_is_an_attribute():
+    code = """
+import sys, fnet
+lazy = [name for name in fnet.__all__ if f"fnet.{name}" not in sys.modules]
+assert set(fnet.__all__) <= set(dir(fnet))
+print(lazy, [getattr(fnet, name).__name__ for name in lazy])
+"""
+    assert _run(code) == ("['models', 'parallel', 'training'] "
+                          "['fnet.models', 'fnet.parallel', 'fnet.training']")
+
+
 def test_import_costs_at_most_100_ms_more_than_jax():
     # Processor time, in fresh processes that take turns: the machine may be busy, and only the difference counts.
     times = {module: [] for module in ("fnet", "jax")}

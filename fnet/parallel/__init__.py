@@ -1,12 +1,11 @@
 """One plain step on many chips: how it is spread, why, and what is sent.
 
     from fnet import parallel
-    from fnet import transforms as ft
 
     plan = parallel.plan(step, init, batch)
     print(plan)
     state = plan.init(jax.random.key(0))
-    step = ft.parallel(step, plan)
+    step = plan.jit(step)
 """
 
 from fnet.parallel._channel import PeersGone

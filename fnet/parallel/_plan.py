@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fnet import hardware
 from fnet.parallel import _check, _compile, _cost, _explain
@@ -129,6 +131,44 @@ class Plan:
         if not self.here:
             raise ValueError(f"plan.{what}: this plan is for {self.target} that are not here; plan for devices='local' "
                              "to run")
+
+    def jit(self, step: Callable) -> Callable:
+        """Compiles `step(state, batch) -> (state, metrics)` for the plan's devices.
+
+            plan = parallel.plan(step, init, batch)
+            state = plan.init(jax.random.key(0))
+            step = plan.jit(step)
+            state, metrics = step(state, batch)
+
+        The step is written for one device and receives the whole batch: means over it, including batch statistics, are
+        over all devices, and the results are those of one device. The state keeps the plan's shardings and is donated.
+
+        Args:
+            step: the planned step.
+
+        Returns:
+            The compiled step, with the methods `lower` and `trace` of `jax.jit`. Batches may be NumPy arrays. It raises
+            ValueError if the devices are not attached, if they do not divide the rows of the batch, and for an array
+            that has another sharding than the plan's.
+        """
+        compiled = jax.jit(self.way.applied(step, self.mesh, self.axes), in_shardings=(self.state, self.batch),
+                           out_shardings=(self.state, NamedSharding(self.mesh, P())), donate_argnums=0)
+
+        def explained(call):
+            @functools.wraps(step)
+            def run(state, batch):
+                try:
+                    return call(state, batch)
+                except (TypeError, ValueError) as error:
+                    if reason := self.objection(state, batch):    # checked here, so that valid calls do not pay for it
+                        raise ValueError(f"plan.jit: {reason}") from error
+                    raise
+
+            return run
+
+        run = explained(compiled)
+        run.lower, run.trace = explained(compiled.lower), explained(compiled.trace)
+        return run
 
     def objection(self, state: Any, batch: Any) -> str | None:
         """What keeps the step from taking these, in a sentence."""

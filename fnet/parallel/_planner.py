@@ -21,7 +21,6 @@ from fnet.parallel._rules import applied, path_of
 from fnet.parallel._shardings import is_parameter, layout, scanned_leaves
 from fnet.parallel._targets import target
 from fnet.parallel._ways import Way, ladder, takes_slices
-from fnet.transforms._parallel import parallel
 
 ROOM = 0.92    # of a chip's memory that a program may take; the rest is the runtime's
 DOUBT = 1.25   # by which an estimate of memory may be too high: what it puts above is not compiled
@@ -39,7 +38,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         plan = parallel.plan(step, init, batch)
         print(plan)
         state = plan.init(jax.random.key(0))
-        step = ft.parallel(step, plan)
+        step = plan.jit(step)
 
     What each strategy needs and sends is reckoned from the step's jaxpr, and read from the program where it can be
     compiled for the chips, which need not be there. Of those that fit into memory the one that sends least is chosen;
@@ -192,7 +191,7 @@ class _Drafts:
                 ways = {way._replace(pins=not way.pins) for way in done}
                 if each.way not in ways:
                     continue
-            compiled = _compile.compiled(parallel(self.traced.step, self.plan(each.way)), self.state, self.batch)
+            compiled = _compile.compiled(self.plan(each.way).jit(self.traced.step), self.state, self.batch)
             done[each.way] = self.judged(self.timed(dataclasses.replace(each, compiled=compiled)), 1.0)
         rest = lambda each: dataclasses.replace(each, verdict=self.judged(each, DOUBT).verdict
                                                 or f"{_LATER}: by the estimate it sends no less")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fnet.transforms._pins import pin
+from fnet.parallel._pins import pin
 from fnet.transforms._rematerialize import rematerialize
 
 # name -> in words; the simplest first

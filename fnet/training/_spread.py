@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet import transforms
 from fnet.parallel import Plan
 from fnet.parallel._rows import Rows
 
@@ -40,7 +39,7 @@ class Spread:
         return f"{self.plan.strategy} over {axes}"
 
     def step(self, step: Callable) -> Callable:
-        return step if self.plan is None else transforms.parallel(step, self.plan)
+        return step if self.plan is None else self.plan.jit(step)
 
     def state(self, state: Any) -> Any:
         """A copy of it, because each step donates it, where it belongs.

@@ -22,7 +22,6 @@ from fnet.transforms._derivatives import hvp, per_example
 from fnet.transforms._explain import explain
 from fnet.transforms._loss_scale import LossScaleState, loss_scale, loss_scale_state, scaled_value_and_grad
 from fnet.transforms._microbatch import microbatch
-from fnet.transforms._parallel import parallel
 from fnet.transforms._pmap import pmap, replicate, shard, unreplicate
 from fnet.transforms._rematerialize import rematerialize
 from fnet.transforms._rewrite import rewrite
@@ -30,7 +29,7 @@ from fnet.transforms._tune import tune
 
 __all__ = [
     "LossScaleState", "autocast", "checkpoint", "custom_jvp", "custom_vjp", "explain", "full_precision", "grad",
-    "hessian", "hvp", "jacobian", "jit", "loss_scale", "loss_scale_state", "microbatch", "parallel", "per_example",
-    "pmap", "rematerialize", "replicate", "rewrite", "scaled_value_and_grad", "shard", "tune", "unreplicate",
-    "value_and_grad", "vmap",
+    "hessian", "hvp", "jacobian", "jit", "loss_scale", "loss_scale_state", "microbatch", "per_example", "pmap",
+    "rematerialize", "replicate", "rewrite", "scaled_value_and_grad", "shard", "tune", "unreplicate", "value_and_grad",
+    "vmap",
 ]

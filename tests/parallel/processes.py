@@ -23,7 +23,6 @@ import optax  # noqa: E402
 
 from fnet import parallel  # noqa: E402
 from fnet import training as tr  # noqa: E402
-from fnet import transforms as ft  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(64, 5)).astype(np.float32)
 ROWS = 8 * COUNT      # of a batch, 8 of each process
@@ -87,7 +86,7 @@ def run(case):
     shapes = {"x": np.zeros((ROWS, 5), np.float32)} | ({"weight": np.zeros(ROWS, np.float32)} if weighted else {})
     written = step if weighted else careless
     plan = parallel.plan(written, init, shapes, devices=jax.devices(), strategy="zero1" if weighted else "data")
-    state, spread = plan.init(jax.random.key(0)), ft.parallel(written, plan)
+    state, spread = plan.init(jax.random.key(0)), plan.jit(written)
     seen, limit = [], HANG if case in ("late", "late-first", "stuck", "failed", "killed") else 60
     given = batches(SIZES[case][ME], 32 * ME % 64)
     for batch in parallel.feed(given, plan, timeout=limit, drop_remainder=case == "dropped"):

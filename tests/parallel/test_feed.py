@@ -10,7 +10,6 @@ import pytest
 from checks import close, counted
 
 from fnet import parallel
-from fnet import transforms as ft
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(44, 6)).astype(np.float32), RNG.normal(size=44).astype(np.float32)
@@ -55,7 +54,7 @@ def without():
 def test_a_ragged_epoch_has_the_loss_of_one_device(plan):
     """44 rows in batches of 16: the last one has 12, and 8 devices."""
     traced = counted(step)
-    spread, plain = ft.parallel(traced, plan), jax.jit(step)
+    spread, plain = plan.jit(traced), jax.jit(step)
     state = one = jax.jit(init)(jax.random.key(0))
     state, seen = plan.place(state), []
     for batch, true in zip(parallel.feed(epoch(), plan), epoch(), strict=True):

@@ -1,4 +1,4 @@
-"""plan and parallel: the numbers of one device on eight, whichever way a step is spread, and why it was chosen."""
+"""plan and plan.jit: with every strategy the results of one device on eight, and the reasons for the choice."""
 
 import functools
 import re
@@ -122,7 +122,7 @@ def test_eight_devices_have_the_numbers_of_one(name, strategy, options):
     assert plan.strategy.startswith(strategy)
     state, one = plan.init(jax.random.key(0)), jax.jit(init)(jax.random.key(0))
     jax.tree.map(np.testing.assert_array_equal, state, one)
-    spread, plain = ft.parallel(step, plan), jax.jit(step)
+    spread, plain = plan.jit(step), jax.jit(step)
     for _ in range(2):
         given = state
         state, metrics = spread(state, batch)
@@ -298,7 +298,7 @@ def test_a_state_that_exists_is_copied():
     step, init, batch = mlp()
     plan = parallel.plan(step, init, batch, strategy="data")
     mine = jax.jit(init)(jax.random.key(0))
-    ft.parallel(step, plan)(plan.place(mine), np.ones(batch.shape, np.float32))
+    plan.jit(step)(plan.place(mine), np.ones(batch.shape, np.float32))
     assert not any(x.is_deleted() for x in jax.tree.leaves(mine))
 
 
@@ -336,7 +336,7 @@ SOME = np.ones((64, 512), np.float32)
 
 def called(*, batch=SOME, where=None, devices="local"):
     plan = parallel.plan(STEP, INIT, ROWS, strategy="fsdp", compile=False, devices=devices)
-    return ft.parallel(STEP, plan)(jax.device_put(INIT(jax.random.key(0)), where), batch)
+    return plan.jit(STEP)(jax.device_put(INIT(jax.random.key(0)), where), batch)
 
 
 @pytest.mark.parametrize(("call", "message"), [
@@ -379,13 +379,13 @@ def called(*, batch=SOME, where=None, devices="local"):
      "tensor=3"),
     (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 3}),
      "plan: a mesh of {'tensor': 3, 'data': 2} is 6 devices"),
-    (lambda: called(devices="v2:2x2"), "parallel: this plan is for 4 x TPU v2 (8 devices) that are not here; plan for "
+    (lambda: called(devices="v2:2x2"), "plan.jit: this plan is for 4 x TPU v2 (8 devices) that are not here; plan for "
      "devices='local' to run"),
     (lambda: called(batch=np.ones((12, 512), np.float32)),
-     "parallel: batch of shape (12, 512) has 12 rows, which 8 devices do not divide; parallel.feed fills short"),
+     "plan.jit: batch of shape (12, 512) has 12 rows, which 8 devices do not divide; parallel.feed fills short"),
     (lambda: called(batch={"x": np.ones((16, 512), np.float32)}),
-     "parallel: the batch has another structure than was planned for: PyTreeDef({'x': *}) and PyTreeDef(*)"),
-    (lambda: called(where=jax.devices()[0]), "parallel: state['params'][0] does not lie where the plan has it, but as "
+     "plan.jit: the batch has another structure than was planned for: PyTreeDef({'x': *}) and PyTreeDef(*)"),
+    (lambda: called(where=jax.devices()[0]), "plan.jit: state['params'][0] does not lie where the plan has it, but as "
      "SingleDeviceSharding(device=CpuDevice(id=0)"),
 ])
 def test_errors(call, message):

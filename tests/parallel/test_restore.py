@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from fnet import layers as nn
 from fnet import parallel
 from fnet import training as tr
-from fnet import transforms as ft
 
 MODEL = nn.Sequential(nn.Dense(256), nn.BatchNorm(), jax.nn.relu, nn.Dense(48))
 TX = optax.adam(0.01)
@@ -72,7 +71,7 @@ TARGETS = {
 def saved(tmp_path_factory):
     """(folder, what was saved, what comes of one more step) of a run on eight devices."""
     plan = planned(8)
-    state, spread = plan.init(jax.random.key(0)), ft.parallel(step, plan)
+    state, spread = plan.init(jax.random.key(0)), plan.jit(step)
     for _ in range(2):
         state, _ = spread(state, X)
     split = [x for x in jax.tree.leaves(state) if not x.sharding.is_fully_replicated]
@@ -110,10 +109,10 @@ def test_it_goes_on_under_the_new_plan(saved):
     for count in (8, 4, 1):      # of which 8 went before, too
         plan = planned(count, "data" if count == 1 else "fsdp")
         state = tr.Checkpoints(folder).restore(plan.init(jax.random.key(3)))
-        ends.append(ft.parallel(step, plan)(state, X)[1]["loss"])
+        ends.append(plan.jit(step)(state, X)[1]["loss"])
     np.testing.assert_allclose(ends, ends[0], rtol=1e-5)
     again = tr.Checkpoints(folder).restore(planned(8).init(jax.random.key(3)))
-    assert ft.parallel(step, planned(8))(again, X)[1]["loss"] == ends[0]
+    assert planned(8).jit(step)(again, X)[1]["loss"] == ends[0]
 
 
 @pytest.mark.parametrize("strategy", ["data", "zero1", "fsdp"])

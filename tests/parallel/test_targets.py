@@ -184,9 +184,9 @@ def test_attention_has_the_chips_kernel_on_a_slice():
     step, init, batch = language_model(8, width=64, depth=2, heads=1, context=512)
     plan = parallel.plan(step, init, batch, devices="v5e:2x2", strategy="fsdp+pins", compile=False)
     state = jax.eval_shape(init, jax.random.key(0))
-    text = ft.parallel(step, plan).lower(state, batch).as_text()
+    text = plan.jit(step).lower(state, batch).as_text()
     assert text.count("tpu_custom_call") >= 2 and "512x512xf32" not in text
     wide = {"mesh": {"data": 2, "tensor": 2}, "rules": {"blocks/fc/kernel": (None, None, "tensor")}}
     split = parallel.plan(step, init, batch, devices="v5e:2x2", strategy="data", compile=False, **wide)
-    assert "tpu_custom_call" not in ft.parallel(step, split).lower(state, batch).as_text()
+    assert "tpu_custom_call" not in split.jit(step).lower(state, batch).as_text()
     assert split.chosen.estimate.peak > plan.chosen.estimate.peak

@@ -145,14 +145,14 @@ def test_a_planned_step_is_lowered_tuned():
     step = lambda state, batch: ({"w": state["w"] - gradient(state["w"], batch)[1]}, {})
     init = lambda key: {"w": jax.random.normal(key, (6, 4))}
     plan = parallel.plan(step, init, normal(2, 16, 6))
-    tuned, state = ft.tune(ft.parallel(step, plan), "cpu"), plan.init(jax.random.key(0))
+    tuned, state = ft.tune(plan.jit(step), "cpu"), plan.init(jax.random.key(0))
     assert "optimization_barrier" in tuned.lower(state, normal(2, 16, 6)).as_text()
-    want, _ = ft.parallel(step, plan)(plan.init(jax.random.key(0)), normal(2, 16, 6))
+    want, _ = plan.jit(step)(plan.init(jax.random.key(0)), normal(2, 16, 6))
     got, _ = tuned(state, normal(2, 16, 6))
     close(got, want)
     assert state["w"].is_deleted() and got["w"].sharding == want["w"].sharding
-    with pytest.raises(ValueError, match=r"^parallel: .* has 12 rows, which 8 devices do not divide"):
-        ft.tune(ft.parallel(step, plan), "cpu")(plan.init(jax.random.key(0)), normal(2, 12, 6))
+    with pytest.raises(ValueError, match=r"^plan\.jit: .* has 12 rows, which 8 devices do not divide"):
+        ft.tune(plan.jit(step), "cpu")(plan.init(jax.random.key(0)), normal(2, 12, 6))
 
 
 def test_donation_of_a_jitted_step_with_bound_arguments():

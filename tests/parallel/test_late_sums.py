@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from fnet import layers as nn
 from fnet import parallel
 from fnet import transforms as ft
-from fnet.transforms._pins import pin
+from fnet.parallel._pins import pin
 
 N = 8
 MESH = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
