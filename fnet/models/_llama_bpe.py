@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from fnet.models._tokenizers import contents, in_range
+from fnet.models._tokenizers import SMALL, check_count, contents, in_range
 
 _BEGIN, _END, _BYTES = 1, 2, 3    # <s>, </s>, and the first of the 256 single bytes
 _FIRST = _BYTES + 256             # the first piece of text
@@ -60,7 +60,7 @@ class LlamaBPE:
         Raises:
             ValueError: where the file is something else.
         """
-        raw = contents(path, text=False)
+        raw = contents(path, text=False, most=SMALL)
         pieces, scores, at = [], [], 4
         longest = struct.unpack_from("<i", raw)[0] if len(raw) >= 4 else 0
         while at < len(raw):
@@ -72,6 +72,7 @@ class LlamaBPE:
             pieces.append(raw[at + 8:at + 8 + length])
             scores.append(score)
             at += 8 + length
+            check_count(path, len(pieces))
         try:
             return cls(pieces, scores)
         except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ DTYPES = {
 }
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_HEADER = 1 << 23      # bytes of a safetensors header: 100,000 tensors
+_INDEX = 1 << 24       # bytes of an index of shards; DeepSeek-V3's has 9 million
 _ALIGNMENT = 64    # what XLA's CPU client takes without copying it
 
 
@@ -105,8 +108,13 @@ def aligned(shape, dtype) -> np.ndarray:
 def _safetensors(file: Path) -> Tensors:
     from safetensors import SafetensorError, safe_open
 
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+    if _HEADER < length <= file.stat().st_size:
+        raise ValueError(f"{file} is no safetensors file of a model: its header has {length:,} bytes, at most "
+                         f"{_HEADER:,} are read")
     try:
-        # The library holds the header to the format: sizes within the file, no overlap, no gap, no more than 100 MB.
+        # The library holds the header to the format: sizes within the file, no overlap and no gap.
         with safe_open(file, framework="np") as opened:
             metadata = opened.metadata() or {}
             heads = [(key, opened.get_slice(key)) for key in opened.offset_keys()]
@@ -120,15 +128,24 @@ def _safetensors(file: Path) -> Tensors:
     for key, kind, shape in heads:                      # in the order of the file, without gaps
         if kind not in DTYPES:
             raise ValueError(f"{file}: {key!r} is of dtype {kind}, which fnet does not read")
-        dtype, count = np.dtype(DTYPES[kind]), int(np.prod(shape, dtype=np.int64))
-        arrays[key] = np.frombuffer(mapped, dtype, count, at).reshape(shape) if count else np.empty(shape, dtype)
+        dtype, count = np.dtype(DTYPES[kind]), math.prod(shape)
+        try:
+            arrays[key] = np.frombuffer(mapped, dtype, count, at).reshape(shape) if count else np.empty(shape, dtype)
+        except ValueError as error:     # an axis too long for NumPy, beside one of length 0
+            raise ValueError(f"{file}: {key!r} has the shape {shape}: {error}") from None
         at += count * dtype.itemsize
     return Tensors(file, arrays, metadata)
 
 
 def _shards(index: Path) -> Tensors:
+    size = index.stat().st_size
+    if size > _INDEX:
+        raise ValueError(f"{index} is no index of shards: it has {size:,} bytes, at most {_INDEX:,} are read")
     try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        text = index.read_text(encoding="utf-8")
+        if text.count("{") + text.count("[") > 1000:    # it needs two objects; a million would fill the memory
+            raise ValueError("it holds more than 1,000 lists and objects")
+        where = json.loads(text)["weight_map"]
         names = sorted(set(where.values()))
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise ValueError("its shards must be files beside it")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-_LARGEST = 1 << 26    # bytes that a vocabulary may have; the field's largest have a few million
+# Limits for untrusted files: each is several times what the largest published vocabularies need.
+_LARGEST = 1 << 26     # bytes of a tokenizer.json; Gemma 3's has 33 million
+SMALL = 1 << 24       # bytes of the other files; BERT's vocab.txt has 230,000, Llama's tokenizer.bin 434,000
+_MOST = 1 << 20        # tokens
+_STEPS = 10_000        # values that describe the steps before and after the model in a tokenizer.json
+_GROWTH = 1024         # by how much these steps may multiply the length of a text
 
 
 class ByteTokenizer:
@@ -84,14 +92,15 @@ class CharTokenizer:
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> CharTokenizer:
-        """From the file that `write` made: a JSON string of the characters.
+        """Reads the file that `write` made, a JSON string of the characters.
 
         Raises:
-            ValueError: where the file is something else.
+            ValueError: the file is something else.
         """
+        raw = contents(path, most=SMALL).strip()
         try:
-            characters = json.loads(contents(path))
-        except (json.JSONDecodeError, RecursionError):
+            characters = json.loads(raw) if raw[:1] == '"' else None    # nothing else is parsed, of any size or depth
+        except ValueError:
             characters = None
         if not isinstance(characters, str) or not characters or "".join(sorted(set(characters))) != characters:
             raise ValueError(f"{path} is no vocabulary of characters: a JSON string of them, in order, each once")
@@ -102,9 +111,15 @@ class CharTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, read and run by Hugging Face's own library (`pip install tokenizers`).
+    """A tokenizer.json, read and run by Hugging Face's library (`pip install tokenizers`).
 
-    For vocabularies that fnet does not read itself, such as GPT-2's and Llama 3's byte-level BPE.
+    Use it for vocabularies that fnet does not read itself, such as the byte-level BPE of GPT-2 and Llama 3. The padding
+    and the truncation that the file describes are not applied: `encode` returns the tokens of the whole text.
+
+    Raises:
+        ModuleNotFoundError: the library is not installed.
+        ValueError: the file is not a tokenizer.json, or describes steps that no tokenizer needs. `encode` and `decode`
+            raise it when the library fails on a text.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -113,11 +128,11 @@ class HuggingFaceTokenizer:
         except ModuleNotFoundError:
             raise ModuleNotFoundError(f"{path} is read by the library tokenizers, which is missing: pip install "
                                       "tokenizers") from None
-        text = contents(path)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:    # the library raises Exception itself
-            raise ValueError(f"{path} is no tokenizer.json: {error}") from None
+        self._path, text = path, contents(path)
+        _check_tokenizer(path, text)
+        self._tokenizer = self._run(tokenizers.Tokenizer.from_str, text)
+        self._tokenizer.no_padding()       # to 2^40 tokens would end the process
+        self._tokenizer.no_truncation()
         ends = map(self._tokenizer.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"))
         self.stop = tuple(number for number in ends if number is not None)
 
@@ -127,10 +142,57 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """[tokens], int32."""
-        return np.array(self._tokenizer.encode(text).ids, np.int32)
+        return self._run(lambda text: np.array(self._tokenizer.encode(text).ids, np.int32), text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return self._tokenizer.decode(np.asarray(tokens).tolist())
+        return self._run(self._tokenizer.decode, np.asarray(tokens).tolist())
+
+    def _run(self, function, argument):
+        """Calls the library, whose errors are plain Exceptions and whose panics are not even those."""
+        try:
+            return function(argument)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"{self._path} is not a usable tokenizer.json: {error}") from None
+
+
+def _check_tokenizer(path, text):
+    """Refuses a tokenizer.json with which Hugging Face's library would end the process for lack of memory.
+
+    Raises:
+        ValueError: it is not JSON, a table of characters claims more bytes than it has, or replacements make a text
+            more than 1024 times as long.
+    """
+    wrong = f"{path} is not a usable tokenizer.json: "
+    if text.count("[") + text.count("{") > _MOST:
+        raise ValueError(f"{wrong}it holds more than {_MOST:,} lists and objects")
+    try:
+        held = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{wrong}{error}") from None
+    if not isinstance(held, dict):
+        raise ValueError(f"{wrong}it holds a JSON {type(held).__name__}, expected an object")
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        growth, count, pending = 1, 0, [held.get(part)]
+        while pending and count <= _STEPS:
+            step, count = pending.pop(), count + 1
+            pending.extend(step.values() if isinstance(step, dict) else step if isinstance(step, list) else ())
+            if not isinstance(step, dict):
+                continue
+            if isinstance(table := step.get("precompiled_charsmap"), str):
+                try:
+                    raw = base64.b64decode(table)
+                except (binascii.Error, ValueError):
+                    raw = b""
+                if len(raw) < 4 or int.from_bytes(raw[:4], "little") > len(raw) - 4:
+                    raise ValueError(f"{wrong}the table of characters in its {part} is damaged")
+            if isinstance(content := step.get("content"), str) and "pattern" in step:
+                growth *= 1 + len(content)
+        if count > _STEPS:
+            raise ValueError(f"{wrong}its {part} has more than {_STEPS:,} values")
+        if growth > _GROWTH:
+            raise ValueError(f"{wrong}the replacements of its {part} can make a text {growth:,} times as long")
 
 
 def read_tokenizer(path: str | os.PathLike):
@@ -163,16 +225,18 @@ def read_tokenizer(path: str | os.PathLike):
     raise FileNotFoundError(f"{path}: no tokeniser there; one of {', '.join(readers)}, or a folder with one")
 
 
-def contents(path: str | os.PathLike, *, text: bool = True):
-    """A vocabulary's file, whole: text in UTF-8, or bytes.
+def contents(path: str | os.PathLike, *, text: bool = True, most: int = _LARGEST):
+    """The content of a vocabulary's file: text in UTF-8, or bytes.
 
     Raises:
-        ValueError: where it is too large for one, or no UTF-8.
+        ValueError: it is not a regular file, larger than `most` bytes, or not UTF-8.
     """
     path = Path(path)
-    size = path.stat().st_size
-    if size > _LARGEST:
-        raise ValueError(f"{path} has {size:,} bytes: a vocabulary has at most {_LARGEST:,}")
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a regular file")    # a pipe may never end
+    if status.st_size > most:
+        raise ValueError(f"{path} has {status.st_size:,} bytes: a vocabulary has at most {most:,}")
     raw = path.read_bytes()
     if not text:
         return raw
@@ -180,6 +244,12 @@ def contents(path: str | os.PathLike, *, text: bool = True):
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+
+
+def check_count(path: str | os.PathLike, count: int) -> None:
+    """Refuses a vocabulary of more tokens than any has, before they become objects."""
+    if count > _MOST:
+        raise ValueError(f"{path} holds more than {_MOST:,} tokens")
 
 
 def in_range(tokens, count) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fnet.models._tokenizers import contents, in_range
+from fnet.models._tokenizers import SMALL, check_count, contents, in_range
 
 # Code points that BERT takes for Chinese characters, each a word by itself.
 _IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),
@@ -69,7 +69,9 @@ class WordPiece:
         Raises:
             ValueError: where the file is something else.
         """
-        lines = contents(path).split("\n")
+        text = contents(path, most=SMALL)
+        check_count(path, text.count("\n"))
+        lines = text.split("\n")
         if lines[-1] == "":
             lines.pop()
         try:

@@ -26,6 +26,7 @@ from fnet.training._image_formats import (
 __all__ = ["NAMES", "Dataset", "load", "load_digits", "read_idx"]
 
 _CHUNK = 1 << 20
+_TIMEOUT = 8    # seconds that a server may be silent; with two mirrors, a refusal takes less than 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +156,12 @@ def load(
         return load_digits(split)
     if split != "random":
         raise ValueError(f"{name} comes split by its authors: split={split!r} is for digits alone")
-    base = pathlib.Path(data_dir or os.environ.get("FNET_DATA") or "~/.cache/fnet").expanduser()
+    base = pathlib.Path(data_dir or os.environ.get("FNET_DATA") or "~/.cache/fnet")
+    try:
+        base = base.expanduser()
+    except RuntimeError:    # HOME is not set and the user is unknown
+        raise FileNotFoundError(
+            f"{name}: this user has no home directory for {base}; pass data_dir or set FNET_DATA") from None
     find, read = {"cifar10": (_find_cifar10, _load_cifar10)}.get(name, (_find_idx, _load_idx))
     found, missing = find(name, base / name)
     if missing:
@@ -288,7 +294,7 @@ def _download(name, file, folder, *, base_url, announce):
         if announce:
             announce(f"downloading {url} ({file.size / 1e6:.1f} MB)")
         try:
-            with urllib.request.urlopen(url, timeout=30) as reply, open(temporary, "wb") as out:
+            with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply, open(temporary, "wb") as out:
                 size, md5 = _copy(reply, out, file.size)
             if (size, md5) == (file.size, file.md5):
                 os.replace(temporary, folder / file.name)

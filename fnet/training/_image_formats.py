@@ -1,7 +1,7 @@
-"""Readers of IDX (MNIST's format) and of CIFAR-10's binary version, for files that nobody vouches for.
+"""Readers of IDX (the format of MNIST) and of CIFAR-10's binary version, for untrusted files.
 
-Whatever the bytes are, the outcome is an array or a ValueError that names the file, and memory
-grows with the data that is there, never with what a header claims.
+Every input gives an array or a ValueError that names the file. Memory grows with the data in the file, not with the
+sizes that its headers claim, and a small file cannot unpack to a large array.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import gzip
 import math
 import os
 import pathlib
-import tarfile
+import re
 import zlib
 
 import numpy as np
@@ -22,25 +22,27 @@ CIFAR_NAMES = "batches.meta.txt"
 _IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _RECORD = 1 + 3 * 32 * 32
 _CIFAR_LIMIT = 10_000 * _RECORD
+_ARCHIVE_LIMIT = 7 * _CIFAR_LIMIT    # CIFAR-10 has six files of this size, and a few small ones
 _CHUNK = 1 << 20
+_BLOCK = 512    # bytes of a tar header
 
 
-def read_idx(path: str | os.PathLike, *, max_bytes: int = 1 << 30) -> np.ndarray:
+def read_idx(path: str | os.PathLike, *, max_bytes: int | None = None) -> np.ndarray:
     """Reads an IDX file, the format of MNIST, compressed by gzip or not.
 
-    Two zero bytes, a type, the number of dimensions, each dimension as a big-endian uint32, then
-    the values in row-major order and nothing after them.
+    An IDX file is two zero bytes, a type, the number of dimensions, each dimension as a big-endian uint32, and then the
+    values in row-major order.
 
     Args:
-        path: the file; gzip is recognised by its first bytes, whatever the name says.
-        max_bytes: the most that the values may take.
+        path: the file. gzip is recognized by its first bytes, not by the name.
+        max_bytes: the largest size of the values in bytes. The default is 1 GiB; for a compressed file it is 32 times
+            the file's size, at least 64 MiB and at most 1 GiB, so that a small file cannot fill the memory.
 
     Returns:
-        An array of the file's shape in native byte order: uint8, int8, int16, int32, float32 or
-        float64.
+        An array in native byte order: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        ValueError: the file is not a whole IDX file, or promises more than it can hold.
+        ValueError: the file is not a complete IDX file, or it is larger than `max_bytes` once unpacked.
 
     Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database", section "The IDX file format".
     """
@@ -49,6 +51,8 @@ def read_idx(path: str | os.PathLike, *, max_bytes: int = 1 << 30) -> np.ndarray
     with open(path, "rb") as raw:
         zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
+        if max_bytes is None:
+            max_bytes = min(max(32 * size, 1 << 26), 1 << 30) if zipped else 1 << 30
         with gzip.GzipFile(fileobj=raw) if zipped else contextlib.nullcontext(raw) as file:
             try:
                 # DEFLATE cannot shrink by more than 1032 : 1.
@@ -104,28 +108,26 @@ def read_cifar10(files):
     Source: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version".
     """
     if isinstance(files, dict):
-        where, blobs = files, {}
-        for name, path in files.items():
-            with open(path, "rb") as file:
-                blobs[name] = _read_upto(file, _CIFAR_LIMIT + 1)
+        parts = {name: _parse_member(name, path, _read_file(path)) for name, path in files.items()}
     else:
-        blobs = _read_archive(files)
-        where = {name: f"{files}:{CIFAR_FOLDER}/{name}" for name in blobs}
+        parts = _read_archive(files)
+    train = zip(*(parts[name] for name in CIFAR_TRAIN))
+    return (*map(np.concatenate, train), *parts[CIFAR_TEST], parts.get(CIFAR_NAMES))
 
-    train = [_parse_cifar(where[name], blobs[name]) for name in CIFAR_TRAIN]
-    classes = None
-    if CIFAR_NAMES in blobs:
-        classes = tuple(blobs[CIFAR_NAMES][:_CHUNK].decode("ascii", "replace").split())
-        if len(classes) != 10:
-            raise ValueError(
-                f"{where[CIFAR_NAMES]}: names {len(classes)} classes, but CIFAR-10 has 10; "
-                "fetch it anew"
-            )
-    return (
-        *(np.concatenate(arrays) for arrays in zip(*train)),
-        *_parse_cifar(where[CIFAR_TEST], blobs[CIFAR_TEST]),
-        classes,
-    )
+
+def _read_file(path):
+    with open(path, "rb") as file:
+        return _read_upto(file, _CIFAR_LIMIT + 1)
+
+
+def _parse_member(name, path, blob):
+    """The images and labels of a file of CIFAR-10, or the names of the classes."""
+    if name != CIFAR_NAMES or len(blob) > _CHUNK:
+        return _parse_cifar(path, blob)
+    classes = tuple(blob.decode("ascii", "replace").split())
+    if len(classes) != 10:
+        raise ValueError(f"{path}: names {len(classes)} classes, but CIFAR-10 has 10; fetch it anew")
+    return classes
 
 
 def _parse_cifar(path, blob):
@@ -137,8 +139,9 @@ def _parse_cifar(path, blob):
             "fetch it anew"
         )
     rows = np.frombuffer(blob, np.uint8).reshape(-1, _RECORD)
+    labels = checked_labels(path, rows[:, 0])    # first: a wrong label is reported before the images are copied
     images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(images), checked_labels(path, rows[:, 0])
+    return np.ascontiguousarray(images), labels
 
 
 def checked_labels(path, labels):
@@ -150,41 +153,75 @@ def checked_labels(path, labels):
     return labels.astype(np.int32)
 
 
-class _Bounded:
-    """A file that raises after `limit` bytes, however well it was compressed."""
-
-    def __init__(self, file, limit):
-        self.file, self.left = file, limit
-
-    def read(self, size):
-        data = self.file.read(size)
-        self.left -= len(data)
-        if self.left < 0:
-            raise ValueError("it unpacks to more than CIFAR-10 could")
-        return data
+class _BadArchive(Exception):
+    pass
 
 
 def _read_archive(path):
-    """The members we know, {name: bytes}; nothing is written, so no member's path can do harm."""
-    wanted, blobs = {*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES}, {}
+    """The known members, parsed: {name: what _parse_member returns}.
+
+    CIFAR-10's archive needs regular files with short names only. All other members are skipped, including those in
+    which GNU tar and pax store long names and other attributes. Nothing is written and no link is followed.
+    """
+    wanted, parts, left = {*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES}, {}, _ARCHIVE_LIMIT
     try:
-        with (
-            gzip.open(path) as unzipped,
-            tarfile.open(fileobj=_Bounded(unzipped, 8 * _CIFAR_LIMIT), mode="r|") as archive,
-        ):
-            for member in archive:
-                name = member.name.removeprefix("./").removeprefix(f"{CIFAR_FOLDER}/")
-                if name in wanted and member.isreg():
-                    blobs[name] = _read_upto(archive.extractfile(member), _CIFAR_LIMIT + 1)
-    except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError, OverflowError) as error:
+        with gzip.open(path) as file:
+            while any(header := file.read(_BLOCK)):
+                name, size, regular = _parse_header(header)
+                padded = -(-size // _BLOCK) * _BLOCK
+                left -= _BLOCK + padded
+                if left < 0:
+                    raise _BadArchive("it unpacks to more than CIFAR-10 could")
+                name = name.removeprefix("./").removeprefix(f"{CIFAR_FOLDER}/")
+                if not regular or name not in wanted:
+                    _skip(file, padded)
+                    continue
+                if name in parts:
+                    raise _BadArchive(f"it holds {name} twice")
+                blob = _read_upto(file, min(padded, _CIFAR_LIMIT + 1))
+                if len(blob) < min(size, _CIFAR_LIMIT + 1):
+                    raise _BadArchive(f"it ends within {name}")
+                del blob[size:]
+                parts[name] = _parse_member(name, f"{path}:{CIFAR_FOLDER}/{name}", blob)
+            _skip(file, left)    # to the end, where gzip verifies its checksum
+            if file.read(1):
+                raise _BadArchive("it unpacks to more than CIFAR-10 could")
+    except (_BadArchive, OSError, EOFError, zlib.error) as error:
         raise ValueError(
             f"{path}: not the archive that CIFAR-10's authors publish ({error}); "
             "delete it and fetch it anew"
         ) from None
-    missing = sorted(wanted - {CIFAR_NAMES} - set(blobs))
+    missing = sorted(wanted - {CIFAR_NAMES} - set(parts))
     if missing:
         raise ValueError(f"{path}: holds no {', '.join(missing)}; delete it and fetch it anew")
-    return blobs
+    return parts
+
+
+def _parse_header(block):
+    """(name, bytes that follow, whether it is a regular file) from the header of a tar member (POSIX.1-1988 ustar)."""
+    checksum = sum(block) - sum(block[148:156]) + 8 * ord(" ")
+    if len(block) < _BLOCK or _octal(block[148:156]) != checksum:
+        raise _BadArchive("a member's header is damaged")
+    kind = block[156:157]
+    # Links, devices and folders have no data, whatever their size says. A size from 8 GiB on is not octal.
+    size = 0 if kind in b"123456" else _octal(block[124:136]) if block[124] < 128 else _ARCHIVE_LIMIT + 1
+    if size is None:
+        raise _BadArchive("a member's header is damaged")
+    parts = [block[:100]]
+    if block[257:263] == b"ustar\0" and block[345]:
+        parts = [block[345:500], block[:100]]
+    name = b"/".join(part.partition(b"\0")[0] for part in parts).decode("utf-8", "replace")
+    return name, size, kind in (b"0", b"\0", b"7")
+
+
+def _octal(field):
+    digits = field.partition(b"\0")[0].strip(b" ")
+    return int(digits, 8) if re.fullmatch(rb"[0-7]+", digits) else None
+
+
+def _skip(file, size):
+    while size > 0 and (chunk := file.read(min(_CHUNK, size))):
+        size -= len(chunk)
 
 
 def _read_upto(file, size) -> bytearray:

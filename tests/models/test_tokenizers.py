@@ -3,8 +3,10 @@
 tests/reference/tokenizers.json holds what Hugging Face's tokenizers and llama2.c make of the same texts.
 """
 
+import base64
 import itertools
 import json
+import os
 import pathlib
 import struct
 import sys
@@ -149,6 +151,49 @@ def hostile():
     yield "vocab.txt", b"", r"this one of 0 tokens lacks \[PAD\], \[UNK\], \[CLS\], \[SEP\]"
     yield "vocab.txt", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\na\nb\na\n", "the vocabulary has 'a' more than once"
     yield "vocab.txt", b"[PAD]\n\xff\xfe\n", "is no text in UTF-8"
+    yield "vocab.txt", b"\n" * (1 << 20 | 1), "holds more than 1,048,576 tokens"
+    yield "characters.json", b"[" * 10**6, "is no vocabulary of characters"
+    yield "characters.json", b'{"a":' * 10**5, "is no vocabulary of characters"
+    yield "characters.json", b"[{},{},{}" * 10**6, "is no vocabulary of characters"
+    yield "characters.json", b'"\xff"', "is no text in UTF-8"
+
+
+def hostile_json():
+    """Files named tokenizer.json that would end the process, exhaust the memory or raise something else."""
+    step = lambda **step: json.dumps({"normalizer": {"type": "Sequence", "normalizers": [step]}}).encode()
+    charsmap = lambda raw: step(type="Precompiled", precompiled_charsmap=base64.b64encode(raw).decode())
+    damaged = "the table of characters in its normalizer is damaged"
+    yield b"[" * 10**6, "recursion"
+    yield b'{"normalizer":' * 10**5, "recursion"
+    yield b"[{}]" * 10**6, "it holds more than 1,048,576 lists and objects"
+    yield b"[]", "it holds a JSON list, expected an object"
+    yield b"{} {}", "Extra data"
+    yield b"1" * 5000, "Exceeds the limit|digits"
+    yield b"\xff", "is no text in UTF-8"
+    yield charsmap(b""), damaged
+    yield charsmap(b"\xff\xff\xff\xff\0\0\0\0"), damaged           # claims a table of 4 GiB
+    yield step(type="Precompiled", precompiled_charsmap="&"), damaged
+    replace = dict(type="Replace", pattern={"String": "a"})
+    yield step(**replace, content="a" * 2000), "its normalizer can make a text 2,001 times as long"
+    ten = [replace | {"content": "a" * 10}] * 30
+    yield json.dumps({"decoder": ten}).encode(), "the replacements of its decoder can make a text"
+    yield step(values=[0] * 10**5), "its normalizer has more than 10,000 values"
+
+
+@pytest.mark.parametrize(("raw", "text"), list(hostile_json()))
+def test_a_hostile_tokenizer_json_never_reaches_the_library(raw, text, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=None))
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=text) as error:
+        models.read_tokenizer(tmp_path)
+    assert str(path) in str(error.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "vocab.txt")
+    with pytest.raises(ValueError, match=r"vocab\.txt is not a regular file"):
+        models.read_tokenizer(tmp_path / "vocab.txt")
 
 
 @pytest.mark.parametrize(("name", "raw", "text"), list(hostile()))
@@ -161,8 +206,8 @@ def test_hostile_files(name, raw, text, tmp_path):
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path):
     with (tmp_path / "vocab.txt").open("wb") as file:
-        file.truncate(2**26 + 1)                                # sparse: it takes no room
-    with pytest.raises(ValueError, match="has 67,108,865 bytes: a vocabulary has at most 67,108,864"):
+        file.truncate(2**24 + 1)                                # sparse: it takes no room
+    with pytest.raises(ValueError, match="has 16,777,217 bytes: a vocabulary has at most 16,777,216"):
         models.read_tokenizer(tmp_path / "vocab.txt")
 
 
@@ -195,6 +240,9 @@ def test_a_tokenizer_json(tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError, match="is read by the library tokenizers, which is missing: pip install"):
         models.read_tokenizer(tmp_path)
 
+    class PanicException(BaseException):
+        """What a panic of the library's Rust code becomes: not an Exception."""
+
     class Tokenizer:
         """As much of the library's class as is used."""
 
@@ -205,7 +253,22 @@ def test_a_tokenizer_json(tmp_path, monkeypatch):
             return cls()
 
         token_to_id = {"</s>": 5}.get
-        encode = staticmethod(lambda text: types.SimpleNamespace(ids=[len(text), 7]))
+        padding = truncation = True
+
+        def no_padding(self):
+            self.padding = False
+
+        def no_truncation(self):
+            self.truncation = False
+
+        def encode(self, text):
+            assert not self.padding and not self.truncation
+            if text == "panic":
+                raise PanicException("no entry found for key")
+            if text == "large":
+                return types.SimpleNamespace(ids=[2**32 - 1])
+            return types.SimpleNamespace(ids=[len(text), 7])
+
         decode = staticmethod(repr)
         get_vocab_size = staticmethod(lambda: 9)
 
@@ -213,6 +276,10 @@ def test_a_tokenizer_json(tmp_path, monkeypatch):
     words = models.read_tokenizer(tmp_path)
     assert words.encode("abc").tolist() == [3, 7] and words.encode("").dtype == np.int32
     assert words.decode(np.array([3, 7])) == "[3, 7]" and words.vocab_size == 9 and words.stop == (5,)
-    path.write_text("[]")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer\.json: missing field `model`"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a usable tokenizer\.json: no entry found for key"):
+        words.encode("panic")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a usable tokenizer\.json: Python integer 4294967295"):
+        words.encode("large")
+    path.write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a usable tokenizer\.json: missing field `model`"):
         models.read_tokenizer(path)

@@ -65,6 +65,11 @@ def test_shards_that_are_not_what_the_index_says(tmp_path):
                  '{"weight_map": 3}', '{"weight_map": ' + "[" * 100_000):
         index.write_text(text)
         refused(index, "is no index of shards: ")
+    index.write_text("[" + "{}," * 2000)
+    refused(index, "is no index of shards: it holds more than 1,000 lists and objects")
+    with index.open("wb") as file:
+        file.truncate((1 << 24) + 1)
+    refused(index, "is no index of shards: it has 16,777,217 bytes, at most 16,777,216 are read")
 
 
 def header(**tensors):
@@ -107,6 +112,14 @@ def test_damaged_files(tmp_path):
     head = header(a=entry([4], 0, 2, "F4"))
     file.write_bytes(struct.pack("<Q", len(head)) + head + bytes(2))
     refused(file, "'a' is of dtype F4, which fnet does not read")
+    for shape in ([2**63, 0], [2**62, 0, 4], [0] * 70):
+        head = header(a=entry(shape, 0, 0))
+        file.write_bytes(struct.pack("<Q", len(head)) + head)
+        refused(file, r"'a' has the shape \(")
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", 1 << 24))
+        opened.truncate(1 << 25)
+    refused(file, "its header has 16,777,216 bytes, at most 8,388,608 are read")
 
 
 class Trap:

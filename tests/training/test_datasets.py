@@ -393,6 +393,73 @@ def test_a_link_in_an_archive_is_not_followed(tmp_path):
     one_sentence(cifar_error(tmp_path, out.getvalue()), "holds no test_batch.bin; delete it")
 
 
+def member(name=b"x", size=0, kind=b"0", field=None):
+    """A tar header as GNU tar writes it."""
+    head = bytearray(512)
+    head[:len(name)], head[124:136], head[156:157] = name, field or b"%011o\0" % size, kind
+    head[257:263], head[148:156] = b"ustar\0", b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    return bytes(head)
+
+
+HOSTILE = "not the archive that CIFAR-10's authors publish ("
+
+
+@pytest.mark.parametrize("raw, needle", [
+    (member(kind=b"L", size=600) * 20_000, "holds no data_batch_1.bin"),       # long names of long names
+    (member(kind=b"L") * 20_000, "holds no data_batch_1.bin"),
+    (member(kind=b"x") * 20_000, "holds no data_batch_1.bin"),
+    (member(kind=b"x", size=1 << 32), HOSTILE + "it unpacks to more than CIFAR-10 could)"),
+    (member(kind=b"g", size=100 << 20) + bytes(100 << 20), "holds no data_batch_1.bin"),
+    (member(field=b"\x80" + bytes(10) + b"\7"), HOSTILE + "it unpacks to more than CIFAR-10 could)"),
+    (member(field=b"-0000000001\0"), HOSTILE + "a member's header is damaged)"),
+    (member(field=b"0_1        \0"), HOSTILE + "a member's header is damaged)"),
+    (member(kind=b"S", size=512) + bytes(range(256)) * 4, HOSTILE + "a member's header is damaged)"),
+    (member(b"test_batch.bin", 3073)[:-1], HOSTILE + "a member's header is damaged)"),
+    (member(b"test_batch.bin", 3073) + bytes(99), HOSTILE + "it ends within test_batch.bin)"),
+    (2 * (member(b"test_batch.bin", 3073) + bytes(7 * 512)), HOSTILE + "it holds test_batch.bin twice)"),
+    (member(b"batches.meta.txt", 2 << 20) + bytes(2 << 20), "batches.meta.txt: has 2097152 bytes, but needs"),
+    (bytes(250 << 20), HOSTILE + "it unpacks to more than CIFAR-10 could)"),
+], ids=lambda value: None if isinstance(value, bytes) else value[-30:])
+def test_hostile_archives(tmp_path, raw, needle):
+    one_sentence(cifar_error(tmp_path, gzip.compress(raw, 1, mtime=0)), needle)
+
+
+def test_headers_of_gnu_tar_and_pax_are_skipped(tmp_path):
+    """What tarfile writes by default: a pax header before each member whose time is not whole, and links."""
+    out, files = io.BytesIO(), cifar_files()
+    with tarfile.open(fileobj=out, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
+        for name, blob in files.items():
+            entry = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            entry.size, entry.mtime, entry.pax_headers = len(blob), 1.5, {"comment": "c" * 3000}
+            archive.addfile(entry, io.BytesIO(blob))
+        entry = tarfile.TarInfo("a" * 300)
+        entry.type, entry.linkname = tarfile.SYMTYPE, "b" * 300
+        archive.addfile(entry)
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(out.getvalue())
+    data = datasets.load("cifar10", tmp_path, download=False)
+    rows = np.frombuffer(files["test_batch.bin"], np.uint8).reshape(-1, 3073)
+    np.testing.assert_array_equal(data.test_labels, rows[:, 0])
+
+
+def test_a_small_compressed_file_cannot_unpack_to_a_large_array(tmp_path):
+    path = tmp_path / "bomb.gz"
+    path.write_bytes(gzip.compress(idx(np.zeros(0, np.uint8), shape=(65 << 20,)) + bytes(65 << 20), 9))
+    with pytest.raises(ValueError) as error:
+        datasets.read_idx(path)
+    one_sentence(error, f"{path}: ", "but max_bytes=67108864; raise it if the file is trusted")
+    assert datasets.read_idx(path, max_bytes=65 << 20).nbytes == 65 << 20
+
+
+def test_without_a_home_directory(monkeypatch):
+    monkeypatch.delenv("FNET_DATA", raising=False)
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)       # as where the user has no entry in /etc/passwd
+    with pytest.raises(FileNotFoundError) as error:
+        datasets.load("mnist")
+    one_sentence(error, "mnist: this user has no home directory for ~/.cache/fnet; pass data_dir or set FNET_DATA")
+
+
 @settings(deadline=None, max_examples=60)
 @given(data=st.binary(max_size=300), at=st.integers(0, 700), patch=st.binary(max_size=40))
 def test_any_archive_is_read_or_refused(tmp_path_factory, data, at, patch):
