@@ -1,9 +1,11 @@
-"""A step compiled for the chips of a plan: what it needs and sends, read from the program."""
+"""A step compiled for the devices of a plan: the memory that it needs and the bytes that it sends."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
+
+import jax
 
 from fnet.parallel._ledger import Ledger, ledger
 
@@ -26,11 +28,11 @@ class Compiled(NamedTuple):
 
 
 def compiled(step, state, batch) -> Compiled:
-    """Compiles a step that is spread already."""
+    """Compiles a step of `Plan.jit`."""
     lowered = step.lower(state, batch)
     try:
         program = lowered.compile()
-    except Exception as error:    # jaxlib's own class, which differs between versions
+    except jax.errors.JaxRuntimeError as error:
         said = str(error)
         if not any(mark in said for mark in _FULL):
             raise
@@ -39,8 +41,13 @@ def compiled(step, state, batch) -> Compiled:
     stats = program.memory_analysis()
     peak = (stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
             + stats.temp_size_in_bytes)
+    return Compiled(stats.argument_size_in_bytes, peak, _sent(program))
+
+
+def _sent(program) -> Ledger | None:
+    """The ledger; None if the compiler does not print the program, as libtpu does for some large ones."""
     try:
-        sent = ledger(program)
-    except Exception:    # libtpu refuses to print some large programs: facts, not what the plan needs
-        sent = None
-    return Compiled(stats.argument_size_in_bytes, peak, sent)
+        text = program.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
+    return None if text is None else ledger(text)

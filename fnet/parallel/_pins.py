@@ -10,7 +10,6 @@ them use, need not be summed over the chips in each turn. It is added up on each
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -24,6 +23,7 @@ from fnet import _jax
 from fnet.transforms._batch_axes import batch_axes, before
 from fnet.transforms._lowered import lowered
 from fnet.transforms._rewrite import _ENTER, Interpreter, Value, bind, plain, restore
+from fnet.transforms._wrapping import wraps
 
 PINNED = frozenset(("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward"))
 PARTIAL = "partial"    # the note of a value whose first axis are the chips, over which it is to be summed
@@ -44,7 +44,7 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
     """
     interpreter = _Pins(mesh, axis, activations)
 
-    @functools.wraps(step)
+    @wraps(step)
     def pinned(*args, **kwargs):
         interpreter.given = [0 if i == batch and leaf.ndim else None for i, arg in enumerate((*args, kwargs))
                              for leaf in jax.tree.leaves(arg) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from fnet.parallel import _check, _compile, _cost, _explain
 from fnet.parallel._estimate import Estimate
 from fnet.parallel._targets import Target
 from fnet.parallel._ways import Way
+from fnet.transforms._wrapping import Compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,6 @@ class Plan:
                            out_shardings=(self.state, NamedSharding(self.mesh, P())), donate_argnums=0)
 
         def explained(call):
-            @functools.wraps(step)
             def run(state, batch):
                 try:
                     return call(state, batch)
@@ -166,9 +165,7 @@ class Plan:
 
             return run
 
-        run = explained(compiled)
-        run.lower, run.trace = explained(compiled.lower), explained(compiled.trace)
-        return run
+        return Compiled(step, explained(compiled), explained(compiled.lower), explained(compiled.trace))
 
     def objection(self, state: Any, batch: Any) -> str | None:
         """What keeps the step from taking these, in a sentence."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from fnet.transforms._microbatch import batch_rows, batched, fold_key, replaced
+from fnet.transforms._wrapping import wraps
 
 
 def hvp(f: Callable) -> Callable:
@@ -29,7 +29,7 @@ def hvp(f: Callable) -> Callable:
     [6.0, 12.0]
     """
 
-    @functools.wraps(f)
+    @wraps(f, signature=False)    # which has another argument, v
     def product(x, v, *rest, **options):
         given, needed = _avals(v), _avals(x)
         if given != needed:
@@ -58,7 +58,7 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
         ValueError: where batched leaves differ in their first axis.
     """
 
-    @functools.wraps(f)
+    @wraps(f)
     def each(*args, **options):
         where = batched("per_example", args, argnums)
         rows = batch_rows("per_example", args, where)

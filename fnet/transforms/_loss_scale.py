@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet.hardware import Policy
+from fnet.transforms._wrapping import wraps
 
 
 class LossScaleState(NamedTuple):
@@ -149,6 +149,7 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
         ValueError: where `opt_state` holds several scales.
     """
 
+    @wraps(loss, signature=False)    # which lacks opt_state
     def scaled(opt_state, *args, **kwargs):
         state = loss_scale_state(opt_state)
         if state is None:
@@ -169,6 +170,4 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
         (_, (value, aux)), grads = jax.value_and_grad(multiplied, argnums, has_aux=True)(*args, **kwargs)
         return ((value, aux) if has_aux else value), grads
 
-    functools.update_wrapper(scaled, loss, updated=())
-    del scaled.__wrapped__      # the loss has another signature: it lacks opt_state
     return scaled

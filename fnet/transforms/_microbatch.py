@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fnet.transforms._wrapping import wraps
+
 
 def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = None,
                weight: Callable | None = None) -> Callable:
@@ -45,7 +47,7 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"microbatch needs a positive number of slices; got {n!r}")
 
-    @functools.wraps(f)
+    @wraps(f)
     def sliced(*args, **options):
         where = batched("microbatch", args, argnums)
         rows = batch_rows("microbatch", args, where)

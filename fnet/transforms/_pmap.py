@@ -1,8 +1,7 @@
-"""pmap: one program on every device, each with its own slice, and collectives by name."""
+"""pmap: one program on every device, each with its own slice of the arguments; collectives by axis name."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -13,13 +12,14 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet import _jax
+from fnet.transforms._replicated import may_differ
+from fnet.transforms._wrapping import Compiled
 
 
 def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_axes: Any = 0,
          static_argnums: int | Sequence[int] = (), donate_argnums: int | Sequence[int] = (),
          devices: Sequence[jax.Device] | None = None) -> Callable:
-    """`f` on every device at once, each with its slice of the arguments: `jax.pmap` on `jit` and `shard_map`.
+    """Runs `f` on every device, each with its slice of the arguments: `jax.pmap` in terms of `jit` and `shard_map`.
 
         @functools.partial(ft.pmap, in_axes=(None, 0), out_axes=None)
         def step(params, batch):
@@ -28,43 +28,46 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
 
         params = step(params, ft.shard(batch))
 
-    Inside, each device sees its slice alone; `lax.psum`, `pmean`, `all_gather`, ... join them by `axis_name`. Code that
-    says nothing about devices is spread by `jax.jit` over sharded arguments instead.
+    Inside, each device has its slice only; collectives such as `lax.psum` and `lax.all_gather` combine the slices by
+    `axis_name`. For code without collectives use `jax.jit` with sharded arguments.
 
     Args:
         f: a function of arrays.
-        axis_name: the name that collectives go by.
-        in_axes: which axis of each positional argument is spread over the devices, one slice to each: an integer,
-            None for the whole on every device, or a tuple of such with one entry for each argument, which may be trees
-            of them. Keyword arguments are spread along axis 0.
-        out_axes: likewise, where results are stacked. None: the result is the same on every device, as after `psum`,
-            and stands once.
-        static_argnums: positional arguments that are hashable values and not arrays.
-        donate_argnums: positional arguments whose memory the results may take.
+        axis_name: the axis name of the collectives.
+        in_axes: the axis of each positional argument that is split over the devices, one slice for each: an integer,
+            None (every device gets the whole argument), or a tuple with one entry for each argument, each an integer,
+            None or a tree of them. Negative axes count from the end, as in `jax.vmap`. Keyword arguments are split
+            along axis 0.
+        out_axes: in the same form, the axis along which each result is stacked; negative axes count from the end of
+            the stacked result. None: the result is equal on every device, such as that of `psum` or `all_gather`, and
+            is returned once.
+        static_argnums: positions, from 0, of arguments that are hashable values and not arrays.
+        donate_argnums: positions, from 0, of arguments whose memory may be reused for the results.
         devices: None: all devices.
 
     Returns:
-        A function with f's signature; results lie where they were computed.
+        A function with f's signature, and with `lower` and `trace` as of `jax.jit`. Results stay on the devices that
+        computed them.
 
     Raises:
-        ValueError: at a call, where an argument's axis has not one slice for each device, a result of out_axes=None
-            differs between devices as far as JAX can tell, or where it is called inside another pmap or shard_map.
+        TypeError: if in_axes or out_axes contain anything but integers and None.
+        ValueError: at a call, if an argument's axis does not have one slice for each device, if out_axes is out of
+            range, if a result with out_axes=None may differ between devices, or inside another pmap or shard_map.
 
     >>> pmap(lambda x: lax.psum(x, "devices"), out_axes=None, devices=jax.devices()[:1])(jnp.ones((1, 3)))
     Array([1., 1., 1.], dtype=float32)
     """
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    _check_axes("in_axes", in_axes), _check_axes("out_axes", out_axes)
+    static, donated = _positions("static_argnums", static_argnums), _positions("donate_argnums", donate_argnums)
     mesh = _mesh(devices, axis_name)
     mapped = _Mapped(f, axis_name, in_axes, out_axes, static, mesh)
     compiled = jax.jit(mapped.run, static_argnums=static, donate_argnums=donated)
 
-    @functools.wraps(f)
     def call(*args, **kwargs):
         outer = jax.sharding.get_abstract_mesh().manual_axes
         if outer:
-            raise ValueError(f"pmap: '{mapped.name}' is called where the axis {outer[0]!r} is mapped already, inside "
-                             "another pmap or shard_map; devices are spread over once: use jax.vmap inside")
+            raise ValueError(f"pmap: '{mapped.name}' is called inside another pmap or shard_map, which maps the axis "
+                             f"{outer[0]!r}. Use jax.vmap inside.")
         for i in donated:
             if i < len(args) and any(_elsewhere(x, mesh) for x in jax.tree.leaves(args[i])):
                 args = (*args[:i], mapped.placed(i, args), *args[i + 1:])
@@ -73,13 +76,12 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
         except ValueError as error:
             if "incompatible devices" not in str(error):
                 raise
-        # Arrays that were put on one device, or on others.
+        # Arrays that are committed to one device, or to other devices than the mesh's.
         args = tuple(arg if i in static else mapped.placed(i, args) for i, arg in enumerate(args))
         return compiled(*args, **{name: _put(mesh, arg, [0] * len(jax.tree.leaves(arg)), axis_name)
                                   for name, arg in kwargs.items()})
 
-    call.lower, call.trace = compiled.lower, compiled.trace
-    return call
+    return Compiled(f, call, compiled.lower, compiled.trace)
 
 
 def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
@@ -140,7 +142,7 @@ class _Mapped:
         self.name = getattr(f, "__name__", type(f).__name__)
 
     def run(self, *args, **kwargs):
-        """What is compiled: f under shard_map, mapped axes leading and in front of each device's slice."""
+        """What is compiled: f under shard_map. Results are stacked along a new first axis, which is then moved."""
         axes = [axis for i, arg in enumerate(args) if i not in self.static for axis in self.axes(i, args)]
         axes += [0] * len(jax.tree.leaves(kwargs))
         given = {i: arg for i, arg in enumerate(args) if i not in self.static}, kwargs
@@ -156,15 +158,17 @@ class _Mapped:
 
         def stacked(*leaves):
             results = body(*leaves)
+            self.check_out_axes(results)
             return self.over(lambda y, axis: y if axis is None else lax.expand_dims(jnp.asarray(y), (0,)), results)
 
         out_specs = jax.tree.map(lambda axis: P() if axis is None else P(self.axis), self.out_axes,
                                  is_leaf=lambda x: x is None)
-        spread = functools.partial(jax.shard_map, mesh=self.mesh, in_specs=tuple(specs))
+        # Without check_vma, as in jax.pmap: with it, the gradient of a replicated argument would be a sum over devices.
+        spread = lambda f, out_specs: jax.shard_map(f, mesh=self.mesh, in_specs=tuple(specs), out_specs=out_specs,
+                                                    check_vma=False)(*leaves)
         if any(axis is None for axis in jax.tree.leaves(self.out_axes, is_leaf=lambda x: x is None)):
-            self.check_same(body, spread, leaves)
-        # Unchecked, as jax.pmap does it: checked, the gradient of what every device has whole would be summed already.
-        results = spread(stacked, out_specs=out_specs, check_vma=False)(*leaves)
+            jax.eval_shape(lambda: spread(lambda *leaves: self.check_same(body, leaves, axes), ()))
+        results = spread(stacked, out_specs)
         return self.over(lambda y, axis: jnp.moveaxis(y, 0, axis) if axis else y, results)
 
     def axes(self, i, args) -> list:
@@ -180,8 +184,16 @@ class _Mapped:
     def over(self, g, results):
         """g(result, its out axis) of every leaf."""
         leaves, structure = jax.tree.flatten(results)
-        axes = _broadcast(self.out_axes, results, f"pmap: out_axes={self.out_axes!r} is no prefix of the results")
-        return jax.tree.unflatten(structure, [g(y, axis) for y, axis in zip(leaves, axes)])
+        return jax.tree.unflatten(structure, [g(y, axis) for y, axis in zip(leaves, self.out_axes_of(results))])
+
+    def out_axes_of(self, results) -> list:
+        return _broadcast(self.out_axes, results, f"pmap: out_axes={self.out_axes!r} is no prefix of the results")
+
+    def check_out_axes(self, results):
+        for (path, y), axis in zip(jax.tree.leaves_with_path(results), self.out_axes_of(results)):
+            if axis is not None and not -jnp.ndim(y) <= axis + 1 <= jnp.ndim(y) + 1:
+                raise ValueError(f"pmap: result {_named(path)}of '{self.name}' has shape {jnp.shape(y)} on each device "
+                                 f"and {jnp.ndim(y) + 1} axes when stacked; out_axes={axis} is out of range")
 
     def checked(self, path, shape, axis):
         if axis is None:
@@ -190,33 +202,37 @@ class _Mapped:
         if not 0 <= where < len(shape) or shape[where] != self.mesh.size:
             name = f"{path[1].key}{jax.tree_util.keystr(path[2:])}"
             raise ValueError(f"pmap: {'keyword ' * path[0].idx}argument {name} has shape {tuple(shape)}; its axis "
-                             f"{axis} needs one slice for each of {self.mesh.size} devices. ft.shard cuts a batch's "
-                             "rows so; in_axes=None gives every device the whole")
+                             f"{axis} needs one slice for each of {self.mesh.size} devices. ft.shard splits the rows "
+                             "of a batch in this way; with in_axes=None every device gets the whole argument")
         return where
 
-    def check_same(self, body, spread, leaves):
-        """Holds results of out_axes=None to being the same everywhere, as far as JAX can tell by tracing."""
-        found = []
-
-        def varying(*leaves):
-            results = body(*leaves)
-            axes_out = _broadcast(self.out_axes, results, "")
-            for (path, y), axis in zip(jax.tree.leaves_with_path(results), axes_out):
-                if axis is None and self.axis in _jax.varies_over(y):
-                    found.append((path, jnp.shape(y)))
-            return ()
-
-        try:
-            jax.eval_shape(spread(varying, out_specs=(), check_vma=True), *leaves)
-        except Exception:    # what varies is not kept track of in all code that runs well without
-            return
-        if found:
-            path, shape = found[0]
-            raise ValueError(f"pmap: result {_named(path)}of shape {shape} has out_axes=None and may differ between "
-                             f"devices: join it first, e.g. lax.pmean(..., {self.axis!r}), or stack it, out_axes=0")
+    def check_same(self, body, leaves, axes):
+        """Raises an error if a result with out_axes=None may differ between devices; inside shard_map."""
+        closed, results = jax.make_jaxpr(body, return_shape=True)(*leaves)
+        differ = may_differ(closed.jaxpr, [axis is not None for axis in axes], self.axis)
+        out_axes = self.out_axes_of(results)
+        for (path, y), axis, differs in zip(jax.tree.leaves_with_path(results), out_axes, differ):
+            if axis is None and differs:
+                raise ValueError(f"pmap: result {_named(path)}of shape {y.shape} has out_axes=None and may differ "
+                                 f"between devices: combine it first, e.g. with lax.pmean(..., {self.axis!r}), or use "
+                                 "out_axes=0 to stack it")
+        return ()
 
     def placed(self, i, args):
         return _put(self.mesh, args[i], self.axes(i, args), self.axis)
+
+
+def _check_axes(name, axes):
+    for axis in jax.tree.leaves(axes):
+        if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
+            raise TypeError(f"pmap: {name} are integers, None, or trees of them; got {axis!r} in {name}={axes!r}")
+
+
+def _positions(name, positions) -> tuple[int, ...]:
+    positions = (positions,) if isinstance(positions, int) else tuple(positions)
+    if any(i < 0 for i in positions):
+        raise ValueError(f"pmap: {name} are positions counted from 0; got {positions}")
+    return positions
 
 
 def _broadcast(prefix, tree, message) -> list:

@@ -6,7 +6,6 @@ whoever wrote it: what the forward pass hands to the backward pass stands in its
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from jax import lax
 
 from fnet import _jax
 from fnet.transforms._rewrite import _ENTER, Interpreter, Value, plain
+from fnet.transforms._wrapping import wraps
 
 _WORTH = 0.8    # of what is kept must go at least so much less, or a jaxpr is left alone
 
@@ -38,7 +38,7 @@ def rematerialize(step: Callable) -> Callable:
     """
     interpreter = _Rematerialize()
 
-    @functools.wraps(step)
+    @wraps(step)
     def rematerialized(*args, **kwargs):
         return interpreter.run(step, args, kwargs)
 

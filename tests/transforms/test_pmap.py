@@ -36,6 +36,47 @@ CASES = {
     "keys": (lambda key: jax.random.normal(key, (2,)), {}, (jax.random.split(jax.random.key(0), N),)),
     "groups": (lambda x: lax.psum(x, "i", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]), {}, (X,)),
     "constant result": (lambda x: 3.0, {}, (X,)),
+    "nothing mapped but one": (lambda x, n: x[0] * n, dict(in_axes=(None, 0)), (X, jnp.arange(float(N)))),
+    "axis in the middle": (lambda x: x, dict(in_axes=1, out_axes=2), (X.swapaxes(0, 1),)),
+    "axis from the end": (lambda x: x + 1, dict(in_axes=-3, out_axes=-3), (X,)),    # where jax.pmap has it right
+    "tree of axes from the end": (lambda t: (t["x"], t["n"]), dict(in_axes=({"x": -3, "n": -1},), out_axes=(-3, -1)),
+                                  ({"x": X, "n": jnp.arange(N)},)),
+    "numpy scalars": (lambda x, n: x * n, dict(in_axes=(0, None)), (np.asarray(X), np.float32(2))),
+    "None in the tree": (lambda t: (t["a"], None), dict(out_axes=(0, None)), ({"a": X, "b": None},)),
+    "out_axes None": (lambda w, x: w * 2, dict(in_axes=(None, 0), out_axes=None), (W, X)),
+    "out_axes None of a constant": (lambda x: (3.0, jnp.ones(2)), dict(out_axes=None), (X,)),
+    "out_axes None in a tree": (lambda w, x: {"w": w, "y": (x, lax.psum(x, "i"))},
+                                dict(in_axes=(None, 0), out_axes={"w": None, "y": (1, None)}), (W, X)),
+    "pmean": (lambda x: lax.pmean(x, "i"), {}, (X,)),
+    "pmax and pmin": (lambda x: (lax.pmax(x, "i"), lax.pmin(x, "i")), dict(out_axes=None), (X,)),
+    "psum of a tree": (lambda t: lax.psum(t, "i"), dict(out_axes=None), ({"x": X, "n": jnp.arange(N)},)),
+    "psum of a constant": (lambda x: x / lax.psum(1.0, "i"), {}, (X,)),
+    "axis_size": (lambda x: x * float(lax.axis_size("i")), {}, (X,)),
+    "all_gather": (lambda x: lax.all_gather(x, "i"), dict(out_axes=1), (X,)),
+    "all_gather once": (lambda x: lax.all_gather(x, "i"), dict(out_axes=None), (X,)),
+    "all_gather tiled": (lambda x: lax.all_gather(x, "i", axis=1, tiled=True), dict(out_axes=None), (X,)),
+    "ppermute": (lambda x: lax.ppermute(x, "i", [(i, (i + 1) % N) for i in range(N)]), {}, (X,)),
+    "ppermute of some": (lambda x: lax.ppermute(x, "i", [(0, 1)]), {}, (X,)),
+    "all_to_all": (lambda x: lax.all_to_all(x, "i", 0, 0), {}, (jnp.arange(float(N * N)).reshape(N, N),)),
+    "all_to_all tiled": (lambda x: lax.all_to_all(x, "i", 0, 1, tiled=True), {},
+                         (jnp.arange(float(N * N * 3)).reshape(N, N, 3),)),
+    "psum_scatter": (lambda x: lax.psum_scatter(x, "i"), {}, (jnp.arange(float(N * N)).reshape(N, N),)),
+    "psum_scatter tiled": (lambda x: lax.psum_scatter(x, "i", tiled=True), {},
+                           (jnp.arange(float(N * N)).reshape(N, N),)),
+    "gathered groups": (lambda x: lax.all_gather(x, "i", axis_index_groups=[[0, 2, 4, 6], [1, 3, 5, 7]]), {}, (X,)),
+    "jit inside": (jax.jit(lambda x: lax.psum(jnp.sin(x), "i")), dict(out_axes=None), (X,)),
+    "vmap inside, over a named axis": (jax.vmap(lambda x: lax.psum(x, ("i", "row")), axis_name="row"), {}, (X,)),
+    "grad through psum": (jax.grad(lambda x: jnp.square(lax.psum(x, "i")).sum()), {}, (X,)),
+    "grad through all_gather": (jax.grad(lambda x: jnp.square(lax.all_gather(x, "i")).sum()), {}, (X,)),
+    "value_and_grad in a loop": (lambda w, x: lax.scan(
+        lambda w, x: (w - lax.pmean(jax.grad(lambda w: jnp.square(x @ w).mean())(w), "i"), None), w, x)[0],
+        dict(in_axes=(None, 0), out_axes=None), (W, X)),
+    "a key for each": (lambda key, x: x + jax.random.uniform(key), {}, (jax.random.split(jax.random.key(0), N), X)),
+    "one key": (lambda key, x: jax.random.bits(jax.random.fold_in(key, lax.axis_index("i"))), dict(in_axes=(None, 0)),
+                (jax.random.key(0), X)),
+    "uint32 keys": (lambda key: jax.random.bits(key), {}, (jax.random.split(jax.random.PRNGKey(0), N),)),
+    "integers and booleans": (lambda n, b: (lax.psum(n, "i"), b & (n > 3)), {},
+                              (jnp.arange(N), jnp.arange(N) % 2 == 0)),
     "static": (lambda x, n: x ** n, dict(static=1), (X, 2)),
     "static first": (lambda n, x: x ** n, dict(static=0, in_axes=(None, 0)), (2, X)),
 }
@@ -56,8 +97,73 @@ def test_is_jax_pmap(name):
         same(jax.jit(mapped)(*args), want)
 
 
-def test_negative_axes():
-    same(ft.pmap(lambda x: x[None] * 2, in_axes=-1, out_axes=-1)(X.transpose(1, 2, 0)), 2 * X.transpose(1, 2, 0)[None])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.parametrize(("in_axis", "out_axis"), [(-1, -1), (-2, -1), (-1, -2), (-3, -4), (1, -2), (-2, 1), (0, 3)])
+def test_negative_axes_count_as_in_vmap(in_axis, out_axis, jit):
+    # jax.pmap takes only non-negative axes: with others it raises an error, or concatenates along axis 0.
+    f, x = lambda x: jnp.stack([x, 2 * x]), jnp.moveaxis(X, 0, in_axis)
+    same(jit(ft.pmap(f, in_axes=in_axis, out_axes=out_axis))(x), jax.vmap(f, in_axis, out_axis)(x))
+    if jit is not jax.jit:
+        put = jax.device_put({"x": x}, jax.devices()[3])
+        g = ft.pmap(lambda t, y: f(t["x"]) * y, in_axes=[{"x": in_axis}, None], out_axes=out_axis, donate_argnums=0)
+        same(g(put, jnp.float32(1)), jax.vmap(f, in_axis, out_axis)(x))
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: lax.ppermute(x, "i", [(i, (i + 1) % N) for i in range(N)]),
+    lambda x: lax.psum(x, "i", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
+    lambda x: lax.axis_index("i"),
+    lambda x: lax.psum_scatter(jnp.ones(N), "i") * x.sum(),
+    lambda x: lax.cond(x.sum() > 0, lambda: 1.0, lambda: 0.0),
+    lambda x: lax.while_loop(lambda c: c[0] < x.sum(), lambda c: (c[0] + 1, c[1] * 2), (0.0, 1.0))[1],
+    lambda x: lax.fori_loop(0, 3, lambda i, c: (c[1], c[2], c[2]), (0.0, 0.0, x.sum()))[0],    # after two iterations
+    lambda x: lax.scan(lambda c, y: (c, y + 1), 0.0, x.sum(1))[1],
+    jax.jit(lambda x: jax.checkpoint(jnp.sin)(x)),
+    jax.vmap(lambda x: x + lax.psum(x, "i")),
+    lambda x: jax.nn.relu(x),
+], ids=str)
+def test_results_that_may_differ_need_an_axis(f):
+    with pytest.raises(ValueError, match="has out_axes=None and may differ between devices"):
+        ft.pmap(f, "i", out_axes=None)(X)
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: lax.cond(lax.psum(x.sum(), "i") > 0, lambda: 1.0, lambda: 0.0),
+    lambda x: lax.fori_loop(0, 3, lambda i, c: c + lax.pmean(x, "i"), jnp.zeros_like(x)),
+    lambda x: lax.while_loop(lambda c: c < 3, lambda c: c + 1, 0),
+    lambda x: jax.nn.relu(lax.psum(x, "i")) @ jnp.ones((4, 2)),
+    lambda x: jax.random.normal(jax.random.key(0), (3,)),
+    lambda x: jax.checkpoint(lambda x: lax.psum(jnp.sin(x), "i"))(x),
+    lambda x: lax.all_gather(x, "i")[0],
+    lambda x: lax.psum(jnp.where(lax.axis_index("i") == 2, x, 0.0), "i"),
+    lambda x: jax.jvp(lambda x: lax.pmean(x, "i"), (x,), (x,)),
+], ids=str)
+def test_results_that_are_equal_need_none(f):
+    same(ft.pmap(f, "i", out_axes=None)(X), jax.pmap(f, "i", out_axes=None)(X))
+
+
+def test_errors_of_the_function_are_not_hidden():
+    def f(x):
+        raise NotImplementedError("mine")
+
+    with pytest.raises(NotImplementedError, match="mine"):
+        ft.pmap(f, out_axes=None)(X)
+
+
+def test_donated_and_static_arguments():
+    step = ft.pmap(lambda n, w, x, *, y: (w * n, x + y), in_axes=(None, None, 0), out_axes=(None, 0), static_argnums=0,
+                   donate_argnums=(1, 2))
+    w, x = jax.device_put(W, jax.devices()[1]), ft.replicate(X[0])
+    same(step(3, w, x, y=X), (3 * W, X + X[:1]))
+    assert x.is_deleted()
+    with pytest.raises(ValueError, match="Non-hashable static arguments"):
+        step([3], W, X, y=X)
+
+
+def test_compiled_ahead():
+    f = ft.pmap(lambda x: lax.psum(x, "i"), "i", out_axes=None)
+    close(f.lower(X).compile()(X), X.sum(0), 1e-6)
+    assert f.trace(X).jaxpr.out_avals[0].shape == X.shape[1:]
 
 
 def test_keyword_arguments_are_spread():
@@ -152,7 +258,8 @@ def test_shard_replicate_unreplicate():
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: ft.pmap(jnp.sin)(X[:6]), "pmap: argument 0 has shape (6, 3, 4); its axis 0 needs one slice for each of 8 "
-     "devices. ft.shard cuts a batch's rows so; in_axes=None gives every device the whole"),
+     "devices. ft.shard splits the rows of a batch in this way; with in_axes=None every device gets the whole "
+     "argument"),
     (lambda: ft.pmap(lambda a, b: b, in_axes=(None, 1))(W, {"x": X}),
      "pmap: argument 1['x'] has shape (8, 3, 4); its axis 1 needs one slice for each of 8 devices"),
     (lambda: ft.pmap(lambda x: x)(jnp.float32(1)), "pmap: argument 0 has shape (); its axis 0 needs one slice"),
@@ -163,11 +270,18 @@ def test_shard_replicate_unreplicate():
      "pmap: in_axes=({'y': 0},) is no prefix of argument 0, which has PyTreeDef({'x': *})"),
     (lambda: ft.pmap(lambda a: a, out_axes={"y": 0})(X), "pmap: out_axes={'y': 0} is no prefix of the results"),
     (lambda: ft.pmap(lambda x: {"a": x.sum()}, out_axes=None)(X),
-     "pmap: result ['a'] of shape () has out_axes=None and may differ between devices: join it first, e.g. "
-     "lax.pmean(..., 'devices'), or stack it, out_axes=0"),
+     "pmap: result ['a'] of shape () has out_axes=None and may differ between devices: combine it first, e.g. "
+     "with lax.pmean(..., 'devices'), or use out_axes=0 to stack it"),
     (lambda: ft.pmap(lambda x: ft.pmap(jnp.sin, "inner", devices=jax.devices()[:2])(x), "outer")(X),
-     "pmap: 'sin' is called where the axis 'outer' is mapped already, inside another pmap or shard_map; devices are "
-     "spread over once: use jax.vmap inside"),
+     "pmap: 'sin' is called inside another pmap or shard_map, which maps the axis 'outer'. Use jax.vmap inside."),
+    (lambda: ft.pmap(jnp.sin, out_axes=3)(X), "pmap: result of 'sin' has shape (3, 4) on each device and 3 axes when "
+     "stacked; out_axes=3 is out of range"),
+    (lambda: ft.pmap(lambda x: {"y": x[0]}, out_axes={"y": -3})(X), "pmap: result ['y'] of '<lambda>' has shape (4,) "
+     "on each device and 2 axes when stacked; out_axes=-3 is out of range"),
+    (lambda: ft.pmap(jnp.sin, in_axes=-4)(X), "pmap: argument 0 has shape (8, 3, 4); its axis -4 needs one slice for"),
+    (lambda: ft.pmap(jnp.sin, static_argnums=-1), "pmap: static_argnums are positions counted from 0; got (-1,)"),
+    (lambda: ft.pmap(jnp.sin, donate_argnums=(0, -1)), "pmap: donate_argnums are positions counted from 0; got "
+     "(0, -1)"),
     (lambda: ft.pmap(jnp.sin, devices=[]), "pmap needs at least one device; got devices=[]"),
     (lambda: ft.shard({"x": X[:6]}),
      "shard: ['x'] has shape (6, 3, 4), and its rows do not divide among 8 devices: give it a multiple of 8 rows"),
@@ -176,3 +290,14 @@ def test_shard_replicate_unreplicate():
 def test_errors(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"in_axes": 0.0}, "pmap: in_axes are integers, None, or trees of them; got 0.0 in in_axes=0.0"),
+    ({"in_axes": ({"x": True},)}, "pmap: in_axes are integers, None, or trees of them; got True in "
+     "in_axes=({'x': True},)"),
+    ({"out_axes": "i"}, "pmap: out_axes are integers, None, or trees of them; got 'i' in out_axes='i'"),
+])
+def test_axes_are_integers(options, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        ft.pmap(jnp.sin, **options)

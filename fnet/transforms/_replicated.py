@@ -1,0 +1,67 @@
+"""Which results of a mapped function may differ between the devices of the mapped axis, by its jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fnet import _jax
+
+_JOINING = frozenset(("psum", "pmax", "pmin", "all_gather"))    # the same result on every device of the axis
+_DIFFERENT = frozenset(("axis_index", "get", "swap"))           # mutable arrays ("get", "swap") are not followed
+
+
+def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any) -> list[bool]:
+    """For each output of an open jaxpr: whether its value may differ between the devices of a mapped axis.
+
+    An operation on equal values gives equal values on all devices. psum, pmax, pmin and all_gather over the whole axis
+    give equal values for any input. Every other collective counts as different.
+
+    Args:
+        jaxpr: the body of the mapped function.
+        inputs: for each of its inputs, whether it differs between devices; its constants do not.
+        axis: the name of the mapped axis.
+    """
+    differs = dict(zip(jaxpr.invars, inputs))
+    read = lambda v: not isinstance(v, _jax.Literal) and differs.get(v, False)
+    for eqn in jaxpr.eqns:
+        differs.update(zip(eqn.outvars, _outputs(eqn, [read(v) for v in eqn.invars], axis)))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _outputs(eqn, inputs, axis) -> list[bool]:
+    name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
+    names = params.get("axes", params.get("axis_name", ()))
+    over = axis in names if isinstance(names, (tuple, list)) else axis == names
+    if name in _JOINING and over and params.get("axis_index_groups") is None:
+        return [False] * count
+    if name in _DIFFERENT:
+        return [over or name != "axis_index"] * count
+    bodies = _jax.sub_jaxprs(eqn)
+    kinds = {body.kind for body in bodies}
+    if kinds == {"call"}:
+        return may_differ(bodies[0].jaxpr, inputs, axis)
+    if kinds == {"scan"}:
+        consts, carry, _ = _jax.scan_parts(eqn)
+        return _loop(bodies[0].jaxpr, inputs[:consts], inputs[consts:consts + carry], inputs[consts + carry:], axis)
+    if kinds == {"while_cond", "while_body"}:
+        test, step = (body.jaxpr for body in bodies)
+        tested, consts, carry = (len(test.invars) - count, len(step.invars) - count, inputs[len(inputs) - count:])
+        after = _loop(step, inputs[tested:tested + consts], carry, [], axis)
+        # If devices may leave the loop at different iterations, everything that it carries may differ.
+        return [True] * count if any(may_differ(test, [*inputs[:tested], *after], axis)) else after
+    if kinds == {"branch"}:
+        branches = [may_differ(body.jaxpr, inputs[1:], axis) for body in bodies]
+        return [inputs[0] or any(branch) for branch in zip(*branches)]
+    inside = (may_differ(body.jaxpr, [False] * len(body.jaxpr.invars), axis) for body in bodies)
+    return [any(inputs) or any(map(any, inside))] * count
+
+
+def _loop(jaxpr, consts, carry, slices, axis) -> list[bool]:
+    """The outputs of a body whose first outputs are its next carry: repeated until no further carry differs."""
+    while True:
+        outputs = may_differ(jaxpr, [*consts, *carry, *slices], axis)
+        after = [before or now for before, now in zip(carry, outputs)]
+        if after == carry:
+            return [*after, *outputs[len(carry):]]
+        carry = after

@@ -1,0 +1,65 @@
+"""Names and signatures of transformed functions."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+_NAMES = ("__module__", "__name__", "__qualname__", "__doc__", "__type_params__")
+
+
+def wraps(f: Callable, *, signature: bool = True) -> Callable:
+    """Like `functools.wraps(f)`, but copies no other attribute of `f`.
+
+    `functools.wraps` copies the whole `__dict__`. Attributes such as `lower` and `trace` of a compiled `f` would then
+    compile `f` in place of the transformed function.
+
+    Args:
+        f: the original function, or any callable; of a `functools.partial` the names are those of its function.
+        signature: whether the transformed function has the signature of `f`. If not, `__wrapped__` and
+            `__annotations__` are not set.
+    """
+    def wrap(transformed):
+        named = f
+        while isinstance(named, functools.partial):
+            named = named.func
+        functools.update_wrapper(transformed, named, assigned=_NAMES, updated=())
+        if signature:
+            transformed.__wrapped__ = f
+            if hasattr(named, "__annotations__"):
+                transformed.__annotations__ = named.__annotations__
+        else:
+            del transformed.__wrapped__
+        return transformed
+
+    return wrap
+
+
+class Compiled:
+    """A compiled function with its own `lower` and `trace`, as of `jax.jit`.
+
+    `lower` and `trace` are attributes of the class. `jax.jit` and `functools.wraps` copy the `__dict__` of the function
+    that they wrap; attributes there would replace those of the outer function.
+
+    Args:
+        f: the original function, which gives the names and the signature.
+        call: what runs when the function is called.
+        lower, trace: the methods.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_call", "lower", "trace")
+
+    def __init__(self, f: Callable, call: Callable, lower: Callable, trace: Callable):
+        self._call, self.lower, self.trace = call, lower, trace
+        wraps(f)(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<compiled function {getattr(self, '__name__', None) or repr(self.__wrapped__)}>"
