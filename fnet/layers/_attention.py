@@ -30,6 +30,8 @@ class Rotary:
         base: the slowest pair turns once in about 2 pi base positions.
         interleaved: pairs are (0, 1), (2, 3), ... as in the paper and llama2.c; otherwise (i, i + head_dim / 2), as in
             GPT-NeoX and Hugging Face's Llama.
+        scaling: function of the angles per position, float32 [head_dim / 2] in NumPy, for models whose context was
+            extended after training (`models.Llama3Scaling`); None: unchanged.
 
     Call: x [batch, time, heads, head_dim], positions [batch, time] -> x's shape and dtype; angles in float32.
 
@@ -39,12 +41,14 @@ class Rotary:
     base: float = 10000.0
     _: KW_ONLY
     interleaved: bool = False
+    scaling: Callable | None = None
 
     def __call__(self, x, positions):
         dim = x.shape[-1]
         if dim % 2:
             raise ValueError(f"Rotary turns pairs of features: head_dim must be even; got {dim}")
         rates = np.float32(self.base) ** (-np.arange(0, dim, 2, dtype=np.float32) / dim)
+        rates = rates if self.scaling is None else self.scaling(rates)
         angles = lax.expand_dims(positions.astype(jnp.float32), (2, 3)) * rates[None, None, None]    # [b, t, 1, dim/2]
         sin, cos = jnp.sin(angles), jnp.cos(angles)
         y = wide(x)

@@ -15,6 +15,7 @@ from fnet.models._mobilenet import MobileNetV2
 from fnet.models._model import Model
 from fnet.models._resnet import ResNet, ResNet9
 from fnet.models._rnn import LSTMClassifier, LSTMLanguageModel
+from fnet.models._rope import LinearScaling, Llama3Scaling
 from fnet.models._tokenizers import ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, read_tokenizer
 from fnet.models._tree import TreeLSTM, Trees, pack_trees
 from fnet.models._vit import ViT
@@ -22,7 +23,7 @@ from fnet.models._wordpiece import WordPiece
 
 __all__ = [
     "CNN", "GPT", "MLP", "AlexNet", "Bert", "ByteTokenizer", "CharTokenizer", "Encoded", "Generated",
-    "HuggingFaceTokenizer", "ImageInput", "LSTMClassifier", "LSTMLanguageModel", "Llama", "LlamaBPE", "MobileNetV2",
-    "Model", "ResNet", "ResNet9", "TreeLSTM", "Trees", "ViT", "WordPiece", "generate", "pack_trees", "padded",
-    "pretrained", "read_tokenizer", "sentence_embedding", "unstack",
+    "HuggingFaceTokenizer", "ImageInput", "LSTMClassifier", "LSTMLanguageModel", "LinearScaling", "Llama",
+    "Llama3Scaling", "LlamaBPE", "MobileNetV2", "Model", "ResNet", "ResNet9", "TreeLSTM", "Trees", "ViT", "WordPiece",
+    "generate", "pack_trees", "padded", "pretrained", "read_tokenizer", "sentence_embedding", "unstack",
 ]

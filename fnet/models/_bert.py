@@ -11,6 +11,7 @@ import numpy as np
 
 from fnet import layers as nn
 from fnet.models._blocks import Blocks
+from fnet.models._config import Must, Use, transformers
 from fnet.models._model import Model
 from fnet.models._rules import Names, Spare, torch
 
@@ -89,6 +90,20 @@ class Bert(Model):
             _rules("blocks", "encoder.layer.{i}"), _rules("blocks/{i}", "encoder.layer.{i}"),
             Spare("embeddings.position_ids"),
         ), prefixes=("", "bert."), config={"epsilon": 1e-12}, metadata={"format": "pt"}),
+    }
+    CONFIGS: ClassVar = {
+        "bert": transformers({
+            "vocab_size": Use("vocab_size", 30522), "hidden_size": Use("width", 768),
+            "num_hidden_layers": Use("depth", 12), "num_attention_heads": Use("heads", 12),
+            "intermediate_size": Use("hidden", 3072), "max_position_embeddings": Use("context", 512),
+            "type_vocab_size": Use("segments", 2), "layer_norm_eps": Use("epsilon", 1e-12),
+            "hidden_act": Must(("gelu", "gelu_python")), "position_embedding_type": Must(("absolute",)),
+        }, architectures=("BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction",
+                          "BertForSequenceClassification", "BertForMultipleChoice", "BertForTokenClassification",
+                          "BertForQuestionAnswering"),
+            irrelevant="hidden_dropout_prob attention_probs_dropout_prob classifier_dropout tie_word_embeddings "
+                       "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+                       "pooler_size_per_head pooler_type"),
     }
     HUB: ClassVar = {
         "bert-base-uncased": ("google-bert/bert-base-uncased",),

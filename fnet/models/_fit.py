@@ -84,8 +84,10 @@ def names_to_write(model):
     return fitting[0]
 
 
-def check_config(model, name, path):
-    if wanted := _differs(model, rules_of(model, name)):
+def check_config(model, name, path, compared=()):
+    """Compares the model with the fields that the names imply, except those that config.json sets."""
+    wanted = {field: value for field, value in _differs(model, rules_of(model, name)).items() if field not in compared}
+    if wanted:
         want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())
         have = ", ".join(f"{field}={getattr(model, field)!r}" for field in wanted)
         raise ValueError(f"{path}: weights by the names of {name} are for a {type(model).__name__} with {want}; this "

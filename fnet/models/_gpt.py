@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from fnet import layers as nn
 from fnet.models._blocks import Blocks
+from fnet.models._config import Must, Use, transformers
 from fnet.models._model import LanguageModel
 from fnet.models._rules import Names, Rule, Spare, Tied, torch
 
@@ -20,11 +21,11 @@ normal = functools.cache(jax.nn.initializers.normal)    # one value for one devi
 
 
 @nn.layer
-def gpt_block(scope, x, lengths=None, *, heads, dropout, epsilon, kernel_init, residual_init):
+def gpt_block(scope, x, lengths=None, *, heads, hidden, dropout, epsilon, kernel_init, residual_init):
     norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]    # [batch, time, width]
     attention = nn.Attention(heads, causal=True, dropout=dropout, kernel_init=kernel_init, out_init=residual_init)
     x = x + drop(scope["drop1"], attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths))
-    y = nn.Dense(4 * width, kernel_init=kernel_init, axes=("embed", "mlp"))(scope["fc"], norm(scope["norm2"], x))
+    y = nn.Dense(hidden, kernel_init=kernel_init, axes=("embed", "mlp"))(scope["fc"], norm(scope["norm2"], x))
     out = nn.Dense(width, kernel_init=residual_init, axes=("mlp", "embed"))
     y = out(scope["proj"], jax.nn.gelu(y, approximate=True))
     return x + drop(scope["drop2"], y)
@@ -58,6 +59,7 @@ class GPT(LanguageModel):
         depth: the number of blocks.
         heads: attention heads; they divide the width.
         context: the longest text, in tokens.
+        hidden: features within the MLP; None: four times the width.
         dropout: rate on embeddings, attention weights and each residual branch.
         epsilon: of the norms.
         stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
@@ -81,6 +83,19 @@ class GPT(LanguageModel):
             _rules("blocks", "h.{i}"), _rules("blocks/{i}", "h.{i}"), Tied("lm_head.weight", "embed/embedding"),
         ), prefixes=("", "transformer."), config={"epsilon": 1e-5}, metadata={"format": "pt"}),
     }
+    CONFIGS: ClassVar = {
+        "gpt2": transformers({
+            "vocab_size": Use("vocab_size", 50257), "n_embd": Use("width", 768), "hidden_size": Use("width"),
+            "n_layer": Use("depth", 12), "num_hidden_layers": Use("depth"), "n_head": Use("heads", 12),
+            "num_attention_heads": Use("heads"), "n_inner": Use("hidden", None, lambda model: 4 * model.width),
+            "n_positions": Use("context", 1024), "n_ctx": Use("context"), "max_position_embeddings": Use("context"),
+            "layer_norm_epsilon": Use("epsilon", 1e-5), "tie_word_embeddings": Must((True,)),
+            "activation_function": Must(("gelu_new", "gelu_pytorch_tanh")), "scale_attn_weights": Must((True,)),
+            "scale_attn_by_inverse_layer_idx": Must((False,)),
+        }, architectures=("GPT2LMHeadModel", "GPT2Model"),
+            irrelevant="resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj "
+                       "summary_activation summary_proj_to_labels summary_first_dropout"),
+    }
     HUB: ClassVar = {name: (f"openai-community/{name}", name) for name in PRESETS}
 
     vocab_size: int
@@ -89,6 +104,7 @@ class GPT(LanguageModel):
     heads: int
     _: KW_ONLY
     context: int = 1024
+    hidden: int | None = None
     dropout: float = 0.0
     epsilon: float = 1e-5
     stacked: bool = True
@@ -99,7 +115,8 @@ class GPT(LanguageModel):
         positions = nn.Embed(self.context, self.width)
         x = embed(at, tokens) + positions(scope["positions"], self._positions(scope, tokens, lengths))
         x = nn.Dropout(self.dropout)(scope["drop"], x)                     # [batch, time, width]
-        block = gpt_block(heads=self.heads, dropout=self.dropout, epsilon=self.epsilon, kernel_init=normal(0.02),
+        block = gpt_block(heads=self.heads, hidden=self.hidden or 4 * self.width, dropout=self.dropout,
+                          epsilon=self.epsilon, kernel_init=normal(0.02),
                           residual_init=normal(0.02 / math.sqrt(2 * self.depth)))
         x = Blocks(block, self.depth, self.stacked)(scope["blocks"], x, lengths=lengths)
         return embed, at, nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)

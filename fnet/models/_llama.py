@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import ClassVar
@@ -13,14 +14,17 @@ import jax.numpy as jnp
 from fnet import layers as nn
 from fnet.models import _llama2c
 from fnet.models._blocks import Blocks
+from fnet.models._config import Must, Use, transformers
 from fnet.models._model import LanguageModel
+from fnet.models._rope import ROPE
 from fnet.models._rules import DENSE, SAME, Names, Rule, Spare, Tied, torch
 
 
 @nn.layer
-def llama_block(scope, x, lengths=None, *, heads, kv_heads, hidden, rotary, epsilon):     # [batch, time, width]
-    norm = nn.RMSNorm(epsilon=epsilon)
-    attention = nn.Attention(heads, kv_heads=kv_heads, causal=True, rotary=rotary, use_bias=False)
+def llama_block(scope, x, lengths=None, *, heads, kv_heads, head_dim, hidden, rotary, window, epsilon):
+    norm = nn.RMSNorm(epsilon=epsilon)                                     # [batch, time, width]
+    attention = nn.Attention(heads, kv_heads=kv_heads, head_dim=head_dim, causal=True, rotary=rotary, window=window,
+                             use_bias=False)
     x = x + attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths)
     y = norm(scope["norm2"], x)
     gate, up = (nn.Dense(hidden, use_bias=False, axes=("embed", "mlp"))(scope[name], y) for name in ("gate", "up"))
@@ -42,11 +46,23 @@ def _header(model):
 _HUGGING_FACE = tuple(f"model.layers.{{i}}.{part}.weight" for part in (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj",
     "mlp.up_proj", "input_layernorm", "post_attention_layernorm"))
+_CONFIG = {
+    "vocab_size": Use("vocab_size", 32000), "hidden_size": Use("width", 4096), "num_hidden_layers": Use("depth", 32),
+    "num_attention_heads": Use("heads", 32), "num_key_value_heads": Use("kv_heads", None, lambda model: model.heads),
+    "head_dim": Use("head_dim", None, lambda model: model.width // model.heads),
+    "intermediate_size": Use("hidden", 11008), "rms_norm_eps": Use("epsilon", 1e-6),
+    "max_position_embeddings": Use("context", 2048, shorter=True), "tie_word_embeddings": Use("tied", False),
+    **ROPE, "hidden_act": Must(("silu", "swish")), "attention_bias": Must((False,)), "mlp_bias": Must((False,)),
+}
+_MISTRAL = _CONFIG | {
+    "num_key_value_heads": Use("kv_heads", 8, lambda model: model.heads), "intermediate_size": Use("hidden", 14336),
+    "max_position_embeddings": Use("context", 131072, shorter=True), "sliding_window": Use("window", 4096),
+}
 _LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_weight")
 
 
 class Llama(LanguageModel):
-    """A decoder of text: Llama 1 and 2, Llama 3, and the small ones of llama2.c.
+    """A decoder of text: Llama 1 to 3.1, Mistral 7B, and the small ones of llama2.c.
 
     Rotary positions; blocks of causal grouped-query attention and a SwiGLU, `down(silu(gate(x)) * up(x))`, each behind
     its RMSNorm and around a residual; no biases.
@@ -64,6 +80,9 @@ class Llama(LanguageModel):
             weights, or (i, i + head_dim / 2) as in Hugging Face's.
         tied: whether the logits are made with the table of the embedding.
         epsilon: of the norms.
+        head_dim: features of a head; None: width / heads.
+        window: how many of the last tokens a query sees, its own included, as in Mistral 7B v0.1; None: all.
+        rope_scaling: `LinearScaling` or `Llama3Scaling`, for models whose context was extended after training.
         stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
 
     Input: tokens [batch, time], integers; lengths [batch], how many of each row are real (its rows are padded on the
@@ -102,7 +121,14 @@ class Llama(LanguageModel):
             Rule("embed/embedding", "token_embedding_table"), Rule("head/kernel", "wcls", DENSE),
             _block("blocks", _LLAMA2C), Rule("norm/scale", "rms_final_weight"),
             Spare("freq_cis_real"), Spare("freq_cis_imag"),
-        ), config={"interleaved": True, "rotary_base": 10000.0, "epsilon": 1e-5}, header=_header),
+        ), config={"interleaved": True, "rotary_base": 10000.0, "epsilon": 1e-5, "head_dim": None, "window": None,
+                   "rope_scaling": None}, header=_header),
+    }
+    CONFIGS: ClassVar = {
+        "llama": transformers(
+            _CONFIG | {"sliding_window": Use("window", None)}, architectures=("LlamaForCausalLM",),
+            irrelevant="attention_dropout is_llama_config", names=("huggingface", "llama2c")),
+        "mistral": transformers(_MISTRAL, architectures=("MistralForCausalLM",), irrelevant="attention_dropout"),
     }
     HUB: ClassVar = {
         "smollm-135m": ("HuggingFaceTB/SmolLM-135M",), "tinyllama-1.1b": ("TinyLlama/TinyLlama-1.1B-Chat-v1.0",),
@@ -121,13 +147,16 @@ class Llama(LanguageModel):
     interleaved: bool = False
     tied: bool = False
     epsilon: float = 1e-5
+    head_dim: int | None = None
+    window: int | None = None
+    rope_scaling: Callable | None = None
     stacked: bool = True
 
     def _body(self, scope, tokens, lengths):                               # [batch, time]
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
-        rotary = nn.Rotary(self.rotary_base, interleaved=self.interleaved)
-        block = llama_block(heads=self.heads, kv_heads=self.kv_heads, hidden=self.hidden, rotary=rotary,
-                            epsilon=self.epsilon)
+        rotary = nn.Rotary(self.rotary_base, interleaved=self.interleaved, scaling=self.rope_scaling)
+        block = llama_block(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden,
+                            rotary=rotary, window=self.window, epsilon=self.epsilon)
         x = Blocks(block, self.depth, self.stacked)(scope["blocks"], embed(at, tokens), lengths=lengths)
         x = nn.RMSNorm(epsilon=self.epsilon)(scope["norm"], x)             # [batch, time, width]
         if self.tied:

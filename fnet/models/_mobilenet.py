@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import KW_ONLY
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
+from fnet.models._config import timm
 from fnet.models._images import TORCHVISION, ImageInput
 from fnet.models._model import Model
 from fnet.models._rules import Names, torch
@@ -62,6 +64,12 @@ def _torchvision():
     yield _torch("last", f"features.{last}.0", f"features.{last}.1"), torch.dense("head", "classifier.1")
 
 
+def _architecture(name):
+    """The fields of timm's mobilenetv2_050, and so on."""
+    found = re.fullmatch("mobilenetv2_([0-9]{3})", name)
+    return {"width": int(found[1]) / 100} if found else None
+
+
 class MobileNetV2(Model):
     """A network for phones: depthwise convolutions between an expansion and a linear projection, ReLU6.
 
@@ -77,6 +85,7 @@ class MobileNetV2(Model):
 
     PRESETS: ClassVar = {"mobilenet_v2": {}}
     HUB: ClassVar = {"mobilenet_v2": ("timm/mobilenetv2_100.ra_in1k", "torchvision:mobilenet_v2")}
+    CONFIGS: ClassVar = {"timm": timm(_architecture, "avg", "mobilenetv2_W with a width of W per cent, as 100")}
     NAMES: ClassVar = {
         "torchvision": Names(tuple(_torchvision()), metadata={"format": "pt"}, image=TORCHVISION),
         "timm": Names((

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 
 from fnet import layers as nn
+from fnet.models._config import Config
 from fnet.models._rules import Names
 
 
@@ -17,16 +18,19 @@ class Model(nn.Layer):
 
         model = ResNet.preset("resnet50", classes=10)      # ResNet((3, 4, 6, 3), classes=10)
 
-    Subclasses may say three more things:
+    Subclasses may define:
 
         PRESETS: {name: fields}, the published configurations.
         NAMES: {framework: Names}, what the arrays are called elsewhere: how `pretrained.load` and `save` know them.
+        CONFIGS: {model_type of config.json: Config}, how `pretrained.load` compares the model with config.json; the
+            key for timm's config.json is "timm".
         HUB: {preset: where its weights are published}: repositories of Hugging Face's hub, or "torchvision:NAME" for
             what torchvision alone gives out, as pickles.
     """
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     NAMES: ClassVar[Mapping[str, Names]] = {}
+    CONFIGS: ClassVar[Mapping[str, Config]] = {}
     HUB: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod

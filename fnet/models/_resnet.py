@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
+from fnet.models._config import timm
 from fnet.models._images import CAFFE, TORCHVISION
 from fnet.models._model import Model
 from fnet.models._rules import Names, keras, torch
@@ -35,6 +36,11 @@ def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias,
     if x.shape != y.shape:
         x = conv_norm(scope["shortcut"], "", x, out, 1, stride)
     return jax.nn.relu(x + y)
+
+
+_DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+_TIMM = {f"resnet{layers}": dict(depths=depths, bottleneck=layers >= 50, width=64)
+         for layers, depths in _DEPTHS.items()}
 
 
 class ResNet(Model):
@@ -75,6 +81,7 @@ class ResNet(Model):
         "resnet101": dict(depths=(3, 4, 23, 3)),
     }
     HUB: ClassVar = {name: (f"timm/{name}.tv_in1k", f"torchvision:{name}") for name in PRESETS}
+    CONFIGS: ClassVar = {"timm": timm(_TIMM.get, "avg", ", ".join(_TIMM))}
     NAMES: ClassVar = {
         "torchvision": Names((
             torch.conv("stem/conv", "conv1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import KW_ONLY
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.nn import initializers
 
 from fnet import layers as nn
+from fnet.models._config import Must, Use, timm, transformers
 from fnet.models._images import AUGREG, TORCHVISION, ImageInput
 from fnet.models._model import Model
 from fnet.models._rules import DENSE, Names, Rule, Spare, torch
@@ -35,6 +37,18 @@ def _fused(weight, bias):
     """The three projections of attention as one of theirs."""
     parts = [tuple(f"blocks/attention/{name}/{leaf}" for name in QKV) for leaf in ("kernel", "bias")]
     return Rule(parts[0], weight, DENSE), Rule(parts[1], bias)
+
+
+_TIMM = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
+
+
+def _architecture(name):
+    """The fields of timm's vit_small_patch16_224, and so on."""
+    found = re.fullmatch("vit_(tiny|small|base|large)_patch([0-9]{1,3})_([0-9]{1,4})", name)
+    if found is None:
+        return None
+    width, depth, heads = _TIMM[found[1]]
+    return dict(width=width, depth=depth, heads=heads, patch=int(found[2]), size=int(found[3]))
 
 
 class ViT(Model):
@@ -114,6 +128,18 @@ class ViT(Model):
             Spare("vit.pooler.dense.weight"), Spare("vit.pooler.dense.bias"),
         ), config={"epsilon": 1e-12}, metadata={"format": "pt"},
             image=ImageInput(resize=None, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))),
+    }
+
+    CONFIGS: ClassVar = {
+        "vit": transformers({
+            "hidden_size": Use("width", 768), "num_hidden_layers": Use("depth", 12),
+            "num_attention_heads": Use("heads", 12), "layer_norm_eps": Use("epsilon", 1e-12),
+            "intermediate_size": Use("hidden", 3072, lambda model: 4 * model.width),
+            "image_size": Use("size", 224, square=True), "patch_size": Use("patch", 16, square=True),
+            "num_channels": Must((3,)), "qkv_bias": Must((True,)), "hidden_act": Must(("gelu", "gelu_python")),
+        }, architectures=("ViTForImageClassification",),
+            irrelevant="hidden_dropout_prob attention_probs_dropout_prob encoder_stride pooler_act pooler_output_size"),
+        "timm": timm(_architecture, "token", "vit_{tiny, small, base, large}_patchP_S, such as vit_base_patch16_224"),
     }
 
     width: int

@@ -23,7 +23,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from fnet.models import _fit, _hub, _llama2c, _plan, _tensors
+from fnet.models import _config, _fit, _hub, _llama2c, _plan, _tensors
 from fnet.models._model import Model
 from fnet.models._rules import (
     CONV,
@@ -46,9 +46,12 @@ __all__ = [
 ]
 
 
-def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=None, names: str | None = None
-         ) -> tuple[dict, dict]:
+def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=None, names: str | None = None,
+         check_config: bool = True) -> tuple[dict, dict]:
     """Reads `(params, state)` of a model from published weights.
+
+    If a config.json (of transformers or timm) is beside the weights, the model is compared with it field by field:
+    every field has the model's value, is known to have no effect on the forward pass, or raises an error.
 
     Args:
         model: the model; or the name of a preset (`"resnet50"`), for the model `pretrained.model(name, path)`.
@@ -57,6 +60,7 @@ def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=Non
             called.
         dtype: what to cast floating-point arrays to; None: they keep the file's dtypes.
         names: whose names the file holds, one of the model's `NAMES`; None: told by the keys.
+        check_config: whether a config.json beside the weights is compared with the model.
 
     Returns:
         params and state as `model.init` makes them, of `jax.Array`s. State is `{}` where the model has none.
@@ -64,7 +68,8 @@ def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=Non
     Raises:
         FileNotFoundError: where the weights are not on this disk: what to download and where to put it.
         ValueError: where the file is no weights file, or damaged; listing each key that is missing, is not expected or
-            has another shape; where the file is for another configuration of the model.
+            has another shape; listing each field of config.json that the model does not have, or that fnet does not
+            know; where the file is for another configuration of the model.
         TypeError: where a dtype is no parameter's.
     """
     if isinstance(model, str):
@@ -76,8 +81,12 @@ def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=Non
                         "folder or a name; only the name of a preset stands for both")
     tensors = _tensors.read(find(path))
     kinds, leaves = _fit.leaves_of(model)
+    config = _config.check(model, tensors.path.parent) if check_config else None
     name, plan = _fit.told(model, leaves, tensors, names)
-    _fit.check_config(model, name, tensors.path)
+    if config and name not in config.names:
+        raise ValueError(f"{tensors.path} has the names of {name}, but config.json beside it describes weights with "
+                         f"the names of {' or '.join(config.names)}: move one of them to another folder")
+    _fit.check_config(model, name, tensors.path, config.compared() if config else ())
     _fit.check_keys(model, name, plan, tensors)
     _fit.check_header(model, name, tensors.path)
     trees = {"params": {}, "state": {}}

@@ -1,0 +1,293 @@
+"""config.json beside published weights: every field is compared with the model, known to be irrelevant, or an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fnet.models._tokenizers import contents
+
+LISTED = 8    # how many problems an error names before it counts the rest
+NUMBERS = (int, float)
+SKIP = object()    # the value of an absent field that nothing is compared with
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A field of config.json that sets a field of the model.
+
+    Args:
+        field: the model's field.
+        absent: the value that the framework assumes where config.json lacks the field, or a function of config.json
+            that returns it; SKIP: the field is compared only where config.json has it.
+        default: function of the model: the value that null stands for, in config.json and in the model.
+        shorter: whether the model's value may be smaller.
+        square: whether config.json may hold [value, value].
+    """
+
+    field: str
+    absent: Any = SKIP
+    default: Callable | None = None
+    shorter: bool = False
+    square: bool = False
+
+    def wanted(self, value, config) -> dict[str, Any]:
+        if self.square and isinstance(value, list) and len(value) == 2 and same(*value):
+            value = value[0]
+        return {self.field: value}
+
+
+@dataclasses.dataclass(frozen=True)
+class Must:
+    """A field of config.json of which the model supports some values.
+
+    Args:
+        values: the supported values. The framework's own default is one of them.
+    """
+
+    values: tuple
+    absent: Any = SKIP
+
+    def wanted(self, value, config) -> dict[str, Any]:
+        if not any(same(value, each) for each in self.values):
+            raise ValueError(f"expected {' or '.join(map(_text, self.values))}")
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """A field of config.json that sets several fields of the model: by a function of its value and of config.json.
+
+    Args:
+        read: returns {field of the model: value}; raises ValueError with the expected value in words.
+        absent: as in `Use`.
+    """
+
+    read: Callable[[Any, Mapping], dict[str, Any]]
+    absent: Any = SKIP
+
+    def wanted(self, value, config) -> dict[str, Any]:
+        return self.read(value, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What each field of config.json means, for one `model_type` of one class of models.
+
+    Args:
+        fields: {field: Use, Must or Fields}.
+        irrelevant: the fields that have no effect on the forward pass.
+        names: the entries of the model's `NAMES` that files with this config.json use.
+    """
+
+    fields: Mapping[str, Use | Must | Fields]
+    irrelevant: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ("huggingface",)
+
+    def check(self, model, config: Mapping) -> None:
+        """Compares config.json with a model.
+
+        Raises:
+            ValueError: listing each field that differs, is not supported or is not known.
+        """
+        problems, changes = [], {}
+        for name in [*config, *(name for name in self.fields if name not in config)]:
+            if name in self.irrelevant:
+                continue
+            entry = self.fields.get(name)
+            if entry is None:
+                problems.append(f"{name!r} is {_text(config[name])}, a field that fnet does not know (if it has no "
+                                "effect on the output, load with check_config=False)")
+                continue
+            value = config.get(name, entry.absent)
+            value = value(config) if callable(value) else value
+            if value is SKIP:
+                continue
+            given = f"{name!r} is {_text(value)}" if name in config else f"{name!r} is absent, i.e. {_text(value)}"
+            try:
+                wanted = entry.wanted(value, config)
+            except ValueError as error:
+                problems.append(f"{given}, {error}")
+                continue
+            for field, want in wanted.items():
+                have = getattr(model, field)
+                if _fits(entry, model, want, have):
+                    continue
+                if _comparable(want, have, null=getattr(type(model), field, ...) is None):
+                    changes[field] = want
+                    problems.append(f"{given}, the model has {field}={have!r}")
+                else:
+                    problems.append(f"{given}, expected a value like {_text(have)}")
+        if problems:
+            more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+            advice = ", ".join(f"{field}={value!r}" for field, value in changes.items())
+            raise ValueError(f"does not describe this {type(model).__name__}: {'; '.join(problems[:LISTED])}{more}"
+                             + (f". Use dataclasses.replace(model, {advice})" if advice else ""))
+
+    def compared(self) -> set[str]:
+        """The fields of the model that config.json sets."""
+        return {entry.field for entry in self.fields.values() if isinstance(entry, Use)}
+
+
+def check(model, folder: Path) -> Config | None:
+    """Compares a model with the config.json of a folder.
+
+    Returns:
+        The table of fields that was used; None where the folder has no config.json.
+
+    Raises:
+        ValueError: where config.json is damaged, or describes another model.
+    """
+    path = folder / "config.json"
+    if not os.path.lexists(path):
+        return None
+    config, who = read(path), type(model).__name__
+    known = getattr(model, "CONFIGS", {})
+    kind = config.get("model_type")
+    if kind is None and "architecture" in config:
+        kind = "timm"
+    reads = " or ".join(_word(each) for each in known) or "none (its class has no CONFIGS)"
+    if kind is None:
+        raise ValueError(f"{path} has no 'model_type': it does not say which model it describes. A {who} reads {reads}."
+                         " If it is not the configuration of these weights, load with check_config=False")
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f"{path}: 'model_type' is {_text(kind)}: these weights are for another kind of model. "
+                         f"A {who} reads {reads}")
+    try:
+        known[kind].check(model, config)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
+    return known[kind]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, strictly: no duplicate fields, no NaN, no infinity.
+
+    Raises:
+        ValueError: where the file is something else.
+    """
+    def unique(pairs):
+        held = {}
+        for name, value in pairs:
+            if name in held:
+                raise ValueError(f"the field {_text(name)} appears more than once")
+            held[name] = value
+        return held
+
+    try:
+        config = json.loads(contents(path), object_pairs_hook=unique)
+        if not isinstance(config, dict):
+            raise ValueError(f"expected a JSON object, got {_text(config)}")
+        for name, value in config.items():
+            _finite(name, value)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be a configuration") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    return config
+
+
+def same(a, b) -> bool:
+    """Equality that keeps booleans apart from numbers."""
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
+def _finite(name, value):
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name!r} is {value}, expected a finite number")
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _finite(name, each)
+
+
+def _fits(entry, model, want, have):
+    if getattr(entry, "default", None) is not None:
+        want, have = (entry.default(model) if value is None else value for value in (want, have))
+    if same(want, have):
+        return True
+    return getattr(entry, "shorter", False) and _comparable(want, have) and have < want
+
+
+def _comparable(want, have, null=False):
+    """Whether a field could be changed from `have` to `want`: equal kinds, or null where the default is None."""
+    if want is None:
+        return null
+    if have is None:
+        return not isinstance(want, bool | str | list | dict)
+    if isinstance(want, bool) or isinstance(have, bool):
+        return isinstance(want, bool) and isinstance(have, bool)
+    return isinstance(want, NUMBERS) == isinstance(have, NUMBERS) and not isinstance(want, str | list | dict)
+
+
+def _text(value):
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _word(kind):
+    return "timm's config.json (with 'architecture')" if kind == "timm" else f"'model_type' {kind!r}"
+
+
+IRRELEVANT = frozenset("""
+    transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash transformers.js_config
+    _attn_implementation _attn_implementation_autoset attn_implementation _flash_attn_2_enabled
+    use_cache gradient_checkpointing torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward pretraining_tp
+    output_attentions output_hidden_states return_dict output_scores return_dict_in_generate
+    initializer_range initializer_factor layer_norm_init
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id mask_token_id
+    id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty
+""".split())
+
+
+def transformers(fields: Mapping, *, architectures: tuple[str, ...], irrelevant: str = "", **options) -> Config:
+    """A table for transformers' config.json: the fields of one family, and those that all families have.
+
+    Args:
+        fields: the family's.
+        architectures: the classes whose files the model reads.
+        irrelevant: more fields that have no effect on the forward pass, separated by spaces.
+        options: of `Config`.
+    """
+    def architecture(value, config):
+        if not (value is None or (isinstance(value, list) and all(each in architectures for each in value))):
+            raise ValueError(f"expected one of {', '.join(architectures)}")
+        return {}
+
+    common = {
+        "model_type": Fields(lambda value, config: {}), "architectures": Fields(architecture),
+        "is_encoder_decoder": Must((False,)), "is_decoder": Must((False,)), "add_cross_attention": Must((False,)),
+        "cross_attention_hidden_size": Must((None,)), "tie_encoder_decoder": Must((False,)),
+        "pruned_heads": Must(({}, None)), "quantization_config": Must((None,)),
+    }
+    return Config(common | dict(fields), IRRELEVANT | set(irrelevant.split()), **options)
+
+
+def timm(architecture: Callable[[str], dict[str, Any] | None], pool: str, expected: str) -> Config:
+    """A table for timm's config.json.
+
+    Args:
+        architecture: returns the model's fields for one of timm's architectures, or None.
+        pool: the supported `global_pool`.
+        expected: the supported architectures, in words.
+    """
+    def fields(value, config):
+        found = architecture(value) if isinstance(value, str) else None
+        if found is None:
+            raise ValueError(f"expected {expected}")
+        return found
+
+    return Config({
+        "architecture": Fields(fields), "num_classes": Use("classes"), "global_pool": Must((pool,)),
+        "model_args": Must(({}, None)),
+    }, frozenset(("num_features", "pretrained_cfg", "label_names", "label_descriptions")), ("timm", "torchvision"))
