@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fnet.models._tokenizers import contents
+from fnet.models._files import MOST, SMALL, contents
 
 LISTED = 8    # how many problems an error names before it counts the rest
 NUMBERS = (int, float)
@@ -89,32 +89,26 @@ class Config:
     irrelevant: frozenset[str] = frozenset()
     names: tuple[str, ...] = ("huggingface",)
 
+    def values(self, config: Mapping) -> dict[str, Any]:
+        """{field of the model: value}, as config.json sets them.
+
+        Raises:
+            ValueError: listing each field that is not supported or not known.
+        """
+        wanted, problems = self._wanted(config)
+        self._raise(problems)
+        return {field: value for *_, values in wanted for field, value in values.items()}
+
     def check(self, model, config: Mapping) -> None:
         """Compares config.json with a model.
 
         Raises:
             ValueError: listing each field that differs, is not supported or is not known.
         """
-        problems, changes = [], {}
-        for name in [*config, *(name for name in self.fields if name not in config)]:
-            if name in self.irrelevant:
-                continue
-            entry = self.fields.get(name)
-            if entry is None:
-                problems.append(f"{name!r} is {_text(config[name])}, a field that fnet does not know (if it has no "
-                                "effect on the output, load with check_config=False)")
-                continue
-            value = config.get(name, entry.absent)
-            value = value(config) if callable(value) else value
-            if value is SKIP:
-                continue
-            given = f"{name!r} is {_text(value)}" if name in config else f"{name!r} is absent, i.e. {_text(value)}"
-            try:
-                wanted = entry.wanted(value, config)
-            except ValueError as error:
-                problems.append(f"{given}, {error}")
-                continue
-            for field, want in wanted.items():
+        wanted, problems = self._wanted(config)
+        changes = {}
+        for entry, given, values in wanted:
+            for field, want in values.items():
                 have = getattr(model, field)
                 if _fits(entry, model, want, have):
                     continue
@@ -123,22 +117,46 @@ class Config:
                     problems.append(f"{given}, the model has {field}={have!r}")
                 else:
                     problems.append(f"{given}, expected a value like {_text(have)}")
-        if problems:
-            more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-            advice = ", ".join(f"{field}={value!r}" for field, value in changes.items())
-            raise ValueError(f"does not describe this {type(model).__name__}: {'; '.join(problems[:LISTED])}{more}"
-                             + (f". Use dataclasses.replace(model, {advice})" if advice else ""))
+        advice = ", ".join(f"{field}={value!r}" for field, value in changes.items())
+        self._raise(problems, f". Use dataclasses.replace(model, {advice})" if advice else "")
 
     def compared(self) -> set[str]:
         """The fields of the model that config.json sets."""
         return {entry.field for entry in self.fields.values() if isinstance(entry, Use)}
+
+    def _wanted(self, config):
+        """([(entry, its field and value in words, {field of the model: value})], [problem])."""
+        wanted, problems = [], []
+        for name in [*config, *(name for name in self.fields if name not in config)]:
+            if name in self.irrelevant:
+                continue
+            entry = self.fields.get(name)
+            if entry is None:
+                problems.append(f"{name!r} is {_text(config[name])}, which fnet does not know")
+                continue
+            value = config.get(name, entry.absent)
+            value = value(config) if callable(value) else value
+            if value is SKIP:
+                continue
+            given = f"{name!r} is {_text(value)}" if name in config else f"{name!r} is absent, i.e. {_text(value)}"
+            try:
+                wanted.append((entry, given, entry.wanted(value, config)))
+            except ValueError as error:
+                problems.append(f"{given}, {error}")
+        return wanted, problems
+
+    def _raise(self, problems, advice=""):
+        if problems:
+            more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+            raise ValueError(f"{'; '.join(problems[:LISTED])}{more}{advice}")
 
 
 def check(model, folder: Path) -> Config | None:
     """Compares a model with the config.json of a folder.
 
     Returns:
-        The table of fields that was used; None where the folder has no config.json.
+        The table of fields that was used; None where the folder has no config.json, or is that of a training run, whose
+        config.json describes the run.
 
     Raises:
         ValueError: where config.json is damaged, or describes another model.
@@ -152,6 +170,8 @@ def check(model, folder: Path) -> Config | None:
     if kind is None and "architecture" in config:
         kind = "timm"
     reads = " or ".join(_word(each) for each in known) or "none (its class has no CONFIGS)"
+    if kind is None and (folder / "metrics.jsonl").is_file():
+        return None
     if kind is None:
         raise ValueError(f"{path} has no 'model_type': it does not say which model it describes. A {who} reads {reads}."
                          " If it is not the configuration of these weights, load with check_config=False")
@@ -161,12 +181,14 @@ def check(model, folder: Path) -> Config | None:
     try:
         known[kind].check(model, config)
     except ValueError as error:
-        raise ValueError(f"{path} {error}") from None
+        unknown = "which fnet does not know" in str(error)
+        raise ValueError(f"{path} does not describe this {who}: {error}" + unknown * (
+            ". If a field has no effect on the output, load with check_config=False")) from None
     return known[kind]
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, strictly: no duplicate fields, no NaN, no infinity.
+def read(path: Path, most: int = SMALL) -> dict[str, Any]:
+    """A JSON object from a file of at most `most` bytes, strictly: no duplicate fields, no NaN, no infinity.
 
     Raises:
         ValueError: where the file is something else.
@@ -180,7 +202,10 @@ def read(path: Path) -> dict[str, Any]:
         return held
 
     try:
-        config = json.loads(contents(path), object_pairs_hook=unique)
+        text = contents(path, most=most)
+        if text.count("[") + text.count("{") > MOST:
+            raise ValueError(f"it holds more than {MOST:,} lists and objects")
+        config = json.loads(text, object_pairs_hook=unique)
         if not isinstance(config, dict):
             raise ValueError(f"expected a JSON object, got {_text(config)}")
         for name, value in config.items():
@@ -228,7 +253,7 @@ def _comparable(want, have, null=False):
 
 def _text(value):
     text = "null" if value is None else repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _word(kind):

@@ -7,10 +7,13 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from fnet.models._tokenizers import SMALL, check_count, contents, in_range
+from fnet.models import _tokenizer_config
+from fnet.models._files import SMALL, check_count, contents
+from fnet.models._tokenizers import in_range
 
 _BEGIN, _END, _BYTES = 1, 2, 3    # <s>, </s>, and the first of the 256 single bytes
 _FIRST = _BYTES + 256             # the first piece of text
@@ -58,8 +61,10 @@ class LlamaBPE:
         """From a tokenizer.bin: the length of the longest token, then for each a score, its length and its bytes.
 
         Raises:
-            ValueError: where the file is something else.
+            ValueError: where the file is something else, or a tokenizer_config.json beside it describes another
+                tokenizer.
         """
+        _tokenizer_config.llama(Path(path).parent)
         raw = contents(path, text=False, most=SMALL)
         pieces, scores, at = [], [], 4
         longest = struct.unpack_from("<i", raw)[0] if len(raw) >= 4 else 0

@@ -73,7 +73,7 @@ def _scaling(value):
         ValueError: where fnet does not have it.
     """
     kind, other = (value.get(name) for name in ("rope_type", "type"))
-    kind = other if kind is None else kind
+    kind = kind if kind is not None else "default" if other is None else other
     if str(kind) not in KINDS or other not in (None, kind):
         raise ValueError(f"expected the rope_type {' or '.join(map(repr, KINDS))}")
     make, wanted = KINDS[kind]

@@ -6,16 +6,16 @@ import base64
 import binascii
 import json
 import os
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from fnet.models import _tokenizer_config
+from fnet.models._config import Config
+from fnet.models._files import MOST, SMALL, contents
+
 # Limits for untrusted files: each is several times what the largest published vocabularies need.
-_LARGEST = 1 << 26     # bytes of a tokenizer.json; Gemma 3's has 33 million
-SMALL = 1 << 24       # bytes of the other files; BERT's vocab.txt has 230,000, Llama's tokenizer.bin 434,000
-_MOST = 1 << 20        # tokens
 _STEPS = 10_000        # values that describe the steps before and after the model in a tokenizer.json
 _GROWTH = 1024         # by how much these steps may multiply the length of a text
 
@@ -104,6 +104,7 @@ class CharTokenizer:
             characters = None
         if not isinstance(characters, str) or not characters or "".join(sorted(set(characters))) != characters:
             raise ValueError(f"{path} is no vocabulary of characters: a JSON string of them, in order, each once")
+        _tokenizer_config.values(Path(path).parent, Config({}))    # none of its fields has a meaning here
         return cls(characters)
 
     def write(self, path: str | os.PathLike) -> None:
@@ -114,12 +115,13 @@ class HuggingFaceTokenizer:
     """A tokenizer.json, read and run by Hugging Face's library (`pip install tokenizers`).
 
     Use it for vocabularies that fnet does not read itself, such as the byte-level BPE of GPT-2 and Llama 3. The padding
-    and the truncation that the file describes are not applied: `encode` returns the tokens of the whole text.
+    and the truncation that the file describes are not applied: `encode` returns the tokens of the whole text. If a
+    tokenizer_config.json is beside it, the two are compared, and its eos_token is one of `stop`.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
-        ValueError: the file is not a tokenizer.json, or describes steps that no tokenizer needs. `encode` and `decode`
-            raise it when the library fails on a text.
+        ValueError: the file is not a tokenizer.json, or describes steps that no tokenizer needs; tokenizer_config.json
+            contradicts it. `encode` and `decode` raise it when the library fails on a text.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -129,12 +131,15 @@ class HuggingFaceTokenizer:
             raise ModuleNotFoundError(f"{path} is read by the library tokenizers, which is missing: pip install "
                                       "tokenizers") from None
         self._path, text = path, contents(path)
-        _check_tokenizer(path, text)
+        description = _check_tokenizer(path, text)
         self._tokenizer = self._run(tokenizers.Tokenizer.from_str, text)
         self._tokenizer.no_padding()       # to 2^40 tokens would end the process
         self._tokenizer.no_truncation()
         ends = map(self._tokenizer.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"))
-        self.stop = tuple(number for number in ends if number is not None)
+        more = ()
+        if os.path.lexists(Path(path).parent / _tokenizer_config.NAME):
+            more = _tokenizer_config.hugging_face(Path(path).parent, self._tokenizer, description)
+        self.stop = tuple(dict.fromkeys(number for number in (*ends, *more) if number is not None))
 
     @property
     def vocab_size(self) -> int:
@@ -158,15 +163,15 @@ class HuggingFaceTokenizer:
 
 
 def _check_tokenizer(path, text):
-    """Refuses a tokenizer.json with which Hugging Face's library would end the process for lack of memory.
+    """The content of a tokenizer.json, unless Hugging Face's library would run out of memory with it.
 
     Raises:
         ValueError: it is not JSON, a table of characters claims more bytes than it has, or replacements make a text
             more than 1024 times as long.
     """
     wrong = f"{path} is not a usable tokenizer.json: "
-    if text.count("[") + text.count("{") > _MOST:
-        raise ValueError(f"{wrong}it holds more than {_MOST:,} lists and objects")
+    if text.count("[") + text.count("{") > MOST:
+        raise ValueError(f"{wrong}it holds more than {MOST:,} lists and objects")
     try:
         held = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -193,6 +198,7 @@ def _check_tokenizer(path, text):
             raise ValueError(f"{wrong}its {part} has more than {_STEPS:,} values")
         if growth > _GROWTH:
             raise ValueError(f"{wrong}the replacements of its {part} can make a text {growth:,} times as long")
+    return held
 
 
 def read_tokenizer(path: str | os.PathLike):
@@ -217,39 +223,12 @@ def read_tokenizer(path: str | os.PathLike):
                "tokenizer.json": HuggingFaceTokenizer}
     path = Path(path).expanduser()
     if path.is_dir():
-        for name, read in readers.items():
+        for name, reader in readers.items():
             if (path / name).is_file():
-                return read(path / name)
+                return reader(path / name)
     elif path.name in readers and path.exists():
         return readers[path.name](path)
     raise FileNotFoundError(f"{path}: no tokeniser there; one of {', '.join(readers)}, or a folder with one")
-
-
-def contents(path: str | os.PathLike, *, text: bool = True, most: int = _LARGEST):
-    """The content of a vocabulary's file: text in UTF-8, or bytes.
-
-    Raises:
-        ValueError: it is not a regular file, larger than `most` bytes, or not UTF-8.
-    """
-    path = Path(path)
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a regular file")    # a pipe may never end
-    if status.st_size > most:
-        raise ValueError(f"{path} has {status.st_size:,} bytes: a vocabulary has at most {most:,}")
-    raw = path.read_bytes()
-    if not text:
-        return raw
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
-
-
-def check_count(path: str | os.PathLike, count: int) -> None:
-    """Refuses a vocabulary of more tokens than any has, before they become objects."""
-    if count > _MOST:
-        raise ValueError(f"{path} holds more than {_MOST:,} tokens")
 
 
 def in_range(tokens, count) -> np.ndarray:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from fnet.models._tokenizers import SMALL, check_count, contents, in_range
+from fnet.models import _tokenizer_config
+from fnet.models._files import SMALL, check_count, contents
+from fnet.models._tokenizers import in_range
 
 # Code points that BERT takes for Chinese characters, each a word by itself.
 _IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),
@@ -21,16 +24,19 @@ _CONTROL = ("Cc", "Cf", "Co", "Cs")    # Cn too in some versions, but what is as
 class WordPiece:
     """Words cut into the longest pieces that the vocabulary has, from left to right.
 
-    First BERT's normalisation: control characters go, white space becomes one space, Chinese characters stand alone,
-    and where `lowercase`, accents are taken off and letters made small; then a cut at spaces and around every
-    punctuation mark. Pieces behind the first begin with ##. A word that cannot be cut is [UNK].
+    The text is first normalized as in BERT: control characters are removed, white space becomes one space, Chinese
+    characters become words of their own, accents are removed and letters become lower-case, as the options say. It is
+    then split at spaces and around every punctuation mark. Pieces after the first begin with ##. A word that cannot be
+    split into pieces is [UNK].
 
         words = WordPiece.read("vocab.txt")
         words.encode("Unaffable!")               # [CLS] una ##ffa ##ble ! [SEP]
 
     Args:
         vocabulary: every token, in the order of their numbers; [UNK], [CLS], [SEP] and [PAD] among them.
-        lowercase: for the models called "uncased".
+        lowercase: whether letters become lower-case: True for the models called "uncased".
+        strip_accents: whether accents are removed; None: if `lowercase`.
+        tokenize_chinese_chars: whether each Chinese character is a word of its own.
 
     Special tokens are what `encode` adds: written in a text, they are text.
 
@@ -43,9 +49,12 @@ class WordPiece:
 
     SPECIAL: ClassVar = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 
-    def __init__(self, vocabulary: Sequence[str], *, lowercase: bool = True):
+    def __init__(self, vocabulary: Sequence[str], *, lowercase: bool = True, strip_accents: bool | None = None,
+                 tokenize_chinese_chars: bool = True):
         self.vocabulary = tuple(vocabulary)
         self.lowercase = lowercase
+        self.strip_accents = lowercase if strip_accents is None else strip_accents
+        self.tokenize_chinese_chars = tokenize_chinese_chars
         self._numbers = {token: number for number, token in enumerate(self.vocabulary)}
         lacking = [token for token in self.SPECIAL if token not in self._numbers]
         if lacking:
@@ -63,21 +72,30 @@ class WordPiece:
         return len(self.vocabulary)
 
     @classmethod
-    def read(cls, path: str | os.PathLike, *, lowercase: bool = True) -> WordPiece:
+    def read(cls, path: str | os.PathLike, *, lowercase: bool | None = None) -> WordPiece:
         """From a vocab.txt: a token on each line.
 
+        Args:
+            path: the file.
+            lowercase: as above; None: as tokenizer_config.json and tokenizer.json beside the file say. If neither is
+                there, a vocabulary without the letters A to Z is lowercase. If given, these files are not read.
+
         Raises:
-            ValueError: where the file is something else.
+            ValueError: where the file is something else; where one of the other two describes another tokenizer, or
+                has a field that fnet does not know.
         """
         text = contents(path, most=SMALL)
         check_count(path, text.count("\n"))
         lines = text.split("\n")
         if lines[-1] == "":
             lines.pop()
+        vocabulary = [line.removesuffix("\r") for line in lines]
         try:
-            return cls([line.removesuffix("\r") for line in lines], lowercase=lowercase)
+            words = cls(vocabulary, lowercase=True if lowercase is None else lowercase)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        return words if lowercase is not None else cls(
+            vocabulary, **_tokenizer_config.wordpiece(Path(path).parent, words._numbers))
 
     def encode(self, text: str, max_length: int | None = None) -> np.ndarray:
         """[CLS], the pieces of the text, [SEP]: [tokens], int32.
@@ -104,9 +122,10 @@ class WordPiece:
 
     def words(self, text: str) -> list[str]:
         """The text normalised and cut at spaces and around punctuation, before it is cut into pieces."""
-        text = "".join(_cleaned(char) for char in text)
-        if self.lowercase:
+        text = "".join(_cleaned(char, self.tokenize_chinese_chars) for char in text)
+        if self.strip_accents:
             text = "".join(char for char in unicodedata.normalize("NFD", text) if unicodedata.category(char) != "Mn")
+        if self.lowercase:
             text = "".join(char.lower() for char in text)    # one by one: Python's own lower looks at neighbours
         return "".join(f" {char} " if _is_punctuation(char) else char for char in text).split()
 
@@ -127,8 +146,8 @@ class WordPiece:
         return found
 
 
-def _cleaned(char):
-    """What BERT's cleaning makes of one character."""
+def _cleaned(char, split):
+    """One character after BERT's cleaning, with spaces around Chinese ones if `split`."""
     if char in "\t\n\r":
         return " "
     if char in "\0\ufffd" or unicodedata.category(char) in _CONTROL:
@@ -136,7 +155,7 @@ def _cleaned(char):
     if char.isspace():
         return " "
     point = ord(char)
-    return f" {char} " if any(low <= point <= high for low, high in _IDEOGRAPHS) else char
+    return f" {char} " if split and any(low <= point <= high for low, high in _IDEOGRAPHS) else char
 
 
 def _is_punctuation(char):

@@ -207,7 +207,7 @@ def test_hostile_files(name, raw, text, tmp_path):
 def test_a_file_that_is_too_large_is_not_read(tmp_path):
     with (tmp_path / "vocab.txt").open("wb") as file:
         file.truncate(2**24 + 1)                                # sparse: it takes no room
-    with pytest.raises(ValueError, match="has 16,777,217 bytes: a vocabulary has at most 16,777,216"):
+    with pytest.raises(ValueError, match="has 16,777,217 bytes: expected at most 16,777,216"):
         models.read_tokenizer(tmp_path / "vocab.txt")
 
 
