@@ -138,7 +138,7 @@ class HuggingFaceTokenizer:
         ends = map(self._tokenizer.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"))
         more = ()
         if os.path.lexists(Path(path).parent / _tokenizer_config.NAME):
-            more = _tokenizer_config.hugging_face(Path(path).parent, self._tokenizer, description)
+            more = _tokenizer_config.hugging_face(Path(path).parent, self._tokenizer, self.encode, description)
         self.stop = tuple(dict.fromkeys(number for number in (*ends, *more) if number is not None))
 
     @property
