@@ -380,8 +380,15 @@ def tell_devices(*primitives: Any) -> None:
 
 
 def partitioning(ctx: Any) -> str:
-    """What becomes of the equation whose lowering rule has been given `ctx`: "whole" (it runs on one device, or on the
-    shards of a shard_map), "split" (XLA partitions it), or "unknown" (it does, and does not know the devices yet)."""
+    """How the equation whose lowering rule received `ctx` will run.
+
+    Returns:
+        "portable": the program is exported, or lowered for several platforms, and may run on any of them. "whole": on
+        one device, or on the shards of a shard_map. "split": XLA partitions it. "unknown": XLA partitions it, over
+        devices that are not known yet.
+    """
+    if ctx.module_context.lowering_parameters.for_export or len(ctx.module_context.platforms) > 1:
+        return "portable"
     context = ctx.module_context.axis_context
     if isinstance(context, ShardingContext):
         return "whole" if context.num_devices == 1 else "unknown" if context.device_assignment is None else "split"

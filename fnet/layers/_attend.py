@@ -12,7 +12,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching, mlir
 
@@ -21,6 +20,7 @@ from fnet._jax import Primitive
 from fnet.layers import _attend_flash as flash
 from fnet.layers import _attend_xla as xla
 from fnet.layers._attend_xla import Form, Products
+from fnet.layers._sizes import sized
 
 
 def dot_product_attention(query, key, value, *, mask=None, lengths=None, starts=None, causal=False, window=None,
@@ -192,6 +192,8 @@ def _explain(primitive, query, key, *_, form, compute, **params) -> str:
             return "keys that the mask hides from a block of queries are skipped"
         if not form.causal and form.window is None:
             return "plain XLA, for no key is hidden from all"
+        if not sized(query.shape[1], key.shape[1]):
+            return "plain XLA, for symbolic times cannot be split into blocks"
         return "plain XLA, for " + ("what is hidden is known at run time only" if "starts" in form.given
                                     else "so few queries make one block")
     if platform == "gpu":
@@ -239,7 +241,7 @@ def _define(primitive, f):
 def _batch(primitive, args, axes, *, form, **params):
     """The new axis is folded into the batch."""
     size = next(x.shape[axis] for x, axis in zip(args, axes) if axis is not None)
-    batch = args[0].shape[0] if axes[0] is None else np.delete(args[0].shape, axes[0])[0]
+    batch = args[0].shape[1 if axes[0] == 0 else 0]
     masks = [3 + i for i, name in enumerate(form.given) if name == "mask"]
     folded = []
     for i, (x, axis) in enumerate(zip(args, axes)):

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
 from fnet.layers._attend_xla import Form
+from fnet.layers._sizes import sized
 
 AMPERE, HOPPER = 8.0, 9.0
 
@@ -30,6 +31,10 @@ def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
     if platform not in ("cuda", "tpu"):
         return f"there is no kernel for {platform}"
+    if partitioning == "portable":
+        return "a program that is exported, or lowered for several platforms, must not depend on a kernel's library"
+    if not sized(*q.shape, *k.shape):
+        return "a kernel needs sizes that are known when it is compiled, and these are symbolic"
     if partitioning == "unknown" or (partitioning == "split" and platform == "tpu"):
         return "XLA cannot split a kernel among devices"
     if form.precision is not None:

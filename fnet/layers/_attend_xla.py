@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fnet.layers._sizes import sized
+
 
 @dataclasses.dataclass(frozen=True)
 class Form:
@@ -32,8 +34,9 @@ class Form:
     precision: Any = None
 
     def blind(self, t: int, s: int) -> bool:
-        """Whether there may be queries that see no key."""
-        return bool(self.given) or (self.window is not None and t > s)
+        """Whether a query may exist that sees no key. Two different symbolic sizes may be in any order."""
+        more = t > s if sized(t, s) else t != s
+        return bool(self.given) or (self.window is not None and more)
 
 
 class Span(NamedTuple):
@@ -46,11 +49,13 @@ class Span(NamedTuple):
 
 
 def spans(form: Form, t: int, s: int) -> list[Span]:
-    """The queries in up to eight blocks (more with a window), each with the keys that it can see.
+    """Splits the queries into up to eight blocks (more with a window), each with the keys that it can see.
 
-    Four blocks do 5/8 of the work that the square of a causal mask is; from eight on, what a product of few rows costs
-    outweighs what is skipped.
+    Four blocks of a causal mask do 5/8 of the work. Beyond eight blocks, products of few rows cost more than the
+    skipped keys save. Symbolic sizes give one block.
     """
+    if not sized(t, s):
+        return [Span(0, t, 0, s)]
     size = max(32, -(-t // (8 if t >= 1024 else 4)))
     if form.window is not None:
         size = max(min(size, max(64, form.window)), -(-t // 32))
@@ -263,7 +268,7 @@ def _merged(x):
 
 def _grouped(x, groups):
     """[b, h, t, s] -> [b, g, r t, s]."""
-    return x.reshape(len(x), groups, -1, x.shape[-1])
+    return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
 def _concatenate(parts, axis):

@@ -119,7 +119,7 @@ class Attention(Layer):
         k = self._project(scope, "key", source, groups, dim)             # [b, s, g, d]
         v = self._project(scope, "value", source, groups, dim)
         cache = self._cache(scope, k) if self.causal and context is None else None
-        start = jnp.zeros(len(x), jnp.int32) if cache is None else cache[2]
+        start = jnp.zeros(x.shape[0], jnp.int32) if cache is None else cache[2]
         order = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]      # [b, t]
         if self.rotary is not None:
             if context is not None:
@@ -130,7 +130,7 @@ class Attention(Layer):
             k, v, fits = self._append(scope, cache, k, v, lengths)
             lengths = None
         if mask is not None:
-            mask = mask_of(mask, (len(x), self.heads, x.shape[1], k.shape[1]), f"Attention at {scope}: a mask")
+            mask = mask_of(mask, (x.shape[0], self.heads, x.shape[1], k.shape[1]), f"Attention at {scope}: a mask")
         where = {"mask": mask, "lengths": lengths, "starts": None if cache is None else start}
         if self.dropout and scope.train:
             y = self._dropped(scope, q, k, v, where)
@@ -143,7 +143,7 @@ class Attention(Layer):
                      axes=("heads", "embed"))(scope["out"], y)
 
     def _sizes(self, scope, x, source):
-        if x.ndim != 3 or source.ndim != 3 or len(x) != len(source):
+        if x.ndim != 3 or source.ndim != 3 or x.shape[0] != source.shape[0]:
             raise ValueError(f"Attention at {scope} needs [batch, time, features]; got {x.shape}"
                              + ("" if source is x else f" with context {source.shape}"))
         groups = self.kv_heads or self.heads
@@ -197,7 +197,7 @@ class Attention(Layer):
         """The cache's keys and values with the new ones behind them, and which rows still fit."""
         keys, values, index = cache
         new = jnp.full(index.shape, k.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
-        rows = jnp.arange(len(index), dtype=jnp.int32)[:, None]
+        rows = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
         columns = index[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
         keys = keys.at[rows, columns].set(k.astype(keys.dtype), mode="drop")
         values = values.at[rows, columns].set(v.astype(values.dtype), mode="drop")

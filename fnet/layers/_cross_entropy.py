@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fnet.layers._sizes import sized
+
 LOGITS = 1 << 25    # at once: 128 MiB in float32
 
 
@@ -26,7 +28,8 @@ def linear_cross_entropy(x, kernel, labels, *, bias=None, chunk_size: int | None
         labels: [..., time], integers in 0 .. vocab_size - 1; the loss of any other is NaN.
         bias: [vocab_size], or None.
         chunk_size: positions of the time axis in a chunk. By default as many as keep a chunk's logits within 128 MiB
-            in float32; where that is all of them, nothing is made twice.
+            in float32; where that is all of them, nothing is made twice. While `jax.export` traces symbolic sizes,
+            the default is the whole axis: give a chunk_size for a large vocabulary.
 
     Returns: losses [..., time] in nats, float32. Weights of padded positions are the caller's.
 
@@ -41,14 +44,15 @@ def linear_cross_entropy(x, kernel, labels, *, bias=None, chunk_size: int | None
     _check(x, kernel, labels, bias, chunk_size)
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels    # which holds any vocabulary
     time, vocab_size = x.shape[-2], kernel.shape[1]
-    if chunk_size is None:
-        chunk_size = max(1, LOGITS // (math.prod(x.shape[:-2]) * vocab_size or 1))
+    rows = math.prod(x.shape[:-2])
+    if chunk_size is None and sized(rows, time):
+        chunk_size = max(1, LOGITS // (rows * vocab_size or 1))
     kernel = kernel.astype(x.dtype)
     bias = None if bias is None else jnp.asarray(bias).astype(jnp.float32)
-    if chunk_size >= time:
+    if chunk_size is None or (sized(time) and chunk_size >= time):
         return _losses(x, kernel, labels, bias)
-    count = _count(time, chunk_size)
-    size = -(-time // count)
+    count = _count(time, chunk_size) if sized(time) else -(-time // chunk_size)
+    size = -(-time // count) if sized(time) else chunk_size
     padding = count * size - time
     x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, padding), (0, 0)])
     labels = jnp.pad(labels, [*[(0, 0)] * (labels.ndim - 1), (0, padding)])

@@ -294,8 +294,8 @@ def _valid(lengths, x, layer, scope):
     if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"{type(layer).__name__} at {scope}: lengths are [batch] integers, here {x.shape[:1]}; got "
                          f"{lengths.dtype}{list(lengths.shape)}")
-    steps = lax.broadcasted_iota(lengths.dtype, (x.shape[1], x.shape[0], 1), 0)
-    return steps < lengths[None, :, None]
+    steps = lax.broadcasted_iota(jnp.int32, (x.shape[1], x.shape[0], 1), 0)    # narrow lengths could not count them
+    return steps < lengths[None, :, None].astype(jnp.int32)
 
 
 def _shapes(tree):

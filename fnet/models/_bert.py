@@ -7,9 +7,10 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import export
 
 from fnet import layers as nn
+from fnet.layers._sizes import at_most
 from fnet.models._blocks import Blocks
 from fnet.models._config import Must, Use, transformers
 from fnet.models._model import Model
@@ -17,13 +18,21 @@ from fnet.models._rules import Names, Spare, torch
 
 
 class Encoded(NamedTuple):
-    """What `Bert` makes of a text.
+    """The output of `Bert`, registered with `jax.export` as "fnet.models.Encoded".
 
-    hidden: [batch, time, width], of each token. pooled: [batch, width], of the first one, through the pooler.
+    An exported program that returns it can be deserialized only after `import fnet.models`. To read the program
+    without fnet, export a function that returns a dict: `lambda params, tokens: model(params, tokens)._asdict()`.
+
+    Attributes:
+        hidden: [batch, time, width], the features of each token.
+        pooled: [batch, width], the features of the first token after the pooler.
     """
 
     hidden: jax.Array
     pooled: jax.Array
+
+
+export.register_namedtuple_serialization(Encoded, serialized_name="fnet.models.Encoded")
 
 
 @nn.layer
@@ -132,7 +141,7 @@ class Bert(Model):
         return Encoded(x, jnp.tanh(nn.Dense(self.width)(scope["pooler"], x[:, 0])))
 
     def _embedded(self, scope, tokens, segment):
-        if tokens.ndim != 2 or tokens.shape[1] > self.context:
+        if tokens.ndim != 2 or not at_most("Bert", tokens.shape[1], self.context):
             raise ValueError(f"Bert takes tokens [batch, time], time up to its context of {self.context}; got shape "
                              f"{tokens.shape}")
         if segment is not None and jnp.shape(segment) != tokens.shape:
@@ -165,6 +174,6 @@ def sentence_embedding(hidden, lengths):
         raise ValueError("sentence_embedding takes hidden [batch, time, width] and lengths [batch]; got "
                          f"{hidden.shape} and {lengths.shape}")
     hidden = hidden.astype(jnp.float32) if jnp.finfo(hidden.dtype).bits < 32 else hidden
-    real = np.arange(hidden.shape[1])[None] < lengths[:, None]                   # [batch, time]
+    real = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None] < lengths[:, None].astype(jnp.int32)    # [batch, time]
     mean = jnp.where(real[..., None], hidden, 0).sum(1) / lengths[:, None].astype(hidden.dtype)
     return mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)

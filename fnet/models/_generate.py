@@ -9,23 +9,28 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 from fnet import layers as nn
+from fnet.layers._sizes import at_most, sized
 
 _SIGN = np.uint32(1 << 31)
 _SMALLEST = 16    # of the lengths that programs are compiled for: powers of two
 
 
 class Generated(NamedTuple):
-    """What `generate` returns.
+    """The output of `generate`, registered with `jax.export` as "fnet.models.Generated".
 
-    tokens: [batch, max_tokens], 0 behind a row's end. lengths: [batch], how many tokens a row has before its stop
-    token, or max_tokens.
+    Attributes:
+        tokens: [batch, max_tokens], 0 after the end of a row.
+        lengths: [batch], the number of tokens of each row before its stop token, or max_tokens.
     """
 
     tokens: jax.Array
     lengths: jax.Array
+
+
+export.register_namedtuple_serialization(Generated, serialized_name="fnet.models.Generated")
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -83,15 +88,20 @@ def generate(model: nn.Layer, params, prompts, key=None, *, max_tokens: int, tem
         if value is not None:
             _check_range(name, value, low, high)
     time, room = prompts.shape[1], _bucket(max_tokens)
-    context = getattr(model, "context", None) or _bucket(time) + room
-    width = 1 + max(time - 1, min(_bucket(time - 1), context))
+    context = getattr(model, "context", None)
+    if sized(time):
+        context = context or _bucket(time) + room
+        width = 1 + max(time - 1, min(_bucket(time - 1), context))
+        capacity = min(width + room, context)
+    else:    # one program serves every time already
+        width, capacity = time, context or time + room
     prompts = jnp.pad(prompts, ((0, 0), (0, width - time)))
     return _cut(_generate(
         model, params, prompts, lengths, jax.random.key(0) if key is None else key,
         jnp.asarray(max_tokens, jnp.int32), jnp.asarray(temperature, jnp.float32), jnp.asarray(stop, jnp.int32),
         None if top_k is None else jnp.asarray(top_k, jnp.int32),
         None if top_p is None else jnp.asarray(top_p, jnp.float32),
-        room=room, capacity=min(width + room, context), sampled=sampled), max_tokens)
+        room=room, capacity=capacity, sampled=sampled), max_tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("room", "capacity", "sampled"))
@@ -100,7 +110,7 @@ def _generate(model, params, prompts, lengths, key, max_tokens, temperature, sto
     batch, width = prompts.shape
     rows = jnp.arange(batch, dtype=jnp.int32)
     cache = model.cache(jax.ShapeDtypeStruct((batch, capacity), jnp.int32))
-    if width > 1:
+    if width != 1:
         # All but each row's last token, for their keys and values alone: XLA drops the logits.
         _, cache = model(params, prompts[:, :-1], lengths=lengths - 1, state=cache)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
@@ -175,7 +185,7 @@ def _prompts(model, prompts, lengths, max_tokens):
             raise ValueError(f"generate: a prompt has 1 to {time} tokens; lengths are {held.tolist()}")
         longest = int(held.max())
     context = getattr(model, "context", None)
-    if context is not None and longest + max_tokens > context + 1:
+    if context is not None and not at_most("generate", longest + max_tokens, context + 1):
         raise ValueError(f"generate: {longest} tokens of prompt and max_tokens={max_tokens} do not fit into the "
                          f"model's context of {context}")
     return prompts[:, :longest].astype(jnp.int32), lengths.astype(jnp.int32)

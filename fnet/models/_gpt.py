@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
+from fnet.layers._sizes import at_most
 from fnet.models._blocks import Blocks
 from fnet.models._config import Must, Use, transformers
 from fnet.models._model import LanguageModel
@@ -123,7 +124,7 @@ class GPT(LanguageModel):
 
     def _positions(self, scope, tokens, lengths):
         """[batch, time]: after those that the cache holds; padding stands at 0, whatever the context."""
-        if tokens.ndim != 2 or tokens.shape[1] > self.context:
+        if tokens.ndim != 2 or not at_most("GPT", tokens.shape[1], self.context):
             raise ValueError(f"GPT takes tokens [batch, time], time up to its context of {self.context}; got shape "
                              f"{tokens.shape}")
         order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

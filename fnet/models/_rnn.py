@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fnet import layers as nn
 from fnet.models._model import LanguageModel, Model
@@ -97,7 +96,7 @@ class LSTMClassifier(Model):
             x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)
             x = nn.LSTM(self.width, bidirectional=True)(scope[f"lstm{i}"], x, lengths=lengths)
         if lengths is not None:                                            # [batch, time, 2 width]
-            real = np.arange(x.shape[1])[None] < jnp.asarray(lengths)[:, None]
+            real = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < jnp.asarray(lengths)[:, None].astype(jnp.int32)
             x = jnp.where(real[..., None], x, -1)                          # below every output of an LSTM
         x = nn.Dropout(self.dropout)(scope["drop"], x.max(1))
         return nn.Dense(self.classes)(scope["head"], x)

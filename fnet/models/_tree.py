@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 from fnet import layers as nn
 from fnet.models._model import Model
@@ -18,15 +18,23 @@ constant = jax.nn.initializers.constant
 
 
 class Trees(NamedTuple):
-    """A batch of trees as arrays: each tree's nodes in postorder, children before their parent, the root last.
+    """A batch of trees as arrays: the nodes of each tree in postorder, children before their parent, the root last.
 
-    labels: [batch, nodes], the token at each node. parents: [batch, nodes], where in the row its parent stands (the
-    root's and the padding's is `nodes`, one past the end). lengths: [batch], how many nodes are real.
+    It is registered with `jax.export` as "fnet.models.Trees".
+
+    Attributes:
+        labels: [batch, nodes], the token of each node.
+        parents: [batch, nodes], the index of each node's parent in its row. It is `nodes`, one past the end, for the
+            root and for padding.
+        lengths: [batch], the number of real nodes.
     """
 
     labels: np.ndarray
     parents: np.ndarray
     lengths: np.ndarray
+
+
+export.register_namedtuple_serialization(Trees, serialized_name="fnet.models.Trees")
 
 
 def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int | None = None) -> Trees:
@@ -110,8 +118,8 @@ class TreeLSTM(Model):
             raise ValueError("TreeLSTM takes labels and parents [batch, nodes] and lengths [batch]; got "
                              f"{labels.shape}, {parents.shape} and {jnp.shape(lengths)}")
         batch, nodes = labels.shape
-        rows = jnp.arange(batch, dtype=jnp.int32)
-        parents = jnp.where(np.arange(nodes)[None] < jnp.asarray(lengths)[:, None], parents, nodes)
+        rows, order = jnp.arange(batch, dtype=jnp.int32), jnp.arange(nodes, dtype=jnp.int32)
+        parents = jnp.where(order[None] < jnp.asarray(lengths)[:, None].astype(jnp.int32), parents, nodes)
         x = nn.Embed(self.vocab_size, self.width)(scope["embed"], labels)   # [batch, nodes, width]
         gates = nn.Dense(3 * self.width)(scope["gates"], x)                 # i, o and u of every node
         forget = nn.Dense(self.width, bias_init=constant(self.forget_bias))(scope["forget"], x)
@@ -129,7 +137,7 @@ class TreeLSTM(Model):
 
         # What each node's children have left it so far: sums of h_k and of f_k c_k. The last row is nobody's.
         sums = (jnp.zeros((batch, nodes + 1, self.width), x.dtype),) * 2
-        inputs = np.arange(nodes), parents.T, gates.swapaxes(0, 1), forget.swapaxes(0, 1)
+        inputs = order, parents.T, gates.swapaxes(0, 1), forget.swapaxes(0, 1)
         _, hidden = lax.scan(step, sums, inputs)                            # [nodes, batch, width]
         return nn.Dense(self.classes)(scope["head"], hidden.swapaxes(0, 1))
 

@@ -164,9 +164,9 @@ class ViT(Model):
                              f"of {self.patch}; got {x.shape}")
         width = self.width
         x = nn.Conv(width, self.patch, self.patch, padding="VALID")(scope["patches"], x)
-        x = x.reshape(len(x), -1, width)                                    # [batch, patches, width]
+        x = x.reshape(x.shape[0], -1, width)                                    # [batch, patches, width]
         token = scope.param("class_token", (1, 1, width), initializers.zeros, (None, None, "embed")).astype(x.dtype)
-        x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, width)), x], 1)    # [batch, tokens, width]
+        x = jnp.concatenate([jnp.broadcast_to(token, (x.shape[0], 1, width)), x], 1)    # [batch, tokens, width]
         x = x + scope.param("position", (1, *x.shape[1:]), small, (None, None, "embed")).astype(x.dtype)
         x = nn.Dropout(self.dropout)(scope["drop"], x)
         block = encoder_block(heads=self.heads, hidden=self.hidden or 4 * width, dropout=self.dropout,

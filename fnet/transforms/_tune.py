@@ -208,8 +208,10 @@ class _Tuner(Interpreter):
         return None if self.rows is None else object()    # every call is explained
 
     def options(self, closed) -> dict:
-        """The compiler options for a program."""
-        equations = list(_equations(closed.jaxpr)) if self.compiling else ()
+        """The compiler options for a program; none for symbolic sizes, since an exported program has no options."""
+        equations = list(_equations(closed.jaxpr)) if self.compiling else []
+        if not all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars)):
+            return {}
         return {name: value for rule in self.compiling if rule.when(equations) for name, value in rule.options.items()}
 
     def argument(self, x):
@@ -232,11 +234,15 @@ class _Tuner(Interpreter):
         return NotImplemented if (outputs := followed(eqn, inputs)) is None else outputs
 
 
+def _known(aval) -> bool:
+    """Whether no size of this type is symbolic."""
+    return all(isinstance(size, int) for size in getattr(aval, "shape", ()))
+
+
 def _free(aval) -> bool:
     """Whether arrays of this type may be given another shape: their sizes are known, and JAX leaves it to the compiler
     which axes lie on which devices."""
-    return (all(isinstance(size, int) for size in aval.shape)
-            and all(axis is None for axis in getattr(aval.sharding, "spec", ())))
+    return _known(aval) and all(axis is None for axis in getattr(aval.sharding, "spec", ()))
 
 
 def _equations(jaxpr):
