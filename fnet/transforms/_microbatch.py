@@ -14,35 +14,40 @@ from fnet.transforms._wrapping import wraps
 
 def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = None,
                weight: Callable | None = None) -> Callable:
-    """`f` over n slices of the batch, one after the other in a scan, averaged: memory for one slice at a time.
+    """Evaluates `f` on n slices of the batch in a scan and averages, which needs memory for one slice at a time.
 
         microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
 
-    With equal weights this is the full batch's value for every mean over rows, gradients included, that has no
-    statistics across rows (batch normalisation has). For a loss that is a weighted mean, `weight` gives each slice's
-    sum of weights, so that numerators and weights are summed apart; a slice of weight 0 counts nothing, whatever `f`
-    makes of it.
+    With equal weights this equals f on the full batch if f is a mean over rows, or its gradient, without statistics
+    across rows (batch normalization has such statistics). If f is a weighted mean, `weight` returns the sum of weights
+    of a slice.
 
         step = ft.microbatch(ft.value_and_grad(loss), 8)
         step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch: batch["weight"].sum())
 
-    Slice i holds rows i, i + n, i + 2n, ...: on a batch sharded over devices, each slice is sharded alike and no row
-    moves. A scalar `jax.random.key` among the batched arguments is folded with the slice's number, so that the slices
-    draw differently.
+    Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 contributes nothing: no
+    value, no count and no derivative of any order, in forward and reverse mode, even if f, or a derivative of f, is NaN
+    or infinite on this slice. (Rows whose weights have opposite signs and add up to 0 in one slice are lost, too, since
+    their mean does not exist.) If all weights add up to 0, the result is what the division by 0 gives.
+
+    Slice i holds rows i, i + n, i + 2n, ..., so that no row moves if the batch is sharded over devices. A scalar
+    `jax.random.key` among the batched arguments is folded with the index of the slice, so that slices draw different
+    numbers. With n = 1 the function is f itself, with arrays as outputs and the key unchanged.
 
     Args:
-        f: a function of parameters and batched arguments; floating-point outputs are averaged (accumulated in
-            float32 at least, returned in their own dtype), integer outputs, such as counts, are summed.
+        f: a function of parameters and batched arguments. Its floating-point outputs are averaged: they are summed in
+            float32 at least and returned in their own dtype. Its integer outputs, such as counts, are summed.
         n: the number of slices; it must divide the batch.
-        argnums: which positional arguments are batched along their leaves' first axis; None: all but the first.
-        weight: a function of f's arguments, one slice of the batch in place of the batch: the slice's weight.
+        argnums: which positional arguments are batched along the first axis of their leaves; None: all but the first.
+        weight: a function of f's arguments, with one slice in place of the batch, that returns the weight of the
+            slice, a real scalar; None: 1.
 
     Returns:
         A function with f's signature and output structure.
 
     Raises:
-        ValueError: where the batch has no rows in common, n does not divide it, or an output is neither float nor
-            integer.
+        ValueError: if the batched arguments have no common number of rows, n does not divide it, an output is neither
+            floating point nor integer, or a weight is not a real scalar.
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"microbatch needs a positive number of slices; got {n!r}")
@@ -55,25 +60,65 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
             raise ValueError(f"microbatch: {n} slices do not divide a batch of {rows} rows; nearest that do: "
                              f"{max(d for d in range(1, n + 1) if rows % d == 0)}")
         if n == 1:
-            return f(*args, **options)
+            return jax.tree.map(_strong, f(*args, **options))
         stacked, rebuild = _slices(args, where, n)
-
-        @functools.partial(jax.jit, inline=True)    # traced once, for its shapes and for the scan
-        def run(i, stacked):
-            args = rebuild(i, stacked)
-            share = jnp.float32(1) if weight is None else jnp.asarray(weight(*args, **options), jnp.float32)
-            return f(*args, **options), share
+        first = jax.tree.map(lambda a: a[0], stacked)
+        run, shapes = _traced(lambda i, stacked: f(*rebuild(i, stacked), **options), first)
+        if weight is not None:
+            weigh, of_weight = _traced(lambda i, stacked: _scalar(weight(*rebuild(i, stacked), **options)), first)
 
         def body(total, slice_):
-            y, share = run(*slice_)
-            return (jax.tree.map(lambda t, y: t + _weighted(y, share), total[0], y), total[1] + share), None
+            if weight is None:
+                return jax.tree.map(lambda t, y: t + _widened(y), total, run(*slice_)), None
+            live = weigh(*slice_, lax.stop_gradient) != 0
+            gate = functools.partial(_gate, live)
+            y, share = run(*slice_, gate), jnp.where(live, weigh(*slice_, gate), 0)
+            return (jax.tree.map(lambda t, y: t + _weighted(y, share, live), total[0], y), total[1] + share), None
 
-        shapes, _ = jax.eval_shape(run, jnp.int32(0), jax.tree.map(lambda a: a[0], stacked))
-        start = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s)), shapes), jnp.float32(0)
-        (total, share), _ = lax.scan(body, start, (jnp.arange(n, dtype=jnp.int32), stacked))
+        start = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s)), shapes)
+        if weight is not None:
+            start = start, jnp.zeros((), of_weight.dtype)
+        total, _ = lax.scan(body, start, (jnp.arange(n, dtype=jnp.int32), stacked))
+        total, share = (total, jnp.float32(n)) if weight is None else total
         return jax.tree.map(lambda y, s: _mean(y, share, s.dtype), total, shapes)
 
     return sliced
+
+
+def _traced(f, first):
+    """`f(i, slice)` traced once, and the shapes of its outputs.
+
+    Returns:
+        A function `run(i, slice, gate)`, and the shapes. `gate` is applied to all floating-point values that f reads
+        and that may be differentiated, those that it closes over included.
+    """
+    traced, closed = jax.closure_convert(f, jnp.int32(0), first)
+    shapes = jax.eval_shape(traced, jnp.int32(0), first, *closed)
+
+    def run(i, slice_, gate=lambda x: x):
+        slice_, inner = jax.tree.map(
+            lambda x: gate(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, (slice_, closed))
+        # A constant output is a scalar that knows its dtype, not an array.
+        return jax.tree.map(lambda y, s: y if isinstance(y, jax.Array) else jnp.asarray(y, s.dtype),
+                            traced(i, slice_, *inner), shapes)
+
+    return run, shapes
+
+
+def _gate(live, x):
+    """x, whose derivative is 0 unless `live`. In reverse mode this removes the NaN that a cotangent of 0 becomes in a
+    division by 0, which a selection among outputs alone cannot do."""
+    return jnp.where(live, x, lax.stop_gradient(x))
+
+
+def _scalar(share):
+    """The weight of a slice, in float32 at least."""
+    share = jnp.asarray(share)
+    if share.shape or jnp.issubdtype(share.dtype, jnp.complexfloating) or not (
+            share.dtype == jnp.bool_ or jnp.issubdtype(share.dtype, jnp.number)):
+        raise ValueError("microbatch: weight= must return a real scalar, the weight of a slice; got "
+                         f"{share.dtype}{list(share.shape)}")
+    return share.astype(_wide(share) if jnp.issubdtype(share.dtype, jnp.inexact) else jnp.float32)
 
 
 def batched(who: str, args, argnums) -> tuple[int, ...]:
@@ -142,11 +187,21 @@ def _wide(y):
                      "integers summed, anything else has no meaning over slices")
 
 
-def _weighted(y, share):
-    y = jnp.asarray(y).astype(_wide(jnp.asarray(y)))
-    if not jnp.issubdtype(y.dtype, jnp.inexact):
-        return y
-    return jnp.where(share > 0, y * share.astype(y.dtype), jnp.zeros_like(y))
+def _strong(y):
+    """An output as an array of a dtype of its own, checked as those of several slices are."""
+    y = jnp.asarray(y, jnp.result_type(y))
+    _wide(y)
+    return y
+
+
+def _widened(y):
+    return y.astype(_wide(y))
+
+
+def _weighted(y, share, live):
+    y = _widened(y)
+    weighted = y * share.astype(y.dtype) if jnp.issubdtype(y.dtype, jnp.inexact) else y
+    return jnp.where(live, weighted, jnp.zeros_like(y))
 
 
 def _mean(y, share, dtype):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import close, counted, same
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -54,7 +55,7 @@ def test_weighted_loss_sums_numerator_and_weight(dtype, tolerance):
         close(jax.jit(ft.microbatch(step, 4, weight=total_weight))(params, batch), step(params, batch), tolerance)
 
 
-def test_slice_of_weight_zero_counts_nothing():
+def test_slice_of_weight_zero_contributes_nothing():
     # Rows i, i + 4, ... make slice i: slice 1 is padding, and its loss is 0 / 0.
     weight = np.where(np.arange(24) % 4 == 1, 0, WEIGHT)
     params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y, "weight": weight})
@@ -159,6 +160,137 @@ def test_one_slice_is_the_function_itself():
     same(ft.microbatch(loss, 1)(params, batch), loss(params, batch))
 
 
+# Slices of weight 0, and of negative weight. The reference is plain JAX on the full batch.
+
+def ratio(p, batch):
+    return (p * batch["x"] * batch["w"]).sum() / batch["w"].sum()
+
+
+def nonlinear(p, batch):
+    return (jnp.exp(p * batch["x"]) * batch["w"]).sum() / batch["w"].sum()
+
+
+def row_weight(p, batch):
+    return batch["w"].sum()
+
+
+def rows_of(*weights):
+    return {"x": jnp.arange(1.0, 5.0), "w": jnp.array(weights)}
+
+
+PADDED, SIGNED = rows_of(0.0, 2.0, 0.0, 2.0), rows_of(-1.0, 2.0, -1.0, 2.0)    # rows 0 and 2 are slice 0 of 2
+WAYS = {
+    "value": lambda f: f,
+    "reverse": lambda f: jax.grad(f),
+    "forward": lambda f: jax.jacfwd(f),
+    "forward over reverse": lambda f: jax.jacfwd(jax.grad(f)),
+    "reverse over reverse": lambda f: jax.grad(jax.grad(f)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("batch", [PADDED, SIGNED], ids=["weight 0", "negative weight"])
+def test_weights_of_any_sign_in_every_derivative(way, batch):
+    sliced, derive = ft.microbatch(nonlinear, 2, weight=row_weight), WAYS[way]
+    close(jax.jit(derive(sliced))(0.5, batch), jax.jit(derive(nonlinear))(0.5, batch))
+    points = jnp.array([0.5, -0.25])
+    close(*(jax.jit(jax.vmap(derive(f), (0, None)))(points, batch) for f in (sliced, nonlinear)))
+
+
+def test_some_slices_of_weight_zero_under_vmap():
+    """The condition is batched as well: slice 0 has weight 0 in one example and slice 1 in the other."""
+    batch = jax.tree.map(lambda *a: jnp.stack(a), PADDED, rows_of(1.0, 0.0, 3.0, 0.0))
+    sliced = ft.microbatch(nonlinear, 2, weight=row_weight)
+    every = lambda f: jax.jit(jax.vmap(lambda p, batch: [derive(f)(p, batch) for derive in WAYS.values()], (None, 0)))
+    close(every(sliced)(0.5, batch), every(nonlinear)(0.5, batch))
+
+
+def test_published_numbers():
+    assert ft.microbatch(ratio, 2, weight=row_weight)(2.0, PADDED) == ratio(2.0, PADDED) == 6
+    assert jax.grad(ft.microbatch(ratio, 2, weight=row_weight))(2.0, PADDED) == jax.grad(ratio)(2.0, PADDED) == 3
+    assert ft.microbatch(jax.grad(ratio), 2, weight=row_weight)(2.0, PADDED) == 3
+    assert ft.microbatch(ratio, 2, weight=row_weight)(2.0, SIGNED) == ratio(2.0, SIGNED) == 8
+    counted_too = lambda p, batch: (ratio(p, batch), (batch["x"] > 0).sum())
+    assert ft.microbatch(counted_too, 2, weight=row_weight)(2.0, PADDED)[1] == 2
+
+
+def test_gradients_of_the_batch_and_of_closures():
+    sliced = ft.microbatch(nonlinear, 2, weight=row_weight)
+    close(jax.grad(sliced, 1)(0.5, PADDED)["x"], jax.grad(nonlinear, 1)(0.5, PADDED)["x"])
+    close(jax.jacfwd(sliced, 1)(0.5, PADDED)["x"], jax.jacfwd(nonlinear, 1)(0.5, PADDED)["x"])
+
+    def closed(p):
+        return ft.microbatch(lambda _, batch: nonlinear(p, batch), 2, weight=row_weight)(None, PADDED)
+
+    def by_name(p):
+        return ft.microbatch(lambda _, batch, *, p: nonlinear(p, batch), 2,
+                             weight=lambda _, batch, *, p: batch["w"].sum())(None, PADDED, p=p)
+
+    for f in closed, by_name, jax.jit(closed):
+        close(jax.grad(f)(0.5), jax.grad(nonlinear)(0.5, PADDED))
+        close(jax.jacfwd(jax.grad(f))(0.5), jax.grad(jax.grad(nonlinear))(0.5, PADDED))
+
+
+def test_weight_that_depends_on_the_parameters():
+    importance = lambda p, batch: jnp.exp(p * batch["x"]) * batch["w"]
+
+    def f(p, batch):
+        return (importance(p, batch) * batch["x"]).sum() / importance(p, batch).sum()
+
+    total = lambda p, batch: importance(p, batch).sum()
+    every = lambda f: jax.jit(lambda p, batch: [derive(f)(p, batch) for derive in WAYS.values()])
+    for batch in PADDED, SIGNED:
+        # Second derivatives are differences of larger numbers.
+        close(every(ft.microbatch(f, 2, weight=total))(0.1, batch), every(f)(0.1, batch), 1e-4)
+    root = lambda p, batch: jnp.sqrt((p * batch["w"]).sum())    # its own derivative at 0 is infinite
+    sliced = ft.microbatch(lambda p, batch: p * batch["x"].mean(), 2, weight=root)
+    for derive in jax.grad, jax.jacfwd:
+        np.testing.assert_allclose(derive(sliced)(2.0, PADDED), 3, rtol=1e-6)    # slice 1 alone: x is 2 and 4
+
+
+def test_weights_that_add_up_to_zero():
+    for batch, want in (rows_of(0.0, 0.0, 0.0, 0.0), np.nan), (rows_of(1.0, -1.0, 1.0, -1.0), -np.inf):
+        with jax.debug_nans(False):
+            assert np.array_equal(ft.microbatch(ratio, 2, weight=row_weight)(1.0, batch), want, equal_nan=True)
+            assert np.array_equal(ratio(1.0, batch), want, equal_nan=True)
+    assert np.isnan(ft.microbatch(ratio, 2, weight=row_weight)(1.0, rows_of(np.nan, 1.0, 1.0, 1.0)))
+
+
+@pytest.mark.parametrize("convert", [lambda w: w.astype(jnp.int32), lambda w: w.astype(jnp.float16), lambda w: w > 0])
+def test_dtypes_of_weights(convert):
+    f = lambda p, batch: ratio(p, {**batch, "w": convert(batch["w"]).astype(jnp.float32)})
+    sliced = ft.microbatch(f, 2, weight=lambda p, batch: convert(batch["w"])[0])
+    assert sliced(2.0, rows_of(0.0, 1.0, 0.0, 1.0)) == 6
+
+
+@pytest.mark.parametrize("weight", [None, lambda *_: 2.0], ids=["unweighted", "weighted"])
+def test_outputs_of_every_kind(weight):
+    def f(p, x):
+        return {"python": 1.0, "count": 1, "none": None, "half": x.mean().astype(jnp.float16),
+                "complex": lax.complex(x, -x).mean(), "pair": (x.mean(), ())}
+
+    x = jnp.arange(8.0)
+    plain = ft.microbatch(f, 1, weight=weight)(None, x)
+    sliced = ft.microbatch(f, 4, weight=weight)(None, x)
+    assert plain["count"] == 1 and sliced["count"] == 4
+    for leaf, other in zip(jax.tree.leaves(plain), jax.tree.leaves(sliced)):
+        assert isinstance(leaf, jax.Array) and not leaf.weak_type and not other.weak_type
+        assert leaf.dtype == other.dtype
+        np.testing.assert_allclose(other, 4 if leaf.dtype == jnp.int32 else leaf, rtol=1e-6)
+
+
+def test_batched_keys_and_none():
+    keys = jax.random.split(jax.random.key(0), 4)
+    f = lambda p, batch: jax.vmap(jax.random.uniform)(batch["key"]).mean()
+    close(ft.microbatch(f, 2)(None, {"key": keys, "nothing": None}), f(None, {"key": keys}))
+
+
+def test_weight_is_traced_into_one_loop():
+    f, weigh = counted(nonlinear), counted(row_weight)
+    jax.jit(jax.grad(ft.microbatch(f, 2, weight=weigh)))(0.5, PADDED)
+    assert (f.calls, weigh.calls) == (1, 1)
+
+
 ROWS = "the batched arguments must be arrays with the same number of rows (argnums= says which arguments are batched)"
 ERRORS = {
     "slices": (lambda: ft.microbatch(loss, 0), "microbatch needs a positive number of slices; got 0"),
@@ -172,6 +304,16 @@ ERRORS = {
     "argnums": (
         lambda: ft.microbatch(loss, 2, argnums=5)(PARAMS, jnp.ones((8, 2))),
         "microbatch: argnums names argument 5; the function was called with 2"),
+    "weights of rows": (
+        lambda: ft.microbatch(ratio, 2, weight=lambda p, batch: batch["w"])(1.0, PADDED),
+        "microbatch: weight= must return a real scalar, the weight of a slice; got float32[2]"),
+    "complex weight": (
+        lambda: ft.microbatch(ratio, 2, weight=lambda p, batch: 1j)(1.0, PADDED),
+        "microbatch: weight= must return a real scalar, the weight of a slice; got complex64[]"),
+    "booleans of one slice": (
+        lambda: ft.microbatch(lambda _, x: (x > 0).any(), 1)(None, jnp.ones((8, 2))),
+        "microbatch: an output is bool[]; floating-point outputs are averaged and integers summed, anything else "
+        "has no meaning over slices"),
     "booleans": (
         lambda: ft.microbatch(lambda _, x: (x > 0).any(), 2)(None, jnp.ones((8, 2))),
         "microbatch: an output is bool[]; floating-point outputs are averaged and integers summed, anything else "
