@@ -14,7 +14,7 @@ echo "installing fnet and its extras $(2) with $(1) ($$pins)"; \
 $(1) -m pip install --quiet --disable-pip-version-check -c $$pins -e '.[$(2)]'
 endef
 
-.PHONY: demo test torture verify-pretrained pods lint bench clean
+.PHONY: demo test torture verify-pretrained verify-programs pods lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -45,6 +45,10 @@ pods: $(STAMP) .libtpu/.installed
 verify-pretrained: .venv-verify/.installed
 	.venv-verify/bin/python tests/reference/verify_pretrained.py $(ARGS)
 
+# Every program of tests/programs under every transform, compared with plain JAX; diffrax and numpyro are installed for it.
+verify-programs: .venv-programs/.installed
+	.venv-programs/bin/python -m tests.programs $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
@@ -64,6 +68,11 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 .venv-verify/.installed: pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv .venv-verify
 	$(call install,.venv-verify/bin/python,experiments$(comma)verify)
+	@touch $@
+
+.venv-programs/.installed: pyproject.toml $(wildcard constraints/*.txt)
+	$(PYTHON) -m venv .venv-programs
+	$(call install,.venv-programs/bin/python,dev$(comma)programs)
 	@touch $@
 
 .libtpu/.installed: pyproject.toml

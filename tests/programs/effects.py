@@ -1,0 +1,187 @@
+"""Refs, callbacks, prints, checks and tokens."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import checkify, io_callback
+
+from .program import EVENTS, Made, Topic, integers, normal
+
+topic = Topic("effects")
+x3 = normal(3)
+ref = lambda shape=(3,): Made(lambda: jax.new_ref(jnp.ones(shape)))
+
+
+def _host(x):
+    EVENTS.append(np.asarray(x).tolist())
+    return np.sin(x)
+
+
+@topic(x3, wrt=(), core=True)
+def ref_inside(x):
+    r = jax.new_ref(jnp.zeros(3))
+    r[...] = x
+    r[0] = 5.
+    r[1:] += x[1:] * 2
+    return r[...], jax.freeze(r)
+
+
+@topic(x3)
+def ref_inside_scan(x):
+    def body(c, t):
+        r = jax.new_ref(c)
+        r[...] = r[...] * t
+        return jax.freeze(r), None
+    return lax.scan(body, x, jnp.arange(1., 4.))[0]
+
+
+@topic(x3)
+def ref_closed_over_by_scan(x):
+    r = jax.new_ref(jnp.zeros(3))
+    def body(c, t):
+        r[...] += x * t
+        return c, r[0]
+    lax.scan(body, None, jnp.arange(1., 4.))
+    return jax.freeze(r)
+
+
+@topic(x3, wrt=(), excluded={("*", "vmap"): "JAX cannot batch cond with Refs"})
+def ref_in_jit_and_cond(x):
+    r = jax.new_ref(x)
+    @jax.jit
+    def double(r):
+        r[...] *= 2
+    double(r)
+    lax.cond(x[0] > -9., lambda: double(r), lambda: None)
+    return jax.freeze(r)
+
+
+@topic(ref(), x3, wrt=(), excluded={("*", "vmap"): "jnp.stack takes no Refs"})
+def ref_argument(r, x):
+    r[...] = r[...] * 3 + x
+    return r[...].sum()
+
+
+@topic(ref((4,)), x3, wrt=(), excluded={("*", "vmap"): "jnp.stack takes no Refs"})
+def ref_argument_that_is_swapped(r, x):
+    old = jax.ref.swap(r, 1, x[0])
+    jax.ref.addupdate(r, 2, old)
+    return old
+
+
+@topic(x3, wrt=(), core=True)
+def pure_callback(x):
+    return jax.pure_callback(_host, jax.ShapeDtypeStruct((3,), jnp.float32), x * 2, vmap_method="sequential")
+
+
+@topic(x3)
+def pure_callback_with_custom_jvp(x):
+    @jax.custom_jvp
+    def f(x):
+        return jax.pure_callback(_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims")
+    f.defjvp(lambda p, t: (f(*p), jnp.cos(*p) * t[0]))
+    return f(x)
+
+
+@topic(normal(4, 3), wrt=(), events="set")
+def pure_callback_in_vmap(x):
+    call = lambda x: jax.pure_callback(_host, jax.ShapeDtypeStruct((3,), jnp.float32), x, vmap_method="sequential")
+    return jax.vmap(call)(x)
+
+
+@topic(x3, wrt=(), events="set")
+def io_callback_unordered(x):
+    io_callback(_host, jax.ShapeDtypeStruct((3,), jnp.float32), x)
+    return x * 2
+
+
+@topic(x3, wrt=(), core=True, excluded={("*", "vmap"): "ordered effects cannot be batched"})
+def io_callback_ordered_in_scan(x):
+    def body(c, t):
+        y = io_callback(_host, jax.ShapeDtypeStruct((3,), jnp.float32), c * t, ordered=True)
+        return c + 1, y
+    return lax.scan(body, x, jnp.arange(3.))
+
+
+@topic(x3, wrt=(), excluded={("*", "vmap"): "ordered effects cannot be batched",
+                             ("*", "leaks"): "plain JAX leaks"})
+def ordered_callback_in_while_and_cond(x):
+    call = lambda x: io_callback(_host, jax.ShapeDtypeStruct((3,), jnp.float32), x, ordered=True)
+    x = lax.while_loop(lambda x: x.sum() < 20., lambda x: jnp.abs(call(x)) + x + 1., jnp.abs(x))
+    return lax.cond(x[0] > 0, call, lambda x: x, x)
+
+
+@topic(x3, events="set", core=True)
+def debug_callback(x):
+    jax.debug.callback(lambda x: EVENTS.append(round(float(x), 3)), x.sum())
+    return jnp.sin(x)
+
+
+@topic(x3, excluded={("*", "vmap"): "ordered effects cannot be batched"})
+def debug_callback_ordered(x):
+    for n in range(3):
+        jax.debug.callback(lambda x, n=n: EVENTS.append((n, round(float(x), 3))), x.sum() * n, ordered=True)
+    return x * 2
+
+
+@topic(x3, events="set")
+def debug_callback_in_jit_checkpoint_and_scan(x):
+    def body(c, t):
+        jax.debug.callback(lambda t: EVENTS.append(float(t)), t)
+        return jnp.sin(c) * t, None
+    return jax.jit(lambda x: lax.scan(jax.checkpoint(body), x, jnp.arange(3.))[0])(x)
+
+
+@topic(x3)
+def debug_print(x):
+    jax.debug.print("x = {}, {y}", jnp.round(x), y=x.astype(jnp.int32))
+    return jnp.sin(x)
+
+
+@topic(x3, events="set")
+def debug_callback_of_cotangents(x):
+    @jax.custom_vjp
+    def watch(x):
+        return x
+    def bwd(_, g):
+        jax.debug.callback(lambda g: EVENTS.append(np.round(g, 3).tolist()), g)
+        return (g,)
+    watch.defvjp(lambda x: (x, None), bwd)
+    return jnp.sin(watch(x))
+
+
+@topic(x3, wrt=())
+def checkify_errors(x):
+    def f(x):
+        checkify.check(x[0] > 100., "too small: {}", x[0])
+        return jnp.log(x)
+    error, y = checkify.checkify(f)(x)
+    return jax.tree.leaves(error)[0], y    # whether there is one; the rest holds tracebacks and a counter
+
+
+@topic(x3, wrt=())
+def checkify_nan_and_index(x):
+    f = lambda x, i: jnp.log(x)[i]
+    error, y = checkify.checkify(f, errors=checkify.float_checks | checkify.index_checks)(x, jnp.int32(7))
+    return jax.tree.leaves(error)[0], y
+
+
+@topic(integers(high=9), wrt=(), float32=False)
+def callback_of_integers(i):
+    return jax.pure_callback(lambda i: np.int32(i + 1), jax.ShapeDtypeStruct((), jnp.int32), i,
+                             vmap_method="sequential")
+
+
+@topic(x3, wrt=())
+def callback_returns_a_tree(x):
+    out = {"a": jax.ShapeDtypeStruct((3,), jnp.float32), "n": jax.ShapeDtypeStruct((), jnp.int32)}
+    return jax.pure_callback(lambda x: {"a": np.cos(x), "n": np.int32(3)}, out, x, vmap_method="sequential")
+
+
+@topic(x3, wrt=())
+def callback_with_static_arguments(x):
+    call = functools.partial(jax.pure_callback, lambda x, *, scale: (x * scale).astype(np.float32))
+    return call(jax.ShapeDtypeStruct((3,), jnp.float32), x, scale=3., vmap_method="sequential")

@@ -1,0 +1,143 @@
+"""Flax modules: nnx, which mutates in place, and linen."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen, nnx
+
+from .program import Made, Topic, integers, key, normal
+
+topic = Topic("flax")
+x, y = normal(8, 4), normal(8, 3)
+
+
+class Network(nnx.Module):
+    def __init__(self, norm=False, rate=0.0):
+        rngs = nnx.Rngs(0)
+        self.fc, self.head = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs) if norm else None
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        h = nnx.relu(self.fc(x))
+        return self.head(self.drop(h if self.norm is None else self.norm(h)))
+
+
+def _loss(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def _step(model, optimizer, x, y):
+    loss, grads = nnx.value_and_grad(_loss)(model, x, y)
+    optimizer.update(model, grads)
+    return loss
+
+
+def _with_optimizer(**options):
+    def make():
+        model = Network(**options)
+        return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)}
+    return Made(make)
+
+
+@topic(Made(lambda: nnx.split(Network())), x, y, batched=(1, 2),
+       excluded={("microbatch", "gradient inside"): "the counts of random streams have gradients of float0"})
+def nnx_split_and_merge(parts, x, y):
+    return _loss(nnx.merge(*parts), x, y)
+
+
+@topic(Made(Network), x, y, wrt=())
+def nnx_module_as_argument(model, x, y):
+    return _loss(model, x, y)
+
+
+@topic(Made(functools.partial(Network, norm=True)), x, y, wrt=())
+def nnx_batch_norm_in_place(model, x, y):
+    return _loss(model, x, y)
+
+
+@topic(Made(functools.partial(Network, norm=True)), x, y, wrt=(), inner=True)
+def nnx_grad_of_transformed_loss(transform, model, x, y):
+    return nnx.value_and_grad(transform(_loss))(model, x, y)
+
+
+@topic(Made(functools.partial(Network, rate=0.5)), x, y, wrt=())
+def nnx_dropout_advances_its_stream(model, x, y):
+    return _loss(model, x, y), _loss(model, x, y)
+
+
+@topic(_with_optimizer(), x, y, wrt=())
+def nnx_step_in_place(state, x, y):
+    return _step(state["model"], state["optimizer"], x, y)
+
+
+@topic(_with_optimizer(norm=True), x, y, wrt=(), inner=True, core=True)
+def nnx_jit_of_transformed_step(transform, state, x, y):
+    step = nnx.jit(transform(_step))
+    return step(state["model"], state["optimizer"], x, y), step(state["model"], state["optimizer"], x, y)
+
+
+@topic(_with_optimizer(), x, y, wrt=(), inner=True)
+def transformed_nnx_jit(transform, state, x, y):
+    return transform(nnx.jit(_step))(state["model"], state["optimizer"], x, y)
+
+
+@topic(Made(lambda: nnx.split(Network(), nnx.Param, ...)), x, y, wrt=())
+def nnx_functional_step(parts, x, y):
+    graph, params, rest = parts
+    return jax.value_and_grad(lambda params: _loss(nnx.merge(graph, params, rest), x, y))(params)
+
+
+@topic(Made(Network), x, wrt=())
+def nnx_vmap_scan_and_remat(model, x):
+    h = nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(model, x)
+    return h + nnx.remat(lambda m, x: m(x))(model, x)
+
+
+@topic(Made(lambda: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))), normal(1, 5, 4), wrt=())
+def nnx_attention(model, x):
+    return model(x, mask=nnx.make_causal_mask(jnp.ones((1, 5))))
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=False):
+        x = linen.Dropout(0.5, deterministic=not train)(linen.LayerNorm()(linen.Dense(8)(x)))
+        return linen.Dense(3)(linen.BatchNorm(use_running_average=not train)(x))
+
+
+@topic(Made(lambda: Linen().init(jax.random.key(0), jnp.ones((8, 4)))), x, y, batched=(1, 2), core=True)
+def linen_loss(variables, x, y):
+    return jnp.mean((Linen().apply(variables, x) - y) ** 2)
+
+
+@topic(Made(lambda: Linen().init(jax.random.key(0), jnp.ones((8, 4)))), key(), x)
+def linen_in_training(variables, k, x):
+    return Linen().apply(variables, x, train=True, mutable=["batch_stats"], rngs={"dropout": k})
+
+
+class LinenScan(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        block = linen.remat(linen.Dense)
+        layers = linen.scan(lambda block, h, _: (jnp.tanh(block(h)), None), variable_axes={"params": 0},
+                            split_rngs={"params": True}, length=3)
+        return layers(block(4), x, None)[0]
+
+
+@topic(Made(lambda: LinenScan().init(jax.random.key(0), jnp.ones((8, 4)))), x)
+def linen_scan_of_remat(variables, x):
+    return LinenScan().apply(variables, x)
+
+
+@topic(key(), x, wrt=())
+def linen_init(k, x):
+    return LinenScan().init(k, x)
+
+
+@topic(Made(lambda: linen.RNN(linen.LSTMCell(3)).init(jax.random.key(0), jnp.ones((2, 5, 4)))), normal(2, 5, 4),
+       integers(2, high=5))
+def linen_lstm_with_lengths(variables, x, lengths):
+    return linen.RNN(linen.LSTMCell(3)).apply(variables, x, seq_lengths=lengths)
