@@ -9,7 +9,7 @@ from flax import linen, nnx
 
 from .program import Made, Topic, integers, key, normal
 
-topic = Topic("flax")
+topic = Topic("flax", promotion="standard")
 x, y = normal(8, 4), normal(8, 3)
 
 
