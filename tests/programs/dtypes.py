@@ -15,7 +15,7 @@ def complex_arithmetic(z):
     return z * jnp.conj(z), jnp.abs(z), jnp.exp(z), jnp.angle(z), z.real, lax.complex(z.imag, z.real), z @ z
 
 
-@topic(c4, core=True)
+@topic(c4, float32=False, core=True)
 def complex_fft(z):
     return jnp.fft.ifft(jnp.fft.fft(z) * z)
 
@@ -36,7 +36,7 @@ def complex_linear_algebra(a):
     return jnp.linalg.eigvalsh(a), jnp.linalg.cholesky(a), jnp.linalg.inv(a)
 
 
-@topic(c4, wrt=())
+@topic(c4, wrt=(), float32=False)
 def holomorphic_gradient(z):
     return jax.vmap(jax.grad(lambda z: z ** 3, holomorphic=True))(z)
 
