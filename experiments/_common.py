@@ -1,15 +1,21 @@
-"""What the experiments share: a dataclass as flags, errors that are one line, and exit codes.
+"""What the experiments share: a dataclass as flags, one-line errors and exit codes.
 
-0: done, or told to stop and saved. 1: the loss was no longer finite, or something that should not happen. 2: what was
-given cannot be used. 130: interrupted where there was nothing to save.
+Exit codes: 0, finished, or stopped by a signal with the state saved. 1, the loss is no longer finite, or an unexpected
+error. 2, the flags or the files cannot be used. 130, interrupted when there was nothing to save.
 """
 
 import contextlib
 import dataclasses
+import errno
 import functools
+import importlib.util
 import math
+import os
+import re
+import statistics
 import sys
 import typing
+from pathlib import Path
 
 import jax
 from absl import app, flags, logging
@@ -17,15 +23,32 @@ from absl import app, flags, logging
 from fnet import hardware as hw
 from fnet import parallel
 from fnet import training as tr
+from fnet.cli import no_device
+
+SEED = "[0, 4294967295]"         # what jax.random.key takes
+STEPS = "[1, 2147483647]"        # what an int32 counter holds
+PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 
 
-def option(default, help):
-    """A field of a configuration with its help text."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def option(default, help, *, within=None, choices=None):
+    """A field of a configuration.
+
+    Args:
+      default: its value without a flag; None: decided elsewhere, such as by a preset.
+      help: the help text of its flag.
+      within: the interval of its values, such as "[0, 1)" or "(0, 100]". Every number has one.
+      choices: the strings that it may be.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "within": within, "choices": choices})
 
 
-def define_flags(cls, by="dataset"):
-    """A flag for every field of a dataclass, and --config for a file of them; `by` decides what has no default."""
+def define_config_flags(cls, by="dataset"):
+    """Defines a flag for every field of a dataclass, and --config, a JSON file of values.
+
+    Args:
+      cls: the dataclass.
+      by: the field whose value decides those that have no default.
+    """
     define = {
         bool: flags.DEFINE_bool,
         int: flags.DEFINE_integer,
@@ -41,35 +64,148 @@ def define_flags(cls, by="dataset"):
 
 
 def config_from_flags(cls, presets=None, by=None):
-    """Defaults, then the preset named by the field `by`, then --config, then the flags given.
+    """The configuration: defaults, then the preset named by the field `by`, then --config, then the flags given.
 
     Raises:
-      ConfigError: an unknown preset, a value that the dataclass does not take, or no finite number.
+      ConfigError: an unknown preset, or a value of another type.
     """
     values = {}
     if flags.FLAGS.config:
+        regular_file("config", flags.FLAGS.config)
         values = dataclasses.asdict(tr.load_config(cls, flags.FLAGS.config))
     names = [field.name for field in dataclasses.fields(cls)]
     values |= {name: flags.FLAGS[name].value for name in names if flags.FLAGS[name].present}
     if by is not None:
         choice = values.get(by, cls.__dataclass_fields__[by].default)
         if choice not in presets:
-            raise tr.ConfigError(f"no {by} is called '{choice}': use {', '.join(presets)}")
+            raise tr.ConfigError(f"--{by}={choice}: use {', '.join(presets)}")
         values = presets[choice] | {k: v for k, v in values.items() if v is not None}
-    config = tr.from_dict(cls, values)
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise tr.ConfigError(f"--{name}={value}: it has to be a finite number")
-    if not 0 <= getattr(config, "seed", 0) < 2**32:
-        raise tr.ConfigError(f"--seed={config.seed}: it has to be between 0 and 2^32 - 1")
-    return config
+    return tr.from_dict(cls, values)
+
+
+def check_fields(config):
+    """Raises ConfigError for a value that its field does not take, by the `option` that defined it."""
+    for field in dataclasses.fields(config):
+        value, choices = getattr(config, field.name), field.metadata["choices"]
+        if value is None:
+            continue
+        if choices is not None and value not in choices:
+            raise tr.ConfigError(f"--{field.name}={value}: use {', '.join(choices)}")
+        if field.metadata["within"] is not None:
+            check_within(field.name, value, field.metadata["within"])
+
+
+def check_within(name, value, interval):
+    """Raises ConfigError unless the number lies in the interval, such as "(0, 1]"; NaN lies in none."""
+    low, high = map(float, interval[1:-1].split(","))
+    above = low <= value if interval[0] == "[" else low < value
+    below = value <= high if interval[-1] == "]" else value < high
+    if not (above and below):
+        raise tr.ConfigError(f"--{name}={value}: expected a number in {interval}")
+
+
+def check_temperature(value):
+    """Raises ConfigError for a temperature by which logits cannot be divided."""
+    if value != 0:
+        check_within("temperature", value, "[0.001, 1000]" if value >= 0 else "[0, 1000]")
+
+
+def regular_file(name, path):
+    """Raises ConfigError for a pipe or a device, which may never end."""
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise tr.ConfigError(f"--{name}={path}: expected a regular file")
+
+
+def user_path(name, path):
+    """The path with ~ as the home directory.
+
+    Raises:
+      ConfigError: the home directory is unknown.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise tr.ConfigError(f"--{name}={path}: there is no such home directory; give the whole path") from None
+
+
+def read_text(path):
+    """A text file.
+
+    Raises:
+      ValueError: it is not in UTF-8, or it has more than 4 GiB.
+      OSError: it cannot be read.
+    """
+    if path.stat().st_size > 1 << 32:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes: expected a text of at most 4 GiB")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8: {error}") from None
+
+
+def needs(*modules):
+    """Raises ModuleNotFoundError now for a module that is needed only at the end of a run."""
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"{name} is missing: pip install {name}")
+
+
+def check_memory(init, batch_bytes, advice):
+    """Refuses a run whose parameters, optimizer and batch alone exceed the memory of its devices.
+
+    Args:
+      init: the function from a key to the state, which is traced, not run.
+      batch_bytes: a lower bound of the bytes of a batch and its activations.
+      advice: the flags that decide the sizes.
+
+    Raises:
+      ConfigError: they exceed it.
+    """
+    if only_planned():
+        return      # for other devices than those of this machine; the plan says whether it fits
+    state = jax.eval_shape(init, jax.random.key(0))
+    count = lambda tree: sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    need = count(state) + count(state.params) + batch_bytes      # with the gradients
+    chip = hw.detect()
+    chips = 1 if chip.kind == "cpu" else max(1, jax.device_count() // chip.jax_devices_per_chip)
+    if chip.memory_bytes and need > chip.memory_bytes * chips:
+        raise tr.ConfigError(f"this run needs at least {need / 2**30:,.0f} GiB of memory for its parameters, optimizer "
+                             f"and batch, and there are {chip.memory_bytes * chips / 2**30:,.0f} GiB: make {advice} "
+                             "smaller")
+
+
+def median_speed(rows):
+    """Steps per second of a run's log; NaN for a run too short to have measured it."""
+    speeds = [row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row]
+    return statistics.median(speeds) if speeds else math.nan
+
+
+def check_steps(steps):
+    """Raises ConfigError for more steps than a state can count."""
+    check_within("steps", steps, STEPS)
+    return steps
+
+
+def start(config, workdir, *outputs):
+    """Prepares the run's folder when everything else is known to be valid; with --restart it removes the old run.
+
+    Args:
+      config: is written to config.json.
+      workdir: the run's folder.
+      outputs: names of further files that the experiment writes there.
+    """
+    if flags.FLAGS.restart:
+        tr.clear(workdir)
+        for name in outputs:
+            (workdir / name).unlink(missing_ok=True)
+    tr.save_config(config, workdir)
 
 
 def decided(config, *workdirs, restart=False):
-    """The policy, and the configuration with its type for good: a run that goes on keeps what it began with.
+    """The policy, and the configuration with its dtype: a resumed run keeps the dtype that it began with.
 
-    With --plan it is that of the chips asked about."""
+    With --plan it is the policy of the chips in the plan."""
     if config.precision != "auto":
         return hw.policy(config.precision), config
     if only_planned():
@@ -84,16 +220,8 @@ def decided(config, *workdirs, restart=False):
     return policy, dataclasses.replace(config, precision=policy.compute.name)
 
 
-def positive(config, *names):
-    """Holds fields to numbers above 0, where they have a value."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise tr.ConfigError(f"--{name}={value}: it has to be more than 0")
-
-
 def define_run_flags():
-    """How a training run is gone about; `fit_options` hands it to `training.fit`."""
+    """Defines the flags of a training run that its configuration does not hold; `fit_options` passes them to `fit`."""
     flags.DEFINE_bool("restart", False, "remove the run in workdir first")
     flags.DEFINE_bool("nojit", False, "run op by op, to step through in a debugger")
     flags.DEFINE_enum("nonfinite", "stop", ["stop", "skip", "rollback"], "where the loss or a parameter becomes NaN or "
@@ -106,7 +234,7 @@ def fit_options():
 
 
 def define_device_flags():
-    """On what a run goes; `plan` makes of it what `training.fit` takes."""
+    """Defines the flags of the devices that a run uses; `plan` makes of them what `training.fit` takes."""
     flags.DEFINE_string("devices", "1", "how many devices: a number, or local for all, those of the run's other "
                         "processes included")
     flags.DEFINE_string("plan", None, "print how a step would be spread over chips that need not be here, such as "
@@ -118,19 +246,23 @@ def only_planned():
 
 
 def begin():
-    """Finds the run's other processes and holds --devices to what there is; before anything is computed.
+    """Joins the run's other processes and checks the devices and --devices before anything is computed.
 
     Raises:
-      ConfigError: there are not so many.
+      ConfigError: JAX finds no device, or fewer than --devices.
     """
     logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
     wanted = flags.FLAGS.devices if "devices" in flags.FLAGS else "1"
+    if wanted != "local" and not re.fullmatch("[1-9][0-9]{0,8}", wanted):
+        raise tr.ConfigError(f"--devices={wanted}: use a number, or local for all")
     if wanted == "local":
         parallel.initialize()
-    elif not wanted.isdecimal() or int(wanted) < 1:
-        raise tr.ConfigError(f"--devices={wanted}: use a number, or local for all")
-    elif int(wanted) > 1 and int(wanted) > len(jax.devices()):
-        raise tr.ConfigError(f"--devices={wanted}: this run has {len(jax.devices())} (a CPU is taken for as many with "
+    try:
+        count = len(jax.devices())
+    except (RuntimeError, AssertionError) as error:
+        raise tr.ConfigError(no_device(error)) from None
+    if wanted != "local" and int(wanted) > max(count, 1):
+        raise tr.ConfigError(f"--devices={wanted}: this run has {count} (a CPU is taken for as many with "
                              f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} in the environment)")
 
 
@@ -148,15 +280,51 @@ def plan(step, init, batch):
 
 
 def run(main):
-    """`absl.app.run`, except that whatever goes wrong is a line and an exit code; --debug shows where it came from."""
+    """`absl.app.run` with one-line errors and exit codes; --debug shows tracebacks."""
     flags.DEFINE_bool("debug", False, "show tracebacks; where a run breaks, replay it and name the layer")
+    sys.stdout, sys.stderr = _Stream(sys.stdout, 1), _Stream(sys.stderr, 2)
     app.run(functools.partial(_said, main), flags_parser=parse_flags)
+
+
+class _Stream:
+    """A standard stream whose reader may leave: the run goes on, and what it prints is dropped.
+
+    So `| head` is quiet, and a run of days does not end because a terminal was closed. Characters that the stream
+    cannot encode are written as escapes.
+    """
+
+    def __init__(self, stream, number):
+        self._stream, self._number = stream or open(os.devnull, "w"), number      # None: it was closed
+        if hasattr(self._stream, "reconfigure"):
+            with contextlib.suppress(OSError):      # a stream that was replaced since it was opened
+                self._stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    def write(self, text):
+        return self._quietly(self._stream.write, text)
+
+    def flush(self):
+        self._quietly(self._stream.flush)
+
+    def _quietly(self, function, *args):
+        try:
+            return function(*args)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)       # what is still buffered goes there when Python ends
+            os.dup2(null, self._number)
+            os.close(null)
+            return len(args[0]) if args else None
 
 
 def _said(main, argv):
     try:
         begin()
         main(argv)
+        sys.stdout.flush()
     except tr.Interrupted as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(0)
@@ -184,9 +352,17 @@ def sentence(error):
 
 
 def parse_flags(argv):
-    """absl's parser, except that a wrong flag is one line and exit 2."""
+    """absl's parser with one-line errors: exit code 2 for an unknown flag or a value that it does not take."""
     try:
-        return flags.FLAGS(argv)
+        for flag, value in zip(argv, [*argv[1:], ""]):      # absl reads a flag file to its end: a pipe may have none
+            if flag.lstrip("-").partition("=")[0] == "flagfile":
+                regular_file("flagfile", flag.partition("=")[2] or value)
+        rest = flags.FLAGS(argv)
+        for name in flags.FLAGS:
+            value = flags.FLAGS[name].value
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"--{name}={value}: expected a finite number")
+        return rest
     except (flags.Error, ValueError, OSError) as error:      # the last two: of a --flagfile
         stop(f"{' '.join(str(error).split())} (--help lists the flags)")
 

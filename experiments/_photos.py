@@ -1,5 +1,8 @@
 """Photos for the networks that have published weights; Pillow is imported when the first one is opened."""
 
+import warnings
+from pathlib import Path
+
 import numpy as np
 
 from fnet import models
@@ -9,19 +12,38 @@ PRESETS = tuple(preset for cls in (models.AlexNet, models.ResNet, models.MobileN
                 for preset in cls.PRESETS)
 
 
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")      # no format that runs a program
+PIXELS = 50_000_000
+
+
 def opened(photo):
-    """The picture, turned as its camera was held.
+    """The picture, rotated as its camera was held.
 
     Raises:
-      OSError: it is not there, or no picture.
+      OSError: it does not exist or is not a picture.
+      ValueError: it is damaged, or has more than 50 million pixels.
       ModuleNotFoundError: Pillow is not installed.
     """
     try:
         from PIL import Image, ImageOps
     except ModuleNotFoundError:
         raise ModuleNotFoundError("photos are read with Pillow, which is missing: pip install pillow") from None
-    with Image.open(photo) as picture:
-        return ImageOps.exif_transpose(picture).convert("RGB")
+    if Path(photo).exists() and not Path(photo).is_file():
+        raise ValueError(f"{photo} is not a regular file")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)      # the limit below is lower
+            picture = Image.open(photo, formats=FORMATS)
+        with picture:
+            if picture.width * picture.height > PIXELS:
+                raise ValueError(f"it has {picture.width} x {picture.height} pixels, at most {PIXELS:,} are read")
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except OSError as error:
+        if error.filename or str(photo) in str(error):
+            raise
+        raise ValueError(f"{photo}: {error}") from None
+    except Exception as error:      # Pillow raises SyntaxError, struct.error, DecompressionBombError and others
+        raise ValueError(f"{photo}: {error}") from None
 
 
 def dataset(folder, image):

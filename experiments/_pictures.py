@@ -15,7 +15,7 @@ def _pyplot():
 
 
 def curves(rows, path, *, title):
-    """Loss and error rate by step, of every data set that was measured.
+    """Loss and, where it was measured, error rate by step, for every data set.
 
     Args:
       rows: what `training.read_metrics` returns.
@@ -25,10 +25,13 @@ def curves(rows, path, *, title):
     plt = _pyplot()
     from matplotlib import ticker
 
-    names = sorted({k.split("/")[0] for row in rows for k in row if k.endswith("/accuracy")})
+    names = sorted({k.split("/")[0] for row in rows for k in row if k.endswith("/loss")})
     names.sort(key=lambda name: name != "train")
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, metric, label in zip(axes, ("loss", "accuracy"), ("loss", "error rate, %")):
+    labels = {"loss": "loss", "accuracy": "error rate, %"}
+    labels = {k: label for k, label in labels.items() if any(f"{n}/{k}" in row for row in rows for n in names)}
+    figure, axes = plt.subplots(1, max(len(labels), 1), figsize=(5 * max(len(labels), 1), 4), layout="constrained",
+                                squeeze=False)
+    for axis, (metric, label) in zip(axes[0], labels.items()):
         for name, colour in zip(names, ("tab:gray", "tab:blue", "tab:orange")):
             points = [(r["step"], r[k]) for r in rows if r.get(k := f"{name}/{metric}") is not None]
             if not points:

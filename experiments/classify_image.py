@@ -18,7 +18,6 @@ import _photos as photos
 import finetune
 import jax
 import numpy as np
-from absl import logging
 
 from fnet import hardware as hw
 from fnet import training as tr
@@ -33,21 +32,21 @@ IMAGENET = Path(__file__).parent / "data" / "imagenet_labels.txt"
 class Config:
     """Which weights, and how many labels."""
 
-    model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: resnet50, or what the run trained")
+    model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: resnet50, or what the run trained",
+                               choices=photos.PRESETS)
     weights: str | None = option(None, "file or folder of the weights, or the folder of a run of finetune.py")
     labels: str | None = option(None, "file of the labels: one a line, or JSON")
-    size: int | None = option(None, "height and width of the input; None: what the weights were trained with")
-    top: int = option(5, "how many labels to print for a photo")
-    precision: str = option("float32", "auto (what suits the chip), float32, bfloat16 or float16")
+    size: int | None = option(None, "height and width of the input; None: what the weights were trained with",
+                              within="[1, 4096]")
+    top: int = option(5, "how many labels to print for a photo", within="[1, 1000000]")
+    precision: str = option("float32", "auto (what suits the chip), float32, bfloat16 or float16",
+                             choices=common.PRECISIONS)
 
 
 def main(argv):
-    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
     files = argv[1:]
-    if not files:
-        common.stop("no photo given: python experiments/classify_image.py photo.jpg")
     with common.one_line_errors(ValueError, TypeError, OSError, ModuleNotFoundError):
-        config = checked(common.config_from_flags(Config))
+        config = configured(argv)
         pictures = [photos.opened(file) for file in files]
         path = pretrained.find(config.weights or config.model or "resnet50")
         config = of_run(config, path)
@@ -77,14 +76,24 @@ def of_run(config, path):
     return dataclasses.replace(config, model=config.model or like.model, size=config.size or like.size)
 
 
+def define_flags():
+    common.define_config_flags(Config)
+
+
+def configured(argv):
+    """The configuration that the flags describe.
+
+    Raises:
+      ValueError: the flags cannot be used; the message names one of them.
+    """
+    if not argv[1:]:
+        raise tr.ConfigError("no photo given: python experiments/classify_image.py photo.jpg")
+    return checked(common.config_from_flags(Config))
+
+
 def checked(config):
-    """The configuration, once it is known to make sense."""
-    for name, known in {"model": photos.PRESETS, "precision": ("auto", "float32", "bfloat16", "float16")}.items():
-        if getattr(config, name) not in (None, *known):
-            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
-    for name in ("top", "size"):
-        if getattr(config, name) is not None and getattr(config, name) < 1:
-            raise tr.ConfigError(f"--{name}={getattr(config, name)}: it has to be 1 or more")
+    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    common.check_fields(config)
     return config
 
 
@@ -92,14 +101,15 @@ def read_labels(config, path):
     """The name of each class: --labels, what lies beside the weights, or ImageNet's."""
     folder = path if path.is_dir() else path.parent
     if config.labels:
-        file = Path(config.labels).expanduser()
+        common.regular_file("labels", config.labels)
+        file = common.user_path("labels", config.labels)
     elif (folder / "labels.json").is_file():
         file = folder / "labels.json"
     elif "id2label" in _text(folder / "config.json"):
         file = folder / "config.json"
     else:
         file = IMAGENET
-    text = file.read_text(encoding="utf-8")
+    text = common.read_text(file)
     if file.suffix != ".json":
         return text.splitlines()
     try:
@@ -107,14 +117,14 @@ def read_labels(config, path):
         held = held.get("id2label", held) if isinstance(held, dict) else dict(enumerate(held))
         names = {int(index): str(name).replace("_", " ") for index, name in held.items()}
         return [names[index] for index in range(len(names))]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{file} holds no labels: a list of names, or names by the numbers 0, 1, ...") from None
 
 
 def _text(file):
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+    return common.read_text(file) if file.is_file() else ""
 
 
 if __name__ == "__main__":
-    common.define_flags(Config)
+    define_flags()
     common.run(main)

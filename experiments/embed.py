@@ -9,12 +9,10 @@ none, the message says what to download. vocab.txt lies beside them.
 """
 
 import dataclasses
-from pathlib import Path
 
 import _common as common
 import jax
 import numpy as np
-from absl import logging
 
 from fnet import hardware as hw
 from fnet import models
@@ -30,29 +28,29 @@ PRESETS = ("minilm-l6", "minilm-l12")
 class Config:
     """Which weights, and what is compared."""
 
-    model: str = option("minilm-l6", f"one of {', '.join(PRESETS)}")
+    model: str = option("minilm-l6", f"one of {', '.join(PRESETS)}", choices=PRESETS)
     weights: str | None = option(None, "file or folder of the weights and of vocab.txt")
     file: str | None = option(None, "a text whose lines are searched")
-    top: int = option(5, "how many lines to show for a sentence")
-    max_length: int = option(256, "tokens of a sentence that count, as many as the model was trained with")
-    batch_size: int = option(64, "sentences at a time")
-    precision: str = option("float32", "auto (what suits the chip), float32, bfloat16 or float16")
+    top: int = option(5, "how many lines to show for a sentence", within="[1, 1000000]")
+    max_length: int = option(256, "tokens of a sentence that count, as many as the model was trained with",
+                             within="[2, 512]")
+    batch_size: int = option(64, "sentences at a time", within="[1, 65536]")
+    precision: str = option("float32", "auto (what suits the chip), float32, bfloat16 or float16",
+                             choices=common.PRECISIONS)
 
 
 def main(argv):
-    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
     sentences = argv[1:]
-    if not sentences:
-        common.stop('no sentence given: python experiments/embed.py "A cat sits." "The feline rests."')
     with common.one_line_errors(ValueError, TypeError, OSError):
-        config = checked(common.config_from_flags(Config))
+        config = configured(argv)
         path = pretrained.find(config.weights or config.model)
         model = pretrained.model(config.model, path)
         words = models.WordPiece.read((path if path.is_dir() else path.parent) / "vocab.txt")
         params, _ = pretrained.load(model, path)
         lines = []
         if config.file:
-            text = Path(config.file).expanduser().read_text(encoding="utf-8")
+            common.regular_file("file", config.file)
+            text = common.read_text(common.user_path("file", config.file))
             lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
     policy = hw.policy() if config.precision == "auto" else hw.policy(config.precision)
     embed = lambda params, tokens, lengths: models.sentence_embedding(model(params, tokens, lengths).hidden, lengths)
@@ -85,18 +83,27 @@ def main(argv):
             print(f"  {row[index]:.3f}  {lines[index]}")
 
 
+def define_flags():
+    common.define_config_flags(Config)
+
+
+def configured(argv):
+    """The configuration that the flags describe.
+
+    Raises:
+      ValueError: the flags cannot be used; the message names one of them.
+    """
+    if not argv[1:]:
+        raise tr.ConfigError('no sentence given: python experiments/embed.py "A cat sits." "The feline rests."')
+    return checked(common.config_from_flags(Config))
+
+
 def checked(config):
-    """The configuration, once it is known to make sense."""
-    for name, known in {"model": PRESETS, "precision": ("auto", "float32", "bfloat16", "float16")}.items():
-        if getattr(config, name) not in known:
-            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
-    for name, least, most in ("top", 1, None), ("batch_size", 1, None), ("max_length", 2, 512):
-        value = getattr(config, name)
-        if value < least or (most is not None and value > most):
-            raise tr.ConfigError(f"--{name}={value}: it has to be {least} or more{f', up to {most}' if most else ''}")
+    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    common.check_fields(config)
     return config
 
 
 if __name__ == "__main__":
-    common.define_flags(Config)
+    define_flags()
     common.run(main)

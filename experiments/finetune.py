@@ -19,7 +19,6 @@ import dataclasses
 import json
 import math
 import time
-from pathlib import Path
 
 import _common as common
 import _photos as photos
@@ -28,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags, logging
+from absl import flags
 
 from fnet import hardware as hw
 from fnet import layers as nn
@@ -44,27 +43,31 @@ option = common.option
 class Config:
     """What decides a run's result (and data_dir and weights, which do not)."""
 
-    mode: str = option("linear", "linear (a probe of the features) or full")
-    model: str = option("resnet50", f"one of {', '.join(photos.PRESETS)}")
+    mode: str = option("linear", "linear (a probe of the features) or full", choices=("linear", "full"))
+    model: str = option("resnet50", f"one of {', '.join(photos.PRESETS)}", choices=photos.PRESETS)
     weights: str | None = option(None, "file or folder of the weights")
-    dataset: str = option("digits", "digits, mnist, fashion_mnist, cifar10 or photos")
+    dataset: str = option("digits", "digits, mnist, fashion_mnist, cifar10 or photos",
+                          choices=(*tr.datasets.NAMES, "photos"))
     data_dir: str | None = option(None, "where its files are, or go")
-    size: int | None = option(None, "height and width that images are brought to; None: what the weights are made for")
-    epochs: float | None = option(None, "passes over the training images")
-    steps: int | None = option(None, "training steps, instead of epochs")
-    batch_size: int | None = option(None, "images in a batch")
-    optimizer: str | None = option(None, f"one of {', '.join(tr.OPTIMIZERS)}")
-    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}")
-    learning_rate: float | None = option(None, "the largest step size")
-    warmup: float = option(0.1, "fraction of the run during which the step size rises")
-    weight_decay: float | None = option(None, "on kernels, not on biases and norm scales")
-    label_smoothing: float = option(0.0, "share of the label spread over all classes")
-    augment: str = option("none", "full: none, flip or flip_crop")
+    size: int | None = option(None, "height and width that images are brought to; None: what the weights are made for",
+                              within="[1, 4096]")
+    epochs: float | None = option(None, "passes over the training images", within="(0, 1000000]")
+    steps: int | None = option(None, "training steps, instead of epochs", within=common.STEPS)
+    batch_size: int | None = option(None, "images in a batch", within="[1, 1048576]")
+    optimizer: str | None = option(None, f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
+    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
+    learning_rate: float | None = option(None, "the largest step size", within="(0, 1000]")
+    warmup: float = option(0.1, "fraction of the run during which the step size rises", within="[0, 1)")
+    weight_decay: float | None = option(None, "on kernels, not on biases and norm scales", within="[0, 1000]")
+    label_smoothing: float = option(0.0, "share of the label spread over all classes", within="[0, 1)")
+    augment: str = option("none", "full: none, flip or flip_crop", choices=("none", "flip", "flip_crop"))
     freeze_norms: bool = option(False, "full: BatchNorm keeps the statistics that it came with")
-    ema: float = option(0.0, "decay of the average of weights that is evaluated; 0 for none")
-    early_stop: int = option(0, "stop after so many evaluations without gain on a held-out tenth")
-    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16")
-    seed: int = option(0, "of the new layer, order, augmentation and dropout")
+    ema: float = option(0.0, "decay of the average of weights that is evaluated; 0 for none", within="[0, 1)")
+    early_stop: int = option(0, "stop after so many evaluations without gain on a held-out tenth",
+                             within="[0, 1000000]")
+    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
+                             choices=common.PRECISIONS)
+    seed: int = option(0, "of the new layer, order, augmentation and dropout", within=common.SEED)
 
 
 PRESETS = {
@@ -109,10 +112,13 @@ def network(config):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains, or goes on, or finds the run finished. Returns the evaluation of its last state."""
-    with common.one_line_errors(ValueError, TypeError, OSError, ModuleNotFoundError):
-        held = network(config)
-        data = load(config, held.image)
+    """Trains, resumes, or evaluates a finished run; the weights are written before anything else can fail.
+
+    Returns:
+      The evaluation of the last state.
+    """
+    held = network(config)
+    data = load(config, held.image)
     classes = len(data.classes)
     model = dataclasses.replace(held.model, classes=classes)
     count = sum(leaf.size for leaf in jax.tree.leaves(held.params))
@@ -131,7 +137,7 @@ def train(config, workdir, policy, **fit_options):
         held_out = {name: array[tenth] for name, array in train_set.items()}
         train_set = {name: array[rest] for name, array in train_set.items()}
     batches = tr.Batches(train_set, batch_size=min(config.batch_size, len(train_set["label"])), seed=config.seed)
-    steps = config.steps or batches.steps(config.epochs)
+    steps = config.steps or common.check_steps(batches.steps(config.epochs))
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
     tx = ft.loss_scale(tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay), policy)
 
@@ -162,19 +168,22 @@ def train(config, workdir, policy, **fit_options):
     if held_out:
         evaluate["validation"] = tr.evaluator(measure, held_out, batch_size=config.batch_size)
         stop = tr.EarlyStop(metric="validation/accuracy", patience=config.early_stop)
-    tr.save_config(config, workdir)
+    init = lambda key: tr.TrainState.create(params, tx, state=state, ema=config.ema or None)
+    pixels = 0 if config.mode == "linear" else 3 * size**2
+    common.check_memory(init, 4 * batches.batch_size * pixels, "--batch_size or --size")
+    common.start(config, workdir, "model.safetensors", "labels.json", "curves.png", "confusion.png")
     every = max(math.ceil(steps / 20), 10)
-    state = tr.fit(step, tr.TrainState.create(params, tx, state=state, ema=config.ema or None), batches, steps=steps,
-                   workdir=workdir, evaluate=evaluate, every=every, log_every=every, early_stop=stop,
-                   progress=tr.Progress(), notes={"policy": str(policy)}, **fit_options)
+    state = tr.fit(step, init(None), batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every,
+                   log_every=every, early_stop=stop, progress=tr.Progress(), notes={"policy": str(policy)},
+                   **fit_options)
 
+    pretrained.save(model, {**held.params, **state.averaged}, state.state or held.state, workdir / "model.safetensors",
+                    names=held.names)
+    (workdir / "labels.json").write_text(json.dumps(data.classes))
     values = evaluate["test"](state)
     title = f"{config.dataset}, {config.model}, {config.mode}: test accuracy {values['accuracy']:.4f}"
     pictures.curves(tr.read_metrics(workdir), workdir / "curves.png", title=title)
     pictures.confusion_matrix(values["confusion"], data.classes, workdir / "confusion.png", title=title)
-    (workdir / "labels.json").write_text(json.dumps(data.classes))
-    pretrained.save(model, {**held.params, **state.averaged}, state.state or held.state, workdir / "model.safetensors",
-                    names=held.names)
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png, "
           "model.safetensors, labels.json")
     return values
@@ -222,36 +231,43 @@ def everything(config, policy, held, model, data):
 def load(config, image):
     if config.dataset != "photos":
         return tr.datasets.load(config.dataset, config.data_dir, announce=print)
-    if config.data_dir is None:
-        raise tr.ConfigError("--dataset=photos: --data_dir is the folder of DIR/CLASS/*.jpg")
-    return photos.dataset(Path(config.data_dir).expanduser(), image)
+    return photos.dataset(common.user_path("data_dir", config.data_dir), image)
+
+
+def define_flags():
+    common.define_config_flags(Config, by="mode")
+    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/finetune)")
+    common.define_run_flags()
+
+
+def configured(argv):
+    """The configuration that the flags describe.
+
+    Raises:
+      ValueError: the flags cannot be used; the message names one of them.
+    """
+    if argv[1:]:
+        raise tr.ConfigError(f"{argv[1]}: flags begin with --, as in --dataset=digits")
+    return checked(common.config_from_flags(Config, PRESETS, by="mode"))
 
 
 def checked(config):
-    """The configuration, once it is known to make sense."""
-    choices = {"model": photos.PRESETS, "augment": AUGMENT, "dataset": (*tr.datasets.NAMES, "photos"),
-               "precision": ("auto", "float32", "bfloat16", "float16")}
-    for name, known in choices.items():
-        if getattr(config, name) not in known:
-            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
-    common.positive(config, "size", "epochs", "steps", "batch_size", "learning_rate")
+    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    common.check_fields(config)
     if config.mode == "linear" and (config.augment != "none" or config.freeze_norms):
         raise tr.ConfigError("--mode=linear sees each image once: --augment and --freeze_norms are for --mode=full")
+    if config.dataset == "photos" and config.data_dir is None:
+        raise tr.ConfigError("--dataset=photos: --data_dir is the folder of DIR/CLASS/*.jpg")
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
-    tr.schedule(config.schedule, 0.1, 1, warmup=config.warmup)
     return config
 
 
 def main(argv):
-    if argv[1:]:
-        common.stop(f"{argv[1]}: flags begin with --, as in --dataset=digits")
-    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
-    workdir = Path(flags.FLAGS.workdir or "runs/finetune")
-    with common.one_line_errors(ValueError, OSError):      # ConfigError, and unknown names
-        config = checked(common.config_from_flags(Config, PRESETS, by="mode"))
-        policy, config = common.decided(config, workdir, restart=flags.FLAGS.restart)
-        if flags.FLAGS.restart:
-            tr.clear(workdir)
+    config = configured(argv)
+    common.needs("matplotlib")
+    workdir = common.user_path("workdir", flags.FLAGS.workdir or "runs/finetune")
+    policy, config = common.decided(config, workdir, restart=flags.FLAGS.restart)
+    if not flags.FLAGS.restart:
         tr.same_config(config, workdir, but=("data_dir", "weights"))
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
@@ -260,7 +276,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.define_flags(Config)
-    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/finetune)")
-    common.define_run_flags()
+    define_flags()
     common.run(main)

@@ -12,14 +12,12 @@ characters.json, or tokenizer.json (pip install tokenizers).
 
 import dataclasses
 import time
-from pathlib import Path
 
 import _common as common
 import jax
 import jax.numpy as jnp
 import language_model
 import numpy as np
-from absl import logging
 
 from fnet import hardware as hw
 from fnet import models
@@ -37,18 +35,20 @@ class Config:
     model: str = option("stories15m", f"one of {', '.join(PRESETS)}")
     weights: str | None = option(None, "file or folder of the weights, or the folder of a run of language_model.py")
     tokenizer: str | None = option(None, "file or folder of the tokeniser (default: beside the weights)")
-    max_tokens: int = option(200, "how many tokens to generate at most")
-    temperature: float = option(0.8, "what logits are divided by; 0: the likeliest token every time")
-    top_k: int = option(0, "draw among so many of the likeliest tokens; 0: all")
-    top_p: float = option(0.95, "draw among the likeliest tokens that have this probability together; 1: all")
-    precision: str = option("float32", "of the weights: float32, bfloat16 or float16")
-    seed: int = option(0, "of the draws")
+    max_tokens: int = option(200, "how many tokens to generate at most", within="[1, 1048576]")
+    temperature: float = option(0.8, "what logits are divided by; 0: the likeliest token every time",
+                                within="[0, 1000]")
+    top_k: int = option(0, "draw among so many of the likeliest tokens; 0: all", within="[0, 2147483647]")
+    top_p: float = option(0.95, "draw among the likeliest tokens that have this probability together; 1: all",
+                          within="(0, 1]")
+    precision: str = option("float32", "of the weights: float32, bfloat16 or float16",
+                             choices=("float32", "bfloat16", "float16"))
+    seed: int = option(0, "of the draws", within=common.SEED)
 
 
 def main(argv):
-    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
     with common.one_line_errors(ValueError, TypeError, OSError, ModuleNotFoundError):
-        config = checked(common.config_from_flags(Config))
+        config = configured(argv)
         path = pretrained.find(config.weights or config.model)
         folder = path if path.is_dir() else path.parent
         model, words = read(config, folder, path)
@@ -87,7 +87,7 @@ def read(config, folder, path):
     if run is not None and run.tokens == "byte":
         words = models.ByteTokenizer()
     else:
-        words = models.read_tokenizer(Path(config.tokenizer) if config.tokenizer else folder)
+        words = models.read_tokenizer(common.user_path("tokenizer", config.tokenizer) if config.tokenizer else folder)
     if run is not None:
         return language_model.make_model(run, run.vocab_size or words.vocab_size), words
     file = folder / "model.bin" if path.is_dir() else path
@@ -106,19 +106,28 @@ def begin(words):
     return words.encode("") if len(words.encode("")) else np.array(words.stop[:1] or words.encode("\n"), np.int32)
 
 
+def define_flags():
+    common.define_config_flags(Config)
+
+
+def configured(argv):
+    """The configuration that the flags describe.
+
+    Raises:
+      ValueError: the flags cannot be used; the message names one of them.
+    """
+    return checked(common.config_from_flags(Config))
+
+
 def checked(config):
-    """The configuration, once it is known to make sense."""
-    for name, known in {"precision": ("float32", "bfloat16", "float16")}.items():
-        if getattr(config, name) not in known:
-            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
+    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    common.check_fields(config)
+    common.check_temperature(config.temperature)
     if config.weights is None and config.model not in PRESETS:
         raise tr.ConfigError(f"--model={config.model}: use {', '.join(PRESETS)}")
-    if config.max_tokens < 1 or config.temperature < 0 or config.top_k < 0 or not 0 < config.top_p <= 1:
-        raise tr.ConfigError("--max_tokens is 1 or more, --temperature and --top_k 0 or more, --top_p above 0 and at "
-                             "most 1")
     return config
 
 
 if __name__ == "__main__":
-    common.define_flags(Config)
+    define_flags()
     common.run(main)

@@ -18,7 +18,6 @@ which other writers did not write for: the conventional, harder split (--nolast2
 import dataclasses
 import math
 import time
-from pathlib import Path
 
 import _common as common
 import _pictures as pictures
@@ -26,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags, logging
+from absl import flags
 
 from fnet import hardware as hw
 from fnet import models
@@ -34,33 +33,39 @@ from fnet import training as tr
 from fnet import transforms as ft
 
 option = common.option
+AUGMENTATIONS = ("none", "shift", "affine", "flip", "flip_crop", "flip_crop_cutout")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """What decides a run's result (and data_dir, which does not)."""
 
-    dataset: str = option("digits", "digits, mnist, fashion_mnist or cifar10")
+    dataset: str = option("digits", "digits, mnist, fashion_mnist or cifar10", choices=tr.datasets.NAMES)
     data_dir: str | None = option(None, "where its files are, or go")
-    split: str = option("random", "of digits: random, or last20 for the last 20 % of the file")
-    model: str = option("cnn", "cnn or mlp")
-    width: int | None = option(None, "channels of the CNN's first stage, doubled in each that follows")
-    depth: int = option(1, "convolutions in the CNN's first stage; the others have two")
-    dropout: float = option(0.2, "dropout before the last layer (cnn), after each hidden one (mlp)")
-    epochs: float | None = option(None, "passes over the training images")
-    steps: int | None = option(None, "training steps, instead of epochs")
-    batch_size: int | None = option(None, "images in a batch")
-    optimizer: str = option("nesterov", f"one of {', '.join(tr.OPTIMIZERS)}")
-    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}")
-    learning_rate: float | None = option(None, "the largest step size")
-    warmup: float = option(0.15, "fraction of the run during which the step size rises")
-    weight_decay: float | None = option(None, "on kernels, not on biases and norm scales")
-    label_smoothing: float = option(0.0, "share of the label spread over all classes")
-    augment: str | None = option(None, "none, shift, affine, flip, flip_crop or flip_crop_cutout")
-    ema: float = option(0.99, "decay of the average of weights that is evaluated; 0 for none")
-    early_stop: int = option(0, "stop after so many evaluations without gain on a held-out tenth")
-    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16")
-    seed: int = option(0, "of initial weights, order, augmentation and dropout")
+    split: str = option("random", "of digits: random, or last20 for the last 20 % of the file",
+                         choices=("random", "last20"))
+    model: str = option("cnn", "cnn or mlp", choices=("cnn", "mlp"))
+    width: int | None = option(None, "channels of the CNN's first stage, doubled in each that follows",
+                               within="[1, 8192]")
+    depth: int = option(1, "convolutions in the CNN's first stage; the others have two", within="[1, 128]")
+    dropout: float = option(0.2, "dropout before the last layer (cnn), after each hidden one (mlp)", within="[0, 1)")
+    epochs: float | None = option(None, "passes over the training images", within="(0, 1000000]")
+    steps: int | None = option(None, "training steps, instead of epochs", within=common.STEPS)
+    batch_size: int | None = option(None, "images in a batch", within="[1, 1048576]")
+    optimizer: str = option("nesterov", f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
+    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
+    learning_rate: float | None = option(None, "the largest step size", within="(0, 1000]")
+    warmup: float = option(0.15, "fraction of the run during which the step size rises", within="[0, 1)")
+    weight_decay: float | None = option(None, "on kernels, not on biases and norm scales", within="[0, 1000]")
+    label_smoothing: float = option(0.0, "share of the label spread over all classes", within="[0, 1)")
+    augment: str | None = option(None, "none, shift, affine, flip, flip_crop or flip_crop_cutout",
+                                 choices=AUGMENTATIONS)
+    ema: float = option(0.99, "decay of the average of weights that is evaluated; 0 for none", within="[0, 1)")
+    early_stop: int = option(0, "stop after so many evaluations without gain on a held-out tenth",
+                             within="[0, 1000000]")
+    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
+                             choices=common.PRECISIONS)
+    seed: int = option(0, "of initial weights, order, augmentation and dropout", within=common.SEED)
 
 
 PRESETS = {
@@ -100,7 +105,7 @@ def make_model(config, classes, size):
 
 def train(config, workdir, policy, **fit_options):
     """Trains, or goes on, or finds the run finished. Returns the evaluation of its last state."""
-    data = load(config)
+    data = tr.datasets.load(config.dataset, config.data_dir, split=config.split, announce=print)
     classes, (height, width, channels) = len(data.classes), data.train_images.shape[1:]
     train_set = {"image": data.train_images, "label": data.train_labels}
     test_set = {"image": data.test_images, "label": data.test_labels}
@@ -111,7 +116,7 @@ def train(config, workdir, policy, **fit_options):
         held_out = {name: array[tenth] for name, array in train_set.items()}
         train_set = {name: array[rest] for name, array in train_set.items()}
     batches = tr.Batches(train_set, batch_size=config.batch_size, seed=config.seed)
-    steps = config.steps or batches.steps(config.epochs)
+    steps = config.steps or common.check_steps(batches.steps(config.epochs))
 
     pixels = train_set["image"][:10_000].astype(np.float32) / 255
     mean, std = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))             # [channels]
@@ -161,6 +166,9 @@ def train(config, workdir, policy, **fit_options):
         params, variables = model.init(key, example)
         return tr.TrainState.create(params, tx, state=variables, ema=config.ema or None)
 
+    features = config.width if config.model == "cnn" else channels       # of each pixel of the first activation
+    common.check_memory(init, 4 * config.batch_size * height * width * features,
+                        "--batch_size, --width or --depth")
     plan = common.plan(step, init, batches(0))
     state = (plan.init if plan else init)(jax.random.key(config.seed))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -170,7 +178,7 @@ def train(config, workdir, policy, **fit_options):
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} images")
 
     every = max(math.ceil(steps / 20), 10)
-    tr.save_config(config, workdir)
+    common.start(config, workdir, "curves.png", "confusion.png")
     began = time.perf_counter()
     state = tr.fit(
         step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate,
@@ -179,9 +187,9 @@ def train(config, workdir, policy, **fit_options):
         notes={"policy": str(policy)}, plan=plan, **fit_options,
     )
     rows = tr.read_metrics(workdir)
-    speed = [row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row]
+    speed = common.median_speed(rows)
     print(f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}, "
-          f"{np.median(speed):.1f} steps/s, {np.median(speed) * config.batch_size:.0f} images/s")
+          f"{speed:.1f} steps/s, {speed * config.batch_size:.0f} images/s")
 
     values = evaluate["test"](state)
     title = f"{config.dataset}, {config.model}: test accuracy {values['accuracy']:.4f}"
@@ -193,45 +201,44 @@ def train(config, workdir, policy, **fit_options):
     return values
 
 
-def load(config):
-    kinds = (ValueError, OSError, ModuleNotFoundError)     # the readers' messages say what to do
-    with common.one_line_errors(*kinds):
-        return tr.datasets.load(
-            config.dataset, config.data_dir, split=config.split, announce=print
-        )
+def define_flags():
+    common.define_config_flags(Config)
+    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/DATASET)")
+    common.define_run_flags()
+    common.define_device_flags()
+    flags.DEFINE_bool("last20", True, "digits: measure the conventional last-20 % split as well")
+
+
+def configured(argv):
+    """The configuration that the flags describe.
+
+    Raises:
+      ValueError: the flags cannot be used; the message names one of them.
+    """
+    if argv[1:]:
+        raise tr.ConfigError(f"{argv[1]}: flags begin with --, as in --dataset=digits")
+    return checked(common.config_from_flags(Config, PRESETS, by="dataset"))
 
 
 def checked(config):
-    """The configuration, once it is known to make sense."""
-    choices = {"model": ("cnn", "mlp"), "augment": AUGMENT, "precision": ("auto", "float32", "bfloat16", "float16")}
-    for name, known in choices.items():
-        if getattr(config, name) not in known:
-            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
-    common.positive(config, "width", "depth", "epochs", "steps", "batch_size", "learning_rate")
-    if not 0 <= config.label_smoothing < 1:
-        raise tr.ConfigError(f"--label_smoothing={config.label_smoothing}: it is a share, from 0 to below 1")
+    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    common.check_fields(config)
+    if config.split != "random" and config.dataset != "digits":
+        raise tr.ConfigError(f"--split={config.split}: it is for --dataset=digits, {config.dataset} has a fixed split")
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
-    tr.schedule(config.schedule, 0.1, 1, warmup=config.warmup)
     return config
 
 
 def main(argv):
-    if argv[1:]:
-        common.stop(f"{argv[1]}: flags begin with --, as in --dataset=digits")
-    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
-    with common.one_line_errors(ValueError):               # ConfigError, and unknown names
-        config = checked(common.config_from_flags(Config, PRESETS, by="dataset"))
-        workdir = Path(flags.FLAGS.workdir or f"runs/{config.dataset}")
-        policy, config = common.decided(config, workdir, workdir / "last20", restart=flags.FLAGS.restart)
+    config = configured(argv)
+    common.needs("matplotlib")
+    workdir = common.user_path("workdir", flags.FLAGS.workdir or f"runs/{config.dataset}")
+    policy, config = common.decided(config, workdir, workdir / "last20", restart=flags.FLAGS.restart)
     runs = {workdir: config}
     if config.dataset == "digits" and config.split == "random" and flags.FLAGS.last20:
         runs = {workdir / "last20": dataclasses.replace(config, split="last20")} | runs
-    with common.one_line_errors(tr.ConfigError, OSError):
+    if not common.only_planned() and not flags.FLAGS.restart:
         for folder, each in runs.items():
-            if common.only_planned():
-                break
-            if flags.FLAGS.restart:
-                tr.clear(folder)
             tr.same_config(each, folder, but=("data_dir",))
 
     chip = hw.detect()
@@ -244,9 +251,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.define_flags(Config)
-    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/DATASET)")
-    common.define_run_flags()
-    common.define_device_flags()
-    flags.DEFINE_bool("last20", True, "digits: measure the conventional last-20 % split as well")
+    define_flags()
     common.run(main)

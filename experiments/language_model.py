@@ -24,7 +24,7 @@ import _pictures as pictures
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags, logging
+from absl import flags
 
 from fnet import hardware as hw
 from fnet import models
@@ -40,30 +40,34 @@ TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
 class Config:
     """What decides a run's result (and data_dir, which does not)."""
 
-    preset: str = option("small", "sizes and steps: small, 10m or 124m")
+    preset: str = option("small", "sizes and steps: small, 10m or 124m", choices=("small", "10m", "124m"))
     data_dir: str | None = option(None, "the folder of the text: input.txt, *.txt, or train.bin and val.bin")
-    tokens: str = option("char", "what a token is: char, byte, or bin for nanoGPT's files")
-    vocab_size: int | None = option(None, "tokens=bin: how many tokens there are (50304 holds GPT-2's)")
-    model: str = option("gpt", "gpt, llama or lstm")
-    width: int | None = option(None, "features of a token")
-    depth: int | None = option(None, "blocks, or LSTMs")
-    heads: int | None = option(None, "attention heads")
-    context: int | None = option(None, "tokens that the model sees")
-    dropout: float | None = option(None, "on embeddings, attention and residual branches")
-    steps: int | None = option(None, "training steps")
-    batch_size: int | None = option(None, "texts in a batch")
-    optimizer: str = option("adamw", f"one of {', '.join(tr.OPTIMIZERS)}")
-    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}")
-    learning_rate: float | None = option(None, "the largest step size")
-    final: float = option(0.1, "the last step size, as a fraction of the largest")
-    warmup: float = option(0.02, "fraction of the run during which the step size rises")
-    weight_decay: float = option(0.1, "on kernels and embeddings, not on biases and norm scales")
-    beta2: float = option(0.99, "adamw: decay of the second moment")
-    clip: float = option(1.0, "largest norm of the gradient; 0 for none")
-    ema: float = option(0.0, "decay of the average of weights that is evaluated; 0 for none")
-    early_stop: int = option(0, "stop after so many evaluations without gain in validation loss")
-    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16")
-    seed: int = option(0, "of initial weights, batches and dropout")
+    tokens: str = option("char", "what a token is: char, byte, or bin for nanoGPT's files",
+                         choices=("char", "byte", "bin"))
+    vocab_size: int | None = option(None, "tokens=bin: how many tokens there are (50304 holds GPT-2's)",
+                                    within="[1, 65536]")
+    model: str = option("gpt", "gpt, llama or lstm", choices=("gpt", "llama", "lstm"))
+    width: int | None = option(None, "features of a token", within="[1, 65536]")
+    depth: int | None = option(None, "blocks, or LSTMs", within="[1, 256]")
+    heads: int | None = option(None, "attention heads", within="[1, 65536]")
+    context: int | None = option(None, "tokens that the model sees", within="[1, 1048576]")
+    dropout: float | None = option(None, "on embeddings, attention and residual branches", within="[0, 1)")
+    steps: int | None = option(None, "training steps", within=common.STEPS)
+    batch_size: int | None = option(None, "texts in a batch", within="[1, 1048576]")
+    optimizer: str = option("adamw", f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
+    schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
+    learning_rate: float | None = option(None, "the largest step size", within="(0, 1000]")
+    final: float = option(0.1, "the last step size, as a fraction of the largest", within="[0, 1]")
+    warmup: float = option(0.02, "fraction of the run during which the step size rises", within="[0, 1)")
+    weight_decay: float = option(0.1, "on kernels and embeddings, not on biases and norm scales", within="[0, 1000]")
+    beta2: float = option(0.99, "adamw: decay of the second moment", within="[0, 1)")
+    clip: float = option(1.0, "largest norm of the gradient; 0 for none", within="[0, 1000000]")
+    ema: float = option(0.0, "decay of the average of weights that is evaluated; 0 for none", within="[0, 1)")
+    early_stop: int = option(0, "stop after so many evaluations without gain in validation loss",
+                             within="[0, 1000000]")
+    precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
+                             choices=common.PRECISIONS)
+    seed: int = option(0, "of initial weights, batches and dropout", within=common.SEED)
 
 
 PRESETS = {
@@ -87,29 +91,55 @@ def make_model(config, vocab_size):
 
 
 def read(config):
-    """(tokens to train on, tokens to validate on, the tokeniser or None)."""
-    folder = Path(config.data_dir).expanduser() if config.data_dir else None
+    """(tokens to train on, tokens to validate on, the tokenizer or None).
+
+    Raises:
+      ValueError: files that are not what they should be; the message names the file.
+      FileNotFoundError: there is no text.
+    """
+    folder = common.user_path("data_dir", config.data_dir) if config.data_dir else None
     if config.tokens == "bin":
         if folder is None:
             raise tr.ConfigError("--tokens=bin: name the folder of train.bin and val.bin with --data_dir")
         words = models.read_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
         return tr.read_tokens(folder / "train.bin"), tr.read_tokens(folder / "val.bin"), words
     paths = [TEMPEST] if folder is None else [folder / "input.txt"]
-    if folder is not None and not paths[0].exists():
-        paths = sorted(folder.glob("*.txt"))
+    if folder is not None and not paths[0].is_file():
+        paths = sorted(path for path in folder.glob("*.txt") if path.is_file())
     if not paths:
         raise FileNotFoundError(f"{folder} has no text: put input.txt or other *.txt there, or leave --data_dir away")
-    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    text = "\n".join(map(common.read_text, paths))
+    if not text:
+        raise ValueError(f"{' and '.join(map(str, paths))}: expected a text, got an empty file")
     words = models.ByteTokenizer() if config.tokens == "byte" else models.CharTokenizer(text)
+    if words.vocab_size > 65536:
+        raise ValueError(f"the text has {words.vocab_size:,} different characters, at most 65,536 are numbered: use "
+                         "--tokens=byte")
     tokens = words.encode(text).astype(np.uint16 if words.vocab_size > 256 else np.uint8)
     train, validation = np.split(tokens, [len(tokens) * 9 // 10])
     return train, validation, words
 
 
+def check_vocabulary(words, workdir):
+    """Raises ConfigError where the folder holds weights of another vocabulary than that of the text."""
+    path = workdir / "characters.json"
+    if flags.FLAGS.restart or not path.exists():
+        return
+    if not isinstance(words, models.CharTokenizer) or models.CharTokenizer.read(path).characters != words.characters:
+        raise tr.ConfigError(f"{workdir} holds a run on a text with other characters (characters.json): use that text, "
+                             "choose another --workdir, or --restart")
+
+
 def train(config, workdir, policy, **fit_options):
-    """Trains, or goes on, or finds the run finished. Returns the model, its parameters, its tokeniser and its loss."""
+    """Trains, resumes, or evaluates a finished run; the weights are written before anything else can fail.
+
+    Returns:
+      (the model, its parameters, its tokenizer, the validation loss).
+    """
     train_tokens, test_tokens, words = read(config)
     vocab_size = config.vocab_size or words.vocab_size
+    if not common.only_planned():
+        check_vocabulary(words, workdir)
     batches = tr.Windows(train_tokens, length=config.context, batch_size=config.batch_size, seed=config.seed,
                          vocab_size=vocab_size)
     model, steps = make_model(config, vocab_size), config.steps
@@ -137,6 +167,9 @@ def train(config, workdir, policy, **fit_options):
         return {"loss": tr.mean(each, jnp.broadcast_to(batch["weight"][:, None], each.shape))}
 
     held_out = tr.stretches(test_tokens, config.context)[:2000]
+    if held_out.max() >= vocab_size:
+        raise ValueError(f"the validation text holds the token {held_out.max()}, outside a vocabulary of {vocab_size}: "
+                         "set --vocab_size")
     evaluate = {"validation": tr.evaluator(measure, {"tokens": held_out}, batch_size=config.batch_size)}
     stop = tr.EarlyStop(metric="validation/loss", patience=config.early_stop, mode="min") if config.early_stop else None
 
@@ -144,6 +177,8 @@ def train(config, workdir, policy, **fit_options):
         params, _ = model.init(key, jax.ShapeDtypeStruct((1, config.context), jnp.int32))
         return tr.TrainState.create(params, tx, ema=config.ema or None)
 
+    common.check_memory(init, 4 * config.batch_size * config.context * config.width,
+                        "--batch_size, --context, --width or --depth")
     plan = common.plan(step, init, batches(0))
     state = (plan.init if plan else init)(jax.random.key(config.seed))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -152,15 +187,19 @@ def train(config, workdir, policy, **fit_options):
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} x {config.context} tokens")
 
     every = max(math.ceil(steps / 20), 10)
-    tr.save_config(config, workdir)
+    common.start(config, workdir, "model.safetensors", "characters.json", "curves.png", "sample.txt")
+    if isinstance(words, models.CharTokenizer):
+        words.write(workdir / "characters.json")      # before any weights that need it
     began = time.perf_counter()
     state = tr.fit(
         step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every, log_every=every,
         best="validation/loss", best_mode="min", early_stop=stop, progress=tr.Progress(),
         notes={"policy": str(policy)}, plan=plan, **fit_options,
     )
+    if getattr(model, "NAMES", None):
+        pretrained.save(model, state.averaged, {}, workdir / "model.safetensors", names="huggingface")
     rows = tr.read_metrics(workdir)
-    speed = np.median([row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row])
+    speed = common.median_speed(rows)
     print(f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}, {speed:.1f} steps/s, "
           f"{speed * config.batch_size * config.context:.0f} tokens/s")
     last = [row["validation/loss"] for row in rows if "validation/loss" in row][-1]
@@ -168,68 +207,76 @@ def train(config, workdir, policy, **fit_options):
     return model, state.averaged, words, last
 
 
-def write(model, params, words, workdir, config, *, temperature, top_k):
-    """The weights and the vocabulary, for generate.py; and a sample, which it returns."""
-    if getattr(model, "NAMES", None):
-        pretrained.save(model, params, {}, workdir / "model.safetensors", names="huggingface")
-    if isinstance(words, models.CharTokenizer):
-        words.write(workdir / "characters.json")
+def sample(model, params, words, config, *, temperature, top_k):
+    """About 500 tokens that the model writes, as text."""
     most = 500 if config.model == "lstm" else min(config.context, 500)
-    prompts = np.tile(words.encode("\n") if words else np.zeros(1, np.int32), (-(-500 // most), 1))    # 500 in all
+    first = np.zeros(1, np.int32)       # the first of the characters, where no line ends in the text
+    if words is not None and "\n" in getattr(words, "characters", "\n"):
+        first = words.encode("\n") if len(words.encode("\n")) else first
+    prompts = np.tile(first, (-(-500 // most), 1))
     out = models.generate(model, params, prompts, jax.random.key(config.seed), max_tokens=most,
                           temperature=temperature, top_k=top_k)
     texts = [words.decode(row).strip("\n") if words else " ".join(map(str, row)) for row in np.asarray(out.tokens)]
-    text = "\n\n----\n".join(texts)
-    (workdir / "sample.txt").write_text(text + "\n", encoding="utf-8")
-    return text
+    return "\n\n----\n".join(texts)
+
+
+def define_flags():
+    common.define_config_flags(Config, by="preset")
+    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/language_model)")
+    common.define_run_flags()
+    common.define_device_flags()
+    flags.DEFINE_float("temperature", 0.8, "of the sample at the end")
+    flags.DEFINE_integer("top_k", 200, "of the sample at the end", lower_bound=1, upper_bound=2**31 - 1)
+
+
+def configured(argv):
+    """The configuration that the flags describe.
+
+    Raises:
+      ValueError: the flags cannot be used; the message names one of them.
+    """
+    if argv[1:]:
+        raise tr.ConfigError(f"{argv[1]}: flags begin with --, as in --preset=small")
+    common.check_temperature(flags.FLAGS.temperature)
+    return checked(common.config_from_flags(Config, PRESETS, by="preset"))
 
 
 def checked(config):
-    """The configuration, once it is known to make sense."""
-    choices = {"model": ("gpt", "llama", "lstm"), "tokens": ("char", "byte", "bin"),
-               "precision": ("auto", "float32", "bfloat16", "float16")}
-    for name, known in choices.items():
-        if getattr(config, name) not in known:
-            raise tr.ConfigError(f"--{name}={getattr(config, name)}: use {', '.join(known)}")
-    common.positive(config, "width", "depth", "heads", "context", "steps", "batch_size", "learning_rate", "vocab_size")
+    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    common.check_fields(config)
     if config.width % config.heads:
         raise tr.ConfigError(f"--heads={config.heads}: they have to divide --width={config.width}")
+    if config.model == "llama" and config.width // config.heads % 2:
+        raise tr.ConfigError(f"--heads={config.heads}: a llama needs an even number of features in each head, and "
+                             f"--width={config.width} leaves {config.width // config.heads}")
     if config.tokens == "bin" and config.vocab_size is None:
         config = dataclasses.replace(config, vocab_size=50304)
     elif config.tokens != "bin" and config.vocab_size is not None:
         raise tr.ConfigError(f"--vocab_size is for --tokens=bin; {config.tokens} tokens know their number")
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
-    tr.schedule(config.schedule, 0.1, 1, warmup=config.warmup)
     return config
 
 
 def main(argv):
-    if argv[1:]:
-        common.stop(f"{argv[1]}: flags begin with --, as in --preset=small")
-    logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
-    with common.one_line_errors(ValueError, OSError):      # ConfigError, unknown names, files
-        config = checked(common.config_from_flags(Config, PRESETS, by="preset"))
-        workdir = Path(flags.FLAGS.workdir or "runs/language_model")
-        policy, config = common.decided(config, workdir, restart=flags.FLAGS.restart)
-        if not common.only_planned():
-            if flags.FLAGS.restart:
-                tr.clear(workdir)
-            tr.same_config(config, workdir, but=("data_dir",))
+    config = configured(argv)
+    common.needs("matplotlib")
+    workdir = common.user_path("workdir", flags.FLAGS.workdir or "runs/language_model")
+    policy, config = common.decided(config, workdir, restart=flags.FLAGS.restart)
+    if not common.only_planned() and not flags.FLAGS.restart:
+        tr.same_config(config, workdir, but=("data_dir",))
 
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
     model, params, words, loss = train(config, workdir, policy, **common.fit_options())
     options = {name: flags.FLAGS[name].value for name in ("temperature", "top_k")}
-    print(write(model, params, words, workdir, config, **options))
-    print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, sample.txt, weights")
+    text = sample(model, params, words, config, **options)
+    (workdir / "sample.txt").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    weights = ", model.safetensors" if (workdir / "model.safetensors").exists() else ""
+    print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, sample.txt{weights}")
     print(f"validation loss {loss:.4f}")
 
 
 if __name__ == "__main__":
-    common.define_flags(Config, by="preset")
-    flags.DEFINE_string("workdir", None, "the run's folder (default: runs/language_model)")
-    common.define_run_flags()
-    common.define_device_flags()
-    flags.DEFINE_float("temperature", 0.8, "of the sample at the end", lower_bound=0)
-    flags.DEFINE_integer("top_k", 200, "of the sample at the end", lower_bound=1)
+    define_flags()
     common.run(main)

@@ -19,13 +19,11 @@ the log loss and puts hidden layers before the score, on two spirals no line can
 of the regions they decide on is left in --workdir.
 """
 
-import pathlib
-
 import _common as common
 import jax
 import numpy as np
 import optax
-from absl import flags, logging
+from absl import flags
 
 from fnet import layers as nn
 from fnet import transforms as ft
@@ -221,19 +219,24 @@ def draw(panels, points, path):
 
 def define_flags():
     flags.DEFINE_string("workdir", "runs/linear_models", "folder for the picture")
-    flags.DEFINE_float("l2", 0.1, "weight of the squared weights in the risk", lower_bound=1e-6)
-    flags.DEFINE_integer("width", 12, "units in a hidden layer", lower_bound=1)
-    flags.DEFINE_integer("steps", 3000, "steps for each number of layers", lower_bound=1)
-    flags.DEFINE_float("noise", 0.03, "deviation of the points from their spiral", lower_bound=0)
-    flags.DEFINE_integer("seed", 0, "seed of points and weights", lower_bound=0)
+    flags.DEFINE_float("l2", 0.1, "weight of the squared weights in the risk", lower_bound=1e-6, upper_bound=1e6)
+    flags.DEFINE_integer("width", 12, "units in a hidden layer", lower_bound=1, upper_bound=4096)
+    flags.DEFINE_integer("steps", 3000, "steps for each number of layers", lower_bound=1, upper_bound=10**7)
+    flags.DEFINE_float("noise", 0.03, "deviation of the points from their spiral", lower_bound=0, upper_bound=1000)
+    flags.DEFINE_integer("seed", 0, "seed of points and weights", lower_bound=0, upper_bound=2**32 - 2)
+
+
+def configured(argv):
+    """Checks what the flags alone do not."""
+    if argv[1:]:
+        raise ValueError(f"{argv[1]}: flags begin with --, as in --seed=1")
 
 
 def main(argv):
-    if len(argv) > 1:
-        common.stop(f"{argv[1]}: flags begin with --, as in --seed=1")
-    logging.set_verbosity(logging.WARNING)      # JAX reports every accelerator it does not find
+    configured(argv)
+    common.needs("matplotlib", "sklearn")
     options = flags.FLAGS
-    path = pathlib.Path(options.workdir) / "decision_regions.png"
+    path = common.user_path("workdir", options.workdir) / "decision_regions.png"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags, logging
+from absl import flags
 
 from fnet import layers as nn
 from fnet import transforms as ft
@@ -184,18 +184,22 @@ def show_sigmoids():
 
 
 def define_flags():
-    flags.DEFINE_integer("steps", 1000, "steps of gradient descent", lower_bound=1)
+    flags.DEFINE_integer("steps", 1000, "steps of gradient descent", lower_bound=1, upper_bound=10**9)
     flags.DEFINE_integer("batch_size", 128, "images a step", lower_bound=1, upper_bound=1437)
-    flags.DEFINE_integer("width", 64, "units of the hidden layer", lower_bound=1)
-    flags.DEFINE_float("rate", 1.0, "step size", lower_bound=0.0)
-    flags.DEFINE_integer("seed", 0, "seed of weights and batches", lower_bound=0)
+    flags.DEFINE_integer("width", 64, "units of the hidden layer", lower_bound=1, upper_bound=65536)
+    flags.DEFINE_float("rate", 1.0, "step size", lower_bound=0.0, upper_bound=1000.0)
+    flags.DEFINE_integer("seed", 0, "seed of weights and batches", lower_bound=0, upper_bound=2**32 - 1)
     flags.DEFINE_integer("print_every", 100, "steps between two lines", lower_bound=1)
 
 
+def configured(argv):
+    """Checks what the flags alone do not."""
+    if argv[1:]:
+        raise ValueError(f"{argv[1]}: flags begin with --, as in --seed=1")
+
+
 def main(argv):
-    if len(argv) > 1:
-        common.stop(f"{argv[1]}: flags begin with --, as in --seed=1")
-    logging.set_verbosity(logging.WARNING)      # JAX reports every accelerator it does not find
+    configured(argv)
     names = ("steps", "batch_size", "width", "rate", "seed", "print_every")
     data = datasets.load("digits")
     trained = train(data, **{name: flags.FLAGS[name].value for name in names})

@@ -41,16 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     chips = commands.add_parser("chips", help="the catalogue, or one row of it")
     chips.add_argument("name", nargs="*", help='a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
     _cli_plan.define(commands)
-    args = parser.parse_args(argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:      # closed, as in fnet chips >&-
+            setattr(sys, name, open(os.devnull, "w"))
     try:
-        if args.command == "devices":
-            return _devices(args.measure)
-        if args.command == "chips":
-            return _row(" ".join(args.name)) if args.name else _catalogue()
-        if args.command == "plan":
-            return _cli_plan.run(args)
-        parser.print_help()
-        return 0
+        args = parser.parse_args(argv)
+        code = _run(parser, args)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:      # as in fnet chips | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -58,8 +56,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if "Unable to initialize backend" in first:
+            print(f"fnet {args.command}: {no_device(error)}", file=sys.stderr)
+            return 2
         print(f"fnet {args.command}: {first} (fnet --debug {args.command} shows where)", file=sys.stderr)
         return 2 if isinstance(error, ValueError | OSError) else 1
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    if args.command == "devices":
+        return _devices(args.measure)
+    if args.command == "chips":
+        return _row(" ".join(args.name)) if args.name else _catalogue()
+    if args.command == "plan":
+        return _cli_plan.run(args)
+    parser.print_help()
+    return 0
+
+
+def no_device(error: Exception) -> str:
+    """The message for the error that `jax.devices` raises when no backend starts."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    why = (str(error).splitlines() or [f"no backend of JAX_PLATFORMS={platforms!r} starts"])[0]
+    return f"JAX finds no device: {why}"
 
 
 def _devices(measure: bool) -> int:
@@ -69,10 +88,8 @@ def _devices(measure: bool) -> int:
 
     try:
         found = jax.local_devices()
-    except (RuntimeError, AssertionError) as error:      # a backend was asked for that is not there
-        platforms = os.environ.get("JAX_PLATFORMS", "")
-        why = (str(error).splitlines() or [f"no backend of JAX_PLATFORMS={platforms!r} starts"])[0]
-        print(f"fnet devices: JAX finds no device: {why}", file=sys.stderr)
+    except (RuntimeError, AssertionError) as error:
+        print(f"fnet devices: {no_device(error)}", file=sys.stderr)
         return 2
     console = _console()
     groups: dict[Chip, list[Any]] = {}
@@ -224,7 +241,11 @@ def _tera(chip: Chip, name: str) -> str:
 
 
 def _console() -> Any:
-    from rich.console import Console
+    from rich import console
+
+    class Console(console.Console):
+        def on_broken_pipe(self) -> None:      # rich's own ends the process with exit code 1
+            raise BrokenPipeError
 
     if sys.stdout.isatty():
         return Console(file=sys.stdout, highlight=False)

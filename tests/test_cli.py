@@ -58,6 +58,40 @@ def test_no_device_is_one_sentence_and_exit_2(capsys, monkeypatch, error, why):
     assert run(capsys, "devices") == (2, "", f"fnet devices: JAX finds no device: {why}\n")
 
 
+def test_a_backend_that_does_not_start_has_one_message_everywhere(capsys, monkeypatch):
+    def fail(args):
+        raise RuntimeError("Unable to initialize backend 'cuda': gone\nmore")
+
+    monkeypatch.setattr("fnet._cli_plan.run", fail)
+    assert run(capsys, "plan", "a:b") == (
+        2, "", "fnet plan: JAX finds no device: Unable to initialize backend 'cuda': gone\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.parametrize(("shell", "code", "text"), [
+    ("{} chips | head -n 1 >/dev/null; exit ${{PIPESTATUS[0]}}", 0, ""),
+    ("{} chips | true; exit ${{PIPESTATUS[0]}}", 0, ""),
+    ("{} chips >&-", 0, ""),
+    ("{} chips >&- 2>&-", 0, ""),
+    ("{} chips >/dev/full", 2, "fnet chips: [Errno 28] No space left on device (fnet --debug chips shows where)\n"),
+])
+def test_a_reader_that_leaves(shell, code, text):
+    done = subprocess.run(["bash", "-c", shell.format(f"{sys.executable} -W ignore -m fnet.cli")], text=True,
+                          stderr=subprocess.PIPE, timeout=240)
+    assert (done.returncode, done.stderr) == (code, text)
+
+
+def test_without_a_home_nothing_is_written_here(tmp_path, monkeypatch):
+    from fnet.hardware import _probe
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("FNET_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)     # as where the user has no entry in /etc/passwd
+    _probe._write(_probe._path(), "a", _probe.Probe(1.0, 1.0, "wall", "0", "2026-01-01"))
+    assert _probe._read(_probe._path()) == {} and not list(tmp_path.iterdir())
+
+
 def test_the_catalogue(capsys):
     code, out, _ = run(capsys, "chips")
     assert code == 0 and max(map(len, out.splitlines())) <= 100

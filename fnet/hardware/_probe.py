@@ -183,7 +183,9 @@ def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, flo
 
 def _path() -> pathlib.Path:
     base = os.environ.get("FNET_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fnet")
-    return pathlib.Path(os.path.expanduser(base)) / "probe.json"
+    folder = os.path.expanduser(base)
+    # HOME is not set and the user is unknown: nothing is kept, and certainly not in a folder called ~ of this one.
+    return pathlib.Path(os.devnull if folder.startswith("~") else folder) / "probe.json"
 
 
 def _read(path: pathlib.Path) -> dict[str, Probe]:

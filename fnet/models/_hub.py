@@ -14,15 +14,28 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 def cache() -> Path:
     """fnet's own cache of weights and data, one folder for each name: $FNET_CACHE, else ~/.cache/fnet."""
-    return Path(os.environ.get("FNET_CACHE") or "~/.cache/fnet").expanduser()
+    return _expanded(os.environ.get("FNET_CACHE") or "~/.cache/fnet")
+
+
+def _expanded(path: str | os.PathLike) -> Path:
+    """The path with ~ as the home directory.
+
+    Raises:
+        FileNotFoundError: the home directory is unknown.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise FileNotFoundError(f"{path}: there is no such home directory; give the whole path, or set FNET_CACHE and "
+                                "HF_HUB_CACHE") from None
 
 
 def hugging_face() -> Path:
     """The cache of Hugging Face's hub, by the rules of its own client: $HF_HUB_CACHE, $HF_HOME/hub, ~/.cache/..."""
     if given := os.environ.get("HF_HUB_CACHE"):
-        return Path(given).expanduser()
+        return _expanded(given)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
+    return _expanded(os.environ.get("HF_HOME") or f"{base}/huggingface") / "hub"
 
 
 def find(name: str | os.PathLike, repositories: tuple[str, ...] = ()) -> Path:
@@ -37,7 +50,7 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = ()) -> Path:
         FileNotFoundError: where none of them is on this disk: says where it looked, what to download and where to
             put it.
     """
-    path = Path(name).expanduser()
+    path = _expanded(name)
     if path.exists():
         return path
     if not isinstance(name, str) or not _REPOSITORY.fullmatch(name):

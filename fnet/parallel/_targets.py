@@ -23,6 +23,9 @@ _FORMS = ("'local', a list of devices, a slice of TPUs such as 'v5e:4x4' or 'v5p
           "machines of 8), a chip such as 'RTX 3080', or a system such as 'dgx-1'")
 
 
+_MOST = 1 << 20      # chips
+
+
 class Target(NamedTuple):
     """Chips to plan for.
 
@@ -70,6 +73,8 @@ def target(what: str | Sequence[jax.Device]) -> Target:
     if not shape:
         return _by_name(what.strip())
     found = re.fullmatch(r"(\d+(?:x\d+)*)(?:\*(\d+))?", shape)
+    if found and math.prod(int(n[:30]) for n in re.findall(r"[1-9]\d*", shape)) > _MOST:
+        raise ValueError(f"plan: {what!r} has more than {_MOST:,} chips, the most that are planned for")
     if found and kind in TPUS:
         return _slice(what, kind, tuple(map(int, found[1].split("x"))), int(found[2] or 1))
     if found and kind in hardware.chips and hardware.chips[kind].kind == "gpu":

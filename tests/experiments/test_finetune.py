@@ -6,8 +6,10 @@ import os
 import pathlib
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import zlib
 
 import jax
 import numpy as np
@@ -146,12 +148,12 @@ def test_the_whole_network_is_trained(tiny, weights, tmp_path, capsys):
 @pytest.mark.parametrize(("changes", "text"), [
     (dict(model="resnet5"), "--model=resnet5: use alexnet, resnet18"),
     (dict(dataset="mnst"), "--dataset=mnst: use digits, mnist, fashion_mnist, cifar10, photos"),
-    (dict(size=0), "--size=0: it has to be more than 0"),
+    (dict(size=0), r"--size=0: expected a number in \[1, 4096\]"),
     (dict(augment="flip"), "--mode=linear sees each image once: --augment and --freeze_norms are for --mode=full"),
 ])
 def test_a_configuration_without_sense(tiny, changes, text):
     with pytest.raises(ValueError, match=text):
-        finetune.checked(config("", **changes))
+        finetune.checked(config("", **{"model": "resnet50"} | changes))
 
 
 def test_weights_and_data_that_do_not_fit(tiny, weights, photos, tmp_path, monkeypatch):
@@ -170,9 +172,39 @@ def test_weights_and_data_that_do_not_fit(tiny, weights, photos, tmp_path, monke
             finetune.network(finetune.Config(size=64, **dict(zip(("model", "weights"), changes))))
     image = models.ResNet.NAMES["torchvision"].image
     with pytest.raises(ValueError, match="--dataset=photos: --data_dir is the folder of DIR/CLASS/"):
-        finetune.load(config(weights, dataset="photos"), image)
+        finetune.checked(config("", dataset="photos", model="resnet50"))
     with pytest.raises(ValueError, match="two classes or more, two or more in each; found no folder"):
         finetune.load(config(weights, dataset="photos", data_dir=str(photos / "red")), image)
+
+
+def png(width, height, data=b""):
+    chunk = lambda kind, body: struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def jpeg(width, height):
+    return b"\xff\xd8\xff\xc0" + struct.pack(">HBHHB", 17, 8, height, width, 3) + bytes(range(9)) + b"\xff\xd9"
+
+
+@pytest.mark.parametrize(("raw", "text"), [
+    (png(60_000, 60_000), "pixels"),                              # beyond what Pillow itself opens
+    (png(10_000, 10_000), "it has 10000 x 10000 pixels, at most 50,000,000 are read"),
+    (png(2**31 - 1, 2**31 - 1), "pixels"),
+    (jpeg(60_000, 60_000), "pixels"),
+    (png(8, 8), "p.png: "),
+    (png(8, 8, zlib.compress(bytes(99))), "p.png: "),
+    (png(8, 8, b"x" * 99)[:60], "p.png: "),
+    (png(0, 8), "p.png"),
+    (b"\x89PNG\r\n\x1a\n" + bytes(99), "p.png"),
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify image file"),
+    (b"", "cannot identify image file"),
+], ids=range(11))
+def test_hostile_photos(tmp_path, raw, text):
+    (tmp_path / "p.png").write_bytes(raw)
+    with pytest.raises((ValueError, OSError), match=text) as error:
+        classify.photos.opened(tmp_path / "p.png")
+    assert str(tmp_path / "p.png") in str(error.value)
 
 
 def test_photos_come_split_or_are_split(photos, tmp_path):
@@ -202,11 +234,11 @@ def test_labels(tmp_path):
     assert read() == ["a", "b", "c"]
     (tmp_path / "names.txt").write_text("one\ntwo\n")
     assert read(labels=str(tmp_path / "names.txt")) == ["one", "two"]
-    for text in ('{"a": "b"}', '{"1": "b"}', "3", "{"):
+    for text in ('{"a": "b"}', '{"1": "b"}', "3", "{", "[" * 10**5):
         (tmp_path / "labels.json").write_text(text)
         with pytest.raises(ValueError, match=r"labels.json holds no labels: a list of names, or names by the numbers"):
             read()
-    with pytest.raises(ValueError, match="--top=0: it has to be 1 or more"):
+    with pytest.raises(ValueError, match=r"--top=0: expected a number in \[1, 1000000\]"):
         classify.checked(classify.Config(top=0))
     with pytest.raises(ValueError, match="--model=gpt2: use alexnet, "):
         classify.checked(classify.Config(model="gpt2"))

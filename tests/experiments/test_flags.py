@@ -1,8 +1,11 @@
 """Whatever the flags: an exit code and one line, never a traceback unless --debug asks for one."""
 
+import dataclasses
 import json
 import os
 import pathlib
+import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,11 +13,10 @@ import textwrap
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torture import flags as torture
 
 pytest.importorskip("sklearn")
 ROOT = pathlib.Path(__file__).parents[2]
-NAMES = ("image_classification", "language_model", "finetune", "classify_image", "embed", "generate", "linear_models",
-         "two_layer_net")
 
 # One process imports the experiments; each command line is tried in a fork of it, before JAX has begun to compute.
 # Training itself is left out: what flags alone decide is tried here.
@@ -29,7 +31,7 @@ SERVER = textwrap.dedent("""
         sys.argv = [name + ".py", *arguments]
         source = open(f"{sys.path[0]}/{name}.py").read()
         stub = ("def train(*_, **__): raise _common.tr.Interrupted('trained')\\n"
-                "compare_losses = fit_linear = load = train\\n")
+                "compare_losses = fit_linear = train\\n")
         source = source.replace('if __name__ == "__main__":', f'import _common\\n{stub}\\nif __name__ == "__main__":')
         exec(compile(source, sys.argv[0], "exec"), {"__name__": "__main__", "__file__": f"{sys.path[0]}/{name}.py"})
 
@@ -104,7 +106,7 @@ HELP = ("--help", "--helpfull", "--helpshort", "--helpxml", "-help", "-?", "--on
 
 @example("image_classification", ["\n"])
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(NAMES), st.lists(flag, max_size=5))
+@given(st.sampled_from(torture.NAMES), st.lists(flag, max_size=5))
 def test_random_flags_never_give_a_traceback(command, name, arguments):
     # A process's arguments hold no NUL and no lone surrogate.
     arguments = [a.replace("\0", "").encode("utf-8", "replace").decode() for a in arguments]
@@ -113,21 +115,56 @@ def test_random_flags_never_give_a_traceback(command, name, arguments):
 
 
 @pytest.mark.parametrize("name, arguments, text", [
-    ("image_classification", ["--learning_rate=nan"], "--learning_rate=nan: it has to be a finite number"),
-    ("image_classification", ["--learning_rate=-1"], "--learning_rate=-1.0: it has to be more than 0"),
-    ("image_classification", ["--label_smoothing=-3"], "--label_smoothing=-3.0: it is a share, from 0 to below 1"),
-    ("language_model", ["--seed=-1"], "--seed=-1: it has to be between 0 and 2^32 - 1"),
+    ("image_classification", ["--learning_rate=nan"], "--learning_rate=nan: expected a finite number"),
+    ("image_classification", ["--learning_rate=-1"], "--learning_rate=-1.0: expected a number in (0, 1000]"),
+    ("image_classification", ["--label_smoothing=-3"], "--label_smoothing=-3.0: expected a number in [0, 1)"),
+    ("language_model", ["--seed=-1"], "--seed=-1: expected a number in [0, 4294967295]"),
     ("image_classification", ["--steps=inf"], "flag --steps=inf"),
     ("image_classification", ["--nonfinite=hope"], "flag --nonfinite=hope: value should be one of <stop"),
     ("image_classification", ["--flagfile=/nowhere"], "/nowhere"),
     ("image_classification", ["--config=/dev"], "/dev cannot be read (Is a directory)"),
     ("language_model", ["--heads=3"], "--heads=3: they have to divide --width=128"),
     ("two_layer_net", ["--rate=-1"], "flag --rate=-1"),
-    ("generate", ["--top_p=0"], "--top_p above 0"),
+    ("generate", ["--top_p=0"], "--top_p=0.0: expected a number in (0, 1]"),
+    ("generate", ["--temperature=1e-300"], "--temperature=1e-300: expected a number in [0.001, 1000]"),
+    ("language_model", ["--temperature=nan"], "--temperature=nan: expected a finite number"),
+    ("language_model", ["--batch_size=1e12"], "flag --batch_size=1e12"),
+    ("language_model", ["--batch_size=1000000000000"], "--batch_size=1000000000000: expected a number in [1, 1048576]"),
+    ("language_model", ["--steps=100000000000000"], "--steps=100000000000000: expected a number in [1, 2147483647]"),
+    ("language_model", ["--weight_decay=-0.1"], "--weight_decay=-0.1: expected a number in [0, 1000]"),
+    ("language_model", ["--devices=v5e:4x4*99999999"], "--devices=v5e:4x4*99999999: use a number, or local for all"),
+    ("language_model", ["--model=llama", "--width=6", "--heads=2"], "a llama needs an even number of features in each"),
+    ("image_classification", ["--config=/dev/zero"], "--config=/dev/zero: expected a regular file"),
+    ("image_classification", ["--flagfile=/dev/zero"], "--flagfile=/dev/zero: expected a regular file"),
+    ("image_classification", ["--workdir=~nobody-at-all/x"], "/x: there is no such home directory"),
+    ("image_classification", ["--dataset=mnist", "--split=last20"], "mnist has a fixed split"),
+    ("linear_models", ["--steps=100000000000000"], "flag --steps=100000000000000"),
+    ("finetune", ["--dataset=photos"], "--dataset=photos: --data_dir is the folder of DIR/CLASS/*.jpg"),
+    ("two_layer_net", ["word"], "word: flags begin with --"),
 ])
 def test_the_sentences(command, name, arguments, text):
     code, said = command(name, arguments)
     assert code == 2 and text in said and said.startswith("error: ") and said.count("\n") == 1, said
+
+
+def test_random_combinations_in_one_process(tmp_path):
+    """What `make torture` does 1,000 times for each experiment."""
+    tried, survived, lost = torture.combinations(100, tmp_path, random.Random(0))
+    assert (tried, survived) == (800, 800), lost[:5]
+    accepted = int(re.search(r"note: (\d+) accepted", lost[-1])[1])
+    assert 100 < accepted < 700, lost
+
+
+def test_every_number_has_an_interval_and_every_default_lies_in_it():
+    for name in torture.NAMES[:6]:
+        with torture.experiment(name) as (module, _):
+            for field in dataclasses.fields(module.Config):
+                interval, number = field.metadata["within"], {"int", "float"} & set(re.findall(r"\w+", str(field.type)))
+                assert bool(interval) == bool(number), (name, field.name)
+                presets = module.PRESETS.values() if isinstance(getattr(module, "PRESETS", None), dict) else ()
+                for value in (field.default, *(preset.get(field.name) for preset in presets)):
+                    if interval and value is not None:
+                        sys.modules["_common"].check_within(field.name, value, interval)
 
 
 def test_debug_shows_the_traceback(command):

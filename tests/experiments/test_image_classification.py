@@ -104,7 +104,7 @@ def test_errors_are_one_line_and_exit_2(tmp_path):
     (tmp_path / "file").write_text("")
     data = f"--data_dir={tmp_path}"
     cases = {
-        ("--dataset=minst",): "no dataset is called 'minst': use digits, mnist",
+        ("--dataset=minst",): "--dataset=minst: use digits, mnist",
         ("--dataset=mnist", data): r"train-images-idx3-ubyte.gz.*\(4, 784\)",
         ("--model=vit",): "--model=vit: use cnn, mlp",
         (f"--config={tmp_path}/config.json",): "has no field 'step': did you mean 'steps'",
