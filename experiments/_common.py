@@ -187,6 +187,10 @@ def check_steps(steps):
     return steps
 
 
+def restarting():
+    return "restart" in flags.FLAGS and flags.FLAGS.restart
+
+
 def start(config, workdir, *outputs):
     """Prepares the run's folder when everything else is known to be valid; with --restart it removes the old run.
 
@@ -195,7 +199,7 @@ def start(config, workdir, *outputs):
       workdir: the run's folder.
       outputs: names of further files that the experiment writes there.
     """
-    if flags.FLAGS.restart:
+    if restarting():
         tr.clear(workdir)
         for name in outputs:
             (workdir / name).unlink(missing_ok=True)

@@ -123,7 +123,7 @@ def read(config):
 def check_vocabulary(words, workdir):
     """Raises ConfigError where the folder holds weights of another vocabulary than that of the text."""
     path = workdir / "characters.json"
-    if flags.FLAGS.restart or not path.exists():
+    if common.restarting() or not path.exists():
         return
     if not isinstance(words, models.CharTokenizer) or models.CharTokenizer.read(path).characters != words.characters:
         raise tr.ConfigError(f"{workdir} holds a run on a text with other characters (characters.json): use that text, "

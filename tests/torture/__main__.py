@@ -28,7 +28,9 @@ def main():
     apart = lambda function: lambda count, folder, rng: damage.apart(function, count, folder, seed)
     rows += [("one bit flipped", many(1000), apart("damage.flips")),
              ("a file cut, deleted, exchanged", many(100), apart("damage.files")),
-             ("fuzz: seven readers", options.fuzz, apart("fuzz.run"))]
+             ("fuzz: seven readers", options.fuzz, apart("fuzz.run")),
+             ("random flags, each experiment", many(1000), apart("flags.combinations")),
+             ("two steps with random flags", many(30), apart("flags.runs"))]
     wanted = [word for word in options.only.split(",") if word]
     base = Path(tempfile.mkdtemp(prefix="torture-"))
     print(f"seed {seed}\n{'harm':34} {'tried':>7} {'survived':>9} {'lost':>5} {'seconds':>8}", flush=True)
