@@ -1,4 +1,4 @@
-"""`fnet plan module:function`: how a step would be spread over chips that need not be there."""
+"""`fnet plan module:function`: how to run a training step on several devices, attached or not."""
 
 from __future__ import annotations
 
@@ -9,26 +9,51 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_DESCRIPTION = __doc__ + """
+
+The function has no arguments and returns (step, init, batch):
+  step(state, batch) -> (state, metrics), written for one device;
+  init(key) -> state; the model's parameters are state["params"] or state.params;
+  batch, or its shapes.
+The module of the function is executed. Example: a file train.py,
+
+    import jax
+    import jax.numpy as jnp
+
+    def init(key):
+        return {"params": {"kernel": 0.01 * jax.random.normal(key, (784, 512))}}
+
+    def step(state, batch):
+        def loss(params):
+            return jnp.square(batch["x"] @ params["kernel"]).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params}, {"loss": value}
+
+    def make():
+        return step, init, {"x": jax.ShapeDtypeStruct((4096, 784), jnp.float32)}
+
+and the commands
+
+    fnet plan train.py:make --devices v5e:4x4
+    fnet plan train.py:make --devices h100:2x8 --mesh data=-1,tensor=4 --rule 'kernel=None,tensor'
+"""
+
 
 def define(commands: Any) -> None:
     """Adds the command."""
-    plan = commands.add_parser("plan", help="how a step is best spread over chips, there or not, and why",
-                               formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__ + """
-
-The function takes nothing and returns (step, init, batch): a plain step(state, batch) -> (state, metrics), what makes
-the state of a key, and a batch or its shapes. Naming it runs its module.
-
-    fnet plan my.model:step --devices v5e:16x16
-    fnet plan train.py:step --devices h100:4x8 --mesh data=-1,tensor=4 --rule 'blocks/fc/kernel=None,None,tensor'
-""")
+    plan = commands.add_parser("plan", help="how to run a training step on several devices, attached or not",
+                               formatter_class=argparse.RawDescriptionHelpFormatter, description=_DESCRIPTION)
     plan.add_argument("function", help="module:function or file.py:function")
-    plan.add_argument("--devices", default="local", help="local, v5e:16x16, v5p:4x4x4*2, h100:4x8, 'RTX 3080', dgx-1")
+    plan.add_argument("--devices", default="local",
+                      help="local (default), v5e:16x16, v5p:4x4x4*2, h100:4x8, 'RTX 3080', dgx-1")
     plan.add_argument("--strategy", default="auto",
                       help="auto, data, zero1, fsdp, fsdp+pins, each also with +remat and +microbatches=N")
-    plan.add_argument("--mesh", help="lengths of the mesh's axes, as in data=-1,tensor=4")
+    plan.add_argument("--mesh", help="sizes of the axes of the mesh, such as data=-1,tensor=4")
     plan.add_argument("--rule", action="append", default=[], metavar="PATTERN=AXES",
-                      help="the mesh axis of each axis of the parameters that match, as in 'fc/kernel=None,tensor'")
-    plan.add_argument("--estimate", action="store_true", help="compile nothing")
+                      help="the mesh axis of each axis of the parameters that match, such as 'fc/kernel=None,tensor'")
+    plan.add_argument("--estimate", action="store_true", help="estimate only; do not compile")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,9 +1,12 @@
 """The `fnet` command as a person meets it: its output, its errors, its exit codes."""
 
 import contextlib
+import importlib.util
 import io
+import shlex
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from hypothesis import given, settings
@@ -218,6 +221,29 @@ def test_plan(capsys, tmp_path, monkeypatch):
     code, out, err = run(capsys, "plan", "planned:small", "--mesh", "data=-1,tensor=2", "--rule", "w=none,tensor",
                          "--strategy", "fsdp", "--estimate")
     assert code == 0 and not err and "mesh: data 4 x tensor 2" in out
+
+
+def test_the_example_in_the_help_of_plan(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    _, _, text = capsys.readouterr().out.partition("a file train.py,\n")
+    code, _, commands = text.partition("and the commands\n")
+    (tmp_path / "train.py").write_text(textwrap.dedent(code))
+    lines = [line.strip() for line in commands.splitlines() if line.startswith("    fnet ")]
+    assert len(lines) == 2
+    for line in lines:
+        code, out, err = run(capsys, *shlex.split(line)[1:])
+        assert (code, err) == (0, "") and " chosen: " in out
+    assert "mesh: slice 2 x data 2 x tensor 4" in out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_libtpu_prints_nothing(tmp_path):
+    (tmp_path / "planned.py").write_text(PLANNED)
+    done = subprocess.run([sys.executable, "-m", "fnet.cli", "plan", "planned.py:small", "--devices", "v5e:2x2"],
+                          cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "" and "compiled" in done.stdout
 
 
 @pytest.mark.parametrize(("argv", "message"), [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from fnet.hardware._chip import Chip
@@ -93,22 +96,53 @@ def _vector_bytes(chip: Chip) -> int:
     return 64 if "512" in isa or "amx" in isa else 32 if "avx" in isa else 16
 
 
-def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
-    """Bytes of an array in a chip's memory. A TPU lays the last two axes, in the order that takes less, out in tiles of
-    8 x 128 numbers, or as few rows as there are, and vectors in tiles of 128 to 1,024; an array takes a multiple of 512
-    bytes, of 1,024 on v2 and v3. Elsewhere nothing is added.
+class Stored(NamedTuple):
+    """Bytes of arrays in a chip's memory. `exact`: whether that is known for arrays of these dtypes."""
 
-    Source: the layouts and argument sizes of programs compiled for TPUs by libtpu 0.0.52, which these are, but for
-    some arrays of 16 bits with an axis of 1 among the last two.
+    bytes: int
+    exact: bool
+
+    @property
+    def basis(self) -> str:
+        return "exact" if self.exact else "estimated"
+
+    def __add__(self, other: Stored) -> Stored:
+        return Stored(self.bytes + other.bytes, self.exact and other.exact)
+
+
+def stored(array: Any, chip: Chip) -> Stored:
+    """Bytes of an array, or of its shape and dtype, in a chip's memory.
+
+    Random keys are stored as the integers that they hold. Not exact are types of less than a byte, which some chips
+    pack, and on TPUs those of 8 bytes and more, which TPUs do not have.
+    """
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.eval_shape(jax.random.key_data, array)
+    itemsize = array.dtype.itemsize
+    whole = not re.fullmatch(r"u?int[24]|float[46]_\w+", array.dtype.name)
+    return Stored(stored_bytes(array.shape, itemsize, chip), whole and (chip.kind != "tpu" or itemsize <= 4))
+
+
+def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
+    """Bytes of an array with values of `itemsize` bytes in a chip's memory.
+
+    A TPU stores two axes of an array, those that need the least padding, in tiles of 128 columns and up to 8 rows. The
+    rows of a tile are a power of two and have at least 4 bytes in a column, on v2 and v3 8 bytes. Vectors have tiles of
+    128 to 1,024 values. The size of an array is a multiple of 512 bytes, on v2 and v3 of 1,024. Other chips add no
+    padding.
+
+    Source: argument sizes of programs compiled by libtpu 0.0.52 (tests/hardware/test_tiles.py).
     """
     if chip.kind != "tpu":
         return math.prod(shape) * itemsize
-    begin = 1024 if chip.name in ("TPU v2", "TPU v3") else 512
+    unit, column = (1024, 8) if chip.name in ("TPU v2", "TPU v3") else (512, 4)
     power = lambda n: 1 << max(0, n - 1).bit_length()
-    whole = lambda n, tile: -(-n // tile) * tile
     if len(shape) < 2:
         n = shape[0] if shape else 1
-        return whole(whole(n, min(1024, max(128, power(n)))) * itemsize, begin)
-    *outer, rows, columns = shape
-    area = lambda rows, columns: whole(rows, min(8, power(rows))) * whole(columns, 128)
-    return whole(math.prod(outer) * min(area(rows, columns), area(columns, rows)) * itemsize, begin)
+        return _up(_up(n, min(1024, max(128, power(n)))) * itemsize, unit)
+    total, group = math.prod(shape), max(1, column // itemsize)
+    if not total:
+        return 0
+    padded = min(total // (rows * columns) * _up(rows, min(8, max(group, power(rows)))) * _up(columns, 128)
+                 for rows, columns in itertools.permutations(shape, 2))
+    return _up(padded * itemsize, unit)

@@ -50,12 +50,12 @@ def state(state, out):
                              f"step returns it as {y.dtype}{list(y.shape)}")
 
 
-def unused(jaxpr, leaves: int, batch) -> tuple[str, ...]:
-    """Paths of the batch's leaves that nothing reads."""
+def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
+    """Paths of the leaves of a tree, which are these inputs of a jaxpr, that nothing reads."""
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     read |= {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(batch)]
-    return tuple(path for path, v in zip(paths, jaxpr.invars[leaves:]) if v not in read)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    return tuple(path for path, v in zip(paths, inputs) if v not in read)
 
 
 def call(plan, state, batch) -> str | None:

@@ -46,7 +46,8 @@ def _rows(plan) -> list[str]:
         peak = "compiled" if compiled and compiled.peak is not None else "estimated"
         sent = "compiled" if compiled and compiled.ledger is not None else "estimated"
         total = each.ledger.sent + (0 if sent == "compiled" else each.estimate.between.sent)
-        lines.append((each.strategy, f"{each.persistent / 2 ** 20:,.2f} exact", f"{each.peak / 2 ** 20:,.2f} {peak}",
+        state = "exact" if each.exact else "estimated"
+        lines.append((each.strategy, f"{each.persistent / 2 ** 20:,.2f} {state}", f"{each.peak / 2 ** 20:,.2f} {peak}",
                       f"{total / 2 ** 20:,.2f} {sent}", f"{seconds_text(each.time.seconds)} estimated", each.time.bound,
                       each.verdict))
     widths = [max(len(line[i]) for line in lines) for i in range(6)]
@@ -72,9 +73,9 @@ def _sent(plan) -> list[str]:
         lines.append(f"{among} between {'slices' if plan.chip.kind == 'tpu' else 'machines'}: "
                      f"{each.estimate.between.sent / 2 ** 20:,.2f} (estimated)")
     if each.compiled and each.compiled.arguments:
-        same = "as reckoned" if each.compiled.arguments == each.arguments else (
-            f"{each.compiled.arguments - each.arguments:+,} bytes beside what was reckoned")
-        lines.append(f"the state and its part of the batch on each chip: {each.compiled.arguments / 2 ** 20:,.2f} MiB "
+        same = "as predicted" if each.compiled.arguments == each.arguments else (
+            f"{each.compiled.arguments - each.arguments:+,} bytes from the prediction")
+        lines.append(f"state and part of the batch on each chip: {each.compiled.arguments / 2 ** 20:,.2f} MiB "
                      f"(compiled), {same}")
     return lines
 

@@ -25,9 +25,10 @@ class Candidate:
 
     Attributes:
         way: which. strategy: its name.
-        persistent: bytes of the state on each chip, exact, as the chip lays it out.
-        arguments: the same with its part of the batch.
-        estimate: peak and what is sent, reckoned.
+        persistent: bytes of the state in each chip's memory, including padding.
+        arguments: the same with the chip's part of the batch.
+        exact: whether `persistent` and `arguments` are exact; if not, they are estimated.
+        estimate: peak and bytes sent, estimated.
         compiled: the same, read from the compiled program; None: not compiled.
         time: of a step at best.
         verdict: "chosen" or why not.
@@ -36,6 +37,7 @@ class Candidate:
     way: Way
     persistent: int
     arguments: int
+    exact: bool
     estimate: Estimate
     compiled: _compile.Compiled | None
     time: _cost.Time

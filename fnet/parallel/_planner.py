@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet.hardware._count import Count, count_jaxpr
-from fnet.hardware._tiles import stored_bytes
+from fnet.hardware._tiles import Stored, stored
 from fnet.parallel import _check, _compile, _cost, _explain, _mesh
-from fnet.parallel._estimate import Split, estimate
+from fnet.parallel._estimate import Estimate, Split, estimate
 from fnet.parallel._plan import Candidate, Plan, rows_over
 from fnet.parallel._rules import applied, path_of
 from fnet.parallel._shardings import is_parameter, layout, scanned_leaves
@@ -109,7 +109,9 @@ class _Traced:
         self._found = {(False, 1): (closed, count_jaxpr(closed))}
         leaves = [path for path, _ in jax.tree.leaves_with_path(state)]
         self.scanned = scanned_leaves(closed.jaxpr, leaves)
-        self.unused = _check.unused(closed.jaxpr, len(leaves), batch)
+        self.unused = _check.unused(closed.jaxpr.invars[len(leaves):], closed.jaxpr, batch)
+        # A program has no arguments for leaves that the step does not read.
+        self.complete = not self.unused and not _check.unused(closed.jaxpr.invars[:len(leaves)], closed.jaxpr, state)
 
     def __call__(self, way: Way) -> tuple[Any, Count]:
         key = way.remat, way.microbatches
@@ -157,11 +159,14 @@ class _Drafts:
         placed = jax.tree.leaves(draft.state)
         persistent = _held(self.state, draft.state, self.chips.chip)
         arguments = persistent + _held(self.batch, draft.batch, self.chips.chip)
+        unpadded = _unpadded(self.state, draft.state) + _unpadded(self.batch, draft.batch)
         splits = [_split(where.spec) for where in placed]
         splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(self.batch)]
         reckoned = estimate(closed, splits, self.axes, whole=way.state == "zero1", kernels=self.kernels,
                             casts=self.casts)
-        return self.timed(Candidate(way, persistent, arguments, reckoned, None, _cost.Time(None, None, None)), counted)
+        reckoned = _padded(reckoned, arguments.bytes, unpadded)
+        return self.timed(Candidate(way, persistent.bytes, arguments.bytes, arguments.exact, reckoned, None,
+                                    _cost.Time(None, None, None)), counted)
 
     def timed(self, each: Candidate, counted: Count | None = None) -> Candidate:
         counted = counted or self.traced(each.way)[1]
@@ -193,6 +198,10 @@ class _Drafts:
                     continue
             compiled = _compile.compiled(self.plan(each.way).jit(self.traced.step), self.state, self.batch)
             done[each.way] = self.judged(self.timed(dataclasses.replace(each, compiled=compiled)), 1.0)
+        sizes = [(each.arguments, each.compiled.arguments) for each in done.values() if each.compiled.peak is not None]
+        if self.traced.complete and any(predicted != size for predicted, size in sizes):
+            reckoned = [dataclasses.replace(each, exact=False) for each in reckoned]
+            done = {way: dataclasses.replace(each, exact=False) for way, each in done.items()}
         rest = lambda each: dataclasses.replace(each, verdict=self.judged(each, DOUBT).verdict
                                                 or f"{_LATER}: by the estimate it sends no less")
         return [done.get(each.way) or rest(each) for each in reckoned]
@@ -222,7 +231,11 @@ class _Drafts:
             closed = jax.make_jaxpr(way.applied(self.traced.step))(self.state, batch)
             splits = [Split()] * len(jax.tree.leaves(self.state))
             splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
-            return estimate(closed, splits, self.axes, kernels=self.kernels, casts=self.casts).peak
+            reckoned = estimate(closed, splits, self.axes, kernels=self.kernels, casts=self.casts)
+            draft = self.plan(way)    # of one device: each array is whole
+            held = _held(self.state, draft.state, self.chips.chip) + _held(batch, draft.batch, self.chips.chip)
+            unpadded = _unpadded(self.state, draft.state) + _unpadded(batch, draft.batch)
+            return _padded(reckoned, held.bytes, unpadded).peak
 
         room = ROOM * self.memory
         given = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
@@ -242,10 +255,24 @@ class _Drafts:
         return max((rows for rows, needs in tried.items() if needs <= room), default=0)
 
 
-def _held(tree, shardings, chip) -> int:
-    """Bytes of a tree on each chip."""
-    return sum(stored_bytes(where.shard_shape(x.shape), x.dtype.itemsize, chip)
-               for x, where in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings)))
+def _shards(tree, shardings) -> list[jax.ShapeDtypeStruct]:
+    """What each chip holds of a tree."""
+    return [jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
+            for x, where in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings))]
+
+
+def _held(tree, shardings, chip) -> Stored:
+    """Bytes of a tree in each chip's memory."""
+    return sum((stored(x, chip) for x in _shards(tree, shardings)), Stored(0, True))
+
+
+def _unpadded(tree, shardings) -> int:
+    return sum(x.size * x.dtype.itemsize for x in _shards(tree, shardings))
+
+
+def _padded(reckoned: Estimate, arguments: int, unpadded: int) -> Estimate:
+    """The estimate with the padding of its arguments, below which no peak is."""
+    return reckoned._replace(peak=max(arguments, reckoned.peak + arguments - unpadded))
 
 
 def _split(spec) -> Split:

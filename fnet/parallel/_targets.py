@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -19,6 +20,10 @@ TPUS = {
     "v2": ("TPU v2", 2, 16), "v3": ("TPU v3", 2, 32), "v4": ("TPU v4", 3, 4), "v5e": ("TPU v5e", 2, 16),
     "v5p": ("TPU v5p", 3, 4), "v6e": ("TPU v6e", 2, 16), "tpu7x": ("TPU7x", 3, 4),
 }
+# What libtpu reads when it is loaded without a TPU: it asks no metadata server, lets other processes use it too, and
+# looks for no hosts and no kind of TPU on this machine, which it would complain about on stderr.
+_LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+           "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
 _FORMS = ("'local', a list of devices, a slice of TPUs such as 'v5e:4x4' or 'v5p:4x4x4*2', GPUs such as 'h100:4x8' (4 "
           "machines of 8), a chip such as 'RTX 3080', or a system such as 'dgx-1'")
 
@@ -147,21 +152,31 @@ def _slice(name, kind, shape, slices) -> Target:
     if importlib.util.find_spec("libtpu") is None:
         return here._replace(why="libtpu is not installed, which compiles for TPUs that are not there: pip install "
                                  "'fnet[tpu-plan]'")
-    # Nobody is to be asked about a TPU that is not here, and another process may compile, too.
-    for variable in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
-        os.environ.setdefault(variable, "1")
     from jax.experimental import topologies
 
     options = {"num_slices": slices} if slices > 1 else {}
     if kind == "v4":    # two cores as one device, as JAX has them on such a chip
         options["chip_config_name"] = "megacore"
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, shape))}",
-                                               **options).devices
-    except Exception as error:    # libtpu's own, of several classes
+        with _environment(_LIBTPU):
+            devices = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, shape))}",
+                                                   **options).devices
+    except (RuntimeError, ValueError) as error:    # jaxlib's JaxRuntimeError is a RuntimeError
         said = str(error).strip().split("\n")[0]
         raise ValueError(f"plan: TPUs do not come as {name!r}: {said}") from error
     return here._replace(devices=list(devices))
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]):
+    """Sets environment variables that are not set yet, for a while."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def _rates(chip, axes, group, ring=4) -> tuple[float | None, float | None]:

@@ -1,6 +1,7 @@
 """What a plan is for, by name; and plans for chips that are not there, estimated and compiled."""
 
 import importlib.util
+import os
 import re
 import time
 
@@ -31,6 +32,16 @@ def language_model(rows, vocab_size=256, width=128, depth=4, heads=4, context=64
         return state.apply(TX, grads), {"loss": value}
 
     return step, init, jax.ShapeDtypeStruct((rows, context + 1), jnp.int32)
+
+
+def tiny():
+    """A step of small arrays, which are mostly padding on TPUs."""
+    def step(state, batch):
+        value, grads = jax.value_and_grad(lambda w: jnp.square(batch @ w).mean())(state["params"])
+        return {**state, "params": state["params"] - grads}, value
+
+    init = lambda key: {"params": jnp.zeros((3, 1)), "keys": jax.random.split(key, 3), "n": jnp.int32(0)}
+    return step, init, jax.ShapeDtypeStruct((16, 3), jnp.float32)
 
 
 @pytest.fixture
@@ -145,6 +156,37 @@ def test_one_chip(no_compilers):
     assert again.strategy == "data+remat" and "rejected: needs more than 92% of 10.0 GiB" in again.explain()
     with pytest.raises(ValueError, match=r"use a smaller batch of at most [\d,]+ rows \(estimated\)"):
         parallel.plan(step, init, rows(4 * by_slices + 1), devices="RTX 3080")
+
+
+@pytest.mark.parametrize("devices", ["v5e:2x2", "v3:2x2", "h100:4", "TPU v5e"])
+def test_no_peak_is_below_the_arguments(no_compilers, devices):
+    plan = parallel.plan(*tiny(), devices=devices)
+    for each in plan.candidates:
+        assert each.exact and each.estimate.peak >= each.arguments > each.persistent
+    assert " exact" in plan.explain()
+
+
+@pytest.mark.parametrize(("extra", "exact"), [(0, True), (512, False)])
+def test_sizes_that_the_compiler_contradicts_are_estimated(monkeypatch, extra, exact):
+    """Of another version of libtpu, say."""
+    compiled = _planner._compile.compiled
+
+    def other(step, state, batch):
+        found = compiled(step, state, batch)
+        return found._replace(arguments=found.arguments + extra)
+
+    monkeypatch.setattr(_planner._compile, "compiled", other)
+    plan = parallel.plan(*tiny(), devices=jax.devices(), strategy="data")
+    assert {each.exact for each in plan.candidates} == {exact}
+    assert (" exact" in plan.explain()) == exact and ("+512 bytes from the prediction" in plan.explain()) != exact
+
+
+def test_libtpu_is_asked_with_settings_that_do_not_stay(monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    with _targets._environment(_targets._LIBTPU):
+        assert os.environ["TPU_ACCELERATOR_TYPE"] and os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
+    assert "TPU_ACCELERATOR_TYPE" not in os.environ and os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
 
 
 LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
