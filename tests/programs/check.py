@@ -161,7 +161,14 @@ def _changed(x):
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     y = (np.asarray(x) * np.asarray(0.9, x.dtype)).astype(x.dtype)
-    return jax.device_put(y, x.sharding) if isinstance(x, jax.Array) else y
+    return _placed(y, x)
+
+
+def _placed(y, x):
+    """y with the sharding of x, where x is on several devices."""
+    if isinstance(x, jax.Array):
+        return jax.device_put(y, x.sharding) if len(x.sharding.device_set) > 1 else jnp.asarray(y)
+    return y
 
 
 def rounded(x):
@@ -170,22 +177,21 @@ def rounded(x):
         y = np.asarray(x)
         f = lambda part: part.astype(jnp.bfloat16).astype(np.float32)
         y = f(y.real) + 1j * f(y.imag) if x.dtype == jnp.complex64 else f(y)
-        return jax.device_put(y.astype(x.dtype), x.sharding) if isinstance(x, jax.Array) else y.astype(x.dtype)
+        return _placed(y.astype(x.dtype), x)
     return x
 
 
 def _total(outputs):
     """A real number that depends on every element of every floating-point output."""
-    total = 0.0
+    dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+    total = jnp.zeros((), dtype)
     for y in outputs:
         if not jnp.issubdtype(jnp.result_type(y), jnp.inexact) or not jnp.size(y):
             continue
         y = jnp.asarray(y).reshape(-1)
-        parts = [y.real, y.imag] if jnp.iscomplexobj(y) else [y]
-        for part in parts:
-            part = part.astype(jnp.promote_types(part.dtype, jnp.float32))
-            weight = jnp.cos(jnp.arange(part.size, dtype=part.dtype))
-            total = total + jnp.sum(part * weight).astype(jnp.float64 if jax.config.jax_enable_x64 else jnp.float32)
+        weight = jnp.cos(jnp.arange(y.size, dtype=dtype))
+        for part in [y.real, y.imag] if jnp.iscomplexobj(y) else [y]:
+            total = total + jnp.sum(part.astype(dtype) * weight)
     return total
 
 
