@@ -219,7 +219,7 @@ def lstm_by_hand(x, w):
     return jnp.mean(lax.scan(step, jnp.zeros((x.shape[0], 2)), x.swapaxes(0, 1))[1] ** 2)
 
 
-@topic(normal(3, 3), normal(2, 3), float16=True)
+@topic(normal(3, 3), normal(2, 3) * 4, float16=True)
 def products_scaled_up_and_down(w, x):
     return ((x @ w) * 3e4 / 3e4) @ w
 
@@ -231,10 +231,10 @@ def normalized_row_of_zeros(w, x):
     return h @ w
 
 
-@topic(normal(3, 3), normal(2, 3), float16=True)
+@topic(normal(3, 3), normal(2, 3) * np.float32([[1], [0]]), float16=True)
 def normalized_with_maximum(w, x):
     h = x @ w
-    return (h / jnp.maximum(jnp.linalg.norm(h, axis=-1, keepdims=True), 1e-12)) @ w
+    return (h / jnp.maximum(jnp.max(jnp.abs(h), axis=-1, keepdims=True), 1e-12)) @ w
 
 
 @topic(m34 * 30, float16=True)
