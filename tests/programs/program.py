@@ -40,6 +40,7 @@ class Program:
         rules: rules for autocast to float32; every scope by default.
         promotion: the JAX option of this name while the program runs.
         tolerance: relative to the largest value of a leaf; 1e-5 (1e-12 for float64) by default.
+        low: the same for mixed precision, beyond the error of rounding the arguments.
         events: "list" if events happen in order, "set" if in any order.
         core: whether the program is part of the test suite.
         excluded: {(transform, check): reason}; "*" stands for every transform, or every check.
@@ -63,6 +64,7 @@ class Program:
     rules: Mapping[str, str] = dataclasses.field(default_factory=lambda: {".*": "float32"})
     promotion: str = "strict"
     tolerance: float | None = None
+    low: float = 0.03
     events: str = "list"
     core: bool = False
     excluded: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
