@@ -86,7 +86,8 @@ _depthwise = nn.Sequential(nn.Conv(6, 1, use_bias=False), nn.DepthwiseConv(3, us
                            nn.Conv(3, 1, use_bias=False))
 
 
-@topic(_params(_depthwise, normal(2, 5, 5, 4)), normal(2, 5, 5, 4), low=0.3)    # rounding moves values across the bends of relu6
+# Rounding moves values across the bends of relu6.
+@topic(_params(_depthwise, normal(2, 5, 5, 4)), normal(2, 5, 5, 4), low=0.3)
 def fnet_depthwise(params, x):
     return _depthwise(params, x)
 
