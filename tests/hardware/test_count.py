@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fnet import hardware as hw
-from fnet.hardware._walk import scope_path
 
 
 def spec(*shape, dtype="float32"):
@@ -136,15 +135,6 @@ def test_forward_and_backward_fall_to_the_same_scope():
     counted = hw.count(jax.value_and_grad(f, (0, 1)), spec(8, 32), spec(32, 64))
     assert counted.under("block").matmul == counted.scopes["block/fc"].matmul == 3 * 2 * 8 * 32 * 64
     assert counted.by_depth(1)["block"].matmul == counted.total.matmul
-
-
-@pytest.mark.parametrize(("stack", "path", "again"), [
-    ("jvp(block)/fc", "block/fc", False), ("transpose(jvp(block))/fc", "block/fc", False),
-    ("transpose(jvp())", "", False),
-    ("vmap(jvp(a))/b", "a/b", False), ("rematted_computation/block/fc", "block/fc", True),
-    ("my_jvp(x)", "my_jvp(x)", False), ("", "", False)])
-def test_scope_paths(stack, path, again):
-    assert scope_path(stack) == (path, again)
 
 
 def gpt(params, tokens, heads):

@@ -23,7 +23,7 @@ def boxed(tree: Any) -> Any:
     Raises:
         TypeError: for a leaf without a hash.
     """
-    return jax.tree.map_with_path(lambda path, x: x if _numeric(x) else _box(path, x), tree)
+    return jax.tree.map_with_path(lambda path, x: x if numeric(x) else _box(path, x), tree)
 
 
 def unboxed(tree: Any) -> Any:
@@ -39,7 +39,8 @@ def _static(x) -> bool:
     return isinstance(x, Static)
 
 
-def _numeric(x) -> bool:
+def numeric(x: Any) -> bool:
+    """Whether a leaf is an array or a number, which JAX traces."""
     return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, (bool, int, float, complex, np.generic))
 
 
