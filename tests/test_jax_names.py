@@ -161,7 +161,9 @@ def test_lowering_rules_are_told_devices(monkeypatch):
     jax.jit(asking.bind).lower(jnp.ones(4))
     jax.jit(asking.bind).lower(placed)
     jax.jit(jax.shard_map(asking.bind, mesh=mesh, in_specs=spec, out_specs=spec)).lower(placed)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    kernels.tell_devices(asking)
+    assert asking not in kernels._dispatch.prim_requires_devices_during_lowering    # no CUDA plugin is installed here
+    monkeypatch.setattr(kernels, "_cuda_versions", object)
     kernels.tell_devices(asking)
     jax.jit(lambda x: asking.bind(x)).lower(placed)
     assert seen == ["whole", "unknown", "whole", "split"], MOVED.format("the axis context of a lowering rule")

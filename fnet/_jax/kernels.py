@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ _PARTITIONED = "attention kernels of partitioned programs"
 _dispatch = private("jax._src.dispatch", _PARTITIONED)
 _ShardingContext = private("jax._src.sharding_impls.ShardingContext", _PARTITIONED)
 _SPMDAxisContext = private("jax._src.sharding_impls.SPMDAxisContext", _PARTITIONED)
-_xla_bridge = private("jax._src.xla_bridge", _PARTITIONED)
 _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
 
 
@@ -41,12 +39,16 @@ def unavailable(platform: str) -> str | None:
 
 def tell_devices(*primitives: Any) -> None:
     """Makes JAX pass the devices of a program to the lowering rules of these primitives, as it does for its own
-    primitives that XLA cannot partition. JAX then requires one mesh for the whole program, so this is done only if
-    there may be several GPUs, attached or compiled for.
+    primitives that XLA cannot partition. Only kernels for several GPUs need it, and JAX then requires one mesh for the
+    whole program, so this is done only if JAX's CUDA plugin is installed.
     """
-    absent = "jax.experimental.topologies" in sys.modules
-    if absent or (_xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu"):
+    if _cuda_versions():
         _dispatch.prim_requires_devices_during_lowering.update(primitives)
+
+
+def _cuda_versions() -> Any:
+    """JAX's versions of the CUDA libraries; None without JAX's CUDA plugin."""
+    return private("jax._src.lib.cuda_versions", "cuDNN's attention")
 
 
 def partitioning(ctx: Any) -> str:
@@ -69,7 +71,7 @@ def partitioning(ctx: Any) -> str:
 
 def cudnn_version() -> int | None:
     """The version of cuDNN that JAX runs with, 90100 for 9.1.0; None if there is none."""
-    versions = private("jax._src.lib.cuda_versions", "cuDNN's attention")
+    versions = _cuda_versions()
     return versions.cudnn_get_version() if versions else None
 
 
