@@ -26,11 +26,12 @@ class Modules:
     """The nnx modules of a call.
 
     Attributes:
-        state: their variables, a tree of arrays.
-        graph: their structure (static).
+        arrays: of their variables. structure: of the state that they make up (static).
+        graph: the structure of the modules (static).
     """
 
-    state: Any
+    arrays: list
+    structure: Any = dataclasses.field(metadata={"static": True})
     graph: Any = dataclasses.field(metadata={"static": True})
 
 
@@ -58,36 +59,35 @@ def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
     if not found:
         return tree, None, ()
     graph, state = sys.modules["flax.nnx"].split(tuple(found))
-    return tree, Modules(state, graph), tuple(found)
+    return tree, Modules(*jax.tree.flatten(state), graph), tuple(found)
 
 
 def insert(tree: Any, modules: Modules | None) -> tuple[Any, Any]:
     """(the tree with new modules made of these arrays in their places, the modules)."""
     if modules is None:
         return tree, None
-    new = sys.modules["flax.nnx"].merge(modules.graph, modules.state)
+    new = sys.modules["flax.nnx"].merge(modules.graph, jax.tree.unflatten(modules.structure, modules.arrays))
     is_slot = lambda x: isinstance(x, _Slot)
     return jax.tree.map(lambda x: new[x.number] if is_slot(x) else x, tree, is_leaf=is_slot), new
 
 
-def updates(new: Any, modules: Modules | None) -> Any:
-    """The variables of the modules after the function has run, None without modules.
+def updates(new: Any, modules: Modules | None) -> Modules | None:
+    """The modules after the function has run, None without modules.
 
     Raises:
         TypeError: if the function has added or removed variables.
     """
     if modules is None:
         return None
-    state = sys.modules["flax.nnx"].state(new)
-    before, after = jax.tree.structure(modules.state), jax.tree.structure(state)
-    if before != after:
+    arrays, structure = jax.tree.flatten(sys.modules["flax.nnx"].state(new))
+    if structure != modules.structure:
         raise TypeError("a transformed function may update the variables of an nnx module, but not add or remove them: "
-                        f"before the call they were {before}, after it {after}. Create all variables first, for "
-                        "example by calling the module once")
-    return state
+                        f"before the call they were {modules.structure}, after it {structure}. Create all variables "
+                        "first, for example by calling the module once")
+    return dataclasses.replace(modules, arrays=arrays)
 
 
-def apply(found: tuple, state: Any) -> None:
+def apply(found: tuple, updated: Modules | None) -> None:
     """Writes updated variables into the caller's modules."""
-    if found:
-        sys.modules["flax.nnx"].update(found, state)
+    if updated is not None:
+        sys.modules["flax.nnx"].update(found, jax.tree.unflatten(updated.structure, updated.arrays))

@@ -98,7 +98,7 @@ class _Tuned:
 
     def _program(self, args, kwargs):
         leaves, structure = jax.tree.flatten((args, kwargs))
-        plain = not hasattr(self._step, "trace")
+        plain = not hasattr(self._step, "trace") or isinstance(self._step, _Tuned)
         if plain and not all(map(numeric, leaves)):
             structure = jax.tree.structure(boxed((args, kwargs)))    # a program for each value of what is not traced
         if structure not in self._programs:
