@@ -26,7 +26,7 @@ from fnet.transforms._lowered import Saveable, lowered
 
 F32 = np.dtype("float32")
 _NAMES = ("float32", "bfloat16", "float16")
-_SMALL_FACTOR, _LARGE_FACTOR = 2.0**-10, 2.0**6    # of float16: values of 1,000 times this do not overflow
+_SMALL, _LARGE = 2.0**-10, 2.0**6    # of constants: in float16, 1,000 times the largest does not overflow
 _FULL = "__full_precision__"
 
 
@@ -293,14 +293,14 @@ def _magnitude(size: float) -> tuple[float, float]:
 
 @functools.cache
 def _fits(name: str, magnitude: tuple[float, float], dtype) -> bool:
-    """Whether an operation may take a constant in `dtype`: it must be a normal number, and a factor must leave room
-    for the values that it scales, which in float16 are between 6e-5 and 65504."""
+    """Whether an operation may take a constant in `dtype`: it must be a normal number, a term must not absorb what it
+    is added to, and a factor must leave room for what it scales, which in float16 is between 6e-5 and 65504."""
     info, (smallest, largest) = jnp.finfo(dtype), magnitude
     if smallest < float(info.tiny) or largest > float(info.max):
         return False
-    if name not in ("mul", "div") or float(info.max) > 1e30:
-        return True
-    return _SMALL_FACTOR <= smallest and largest <= _LARGE_FACTOR
+    if name in ("add", "sub"):
+        return largest <= _LARGE
+    return name not in ("mul", "div") or float(info.max) > 1e30 or (_SMALL <= smallest and largest <= _LARGE)
 
 
 def _to(x, dtype):
