@@ -44,7 +44,7 @@ from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
 from fnet.jaxpr._scopes import BACKWARD, FORWARD, RECOMPUTED, Scope, marks
 from fnet.jaxpr._scopes import of_equation as scope_of
 from fnet.jaxpr._scopes import of_operation as scope_of_operation
-from fnet.jaxpr._static_leaves import boxed, holds_statics, numeric, unboxed
+from fnet.jaxpr._static_leaves import boxed, constants_boxed, is_array, statics, unboxed
 from fnet.jaxpr._traced import Traced
 from fnet.jaxpr._values import Value, bind, plain, restore
 from fnet.jaxpr._wrapping import Compiled, wraps
@@ -52,9 +52,9 @@ from fnet.jaxpr._wrapping import Compiled, wraps
 __all__ = [
     "BACKWARD", "BILINEAR", "CALLS", "CONVOLUTION", "DOT", "FORWARD", "INLINED", "POINTWISE", "RECOMPUTED", "Body",
     "Compiled", "Description", "Evaluator", "Frame", "Interpreter", "Op", "Product", "Scan", "Scope", "Traced",
-    "Traits", "Value", "batch_axes", "before", "bind", "bodies", "boxed", "call_name", "cost", "describe",
-    "description", "donated", "equations", "explicit", "has_shardings", "holds_statics", "inline", "marks",
-    "may_differ", "mutable", "named", "nbytes", "new_dtype", "numeric", "opened", "permutation", "plain",
-    "pooling_window", "product", "random_bits", "read", "restore", "rewrite", "scan", "scope_of",
-    "scope_of_operation", "selects_largest", "touched", "traits", "unboxed", "unsupported", "wraps",
+    "Traits", "Value", "batch_axes", "before", "bind", "bodies", "boxed", "call_name", "constants_boxed", "cost",
+    "describe", "description", "donated", "equations", "explicit", "has_shardings", "inline", "is_array", "marks",
+    "may_differ", "mutable", "named", "nbytes", "new_dtype", "opened", "permutation", "plain", "pooling_window",
+    "product", "random_bits", "read", "restore", "rewrite", "scan", "scope_of", "scope_of_operation",
+    "selects_largest", "statics", "touched", "traits", "unboxed", "unsupported", "wraps",
 ]

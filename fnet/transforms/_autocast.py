@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import math
 import re
 import weakref
@@ -143,12 +144,14 @@ class _Autocast(Interpreter):
         scalar = np.ndim(atom.val) == 0 and getattr(atom.aval, "dtype", None) == F32
         return Value(atom.val, _magnitude(abs(float(atom.val))) if scalar else None)
 
-    def outer(self, jaxpr):
-        if not any(_wide(v) for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)):
-            given = sorted({str(v.aval) for v in jaxpr.invars})
-            raise TypeError(f"autocast lowers what is float32, and the function has none; its inputs are "
-                            f"{', '.join(given) or 'no arrays'}")
-        return (True,) * len(jaxpr.outvars)
+    def outer(self, program):
+        values = itertools.chain(program.invars, program.outvars,
+                                 (v for eqn in jaxpr.equations(program) for v in (*eqn.invars, *eqn.outvars)))
+        if not any(map(_wide, values)):
+            types = sorted({str(v.aval) for v in program.invars})
+            raise TypeError("autocast lowers float32 alone, and the function has none; its inputs are "
+                            f"{', '.join(types) or 'no arrays'}")
+        return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
         """{variable: whether everything that uses it wants float32}, from the end to the beginning; and

@@ -12,7 +12,19 @@ import jaxlib
 import numpy as np
 
 from fnet import _jax, hardware, jaxpr
-from fnet.jaxpr import Interpreter, Value, boxed, holds_statics, mutable, numeric, plain, restore, unboxed, wraps
+from fnet.jaxpr import (
+    Interpreter,
+    Value,
+    boxed,
+    constants_boxed,
+    is_array,
+    mutable,
+    plain,
+    restore,
+    statics,
+    unboxed,
+    wraps,
+)
 from fnet.transforms import _tune_cpu
 from fnet.transforms._tune_cpu import Rule
 from fnet.transforms._tune_layout import followed
@@ -99,7 +111,7 @@ class _Tuned:
     def _program(self, args, kwargs):
         leaves, structure = jax.tree.flatten((args, kwargs))
         plain = not hasattr(self._step, "trace") or isinstance(self._step, _Tuned)
-        if plain and not all(map(numeric, leaves)):
+        if plain and not all(map(is_array, leaves)):
             structure = jax.tree.structure(boxed((args, kwargs)))    # a program for each value of what is not traced
         if structure not in self._programs:
             self._programs[structure] = _Program(self._step, self._tuner, plain, args, kwargs)
@@ -111,8 +123,8 @@ class _Program:
 
     def __init__(self, step, tuner, plain, args, kwargs):
         tree, modules, _ = mutable.extract((args, kwargs)) if plain else ((args, kwargs), None, ())
-        self._direct = modules is None and (not plain or not holds_statics(boxed(tree)))
-        self._statics = False    # whether results that are not arrays were seen
+        self._direct = modules is None and (not plain or not statics(boxed(tree)))
+        self._statics = ()    # (path, value) of results that are not arrays
         if not self._direct:
             def functional(args, kwargs, modules):
                 (args, kwargs), new = mutable.insert(unboxed((args, kwargs)), modules)
@@ -132,7 +144,12 @@ class _Program:
 
     def trace(self, args, kwargs):
         args, kwargs, _ = self._arguments(args, kwargs)
-        return self._compiled.trace(*args, **kwargs)
+        traced = self._compiled.trace(*args, **kwargs)
+        if self._statics:
+            (path, value), *_ = self._statics
+            raise TypeError(f"tune: a step that is compiled ahead of time returns arrays alone; its result{path} is a "
+                            f"{type(value).__name__}")
+        return traced
 
     def _arguments(self, args, kwargs):
         """(positional arguments, keyword arguments, nnx modules) of the compiled function."""
@@ -142,8 +159,8 @@ class _Program:
         return (*boxed(tree), modules), {}, found
 
     def _boxed(self, result):
-        result = boxed(result)
-        self._statics = self._statics or holds_statics(result)    # at every trace: it may depend on shapes
+        result = constants_boxed(result)
+        self._statics = self._statics or statics(result)    # at every trace, since it may depend on shapes
         return result
 
 
