@@ -26,9 +26,10 @@ def boxed(tree: Any) -> Any:
     return jax.tree.map_with_path(lambda path, x: x if _traced(path, x) else _box(path, x), tree)
 
 
-def constants_boxed(tree: Any) -> Any:
-    """The tree with all leaves that are not arrays as `Static`s."""
-    return jax.tree.map_with_path(lambda path, x: x if is_array(x) else _box(path, x), tree)
+def results_boxed(tree: Any) -> Any:
+    """The tree with all leaves that are neither arrays nor numbers as `Static`s."""
+    numeric = lambda x: is_array(x) or isinstance(x, (int, float, complex))
+    return jax.tree.map_with_path(lambda path, x: x if numeric(x) else _box(path, x), tree)
 
 
 def unboxed(tree: Any) -> Any:

@@ -16,11 +16,11 @@ from fnet.jaxpr import (
     Interpreter,
     Value,
     boxed,
-    constants_boxed,
     is_array,
     mutable,
     plain,
     restore,
+    results_boxed,
     statics,
     unboxed,
     wraps,
@@ -159,7 +159,7 @@ class _Program:
         return (*boxed(tree), modules), {}, found
 
     def _boxed(self, result):
-        result = constants_boxed(result)
+        result = results_boxed(result)
         self._statics = self._statics or statics(result)    # at every trace, since it may depend on shapes
         return result
 

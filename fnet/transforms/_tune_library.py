@@ -30,7 +30,15 @@ def bfloat16_pays() -> bool:
 
 
 def eigen_pays(equations: Sequence) -> bool:
-    """Whether convolutions are most of the work: YNNPACK takes twice the time of Eigen for them."""
+    """Whether convolutions are most of the work, and none of them is grouped.
+
+    Eigen takes 0.42 to 1.07 of YNNPACK's time for ungrouped convolutions in both passes, and 0.82 to 1.33 for depthwise
+    and grouped ones, which take most of the time where there are any (16 shapes on two cores of an AMD EPYC, jaxlib
+    0.10.2; benchmarks/RESULTS.md).
+    """
+    convolutions = [found for eqn in equations if (found := product(eqn)) is not None and found.op is CONVOLUTION]
+    if any(found.groups != (1, 1) for found in convolutions):
+        return False
     work = _work(equations)
     return work["convolution", F32] + work["convolution", BF16] > work["product", F32] + work["product", BF16]
 

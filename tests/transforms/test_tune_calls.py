@@ -170,3 +170,16 @@ def test_a_module_that_is_closed_over_is_an_error():
     model = Model(rngs=nnx.Rngs(0))
     with pytest.raises(Exception, match="trace level"):
         ft.autocast(lambda x: jnp.square(model(x)).mean(), "bfloat16")(jnp.ones((8, 4)))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4], ids=["ungrouped", "grouped", "depthwise"])
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+def test_grouped_convolutions_keep_their_kernels(groups, gradient):
+    def f(w, x):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                                     feature_group_count=groups)
+        return jnp.square(y).sum()
+
+    args = jnp.ones((3, 3, 4 // groups, 8)), CONVOLVED[1]
+    options = ft.explain(ft.tune(jax.grad(f) if gradient else f, "cpu"), *args).options
+    assert bool(options) == (groups == 1)
