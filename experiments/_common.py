@@ -30,7 +30,7 @@ STEPS = "[1, 2147483647]"        # what an int32 counter holds
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 
 
-def option(default, help, *, within=None, choices=None):
+def option(default, help, *, within=None, choices=None, decides=True):
     """A field of a configuration.
 
     Args:
@@ -38,8 +38,10 @@ def option(default, help, *, within=None, choices=None):
       help: the help text of its flag.
       within: the interval of its values, such as "[0, 1)" or "(0, 100]". Every number has one.
       choices: the strings that it may be.
+      decides: whether it decides the result, so that a run is resumed with the same value only.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "within": within, "choices": choices})
+    metadata = {"help": help, "within": within, "choices": choices}
+    return dataclasses.field(default=default, compare=decides, metadata=metadata)
 
 
 def define_config_flags(cls, by="dataset"):
@@ -191,19 +193,19 @@ def restarting():
     return "restart" in flags.FLAGS and flags.FLAGS.restart
 
 
-def start(config, workdir, *outputs):
-    """Prepares the run's folder when everything else is known to be valid; with --restart it removes the old run.
+def start(workdir, *outputs):
+    """Prepares the run's folder when everything else is known to be valid; `fit` itself removes the old run.
 
     Args:
-      config: is written to config.json.
       workdir: the run's folder.
-      outputs: names of further files that the experiment writes there.
+      outputs: names of the files that the experiment writes there, which --restart removes.
     """
+    workdir.mkdir(parents=True, exist_ok=True)
     if restarting():
-        tr.clear(workdir)
-        for name in outputs:
-            (workdir / name).unlink(missing_ok=True)
-    tr.save_config(config, workdir)
+        with tr.Checkpoints(workdir / "checkpoints") as checkpoints:
+            checkpoints.lock()                             # not under another run
+            for name in outputs:
+                (workdir / name).unlink(missing_ok=True)
 
 
 def decided(config, *workdirs, restart=False):
@@ -234,7 +236,7 @@ def define_run_flags():
 
 def fit_options():
     given = flags.FLAGS
-    return {"jit": not given.nojit, "nonfinite": given.nonfinite, "debug": given.debug}
+    return {"jit": not given.nojit, "nonfinite": given.nonfinite, "debug": given.debug, "restart": given.restart}
 
 
 def define_device_flags():

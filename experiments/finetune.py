@@ -45,10 +45,10 @@ class Config:
 
     mode: str = option("linear", "linear (a probe of the features) or full", choices=("linear", "full"))
     model: str = option("resnet50", f"one of {', '.join(photos.PRESETS)}", choices=photos.PRESETS)
-    weights: str | None = option(None, "file or folder of the weights")
+    weights: str | None = option(None, "file or folder of the weights", decides=False)
     dataset: str = option("digits", "digits, mnist, fashion_mnist, cifar10 or photos",
                           choices=(*tr.datasets.NAMES, "photos"))
-    data_dir: str | None = option(None, "where its files are, or go")
+    data_dir: str | None = option(None, "where its files are, or go", decides=False)
     size: int | None = option(None, "height and width that images are brought to; None: what the weights are made for",
                               within="[1, 4096]")
     epochs: float | None = option(None, "passes over the training images", within="(0, 1000000]")
@@ -171,11 +171,11 @@ def train(config, workdir, policy, **fit_options):
     init = lambda key: tr.TrainState.create(params, tx, state=state, ema=config.ema or None)
     pixels = 0 if config.mode == "linear" else 3 * size**2
     common.check_memory(init, 4 * batches.batch_size * pixels, "--batch_size or --size")
-    common.start(config, workdir, "model.safetensors", "labels.json", "curves.png", "confusion.png")
+    common.start(workdir, "model.safetensors", "labels.json", "curves.png", "confusion.png")
     every = max(math.ceil(steps / 20), 10)
     state = tr.fit(step, init(None), batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every,
                    log_every=every, early_stop=stop, progress=tr.Progress(), notes={"policy": str(policy)},
-                   **fit_options)
+                   config=config, **fit_options)
 
     pretrained.save(model, {**held.params, **state.averaged}, state.state or held.state, workdir / "model.safetensors",
                     names=held.names)

@@ -41,7 +41,7 @@ class Config:
     """What decides a run's result (and data_dir, which does not)."""
 
     dataset: str = option("digits", "digits, mnist, fashion_mnist or cifar10", choices=tr.datasets.NAMES)
-    data_dir: str | None = option(None, "where its files are, or go")
+    data_dir: str | None = option(None, "where its files are, or go", decides=False)
     split: str = option("random", "of digits: random, or last20 for the last 20 % of the file",
                          choices=("random", "last20"))
     model: str = option("cnn", "cnn or mlp", choices=("cnn", "mlp"))
@@ -178,13 +178,13 @@ def train(config, workdir, policy, **fit_options):
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} images")
 
     every = max(math.ceil(steps / 20), 10)
-    common.start(config, workdir, "curves.png", "confusion.png")
+    common.start(workdir, "curves.png", "confusion.png")
     began = time.perf_counter()
     state = tr.fit(
         step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate,
         every=every, log_every=every, early_stop=stop,
         progress=tr.Progress(),
-        notes={"policy": str(policy)}, plan=plan, **fit_options,
+        config=config, notes={"policy": str(policy)}, plan=plan, **fit_options,
     )
     rows = tr.read_metrics(workdir)
     speed = common.median_speed(rows)

@@ -41,7 +41,8 @@ class Config:
     """What decides a run's result (and data_dir, which does not)."""
 
     preset: str = option("small", "sizes and steps: small, 10m or 124m", choices=("small", "10m", "124m"))
-    data_dir: str | None = option(None, "the folder of the text: input.txt, *.txt, or train.bin and val.bin")
+    data_dir: str | None = option(None, "the folder of the text: input.txt, *.txt, or train.bin and val.bin",
+                                 decides=False)
     tokens: str = option("char", "what a token is: char, byte, or bin for nanoGPT's files",
                          choices=("char", "byte", "bin"))
     vocab_size: int | None = option(None, "tokens=bin: how many tokens there are (50304 holds GPT-2's)",
@@ -187,14 +188,14 @@ def train(config, workdir, policy, **fit_options):
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} x {config.context} tokens")
 
     every = max(math.ceil(steps / 20), 10)
-    common.start(config, workdir, "model.safetensors", "characters.json", "curves.png", "sample.txt")
+    common.start(workdir, "model.safetensors", "characters.json", "curves.png", "sample.txt")
     if isinstance(words, models.CharTokenizer):
         words.write(workdir / "characters.json")      # before any weights that need it
     began = time.perf_counter()
     state = tr.fit(
         step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every, log_every=every,
         best="validation/loss", best_mode="min", early_stop=stop, progress=tr.Progress(),
-        notes={"policy": str(policy)}, plan=plan, **fit_options,
+        config=config, notes={"policy": str(policy)}, plan=plan, **fit_options,
     )
     if getattr(model, "NAMES", None):
         pretrained.save(model, state.averaged, {}, workdir / "model.safetensors", names="huggingface")

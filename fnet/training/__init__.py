@@ -1,23 +1,25 @@
 """Training: the state, the loop and what surrounds it.
 
 The step is a pure function that the user writes and reads, `(state, batch) -> (state, metrics)`;
-`fit` adds what everybody needs and nobody wants to write: progress, logs, evaluation, checkpoints,
-exact resume.
+`fit` adds progress, logs, evaluation, checkpoints and exact resume.
 """
 
 from fnet.training import _datasets as datasets
 from fnet.training._augment import cutout, random_affine, random_crop, random_flip, random_shift
 from fnet.training._batches import Batches
-from fnet.training._checkpoint import CheckpointError, Checkpoints, CheckpointWarning
+from fnet.training._checkpoint import Checkpoints
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
 from fnet.training._early_stop import EarlyStop
-from fnet.training._logs import Logger, read_metrics
+from fnet.training._fingerprint import ResumeWarning
+from fnet.training._load import Snapshot, load, restore
+from fnet.training._logs import Logger, LogWarning, read_metrics
 from fnet.training._loop import fit
 from fnet.training._metrics import Mean, Total, confusion, evaluator, mean
 from fnet.training._nonfinite import Diverged
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
 from fnet.training._progress import Progress, duration
-from fnet.training._run import Interrupted, PeerLost, ResumeWarning
+from fnet.training._reading import CheckpointError, CheckpointWarning
+from fnet.training._run import Interrupted, PeerLost
 from fnet.training._state import TrainState
 from fnet.training._windows import Windows, read_tokens, stretches
 from fnet.training._workdir import clear
@@ -33,11 +35,13 @@ __all__ = [
     "Diverged",
     "EarlyStop",
     "Interrupted",
+    "LogWarning",
     "Logger",
     "Mean",
     "PeerLost",
     "Progress",
     "ResumeWarning",
+    "Snapshot",
     "Total",
     "TrainState",
     "Windows",
@@ -50,6 +54,7 @@ __all__ = [
     "evaluator",
     "fit",
     "from_dict",
+    "load",
     "load_config",
     "mean",
     "optimizer",
@@ -59,6 +64,7 @@ __all__ = [
     "random_shift",
     "read_metrics",
     "read_tokens",
+    "restore",
     "same_config",
     "save_config",
     "schedule",

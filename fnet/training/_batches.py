@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,10 @@ class Batches:
             first += len(part)
             missing -= len(part)
         return np.concatenate(parts)
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run is held to, besides a digest of one batch."""
+        return {"examples": self.length, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
 
     def steps(self, epochs: float) -> int:
         """How many batches it takes to see every example `epochs` times."""

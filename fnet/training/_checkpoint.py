@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, saved in the background, verified when read."""
+"""Checkpoints: complete or absent, saved in the background, verified when read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import contextlib
 import json
 import math
 import os
-import re
 import shutil
 import threading
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,24 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from fnet.training import _leaves, _manifest
+from fnet.training import _folder, _leaves, _manifest, _structure
 from fnet.training._lock import Lock, Locked
-from fnet.training._manifest import Damaged
+from fnet.training._reading import CheckpointError, Reading, reason
 from fnet.training._snapshot import snapshot
 from fnet.training._writing import write
 
-_ASIDE = re.compile(r"(\d+)\.damaged(-\d+)?")
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used or written; the message says what to do."""
-
-
-class CheckpointWarning(UserWarning):
-    """A damaged checkpoint was set aside, and an earlier one is used."""
-
-
-class Checkpoints:
+class Checkpoints(Reading):
     """The checkpoints of one run: saved in the background, the last few and the best one kept.
 
     A checkpoint is a folder named by its step: safetensors files and a manifest with a checksum of every leaf, every
@@ -79,63 +67,48 @@ class Checkpoints:
         self.close()
 
     def lock(self) -> None:
-        """Makes the folder this process's to write, until `close` or the process's end, and clears away what a killed
-        save has left.
+        """Reserves the folder for this process, until `close` or the process's end, and removes what a killed save has
+        left.
 
         Raises:
-          CheckpointError: another run has it, or it cannot be written to.
+          CheckpointError: another run has it, it cannot be written to, or it is no longer the folder that was locked.
         """
-        if self._lock is None and jax.process_index() == 0:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock = Lock(self.folder)
-            except Locked as error:
-                raise CheckpointError(f"{self.folder}: another run is using this folder ({error}): wait for it, end "
-                                      "it, or choose another folder") from None
-            except OSError as error:
-                raise CheckpointError(f"{self.folder}: nothing can be saved here ({_why(error)}): name another folder, "
-                                      "or make this one writable") from None
-            self._clear()
-
-    def steps(self) -> list[int]:
-        """The steps there are checkpoints of, ascending; unfinished saves and those set aside do not count."""
+        if jax.process_index() > 0:
+            return
+        if self._lock is not None:
+            self._held()
+            return
         try:
-            return sorted(int(entry.name) for entry in os.scandir(self.folder)
-                          if entry.name.isdecimal() and entry.is_dir())
-        except FileNotFoundError:
-            return []
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(self.folder)
+        except Locked as error:
+            raise CheckpointError(f"{self.folder}: another run is using this folder ({error}): wait for it, end "
+                                  "it, or choose another folder") from None
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: nothing can be saved here ({reason(error)}): name another folder, "
+                                  "or make this one writable") from None
+        _folder.tidy(self.folder)
 
-    def damaged(self) -> list[str]:
-        """The names of folders that were found damaged and set aside."""
-        try:
-            return sorted(name for name in os.listdir(self.folder) if _ASIDE.fullmatch(name))
-        except FileNotFoundError:
-            return []
-
-    def latest(self) -> int | None:
-        """The last step saved, or None."""
-        return max(self.steps(), default=None)
-
-    def best(self) -> int | None:
-        """The step whose metric was best, or None."""
-        if self._best is None:
-            return None
-        values = {step: self._value(step) for step in self.steps()}
-        finite = [step for step, value in values.items() if math.isfinite(value)]
-        sign = 1 if self._mode == "min" else -1
-        return min(finite, key=lambda step: (sign * values[step], step), default=None)
-
-    def notes(self, step: int | None = None) -> dict[str, Any]:
-        """The notes that were given to `save` with a step; None for the latest.
+    def clear(self) -> None:
+        """Removes all checkpoints.
 
         Raises:
-          FileNotFoundError, CheckpointError: as `restore`.
+          CheckpointError: another run has the folder, or files in it are not of checkpoints; nothing is removed then.
         """
-        step = self._there(step)
-        try:
-            return self._manifest(step)["notes"]
-        except Damaged as error:
-            raise CheckpointError(self._named(step, error)) from None
+        self.wait()
+        self.lock()
+        if foreign := _folder.foreign(self.folder):
+            raise CheckpointError(f"{self.folder} holds files that are not of checkpoints ({', '.join(foreign[:5])}), "
+                                  "so nothing was removed: remove the folder yourself, or choose another workdir")
+        for entry in os.scandir(self.folder):
+            if entry.is_dir():
+                shutil.rmtree(entry.path)
+        self._values.clear()
+
+    def _held(self) -> None:
+        if self._lock is not None and not self._lock.holds():
+            raise CheckpointError(f"{self.folder}: this folder was removed or replaced while the run was using it; "
+                                  "nothing more is written there. Start the run again")
 
     def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None,
              notes: Mapping[str, Any] | None = None, sound: Any = None) -> None:
@@ -159,60 +132,29 @@ class Checkpoints:
         entries = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
         self.wait()
         self.lock()
-        head = {"step": int(step), "notes": json.loads(json.dumps(dict(notes or {}))),
-                "metrics": {name: float(value) for name, value in (metrics or {}).items()
-                            if np.ndim(value) == 0 and math.isfinite(float(value))}}
+        head = {"step": int(step), "notes": _json(notes), "metrics": _finite(metrics),
+                "tree": _structure.describe(tree)}
         arguments = head, entries, snapshot(leaves), sound
         self._saving = threading.Thread(target=self._save, args=arguments, name=f"checkpoint {step}")
         self._saving.start()
 
-    def restore(self, target: Any, step: int | None = None, *, cast: bool = False) -> Any:
-        """The tree saved at `step`, in the structure, places and kinds of `target`.
-
-        Without a `step` it is the newest one that is whole: damaged ones are set aside (renamed to STEP.damaged, never
-        deleted), with a `CheckpointWarning`.
+    def amend(self, step: int, *, metrics: Mapping[str, float] | None = None,
+              notes: Mapping[str, Any] | None = None) -> None:
+        """Adds metrics and notes to the checkpoint of a step, after the saves under way, without writing its arrays
+        again. A step that was not saved, because it was not sound, is left out.
 
         Args:
-          target: a tree like the saved one; arrays may be jax.ShapeDtypeStruct. Their shardings decide where things go,
-            on however many devices the run was before. Every process reads all files, to verify them.
-          step: None for the newest good one.
-          cast: whether a leaf of another dtype is converted to the target's.
+          step: whose `save` was called before.
+          metrics, notes: as `save` takes them; those of the same name are replaced.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint.
-          CheckpointError: none can be read, or it differs from the target in a leaf's name, shape or dtype, each of
-            which is listed. Nothing is dropped or started afresh.
+          CheckpointError: the folder is not this run's any more. What goes wrong later is raised as for `save`.
         """
-        if step is not None or jax.process_count() > 1:
-            step = self._agreed(step)
-            try:
-                return self._read(step, target, cast)
-            except Damaged as error:
-                raise CheckpointError(self._named(step, error)) from None
-        failed: list[str] = []
-        for step in reversed(self.steps()):
-            try:
-                tree = self._read(step, target, cast)
-            except Damaged as error:
-                failed.append(self._set_aside(step, error))
-                continue
-            self._warn(failed, step)
-            return tree
-        raise self._none_good(failed)
-
-    def verify(self, step: int | None = None) -> int:
-        """Reads a checkpoint, the newest if None, and returns its step.
-
-        Raises:
-          FileNotFoundError: there is none.
-          CheckpointError: it is damaged; the message names the file or the leaf.
-        """
-        step = self._there(step)
-        try:
-            _manifest.read_leaves(self.folder / str(step), self._manifest(step))
-        except Damaged as error:
-            raise CheckpointError(self._named(step, error)) from None
-        return step
+        self._held()
+        if jax.process_index() == 0:
+            arguments = self._saving, step, _finite(metrics), _json(notes)
+            self._saving = threading.Thread(target=self._amend, args=arguments, name=f"amend {step}")
+            self._saving.start()
 
     def wait(self) -> None:
         """Returns when everything saved so far is on the disk; raises what went wrong there."""
@@ -232,145 +174,60 @@ class Checkpoints:
                 self._lock.release()
                 self._lock = None
 
-    # Reading.
-
-    def _there(self, step: int | None) -> int:
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        step = self.latest() if step is None else step
-        if step is None and self.damaged():
-            raise self._none_good([])
-        if step is None or step not in self.steps():
-            raise FileNotFoundError(f"{self.folder}: {wanted} here, there are steps {self.steps()}")
-        return step
-
-    def _manifest(self, step: int) -> dict[str, Any]:
-        try:
-            return _manifest.read_manifest(self.folder / str(step))
-        except PermissionError as error:
-            raise CheckpointError(f"{self.folder / str(step)} cannot be read ({_why(error)})") from None
-
-    def _read(self, step: int, target: Any, cast: bool) -> Any:
-        folder, content = self.folder / str(step), self._manifest(step)
-        saved, leaves = content["leaves"], _leaves.paths(target)
-        wanted = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
-        if lines := _leaves.mismatches(saved, wanted, cast=cast):
-            raise CheckpointError(f"{folder}: this checkpoint is of something else:\n  " + "\n  ".join(lines))
-        try:
-            arrays = _manifest.read_leaves(folder, content)
-        except PermissionError as error:
-            raise CheckpointError(f"{folder} cannot be read ({_why(error)})") from None
-        restored = [_leaves.number(saved[path]["python"], arrays[path].tobytes()) if "python" in saved[path]
-                    else _leaves.like(leaf, arrays[path], saved[path]) for path, leaf in leaves.items()]
-        return jax.tree.unflatten(jax.tree.structure(target), restored)
-
-    def _agreed(self, step: int | None) -> int:
-        """The step that all processes restore: that of the first one, which has read all of it."""
-        if jax.process_count() == 1 or step is not None:
-            return self._there(step)
-        from jax.experimental import multihost_utils
-
-        chosen, failed = -1, []
-        if jax.process_index() == 0:
-            for step in reversed(self.steps()):
-                try:
-                    _manifest.read_leaves(self.folder / str(step), self._manifest(step))
-                    chosen = step
-                    break
-                except Damaged as damage:
-                    failed.append(self._set_aside(step, damage))
-        chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
-        if chosen < 0:
-            raise self._none_good(failed)
-        self._warn(failed, chosen)
-        return chosen
-
-    def _set_aside(self, step: int, why: Damaged) -> str:
-        name = f"{step}.damaged"
-        for number in range(2, 10_000):
-            if not (self.folder / name).exists():
-                break
-            name = f"{step}.damaged-{number}"
-        try:      # not where another run writes, nor where nothing can be written
-            self.lock()
-            os.rename(self.folder / str(step), self.folder / name)
-            _manifest.sync_folder(self.folder)
-        except (CheckpointError, OSError):
-            return f"step {step} is damaged ({why})"
-        return f"step {step} is damaged ({why}) and was set aside as {name}"
-
-    def _warn(self, failed: list[str], step: int) -> None:
-        if failed:
-            warnings.warn(f"{self.folder}: {'; '.join(failed)}; going on from step {step}, the newest that is whole",
-                          CheckpointWarning, stacklevel=4)
-
-    def _none_good(self, failed: list[str]) -> Exception:
-        if not failed and not self.damaged():
-            return FileNotFoundError(f"{self.folder}: no checkpoint here, there are steps []")
-        what = "; ".join(failed) or f"what is here was found damaged and set aside: {', '.join(self.damaged())}"
-        return CheckpointError(f"{self.folder}: no checkpoint here can be read: {what}. To start anew, remove the "
-                               "folder or choose another")
-
-    def _named(self, step: int, why: Damaged) -> str:
-        others = [str(other) for other in self.steps() if other != step]
-        there = f"there are also steps {', '.join(others)}" if others else "there is no other"
-        return f"{self.folder / str(step)}: this checkpoint is damaged ({why}); {there}"
-
-    def _value(self, step: int) -> float:
-        if step not in self._values:
-            try:
-                self._values[step] = self._manifest(step)["metrics"].get(self._best, math.nan)
-            except (Damaged, CheckpointError):
-                return math.nan
-        return self._values[step]
-
     # Writing, in a thread of its own.
 
     def _save(self, head: dict[str, Any], entries: dict[str, Any], copies: Mapping[str, Any], sound: Any) -> None:
         step = head["step"]
-        partial = self.folder / f".saving-{step}"
+        partial = _folder.partial(self.folder, step)
         try:
             if (sound is None or bool(sound)) and write(partial, head, entries, copies, self._hurry):
-                self._commit(partial, head)
+                self._held()
+                _folder.commit(self.folder, step)
+                self._values[step] = head["metrics"].get(self._best, math.nan)
+                self._prune()
         except BaseException as error:
-            kept = [before for before in self.steps() if before != step]
-            kept = f"the checkpoint of step {kept[-1]} is whole" if kept else "there is none before it"
-            why = _why(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self._error = CheckpointError(f"{self.folder}: step {step} could not be saved ({why}); {kept}")
-            if jax.process_index() == 0:
+            self._failed(step, error)
+            if jax.process_index() == 0 and (self._lock is None or self._lock.holds()):
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _commit(self, partial: Path, head: dict[str, Any]) -> None:
-        final, old = self.folder / str(head["step"]), self.folder / f".replaced-{head['step']}"
-        if final.exists():
-            os.rename(final, old)
-        os.rename(partial, final)
-        _manifest.sync_folder(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
-        self._values[head["step"]] = head["metrics"].get(self._best, math.nan)
-        self._prune()
+    def _amend(self, before: threading.Thread | None, step: int, metrics: dict[str, float], notes: dict[str, Any]
+               ) -> None:
+        if before is not None:
+            before.join()
+        try:
+            if self._error is None and step in self.steps():
+                self._held()
+                content = self._manifest(step)
+                content["metrics"] |= metrics
+                content["notes"] |= notes
+                _manifest.write_manifest(self.folder / str(step), content)
+                self._values[step] = content["metrics"].get(self._best, math.nan)
+                self._prune()
+        except BaseException as error:
+            self._failed(step, error)
+
+    def _failed(self, step: int, error: BaseException) -> None:
+        if isinstance(error, CheckpointError):
+            self._error = error
+            return
+        kept = [before for before in self.steps() if before != step]
+        kept = f"the checkpoint of step {kept[-1]} is whole" if kept else "there is none before it"
+        why = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        self._error = CheckpointError(f"{self.folder}: step {step} could not be saved ({why}); {kept}")
 
     def _prune(self) -> None:
         steps = self.steps()
         kept = {*steps[-self._keep:], self.best()}
         for step in steps:
-            if step in kept or (self._keep_every and step % self._keep_every == 0):
-                continue
-            going = self.folder / f".deleting-{step}"      # renamed, so that no half of it is ever taken for a step
-            os.rename(self.folder / str(step), going)
-            shutil.rmtree(going, ignore_errors=True)
-            self._values.pop(step, None)
-
-    def _clear(self) -> None:
-        for entry in list(os.scandir(self.folder)):
-            if entry.name.startswith((".saving-", ".deleting-")):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            elif entry.name.startswith(".replaced-"):
-                step = self.folder / entry.name.removeprefix(".replaced-")
-                if step.exists():
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                else:
-                    os.rename(entry.path, step)
+            if step not in kept and not (self._keep_every and step % self._keep_every == 0):
+                _folder.remove(self.folder, step)
+                self._values.pop(step, None)
 
 
-def _why(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
+def _finite(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    return {name: float(value) for name, value in (metrics or {}).items()
+            if np.ndim(value) == 0 and math.isfinite(float(value))}
+
+
+def _json(notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    return json.loads(json.dumps(dict(notes or {}), allow_nan=False))

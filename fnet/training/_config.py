@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 Config = TypeVar("Config")
 CONFIG = "config.json"
+LENGTHS = ("steps", "epochs")      # fields that say how long a run is: it may be made longer
 
 
 class ConfigError(ValueError):
@@ -82,22 +83,31 @@ def load_config(cls: type[Config], path: str | Path) -> Config:
 
 
 def save_config(config: Any, workdir: str | Path) -> Path:
-    """Writes `workdir/config.json` and returns its path."""
+    """Writes `workdir/config.json` and returns its path.
+
+    A run of `fit(config=)` does this itself, once no other run can have the folder.
+
+    Args:
+      config: a dataclass, or a dict of JSON types.
+      workdir: the run's folder, created if necessary.
+    """
     folder = Path(workdir)
+    values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
     folder.mkdir(parents=True, exist_ok=True)
     new, path = folder / f"{CONFIG}.new", folder / CONFIG
-    new.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    new.write_text(json.dumps(values, indent=2) + "\n")
     os.replace(new, path)
     return path
 
 
 def same_config(config: Any, workdir: str | Path, *, but: tuple[str, ...] = ()) -> None:
-    """Makes sure that a run goes on as it was begun, if it was begun.
+    """Makes sure that a run is resumed as it was begun, if it was begun. `fit(config=)` does this, too.
 
     Args:
       config: the configuration now.
       workdir: the run's folder, in which `save_config` may have left the one it was begun with.
-      but: fields that may differ: those that do not decide the result.
+      but: fields that may differ: those that do not decide the result. Fields declared with `compare=False` may, too,
+        and steps and epochs may be larger than they were.
 
     Raises:
       ConfigError: naming each field that differs, with both values.
@@ -107,9 +117,9 @@ def same_config(config: Any, workdir: str | Path, *, but: tuple[str, ...] = ()) 
         return
     old = dataclasses.asdict(load_config(type(config), path))
     new = dataclasses.asdict(config)
-    changed = [
-        f"{k} was {old[k]!r}, is {new[k]!r}" for k in new if k not in but and old[k] != new[k]
-    ]
+    free = {*but, *(field.name for field in dataclasses.fields(config) if not field.compare),
+            *(k for k in LENGTHS if k in new and None not in (old[k], new[k]) and new[k] >= old[k])}
+    changed = [f"{k} was {old[k]!r}, is {new[k]!r}" for k in new if k not in free and old[k] != new[k]]
     if changed:
         raise ConfigError(
             f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "

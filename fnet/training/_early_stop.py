@@ -1,4 +1,4 @@
-"""Early stopping: a rule, and a counter that lives in the checkpoint."""
+"""Early stopping: a rule, and a counter that is stored in the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import math
 class EarlyStop:
     """Stop when a metric has not improved for `patience` evaluations in a row.
 
+    A value that is NaN or infinite is no improvement. `fit` returns the last state unless `restore_best=True`.
+
     Args:
-      metric: its name as logged, such as "validation/accuracy". Watch data that is neither trained
-        on nor reported.
-      patience: evaluations without improvement that are put up with.
+      metric: its name as logged, such as "validation/accuracy". Use data that is neither trained on nor reported.
+      patience: evaluations without improvement that are tolerated.
       mode: "max" if larger is better, "min" if smaller is.
-      min_delta: how much better counts as better.
+      min_delta: the smallest difference that counts as an improvement.
+
+    Raises:
+      ValueError: another mode, patience < 1, or min_delta negative or not finite.
     """
 
     metric: str
@@ -26,12 +30,19 @@ class EarlyStop:
     def __post_init__(self):
         if self.mode not in ("max", "min"):
             raise ValueError(f"mode='{self.mode}': the best value is the 'max' or the 'min'")
-        if self.patience < 1:
+        if not self.patience >= 1:
             raise ValueError(f"patience={self.patience}: wait for at least one evaluation")
+        if not 0 <= self.min_delta < math.inf:
+            raise ValueError(f"min_delta={self.min_delta}: the smallest improvement is a number from 0 up")
 
     def update(self, best: float, stale: int, value: float) -> tuple[float, int]:
-        """The best value and the count of evaluations since, after one more; NaN is no best."""
-        gain = value - best if self.mode == "max" else best - value
-        if math.isnan(best) or gain > self.min_delta:
+        """The best value and the number of evaluations since, after one more; `best` is NaN before the first."""
+        if better(value, best, self.mode, self.min_delta):
             return value, 0
         return best, stale + 1
+
+
+def better(value: float, best: float, mode: str, min_delta: float = 0.0) -> bool:
+    """Whether a metric's value is finite and improves on `best`, which is NaN where there is none yet."""
+    gain = value - best if mode == "max" else best - value
+    return math.isfinite(value) and (math.isnan(best) or gain > min_delta)

@@ -103,6 +103,16 @@ def number_bytes(value: Any) -> np.ndarray:
     return np.asarray(value).reshape(1).view(np.uint8)
 
 
+def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
+    """A saved leaf without a target: a Python number, a PRNG key, or an array, of NumPy where JAX would change its
+    dtype."""
+    if "python" in saved:
+        return number(saved["python"], array.tobytes())
+    if "key" in saved:
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=saved["key"])
+    return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
+
+
 def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
     """The saved array as the kind of thing the target's leaf is, where that leaf is."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):

@@ -10,7 +10,7 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:      # Windows: two runs in one folder go unnoticed there
+except ImportError:      # Windows: two runs in one folder are not noticed there
     fcntl = None
 
 LOCK = ".lock"
@@ -27,12 +27,24 @@ class Lock:
       folder: it has to exist.
 
     Raises:
-      Locked: someone holds it, in this process or another.
+      Locked: another process holds it, or this one does already.
       OSError: the folder cannot be written to.
     """
 
     def __init__(self, folder: Path):
-        self._file: Any = (folder / LOCK).open("a+b", buffering=0)
+        self._path = folder / LOCK
+        for _ in range(100):
+            self._file: Any = self._path.open("a+b", buffering=0)
+            self._take()
+            if self.holds():
+                break
+            self.release()                                 # removed between opening and locking: by another run's clear
+            folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):                 # the process's number is of use, but not on a full disk
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()}\n".encode())
+
+    def _take(self) -> None:
         if fcntl is None:
             return
         try:
@@ -45,9 +57,13 @@ class Lock:
         except OSError:      # a file system without locks
             return
         _HELD.add(self)
-        with contextlib.suppress(OSError):      # who it is: of use, on a full disk unsaid
-            self._file.truncate(0)
-            self._file.write(f"process {os.getpid()}\n".encode())
+
+    def holds(self) -> bool:
+        """Whether the folder is still the one that was locked: not removed, and not replaced by another of its name."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except (OSError, ValueError):                      # gone, or released
+            return False
 
     def release(self) -> None:
         _HELD.discard(self)
@@ -58,7 +74,7 @@ _HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """A forked child shares its parent's open files, and with them the lock, which is not to outlive the parent."""
+    """A forked child shares its parent's open files, and with them the lock, which must not outlive the parent."""
     for lock in list(_HELD):
         lock._file.close()
 

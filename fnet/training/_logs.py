@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +19,40 @@ import numpy as np
 METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 
 
+class LogWarning(UserWarning):
+    """Lines of metrics.jsonl could not be read; the file was kept under another name."""
+
+
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, one dict each; [] where there is none.
 
     A last line that a killed process left half written is left out.
 
     Raises:
-      ValueError: a line in the middle is not JSON.
+      ValueError: another line is not a JSON object with an integer "step".
     """
     path = Path(workdir) / METRICS
     if not path.exists():
         return []
-    lines = path.read_text().splitlines()
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
+    rows, wrong, last = _parsed(path)
+    for number, line in wrong.items():
+        if number < last:
+            raise ValueError(f"{path}, line {number} is not JSON with an integer 'step', remove it: {line[:80]!r}")
     return rows
+
+
+def _parsed(path: Path) -> tuple[list[dict[str, Any]], dict[int, str], int]:
+    """(the rows, the lines that are none by number, the number of the last line)."""
+    rows, wrong, number = [], {}, 0
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line.decode())
+            if not isinstance(row, dict) or type(row["step"]) is not int:
+                raise ValueError
+            rows.append(row)
+        except (ValueError, KeyError, RecursionError):     # UnicodeDecodeError and JSONDecodeError are ValueErrors
+            wrong[number] = line[:1000].decode(errors="replace")
+    return rows, wrong, number
 
 
 class Logger:
@@ -47,12 +63,14 @@ class Logger:
 
     Args:
       workdir: the run's folder.
-      step: the step the run goes on from. Lines of later steps, which a killed process wrote after
-        its last checkpoint, are taken out, as they will be written again.
+      step: the step from which the run is resumed. Lines of later steps, which a killed process wrote after its last
+        checkpoint, are removed, because they will be written again. Damaged lines are removed too, with a `LogWarning`;
+        the file with them is kept as metrics.jsonl.damaged.
       tensorboard: False for metrics.jsonl alone.
+      again: names of evaluations that `step` will run again: their lines of that step are removed as well.
     """
 
-    def __init__(self, workdir: str | Path, *, step: int = 0, tensorboard: bool = True):
+    def __init__(self, workdir: str | Path, *, step: int = 0, tensorboard: bool = True, again: Collection[str] = ()):
         self.workdir = Path(workdir)
         self.workdir.mkdir(parents=True, exist_ok=True)
         self._tensorboard = tensorboard
@@ -60,9 +78,16 @@ class Logger:
         self._step = step
         path = self.workdir / METRICS
         if path.exists():
-            kept = [row for row in read_metrics(workdir) if row["step"] <= step] if step else []
+            rows, wrong, last = _parsed(path)
+            if torn := wrong.keys() - {last}:
+                kept = path.with_suffix(".jsonl.damaged")
+                shutil.copyfile(path, kept)
+                warnings.warn(f"{path}: {len(torn)} damaged lines were left out, the first of them line {min(torn)}; "
+                              f"the file is kept as {kept.name}", LogWarning, stacklevel=3)
+            repeated = lambda row: row["step"] == step and any(name.partition("/")[0] in again for name in row)
+            rows = [row for row in rows if row["step"] <= step and not repeated(row)] if step else []
             new = path.with_suffix(".jsonl.new")
-            new.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            new.write_text("".join(json.dumps(row) + "\n" for row in rows))
             os.replace(new, path)
         self._file = path.open("ab", buffering=0)
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from fnet.parallel import Plan
 from fnet.training._checkpoint import Checkpoints
+from fnet.training._config import save_config
 from fnet.training._early_stop import EarlyStop
+from fnet.training._fingerprint import as_dict, compare, identity
 from fnet.training._logs import Logger
 from fnet.training._progress import Progress
-from fnet.training._run import NONFINITE, Run
+from fnet.training._recovery import NONFINITE
+from fnet.training._run import Run
 from fnet.training._signals import signals
-from fnet.training._workdir import CHECKPOINTS
+from fnet.training._workdir import CHECKPOINTS, remove_logs
 
 
 def fit(
@@ -37,6 +44,9 @@ def fit(
     early_stop: EarlyStop | None = None,
     nonfinite: str = "stop",
     debug: bool = False,
+    config: Any = None,
+    restart: bool = False,
+    restore_best: bool = False,
     notes: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     tensorboard: bool = True,
@@ -44,60 +54,71 @@ def fit(
     tune: bool = True,
     plan: Plan | None = None,
 ) -> Any:
-    """Trains until step `steps`, going on from the last checkpoint in `workdir` if there is one.
+    """Trains until step `steps`, from the last checkpoint in `workdir` if there is one.
 
     Resuming is exact: a run that was stopped and started again ends with the same bits as one that was not, in
-    parameters, optimiser, average, metrics and order of the data. Metrics are added up on the device and fetched every
+    parameters, optimizer, average, metrics and order of the data. Metrics are added up on the device and fetched every
     `log_every` steps; between those the host never waits for it, except to keep no more than two steps in flight.
 
-    The order in which a run looks for its beginning: the last whole checkpoint in its own `workdir`, else `state` as
-    given. Where there are checkpoints and none can be read it is an error, never a fresh start.
+    A run begins from the last whole checkpoint in its own `workdir`, else from `state` as given. Where there are
+    checkpoints and none can be read it is an error, never a fresh start.
 
     Args:
-      step: pure, `step(state, batch) -> (state, metrics)`; metrics are scalars (averaged over the
-        steps between two logs) and what `mean(values, weight)` returns (averaged over examples).
+      step: pure, `step(state, batch) -> (state, metrics)`; it increases `state.step` by 1 and keeps the state's
+        structure, shapes and dtypes. Metrics are scalars (averaged over the steps between two logs) and what
+        `mean(values, weight)` returns (averaged over examples).
       state: a `TrainState`, or any pytree with an integer array `step`. It is copied, then donated.
       batches: `batches(i)` is the batch of step i, such as `Batches`. A thread calls it, for the next steps while one
         runs; the log says how much of the time the loop still waited ("time/data").
       steps: how many there will be in all, those of earlier calls on this workdir included.
-      workdir: the run's folder: metrics.jsonl, tensorboard/ and checkpoints/. None keeps nothing.
+      workdir: the run's folder: config.json, metrics.jsonl, tensorboard/ and checkpoints/. None keeps nothing.
       evaluate: functions of the state by name; they return what `evaluator(...)` returns.
       every: evaluate after every so many steps and after the last; None: after the last alone.
       log_every: steps between two fetches of the training metrics.
       save_every: steps between two checkpoints; None: as `every`. The last step is always saved.
       keep: how many of the latest checkpoints to keep.
       keep_every: keep each checkpoint whose step is a multiple of this as well.
-      best: a metric such as "validation/accuracy": the checkpoint where it was best is kept too.
+      best: a metric such as "validation/accuracy". The state with the best value is saved when it occurs, and kept.
       best_mode: "max" or "min".
       early_stop: when to stop before `steps`; it decides about `best` too unless that is given.
-      nonfinite: what happens at a step after which the loss or a parameter is NaN or infinite: "stop" raises
+      nonfinite: what happens at a step after which a metric or the state is NaN or infinite: "stop" raises
         `Diverged`; "skip" leaves the state as it was before the step, its counter apart; "rollback" goes back to the
-        last checkpoint and on from there with the batches after the bad one.
+        last checkpoint and continues from there with the batches after the bad one.
       debug: when the run breaks, replay up to the step that broke it and name the first layer that did.
+      config: the hyperparameters, a dataclass or a dict of JSON types. They are written to config.json and into each
+        checkpoint, with the number of steps and the identity of the data, and a run is resumed only with the same ones.
+        A larger `steps` is always allowed. Fields called steps or epochs are not compared, and neither are fields
+        of a dataclass declared with `compare=False`. Without a config a `ResumeWarning` says what cannot be
+        compared.
+      restart: remove the run in `workdir` first, once the arguments have been checked and no other run has the folder.
+      restore_best: return the state that was best by `best` or `early_stop` instead of the last one.
       notes: what else of the run each checkpoint is to remember, JSON's types, such as {"policy": str(policy)}.
       progress: a `Progress` that shows the run, or None for silence.
       tensorboard: write TensorBoard's event files as well.
       jit: False runs everything op by op, for a debugger.
       tune: rewrite the step into what this chip's compiler runs fast (`transforms.tune`), same numbers up to rounding.
-        A run that goes on keeps the rules that it began with.
+        A resumed run keeps the rules that it began with.
       plan: of `parallel.plan(step, ...)`: runs the step on the plan's chips, with the numbers of one up to rounding.
-        The state goes where the plan says if it is not there, batches go straight to their chips, and a run that goes
-        on may have another plan. A short batch is filled up with rows of weight 0, as `parallel.feed` does. Where the
+        The state goes where the plan says if it is not there, batches go straight to their chips, and a resumed run
+        may have another plan. A short batch is filled up with rows of weight 0, as `parallel.feed` does. Where the
         chips are of several processes, `batches(i)` are all rows, the same in each process, or each one's own.
 
     Returns:
-      The state after the last step.
+      The state after the last step; with `restore_best`, the best one. `load` and `restore` read both from `workdir`.
 
     Raises:
-      Interrupted: on SIGINT (Ctrl-C) or SIGTERM, once a checkpoint is on the disk. A second signal
-        ends the process at once. (Signals are only seen where `fit` runs in the main thread.)
-      Diverged: the loss or a parameter is NaN or infinite, naming the step.
-      CheckpointError: no checkpoint can be read, or they are of another model or optimiser; one cannot be written; or
-        another run is using the workdir.
+      Interrupted: on SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1, once the last finished step is on the disk. A signal
+        that comes more than a second later ends the process at once. (Signals are only seen where `fit` runs in the
+        main thread.)
+      Diverged: the state or a metric is NaN or infinite, naming the step and the leaf.
+      CheckpointError: no checkpoint can be read, or they are of another model or optimizer; one cannot be written;
+        another run is using the workdir, or has replaced it.
+      ConfigError: the run in `workdir` was begun with another config, other data or more steps.
       PeerLost: another process of the run is gone.
-      TypeError: a step or batches that are no functions, or a state without `step`.
-      ValueError: an interval below 1, a metric to watch that no evaluation returns, or a plan of another state or
-        for chips that are not here.
+      TypeError: a step or batches that are no functions, a state without `step`, or a step that changes the structure,
+        a shape or a dtype of the state.
+      ValueError: an interval that is no whole number from 1 up, a metric to watch that no evaluation returns, a step
+        that does not increase `state.step` by 1, or a plan of another state or for chips that are not here.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -113,46 +134,91 @@ def fit(
       >>> round(float(state.params["w"]), 2)
       3.0
     """
-    for name, value in {"step": step, "batches": batches}.items():
-        if not callable(value):
-            raise TypeError(f"fit(step, state, batches): {name} is a function; got a {type(value).__name__}")
-    if not hasattr(state, "step"):
-        raise TypeError("fit: a state has an integer array `step`, as a TrainState has; "
-                        f"got a {type(state).__name__} without one")
-    intervals = {"steps": steps, "every": every, "log_every": log_every, "save_every": save_every,
-                 "keep_every": keep_every}
-    for name, value in intervals.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}: it counts steps, at least 1")
+    _check_functions(step, batches, state)
+    steps, every, log_every, save_every, keep_every = _counts(
+        state, steps=steps, every=every, log_every=log_every, save_every=save_every, keep_every=keep_every)
     if early_stop is not None and best is None:
         best, best_mode = early_stop.metric, early_stop.mode
-    watched = {best, early_stop.metric if early_stop else None} - {None}
-    for metric in watched:
-        if metric.partition("/")[0] not in (evaluate or {}):
-            raise ValueError(
-                f"'{metric}' is to be watched, but evaluate= has {sorted(evaluate or {})}: "
-                "a metric is called 'evaluation/metric', as in 'validation/accuracy'"
-            )
+    if restore_best and (best is None or workdir is None):
+        raise ValueError("restore_best=True: name the metric (best='validation/accuracy', or early_stop=) and a "
+                         "workdir, where the best state is kept")
     if nonfinite not in NONFINITE:
         raise ValueError(f"nonfinite='{nonfinite}': use {', '.join(NONFINITE)}")
+    configured = as_dict(config)
+    notes = as_dict({} if notes is None else notes)
     with contextlib.ExitStack() as stack:
         if not jit:
             stack.enter_context(jax.disable_jit())
         if progress is not None:
             stack.callback(progress.close)
         seen = stack.enter_context(signals())
-        run = Run(step, state, batches, steps=steps, evaluate=evaluate or {}, every=every or steps,
-                  save_every=save_every or every or steps, log_every=log_every, early_stop=early_stop,
-                  progress=progress, nonfinite=nonfinite, debug=debug, notes=notes or {}, tune=tune, plan=plan)
+        checkpoints = None
         if workdir is not None:
-            folder = Path(workdir) / CHECKPOINTS
-            run.checkpoints = stack.enter_context(
-                Checkpoints(folder, keep=keep, keep_every=keep_every, best=best, mode=best_mode))
-            run.checkpoints.lock()
-            run.restore()
+            checkpoints = Checkpoints(Path(workdir) / CHECKPOINTS, keep=keep, keep_every=keep_every, best=best,
+                                      mode=best_mode)
+        run = Run(step, state, batches, seen=seen, steps=steps, evaluate=evaluate or {}, every=every or steps,
+                  save_every=save_every or every or steps, log_every=log_every, best=best and (best, best_mode),
+                  early_stop=early_stop, progress=progress, nonfinite=nonfinite, debug=debug, notes=notes, tune=tune,
+                  plan=plan)
+        if checkpoints is not None:
+            run.checkpoints = stack.enter_context(checkpoints)
+            sample = run.example if run.alone else None    # each process may have rows of its own
+            begun_with = {"config": configured, "steps": steps, "data": identity(batches, run.at, sample)}
+            _begin(run, workdir, begun_with, config, restart=restart)
             if jax.process_index() == 0:
-                run.logs = lambda: Logger(workdir, step=run.at, tensorboard=tensorboard)
+                run.logs = lambda: Logger(workdir, step=run.at, tensorboard=tensorboard,
+                                          again=run.evaluate if run.loop["due"] else ())
                 run.logger = run.logs()
                 stack.callback(lambda: run.logger.close())
-        run.train(seen)
+        run.train()
+        return _best(run) if restore_best else run.state
+
+
+def _check_functions(step, batches, state):
+    for name, value in {"step": step, "batches": batches}.items():
+        if not callable(value):
+            raise TypeError(f"fit(step, state, batches): {name} is a function; got a {type(value).__name__}")
+    if not hasattr(state, "step"):
+        raise TypeError("fit: a state has an integer array `step`, as a TrainState has; "
+                        f"got a {type(state).__name__} without one")
+    if np.ndim(state.step) or not jnp.issubdtype(jnp.result_type(state.step), jnp.integer):
+        raise TypeError(f"fit: state.step counts the steps made, an integer; got {jnp.result_type(state.step)}"
+                        f"{list(np.shape(state.step))}")
+
+
+def _counts(state, **counts):
+    """The numbers of steps as int, in the order given."""
+    most = jnp.iinfo(jnp.result_type(state.step)).max
+    checked = []
+    for name, value in counts.items():
+        if value is not None:
+            whole = isinstance(value, numbers.Real) and not isinstance(value, bool) and value % 1 == 0
+            if not whole or not 1 <= value <= most:
+                raise ValueError(f"{name}={value!r}: it counts steps, a whole number from 1 to {most}")
+            value = int(value)
+        checked.append(value)
+    return checked
+
+
+def _begin(run: Run, workdir, begun_with: Mapping[str, Any], config: Any, *, restart: bool) -> None:
+    """Takes the folder and goes to where the run is; everything that can be wrong with the arguments has been seen."""
+    run.checkpoints.lock()
+    if restart and jax.process_index() == 0:
+        run.checkpoints.clear()
+        remove_logs(workdir)
+    run.restore()
+    if run.saved is not None:
+        compare(run.checkpoints.notes(run.saved).get("fit", {}), begun_with, config, workdir)
+        run.say(f"resumed at step {run.at} from {run.checkpoints.folder / str(run.at)}")
+    if begun_with["config"] is not None and jax.process_index() == 0:
+        save_config(begun_with["config"], workdir)
+    run.facts["fit"] = begun_with | {"best": run.best}
+
+
+def _best(run: Run) -> Any:
+    step = run.checkpoints.best()
+    if step is None:
+        warnings.warn(f"restore_best: '{run.best[0]}' was never finite, so the last state is returned", stacklevel=3)
         return run.state
+    run.say(f"returning the state of step {step}, the best by {run.best[0]}")
+    return run.checkpoints.restore(run.state, step, part="state")

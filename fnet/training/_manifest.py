@@ -25,7 +25,7 @@ import numpy as np
 from fnet.training._leaves import DTYPES
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "fnet checkpoint", 1
-_FILE = re.compile(r"arrays-\d{1,6}\.safetensors")
+FILE = re.compile(r"arrays-\d{1,6}\.safetensors")
 _SEAL = b'"blake2b": "%s"}\n'
 _LIMIT = 1 << 28      # bytes of a manifest: a million leaves
 _SAFETENSORS = {
@@ -111,6 +111,7 @@ for _ in range(31):
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     """Writes manifest.json under another name, and renames it when it is on the disk."""
+    content = {name: value for name, value in content.items() if name not in ("format", "version", "blake2b")}
     body = json.dumps({"format": FORMAT, "version": VERSION, **content}, allow_nan=False).encode()
     body = body[:-1] + b", "
     new = folder / f".{MANIFEST}.new"
@@ -172,7 +173,7 @@ def _check(content):
             isinstance(value, int | float) for value in content["metrics"].values()):
         raise ValueError("its notes or metrics are not what they should be")
     for name, file in content["files"].items():
-        if not _FILE.fullmatch(name):
+        if not FILE.fullmatch(name):
             raise ValueError(f"{name!r} is no file of a checkpoint")
         natural(file["bytes"]), natural(file["crc32"])
     free = {name: file["bytes"] for name, file in content["files"].items()}

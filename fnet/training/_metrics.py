@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,6 +95,9 @@ def confusion(
 
 def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Plain scalars as means over the steps, Mean and Total as they are."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"step(state, batch) must return (state, metrics) with a dict of metrics; got a "
+                        f"{type(metrics).__name__} in its place")
     out = {}
     for name, value in metrics.items():
         if not isinstance(value, Mean | Total):
@@ -112,9 +116,9 @@ def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
     return {name: left[name] + right[name] for name in left}
 
 
-def zeros(function: Callable[..., Mapping[str, Any]], *inputs: Any) -> dict[str, Any]:
-    """The metrics that `function(*inputs)` would return, all zero: where a sum starts."""
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, *inputs))
+def zeros(shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of these shapes, all zero: where a sum starts."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), dict(shapes))
 
 
 def results(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,12 +189,21 @@ def evaluator(
         total, place = None, _rows(state)
         whole = None if place is None else NamedSharding(place.mesh, P())
         more = steps(whole)
+        in_flight: collections.deque = collections.deque()
         for batch in batches(1 if place is None else place.mesh.size // place.shard_shape((place.mesh.size,))[0]):
             poll()
-            total = _placed(zeros(measured, state, batch), whole) if total is None else total
+            total = _placed(zeros(jax.eval_shape(measured, state, batch)), whole) if total is None else total
             total = more(state, total, _placed(batch, place))
+            in_flight.append(total)
+            if len(in_flight) > 2:                         # a signal must not have to wait for all of the data
+                jax.block_until_ready(in_flight.popleft())
         return results(total)
 
+    def names(state):
+        """The metrics that `evaluate(state)` will return, found without running it."""
+        return list(jax.eval_shape(measured, state, next(batches(1))))
+
+    evaluate.names = names
     return evaluate
 
 

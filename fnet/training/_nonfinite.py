@@ -1,9 +1,9 @@
-"""A loss or a parameter that is not finite: seen on the device, and on a replay traced to its layer."""
+"""Metrics and states that are not finite: noticed on the device, and in a replay traced to their layer."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,39 +11,83 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import _jax, transforms
-from fnet.training._metrics import Mean
+from fnet.training import _leaves
 
 
 class Diverged(ArithmeticError):
-    """The loss or the parameters are no longer finite; nothing non-finite was saved."""
+    """The state or a metric is no longer finite; nothing non-finite was saved."""
 
 
 def start(skipped: Any) -> dict[str, Any]:
-    """The watch before anything has happened: the first bad step or -1, whether it was the loss, steps skipped."""
-    return {"bad": np.array(-1, np.int32), "loss": np.array(False), "skipped": np.asarray(skipped, np.int32)}
+    """The watch before anything has happened: the first bad step or -1, its first bad leaf, the steps skipped."""
+    return {"bad": np.array(-1, np.int32), "leaf": np.array(-1, np.int32), "skipped": np.asarray(skipped, np.int32)}
 
 
-def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any], *, skip: bool
-         ) -> tuple[jax.Array, dict[str, Any]]:
-    """(whether the step from `old` to `new` was sound, the watch after it), on the device."""
-    loss = metrics.get("loss")
-    loss = jnp.isfinite(loss.total).all() if isinstance(loss, Mean) else jnp.array(True)
-    sound = loss & _finite(getattr(new, "params", new))
+def watched(metrics: Mapping[str, Any], state: Any, exempt: Collection[str] = ()) -> list[tuple[str, Any]]:
+    """The floating-point leaves that are checked, with what a message calls them: metrics, the loss first, then the
+    state."""
+    found = []
+    for name in sorted(metrics, key=lambda name: name != "loss"):
+        called = "the loss" if name == "loss" else f"the metric '{name}'"
+        found += [(called, leaf) for leaf in jax.tree.leaves(metrics[name])]
+    for path, leaf in _leaves.paths(state).items():
+        if path not in exempt:
+            found.append((f"the parameter '{path}'" if path.startswith("params/") else f"'{path}'", leaf))
+    return [(called, leaf) for called, leaf in found if _inexact(leaf)]
+
+
+def exempt(state: Any) -> set[str]:
+    """Paths of leaves that are not finite before the first step, parameters apart: `optax.contrib.reduce_on_plateau`
+    begins with a best value of infinity. Leaves of over a megabyte are not looked at."""
+    def infinite(path, leaf):
+        if path.startswith("params/") or not _inexact(leaf) or leaf.nbytes > 1 << 20 or not leaf.is_fully_replicated:
+            return False
+        return not np.isfinite(np.asarray(leaf.addressable_data(0)).astype(np.complex128)).all()
+
+    return {path for path, leaf in _leaves.paths(state).items() if infinite(path, leaf)}
+
+
+def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any], *, skip: bool,
+         exempt: Collection[str] = ()) -> tuple[jax.Array, dict[str, Any]]:
+    """(whether the step from `old` to `new` was finite, the watch after it), on the device."""
+    leaf = _first([leaf for _, leaf in watched(metrics, new, exempt)])
+    sound = leaf < 0
     first = ~sound & (watch["bad"] < 0)
     return sound, {
         "bad": jnp.where(first, old.step.astype(jnp.int32), watch["bad"]),
-        "loss": jnp.where(first, ~loss, watch["loss"]),
+        "leaf": jnp.where(first, leaf, watch["leaf"]),
         "skipped": watch["skipped"] + (~sound).astype(jnp.int32) if skip else jnp.asarray(watch["skipped"]),
     }
 
 
-def _finite(tree):
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.all(jnp.array([jnp.isfinite(x).all() for x in floats] or [True]))
+def _first(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The index of the first array that holds NaN or infinity, or -1.
+
+    The sum of an array's squares is finite only if all of the array is, and is computed at four times the speed of
+    `isfinite(x).all()` on a CPU. The converse is not true (squares overflow), so that a sum which is not finite is
+    followed by the exact question.
+    """
+    if not arrays:
+        return jnp.int32(-1)
+
+    def exact(arrays):
+        finite = jnp.stack([jnp.isfinite(x).all() for x in arrays])
+        return jnp.where(finite.all(), -1, jnp.argmin(finite)).astype(jnp.int32)
+
+    sums = jnp.stack([jnp.isfinite(_square(x)) for x in arrays])
+    return jax.lax.cond(sums.all(), lambda arrays: jnp.int32(-1), exact, list(arrays))
+
+
+def _square(x):
+    spread = any(axes is not None for axes in jax.typeof(x).sharding.spec)      # on an explicit mesh
+    if x.ndim and x.dtype in (jnp.float32, jnp.float64) and not spread:
+        axes = tuple(range(x.ndim))
+        return jax.lax.dot_general(x, x, ((axes, axes), ((), ())))
+    return jnp.where(jnp.isfinite(x).all(), 0.0, jnp.nan).astype(jnp.float32)
 
 
 def kept(sound: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where the step was sound, else `old`; the counter `step` goes on all the same."""
+    """`new` where the step was finite, else `old`; the counter `step` increases either way."""
     def choose(path, a, b):
         if jax.tree_util.keystr(path, simple=True, separator="/") == "step":
             return a
@@ -102,7 +146,7 @@ def _tracer(step) -> Callable[[Any, Any], list[tuple[int, str, str, str, str]]]:
         floats = [v for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         if primitive in _ENTERED or primitive in _KEEP or not floats:
             return NotImplemented
-        outputs = _jax.bind_again(equation, inputs)
+        outputs = _jax.again(equation, inputs)
         known.append((scope, primitive, f"{outputs[0].dtype}{list(outputs[0].shape)}"))
         nan = jnp.any(jnp.array([jnp.isnan(x).any() for x in outputs if _inexact(x)]))
         jax.debug.callback(note, len(known) - 1, _all_finite(inputs) & ~_all_finite(outputs), nan)

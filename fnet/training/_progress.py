@@ -1,10 +1,11 @@
-"""What a person sees of a run: one line now and then in a log, a bar on a terminal."""
+"""A run's progress: lines in a log, a bar on a terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -24,6 +25,8 @@ def duration(seconds: float) -> str:
 
 class Progress:
     """Reports a run to a stream. `fit` is silent without one.
+
+    Where the stream can no longer be written to (a closed terminal, the end of a pipe) the run goes on in silence.
 
     Args:
       stream: where to; the standard output if None.
@@ -46,26 +49,43 @@ class Progress:
             from rich import progress
             from rich.console import Console
 
+            class Raising(Console):
+                def on_broken_pipe(self):                  # rich would end the process here
+                    raise BrokenPipeError
+
             self._bar = progress.Progress(
                 progress.BarColumn(),
                 progress.TaskProgressColumn(),
                 progress.TextColumn("{task.description}"),
-                console=Console(file=self._stream),
+                console=Raising(file=self._stream),
                 auto_refresh=False,
                 transient=True,
             )
             self._task = self._bar.add_task("compiling", total=steps, completed=step)
-            self._bar.start()
+            self._written(self._bar.start)
 
     def line(self, text: str) -> None:
         """A line of its own."""
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._written(lambda: self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True))
         else:
-            print(text, file=self._stream, flush=True)
+            self._written(lambda: print(text, file=self._stream, flush=True))
+
+    def _written(self, write: Callable[[], None]) -> None:
+        if self._stream is None:
+            return
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not getattr(self._stream, "closed", False):
+                raise
+            self._stream, bar, self._bar = None, self._bar, None
+            if bar is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    bar.stop()
 
     def tick(self, step: int, rate: float | None, left: float | None) -> None:
-        """Step `step` was sent off: moves the bar, rarely and without waiting for the device."""
+        """Step `step` was dispatched: moves the bar, rarely and without waiting for the device."""
         now = time.monotonic()
         if self._bar is None or now - self._drawn < 1 / self._refresh:
             return
@@ -73,7 +93,7 @@ class Progress:
         words = [f"step {step}/{self._steps}"]
         words += [] if rate is None else [f"{rate:.1f} steps/s"]
         words += [] if left is None else [f"ETA {duration(left)}"]
-        self._bar.update(self._task, completed=step, description="  ".join(words), refresh=True)
+        self._written(lambda: self._bar.update(self._task, completed=step, description="  ".join(words), refresh=True))
 
     def log(
         self,
@@ -99,5 +119,5 @@ class Progress:
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._written(self._bar.stop)
             self._bar = None

@@ -1,8 +1,9 @@
-"""What `fit` keeps between steps, and one pass of its loop."""
+"""What `fit` keeps between steps, and one iteration of its loop."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,80 +16,93 @@ from jax.sharding import AxisType, NamedSharding
 
 from fnet import transforms
 from fnet.parallel import Plan
-from fnet.training import _metrics, _nonfinite, _provenance
+from fnet.training import _contract, _metrics, _nonfinite, _provenance, _recovery
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._clock import Clock
-from fnet.training._early_stop import EarlyStop
+from fnet.training._early_stop import EarlyStop, better
+from fnet.training._fingerprint import ResumeWarning
 from fnet.training._logs import Logger
-from fnet.training._nonfinite import Diverged
 from fnet.training._prefetch import Prefetch
 from fnet.training._progress import Progress, duration
+from fnet.training._reading import CheckpointError
 from fnet.training._signals import Signals, Stopping
 from fnet.training._spread import Spread
 from fnet.training._utilization import utilization
 
-NONFINITE = ("stop", "skip", "rollback")
 _IN_FLIGHT = 2         # steps that the device may be behind, so that stopping takes no longer than those
-_ROLLBACKS = 3         # from one and the same checkpoint
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and has saved what it had."""
+    """The run was asked to stop and has saved its last finished step."""
 
 
 class PeerLost(RuntimeError):
     """Another process of the run is gone."""
 
 
-class ResumeWarning(UserWarning):
-    """The run goes on under other conditions than it began with, so that numbers agree to rounding only."""
-
-
 class Run:
-    """A run of `fit`. `loop` is what of it goes into the checkpoint beside the state."""
+    """A run of `fit`. `loop` is the part of it that goes into the checkpoint beside the state."""
 
     checkpoints: Checkpoints | None = None
     logger: Logger | None = None
     logs: Callable[[], Logger] | None = None
+    saved: int | None = None           # the step of the newest checkpoint
+    use: Callable[[float], Any] | None = None
 
-    def __init__(self, step, state, batches, *, steps: int, evaluate: Mapping[str, Any], every: int, save_every: int,
-                 log_every: int, early_stop: EarlyStop | None, progress: Progress | None, nonfinite: str, debug: bool,
-                 notes: Mapping[str, Any], tune: bool, plan: Plan | None):
+    def __init__(self, step, state, batches, *, seen: Signals, steps: int, evaluate: Mapping[str, Any], every: int,
+                 save_every: int, log_every: int, best: tuple[str, str] | None, early_stop: EarlyStop | None,
+                 progress: Progress | None, nonfinite: str, debug: bool, notes: Mapping[str, Any], tune: bool,
+                 plan: Plan | None):
+        self.seen, self.alone = seen, jax.process_count() == 1
         self.spread = Spread(plan)
         self.state = self.spread.state(state)
         self.given = state if debug else None
-        self.at = int(state.step)
+        self.at = self.begun = int(state.step)
         self.step, self.batches, self.steps, self.evaluate = step, batches, steps, evaluate
         self.every, self.save_every, self.log_every = every, save_every, log_every
-        self.early_stop, self.progress, self.nonfinite, self.debug = early_stop, progress, nonfinite, debug
-        measured = lambda state, batch: _metrics.as_metrics(step(state, batch)[1])
-        self.zeros = _metrics.zeros(measured, self.state, self.spread.shapes(lambda: batches(self.at)))
-        if jax.process_count() > 1:                        # where an array of this process alone would not fit in
+        self.best, self.early_stop, self.progress = best, early_stop, progress
+        self.nonfinite, self.debug, self.tune = nonfinite, debug, tune
+        self.example = self.first()
+        self.zeros = _metrics.zeros(_contract.metrics_of(step, self.state, self.spread.shapes(lambda: self.example)))
+        _contract.check_watched(self.watched(), self.evaluate, state=self.state)
+        if not self.alone:                                 # where an array of this process alone would not fit in
             self.zeros = jax.tree.map(np.asarray, self.zeros)
         self.loop = {
             "metrics": self.spread.whole(self.zeros),
             "best": np.array(math.nan), "stale": np.array(0), "stopped": np.array(False),
-            "due": np.array(False),                        # an evaluation that was interrupted
+            "top": np.array(math.nan),                     # the best value of the metric that `best` names
+            "due": np.array(False),                        # whether the evaluation at this step is still to be done
             "offset": np.array(0), "skipped": np.array(0, np.int32),
         }
         self.watch = self.spread.whole(_nonfinite.start(0))
         self.facts = _provenance.facts(self.state) | {"plan": str(self.spread)} | dict(notes)
-        self.tune = tune
-        self.saved: int | None = None
         self.rollbacks: collections.Counter[int] = collections.Counter()
+
+    def first(self) -> Any:
+        """The first batch, for its shapes and its digest. A source that hangs is left at a signal."""
+        if not self.alone and self.spread.plan is not None:
+            return None
+        feed = Prefetch(self.batches, self.at, self.at + 1, seen=self.seen if self.alone else None, move=False)
+        try:
+            return feed()
+        except Stopping:
+            raise Interrupted(f"{self.seen.received}: stopped before the first batch was there; nothing was trained "
+                              "or changed") from None
+        finally:
+            feed.close()
 
     def restore(self) -> None:
         """Goes to the newest whole checkpoint, if there is one."""
-        there = self.checkpoints.latest() is not None or bool(self.checkpoints.damaged())
-        if jax.process_count() > 1:                        # once the first process has cleared the folder
+        exists = self.checkpoints.latest() is not None or bool(self.checkpoints.damaged())
+        if not self.alone:                                 # once the first process has cleared the folder
             from jax.experimental import multihost_utils
 
-            there = bool(multihost_utils.broadcast_one_to_all(np.array(there)))
-        if not there:
+            exists = bool(multihost_utils.broadcast_one_to_all(np.array(exists)))
+        if not exists:
             return
         self.load()
+        self.begun = self.at
         where = self.checkpoints.folder / str(self.at)
-        self.say(f"resumed at step {self.at} from {where}")
         notes = self.checkpoints.notes(self.at)
         if self.tune:
             self.tune = _provenance.rules(notes, self.facts) or True
@@ -101,16 +115,20 @@ class Run:
         self.state, self.loop = saved["state"], saved["loop"]
         self.at = self.saved = int(self.state.step)
         self.watch = self.spread.whole(_nonfinite.start(self.loop["skipped"]))
+        done = self.checkpoints.notes(self.at).get("evaluated")
+        if self.loop["due"] and done is not None and self.watched() <= done.keys():      # amended after it
+            self.loop["due"] = np.array(False)
+            self.judge({name: math.nan if value is None else value for name, value in done.items()})
 
     def say(self, text: str) -> None:
         if self.progress is not None:
             self.progress.line(text)
 
-    def train(self, seen: Signals) -> None:
+    def train(self) -> None:
         try:
-            self.until_done(seen)
+            self.until_done()
         except jax.errors.JaxRuntimeError as error:
-            if jax.process_count() == 1:
+            if self.alone:
                 raise
             kept = self.checkpoints and self.checkpoints.latest()
             then = "begin anew" if kept is None else f"go on from step {kept}"
@@ -118,27 +136,25 @@ class Run:
                            f"({str(error).strip().splitlines()[0][:150].strip()}): start all of them again, they {then}"
                            ) from error
 
-    def until_done(self, seen: Signals) -> None:
-        self.seen = seen
+    def until_done(self) -> None:
         self.clock = Clock()
-        if self.loop["due"]:
-            self.measured_at(self.at, {})
-        if self.at >= self.steps or self.loop["stopped"]:
-            return
-        self.interruption(boundary=True)
         if self.progress is not None:
             self.progress.start(self.at, self.steps)
-        shown = self.progress is not None or self.logger is not None
-        example = lambda: self.batch(self.at)
-        self.use = utilization(self.step, self.state, self.spread.shapes(example)) if shown else None
-        self.compile()
-        self.clock = Clock()
-        self.feed()
-        try:
-            while self.at < self.steps and not self.loop["stopped"]:
-                self.advance_once()
-        finally:
-            self.prefetch.close()
+        if self.loop["due"]:
+            self.evaluation({})
+        if self.at < self.steps and not self.loop["stopped"]:
+            self.interruption(boundary=True)
+            if self.progress is not None or self.logger is not None:
+                self.use = utilization(self.step, self.state, self.spread.shapes(lambda: self.example))
+            self.example = None
+            self.compile()
+            self.clock = Clock()
+            self.feed()
+            try:
+                while self.at < self.steps and not self.loop["stopped"]:
+                    self.advance_once()
+            finally:
+                self.prefetch.close()
         if self.checkpoints is not None:
             self.checkpoints.wait()
 
@@ -148,24 +164,25 @@ class Run:
 
     def fresh(self) -> Any:
         """Metrics of no step."""
-        return self.spread.whole(jax.tree.map(np.copy if jax.process_count() > 1 else jnp.zeros_like, self.zeros))
+        return self.spread.whole(jax.tree.map(jnp.zeros_like if self.alone else np.copy, self.zeros))
 
     def feed(self) -> None:
-        self.prefetch = Prefetch(self.batch, self.at, self.steps)
+        self.prefetch = Prefetch(self.batch, self.at, self.steps, seen=self.seen if self.alone else None)
         self.waited, self.logged = 0.0, self.at
         self.flying: collections.deque = collections.deque()
 
     def compile(self) -> None:
         keeps, places = self.nonfinite == "skip", jax.tree.map(_place, self.state)
         step = self.spread.step(self.step)
+        self.exempt = exempt = _nonfinite.exempt(self.state)
 
         def advance(state, total, watch, batch):
             new, metrics = step(state, batch)
-            # Where it was: XLA would spread it otherwise, and a run that goes on begins from where it was.
+            # Placed as it was: XLA would choose another sharding, and a resumed run begins with this one.
             new = jax.tree.map(lambda x, place: x if place is None else jax.lax.with_sharding_constraint(x, place),
                                new, places)
             metrics = _metrics.as_metrics(metrics)
-            sound, watch = _nonfinite.look(watch, state, new, metrics, skip=keeps)
+            sound, watch = _nonfinite.look(watch, state, new, metrics, skip=keeps, exempt=exempt)
             more = _metrics.add(total, metrics)
             if keeps:
                 new, more = _nonfinite.kept(sound, new, state), _nonfinite.kept(sound, more, total)
@@ -178,7 +195,7 @@ class Run:
         self.advance = advance
 
     def advance_once(self) -> None:
-        batch, total = self.prefetch(), self.loop.pop("metrics")
+        batch, total = self.next_batch(), self.loop.pop("metrics")
         self.state, self.loop["metrics"], self.watch = self.advance(self.state, total, self.watch, batch)
         self.at += 1
         self.flying.append(self.watch["bad"])
@@ -187,48 +204,48 @@ class Run:
         clock = self.clock
         if clock.compiled is None:
             jax.block_until_ready(self.state)
+            self.check_counter()
             clock.start(self.at)
             self.waited = self.prefetch.waited
             self.say(f"compiled in {duration(clock.compiled)}, the first step included")
         last = self.at == self.steps
         logs, measures = (self.at % often == 0 or last for often in (self.log_every, self.every))
-        if (logs or measures) and self.broken():
+        if (logs or measures) and _recovery.broken(self):
             return
         trained = self.log() if logs else {}
-        if measures:
-            self.measured_at(self.at, trained)
+        if measures and self.evaluate:
+            self.evaluation(trained)
         elif trained:
             self.show(trained)
         self.interruption(boundary=logs or measures or self.at % self.save_every == 0)
-        if self.saved != self.at and (self.at % self.save_every == 0 or last or self.loop["stopped"]):
-            self.save({})
+        if self.saves() or self.loop["stopped"]:
+            self.save()
         if self.progress is not None:
             self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
 
-    def measured_at(self, at: int, trained: Mapping[str, float]) -> None:
-        """Evaluates, stops early, and saves what is to be saved with these values. If a signal ends the evaluation, it
-        is due when the run goes on."""
-        self.loop["due"] = np.array(bool(self.evaluate))
+    def next_batch(self) -> Any:
         try:
-            values = self.measure()
+            return self.prefetch()
         except Stopping:
-            if self.checkpoints is not None:
-                self.save({})
-            self.interrupted()
-        self.loop["due"] = np.array(False)
-        if trained or values:
-            self.show({**trained, **_scalars(values)})
-        self.stop_early(values)
-        if at % self.save_every == 0 or at == self.steps or self.loop["stopped"] or self.saved == at:
-            self.save(values)
+            self.interruption(boundary=False)
+            raise
+        except BaseException:
+            self.rescue()
+            raise
+
+    def check_counter(self) -> None:
+        if (counted := int(self.state.step)) != self.at:
+            raise ValueError(f"fit: step {self.at - 1} must return a state whose `step` is {self.at}; it is {counted}. "
+                             "Use state.apply(tx, grads), or state.replace(step=state.step + 1)")
 
     def show(self, values: Mapping[str, float]) -> None:
         if self.progress is not None:
             rate = self.clock.rate
             self.progress.log(self.at, values, rate, rate and self.clock.left(self.at, self.steps),
-                              self.use(rate) if rate else None)
+                              self.use(rate) if rate and self.use else None)
 
     def log(self) -> dict[str, float]:
+        self.check_counter()
         values = _metrics.results(self.loop["metrics"])
         self.loop["metrics"] = self.fresh()
         rate, lap = self.clock.lap(self.at), self.at - self.logged
@@ -243,120 +260,90 @@ class Run:
             self.logger.write(self.at, row)
         return _scalars(values)
 
+    # Evaluating.
+
+    def evaluation(self, trained: Mapping[str, float]) -> None:
+        """Evaluates, decides about the best state and early stopping, and saves what is to be saved.
+
+        The state is saved before the evaluation: whatever ends that, it is resumed with it.
+        """
+        self.loop["due"] = np.array(True)
+        if self.saves():
+            self.save()
+        try:
+            values = self.measure()
+            _contract.check_watched(self.watched(), self.evaluate, values=values)
+        except Stopping:
+            self.interruption(boundary=False)
+            raise
+        except BaseException:
+            self.rescue()
+            raise
+        self.loop["due"] = np.array(False)
+        self.show({**trained, **_scalars(values)})
+        improved = self.judge(values)
+        if self.saved == self.at and self.checkpoints is not None:
+            scalars = _scalars(values)
+            evaluated = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+            self.checkpoints.amend(self.at, metrics=scalars, notes={"evaluated": evaluated})
+        elif improved or self.loop["stopped"]:
+            self.save(values)
+
     def measure(self) -> dict[str, Any]:
-        if not self.evaluate:
-            return {}
         jax.block_until_ready(self.state)
-        with self.clock.pause():
-            self.seen.evaluating = jax.process_count() == 1
-            try:
-                values = {
-                    f"{name}/{metric}": value
-                    for name, function in self.evaluate.items()
-                    for metric, value in function(self.state).items()
-                }
-            finally:
-                self.seen.evaluating = False
+        with self.clock.pause(), self.seen.interrupting(self.alone):
+            values = {
+                f"{name}/{metric}": value
+                for name, function in self.evaluate.items()
+                for metric, value in function(self.state).items()
+            }
         if self.logger is not None:
             self.logger.write(self.at, values)
         return values
 
-    def stop_early(self, values: Mapping[str, Any]) -> None:
-        rule = self.early_stop
-        if rule is None or not values:
-            return
-        if rule.metric not in values:
-            raise ValueError(
-                f"early stopping watches '{rule.metric}'; evaluations give {sorted(values)}"
-            )
-        best, stale = float(self.loop["best"]), int(self.loop["stale"])
-        best, stale = rule.update(best, stale, float(values[rule.metric]))
-        self.loop |= {"best": np.array(best), "stale": np.array(stale)}
-        if stale >= rule.patience:
-            self.loop["stopped"] = np.array(True)
-            self.say(
-                f"stopped early: {rule.metric} has not been better than {best:.4g} "
-                f"for {stale} evaluations"
-            )
+    def judge(self, values: Mapping[str, Any]) -> bool:
+        """Whether these values are the best so far; counts for early stopping."""
+        improved = False
+        if self.best is not None:
+            name, mode = self.best
+            value = float(values[name])
+            if improved := better(value, float(self.loop["top"]), mode):
+                self.loop["top"] = np.array(value)
+        if (rule := self.early_stop) is not None:
+            best, stale = rule.update(float(self.loop["best"]), int(self.loop["stale"]), float(values[rule.metric]))
+            self.loop |= {"best": np.array(best), "stale": np.array(stale)}
+            if stale >= rule.patience:
+                self.loop["stopped"] = np.array(True)
+                self.say(f"stopped early: {rule.metric} has not been better than {best:.4g} for {stale} evaluations")
+        return improved
 
-    def save(self, values: Mapping[str, Any]) -> None:
-        if self.checkpoints is None:
+    def watched(self) -> set[str]:
+        return {self.best and self.best[0], self.early_stop and self.early_stop.metric} - {None}
+
+    # Saving and stopping.
+
+    def saves(self) -> bool:
+        """Whether this step is one to be saved and is not yet."""
+        return self.saved != self.at and (self.at % self.save_every == 0 or self.at == self.steps)
+
+    def save(self, values: Mapping[str, Any] | None = None) -> None:
+        if self.checkpoints is None or self.saved == self.at:
             return
         self.loop["skipped"] = self.watch["skipped"]
-        self.checkpoints.save(self.at, {"state": self.state, "loop": self.loop}, metrics=_scalars(values),
+        self.checkpoints.save(self.at, {"state": self.state, "loop": self.loop}, metrics=_scalars(values or {}),
                               notes=self.facts, sound=_nonfinite.sound(self.watch, self.nonfinite == "skip"))
         self.saved = self.at
 
-    # What goes wrong.
-
-    def broken(self) -> bool:
-        """Whether a step was not sound and the run has gone back before it. The host has waited for the device."""
-        bad = int(self.watch["bad"])
-        if bad < 0:
-            return False
-        if self.nonfinite == "skip":
-            count = int(self.watch["skipped"]) - int(self.loop["skipped"])
-            self.loop["skipped"] = np.array(self.watch["skipped"])
-            self.watch = self.spread.whole(_nonfinite.start(self.watch["skipped"]))
-            if count >= self.at - self.logged > 1:
-                raise self.diverged(bad, f", and so was every step up to {self.at}")
-            self.say(f"skipped {count} of the last {self.at - self.logged} steps, which were not finite, the first of "
-                     f"them {bad + 1}")
-            return False
-        kept = self.kept()
-        if self.nonfinite == "stop" or kept is None:
-            raise self.diverged(bad)
-        self.rollbacks[kept] += 1
-        if self.rollbacks[kept] > _ROLLBACKS:
-            raise self.diverged(bad, f", after {_ROLLBACKS} rollbacks to step {kept}")
-        batch = bad + int(self.loop["offset"])
-        self.prefetch.close()
-        if self.logger is not None:
-            self.logger.close()
-        self.load()
-        self.loop["offset"] = np.array(batch + 1 - self.at)
-        if self.logger is not None:
-            self.logger = self.logs()
-        self.say(f"step {bad + 1} was not finite: rolled back to step {self.at}, going on with batch {batch + 1}")
-        self.feed()
-        self.clock.lap(self.at)
-        return True
-
-    def kept(self) -> int | None:
-        """The last sound checkpoint."""
-        if self.checkpoints is None:
-            return None
-        self.checkpoints.wait()
-        return self.checkpoints.latest()
-
-    def diverged(self, bad: int, more: str = "") -> Diverged:
-        what = "the loss" if bool(self.watch["loss"]) else "a gradient or parameter"
-        batch, kept = bad + int(self.loop["offset"]), self.kept()
-        text = f"{what} was not finite at step {bad + 1} of {self.steps} (batch {batch}){more}"
-        text += "" if kept is None else f"; the checkpoint of step {kept} is sound"
-        if self.debug:
-            text += f". {self.blame(bad, kept)}"
-        return Diverged(f"{text}. Lower the learning rate, clip the gradient, or look at the data")
-
-    def blame(self, bad: int, kept: int | None) -> str:
-        """Replays the run up to the step that broke it, and looks for the layer in that step."""
-        if kept is not None and kept <= bad:
-            self.load()
-            state, at = self.state, self.at
-        elif self.given is not None and int(self.given.step) <= bad:
-            state, at = self.spread.state(self.given), int(self.given.step)
-        else:
-            return "No checkpoint before it is left to replay it from"
-        watch, before = self.spread.whole(_nonfinite.start(0)), None
-        for i in range(at, bad):
-            if i == bad - 1:
-                before = jax.tree.map(jnp.copy, state), self.batch(i)
-            state, _, watch = self.advance(state, self.fresh(), watch, self.batch(i))
-        return _nonfinite.first_layer(self.step, (state, self.batch(bad)), before)
+    def rescue(self) -> None:
+        """Saves the last finished step after an error in the data or an evaluation, which is what will be raised."""
+        if self.alone and self.at > self.begun:
+            with contextlib.suppress(CheckpointError, OSError):
+                self.save()
+                self.checkpoints and self.checkpoints.wait()
 
     def interruption(self, *, boundary: bool) -> None:
         """Saves and ends the run if a signal has come; several processes agree on it at boundaries."""
-        if jax.process_count() > 1:
+        if not self.alone:
             if not boundary:
                 return
             from jax.experimental import multihost_utils
@@ -364,9 +351,9 @@ class Run:
             flags = multihost_utils.process_allgather(np.int32(self.seen.received is not None))
             if flags.any():
                 self.seen.received = self.seen.received or "a signal to another process"
-        if self.seen.received and self.at < self.steps and not self.loop["stopped"]:
-            if self.checkpoints is not None and self.saved != self.at:
-                self.save({})
+        unfinished = self.at < self.steps and not self.loop["stopped"]
+        if self.seen.received and (unfinished or self.loop["due"]):
+            self.save()
             self.interrupted()
 
     def interrupted(self) -> None:
@@ -377,7 +364,7 @@ class Run:
         saved = "it"
         if self.nonfinite != "skip" and (bad := int(self.watch["bad"])) >= 0:      # so that it was not saved
             if self.nonfinite == "stop" or self.checkpoints.latest() is None:
-                raise self.diverged(bad)
+                raise _recovery.diverged(self, bad)
             saved = f"step {self.checkpoints.latest()}, the last that was finite,"
         raise Interrupted(
             f"{name}: stopped at step {self.at} of {self.steps} and saved {saved} in "
@@ -386,7 +373,7 @@ class Run:
 
 
 def _place(x: jax.Array) -> NamedSharding | None:
-    """Where an array is to stay, if it is spread over devices and JAX does not see to it already."""
+    """The sharding that an array is to keep, if it is spread over devices and JAX does not see to it already."""
     place = x.sharding
     if not isinstance(place, NamedSharding) or place.num_devices == 1 or AxisType.Explicit in place.mesh.axis_types:
         return None

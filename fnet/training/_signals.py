@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a note that the loop reads between steps."""
+"""Signals that ask a run to stop: noted at once, acted on wherever the loop waits, never counted twice."""
 
 from __future__ import annotations
 
@@ -7,84 +7,149 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM)
-_runs: list[Signals] = []      # of which the last listens: signals are the process's
+NUMBERS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+ONE = 1.0              # seconds within which repeated signals count as one: `timeout` signals its child and its group
+POLL = 0.1             # seconds between two looks at whether a signal has come, wherever the main thread waits
+_runs: list[Signals] = []      # nested runs; the innermost one listens, because signals belong to the process
 
 
-class Stopping(Exception):
-    """Ends an evaluation that was interrupted; `fit` catches it."""
+class Stopping(BaseException):
+    """Ends whatever the run waits for after a signal; `fit` catches it. Not an Exception, so that user code which
+    retries on errors does not swallow it."""
 
 
 class Signals:
-    """The name of the first signal that came, or None; and whether an evaluation is under way that may be ended."""
+    """What a run knows of signals.
+
+    Attributes:
+      received: the name of the first signal, or None.
+      interrupts: whether a signal may raise `Stopping` in the main thread, which then runs user code that leaves the
+        state as it is (an evaluation).
+    """
 
     received: str | None = None
-    evaluating: bool = False
+    interrupts: bool = False
+
+    @contextlib.contextmanager
+    def interrupting(self, allowed: bool = True) -> Iterator[None]:
+        """Lets a signal end the body with `Stopping`, one that came before it included."""
+        try:
+            self.interrupts = allowed
+            self.poll()
+            yield
+        finally:
+            self.interrupts = False
+
+    def poll(self) -> None:
+        """Raises `Stopping` if a signal has come and may interrupt."""
+        if self.interrupts and self.received:
+            raise Stopping
 
 
 def poll() -> None:
-    """Ends the evaluation under way if a signal has come. For whoever evaluates for long, between two batches.
+    """Ends the evaluation under way if a signal has come. For evaluations, between two batches.
 
     Raises:
-      Stopping: `fit` evaluates again when the run goes on.
+      Stopping: `fit` evaluates again when the run is resumed.
     """
-    if _runs and _runs[-1].evaluating and _runs[-1].received:
-        raise Stopping
+    if _runs:
+        _runs[-1].poll()
 
 
 @contextlib.contextmanager
 def signals() -> Iterator[Signals]:
-    """Notes the first SIGINT or SIGTERM, ends the process at the second, restores the old handlers.
+    """Notes the first SIGINT, SIGTERM, SIGHUP or SIGUSR1; a later one ends the process; restores the old handlers.
 
-    At a prompt or in a notebook the second is a KeyboardInterrupt. Outside of the main thread no signal is seen.
+    Signals within one second of the first count as the same. In an interactive session a later one raises
+    KeyboardInterrupt instead. Signals that the process ignores (`nohup`) stay ignored, and a SIGUSR1 handler of the
+    user's own stays in force. Nothing is installed outside of the main thread. Forked children get the old handlers
+    back.
     """
     seen = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield seen
         return
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    pid, first = os.getpid(), 0.0
+    handlers = {number: signal.getsignal(number) for number in NUMBERS}
+    own = {number: signal.SIG_DFL if handler is None else handler      # None: installed by C, cannot be put back
+           for number, handler in handlers.items() if handler is not signal.SIG_IGN
+           and not (number == getattr(signal, "SIGUSR1", None) and callable(handler))}
 
     def note(number, frame):
-        if seen.received is not None and interactive:
+        nonlocal first
+        if os.getpid() != pid:                             # a child that was forked without Python's hooks
+            signal.signal(number, own[number])
+            os.kill(os.getpid(), number)
+            return
+        if seen.received is None:
+            first, seen.received = time.monotonic(), signal.Signals(number).name
+        elif interactive and time.monotonic() - first > ONE:
             raise KeyboardInterrupt
-        seen.received = seen.received or signal.Signals(number).name
+        seen.poll()
+
+    def forget():
+        """In a forked child, a data loader's worker: signals mean there what they meant before `fit`."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in own.items():
+            signal.signal(number, handler)
 
     with contextlib.ExitStack() as stack:
         if not interactive:
-            stack.enter_context(_second_ends())
-        for number in _NUMBERS:
-            old = signal.signal(number, note)
-            # A handler that C installed is None here, and cannot be put back.
-            stack.callback(signal.signal, number, signal.SIG_DFL if old is None else old)
+            stack.enter_context(_later_ends(own))
+        for number, handler in own.items():
+            signal.signal(number, note)
+            stack.callback(signal.signal, number, handler)
         _runs.append(seen)
         stack.callback(_runs.remove, seen)
+        _IN_CHILD.append(forget)
+        stack.callback(_IN_CHILD.remove, forget)
         yield seen
 
 
+_IN_CHILD: list[Callable[[], None]] = []      # innermost run last
+
+
+def _after_fork() -> None:
+    while _IN_CHILD:
+        _IN_CHILD.pop()()
+    _runs.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 @contextlib.contextmanager
-def _second_ends() -> Iterator[None]:
-    """Ends the process at the second signal even while the main thread compiles, where no handler runs: Python writes
-    each signal's number into a pipe at once, and a thread reads it."""
+def _later_ends(numbers) -> Iterator[None]:
+    """Ends the process at a signal that comes over a second after the first, even while the main thread compiles,
+    where no handler runs: Python writes each signal's number into a pipe at once, and a thread reads it."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
 
     def watch():
-        count = 0
-        while byte := os.read(reading, 1):
-            count += byte[0] in _NUMBERS
-            if count == 2:
-                os.write(2, b"ended at once; the run goes on from its last checkpoint\n")
-                os._exit(128 + byte[0])
-        os.close(reading)
+        first = None
+        while number := os.read(reading, 1)[0]:            # 0 ends it: a forked child may keep the pipe open
+            if number not in numbers:
+                continue
+            now = time.monotonic()
+            first = now if first is None else first
+            if now - first > ONE:
+                with contextlib.suppress(OSError):         # the terminal may be gone
+                    os.write(2, b"ended at once; the run resumes from its last checkpoint\n")
+                os._exit(128 + number)
 
-    thread = threading.Thread(target=watch, daemon=True, name="second signal")
+    thread = threading.Thread(target=watch, daemon=True, name="later signals")
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(writing)
+        os.write(writing, b"\0")
         thread.join()
+        os.close(reading)
+        os.close(writing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,10 @@ class Windows:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
             raise ValueError(f"batch {step} holds the token {wrong}, outside a vocabulary of {self.vocab_size}")
         return {"tokens": tokens}
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run is held to, besides a digest of one batch."""
+        return {"tokens": len(self.tokens), "length": self.length, "batch_size": self.batch_size, "seed": self.seed}
 
     def starts(self, step: int) -> np.ndarray:
         """Where the stretches of batch `step` begin: [batch_size]."""

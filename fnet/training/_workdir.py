@@ -1,8 +1,7 @@
-"""A run's folder: what `fit` and `save_config` leave there, and how to start over."""
+"""A run's folder: what `fit` and `save_config` leave there, and how to remove it."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from fnet.training._checkpoint import Checkpoints
@@ -15,18 +14,35 @@ CHECKPOINTS = "checkpoints"
 def clear(workdir: str | Path) -> None:
     """Removes the run in `workdir`: its checkpoints, logs and config.json, and no other file.
 
+    To begin a run anew, `fit(..., restart=True)` is safer: it removes the old run only when everything else about the
+    new one has been checked.
+
     Args:
       workdir: the run's folder; it need not exist.
 
     Raises:
-      CheckpointError: a run is using it.
+      CheckpointError: a run is using it, or checkpoints/ holds files that are not of checkpoints. Nothing is removed
+        then.
     """
-    with Checkpoints(Path(workdir) / CHECKPOINTS) as checkpoints:
-        if checkpoints.folder.is_dir():
-            checkpoints.lock()
-        for name in (CHECKPOINTS, EVENTS, METRICS, CONFIG):
-            path = Path(workdir) / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    folder = Path(workdir) / CHECKPOINTS
+    if not folder.is_dir():
+        remove_logs(workdir)
+        return
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.clear()
+        remove_logs(workdir)
+        for entry in folder.iterdir():                     # the lock, last
+            entry.unlink()
+        folder.rmdir()
+
+
+def remove_logs(workdir: str | Path) -> None:
+    """Removes metrics.jsonl, config.json and TensorBoard's files."""
+    for name in (METRICS, CONFIG):
+        (Path(workdir) / name).unlink(missing_ok=True)
+    events = Path(workdir) / EVENTS
+    if events.is_dir() and not events.is_symlink():
+        for file in events.glob("events.out.tfevents.*"):
+            file.unlink()
+        if not any(events.iterdir()):
+            events.rmdir()

@@ -72,7 +72,7 @@ def rows(workdir):
     return [untimed(row) for row in tr.read_metrics(workdir)]
 
 
-OPTIONS = {"every": 4, "log_every": 4, "save_every": 4}
+OPTIONS = {"every": 4, "log_every": 4, "save_every": 4, "config": {}}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_lines_after_the_last_checkpoint_are_written_once(tmp_path, evaluate, wh
 def test_a_finished_run_is_restored_and_not_trained(tmp_path, whole):
     workdir, state = whole
     called = []
-    again = tr.fit(step, start(), lambda i: called.append(i) or batches()(i), steps=24, workdir=workdir)
+    again = tr.fit(step, start(), lambda i: called.append(i) or batches()(i), steps=24, workdir=workdir, config={})
     same_bits(again, state)
     assert set(called) <= {0}                              # for its shapes
 
@@ -188,7 +188,7 @@ def scripted(values):
 def test_early_stopping_counts_across_a_restart(tmp_path):
     values = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.5, 5: 2.5, 6: 2.5}
     rule = tr.EarlyStop(metric="v/loss", patience=3, mode="min")
-    arguments = {"workdir": tmp_path, "evaluate": scripted(values), "every": 1, "early_stop": rule}
+    arguments = {"workdir": tmp_path, "evaluate": scripted(values), "every": 1, "early_stop": rule, "config": {}}
     state = tr.fit(step, start(), batches(), steps=4, **arguments)
     assert int(state.step) == 4                            # two evaluations without improvement
     for _ in range(2):                                     # and having stopped, it stays stopped
@@ -278,7 +278,11 @@ def test_a_bar_on_a_terminal(capsys):
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"steps": 0}, "steps=0: it counts steps, at least 1"),
+        ({"steps": 0}, "steps=0: it counts steps, a whole number from 1 to 2147483647"),
+        ({"steps": 15.5}, "steps=15.5: it counts steps, a whole"),
+        ({"steps": float("nan")}, "steps=nan: it counts steps, a whole"),
+        ({"steps": 1e14}, "steps=100000000000000.0: it counts steps, a whole"),
+        ({"steps": True}, "steps=True: it counts steps, a whole"),
         ({"log_every": 0}, "log_every=0: it counts steps"),
         ({"best": "dev/accuracy"}, r"'dev/accuracy' is to be watched, but evaluate= has \[\]"),
     ],
@@ -301,7 +305,7 @@ def test_arguments_of_other_kinds(arguments, text):
 
 def test_a_watched_metric_that_is_not_measured(evaluate):
     rule = tr.EarlyStop(metric="test/loss", patience=1)
-    with pytest.raises(ValueError, match=r"watches 'test/loss'; evaluations give \['test/accuracy'\]"):
+    with pytest.raises(ValueError, match=r"'test/loss' is to be watched, but .* return \['test/accuracy'\]"):
         tr.fit(step, start(), batches(), steps=2, evaluate=evaluate, early_stop=rule)
 
 

@@ -16,7 +16,7 @@ from fnet import training as tr
 from fnet.training._spread import Spread
 
 SHAPES = {name: np.zeros((8, *array.shape[1:]), array.dtype) for name, array in DATA.items()}
-OPTIONS = {"every": 6, "log_every": 4, "save_every": 3, "tensorboard": False}
+OPTIONS = {"every": 6, "log_every": 4, "save_every": 3, "tensorboard": False, "config": {}}
 
 
 pytestmark = pytest.mark.usefixtures("quickly")    # programs run a few times

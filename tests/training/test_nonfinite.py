@@ -58,10 +58,10 @@ def test_the_step_is_named_and_what_came_after_is_not_saved(tmp_path):
 
 
 def test_the_host_asks_at_logs_alone(monkeypatch, tmp_path):
-    from fnet.training import _run
+    from fnet.training import _recovery
 
     asked = []
-    monkeypatch.setattr(_run.Run, "broken", lambda self: bool(asked.append(self.at)))
+    monkeypatch.setattr(_recovery, "broken", lambda run: bool(asked.append(run.at)))
     tr.fit(step, start(), batches(), steps=12, log_every=6, save_every=2, workdir=tmp_path)
     assert asked == [6, 12] and tr.Checkpoints(tmp_path / "checkpoints").steps() == [8, 10, 12]
 
@@ -73,8 +73,69 @@ def test_a_gradient_that_is_not_finite_while_the_loss_is():
         return state.apply(TX, grads), {"loss": value}
 
     state = tr.TrainState.create({"w": jnp.zeros(())}, TX)
-    with pytest.raises(tr.Diverged, match=r"a gradient or parameter was not finite at step 1 of 3 \(batch 0\)\. Lower"):
+    with pytest.raises(tr.Diverged, match=r"the parameter 'params/w' was not finite at step 1 of 3 \(batch 0\)\. "):
         tr.fit(cusp, state, batches(), steps=3)
+
+
+# The whole state.
+
+LEAVES = {"the metric 'norm'": None, "'opt_state/0/nu/w'": lambda s: s.opt_state[0].nu, "'ema/w'": lambda s: s.ema,
+          "'state/mean'": lambda s: s.state, "'state/half'": lambda s: s.state}
+
+
+def spoiled(called, value, at=5):
+    """A step after which one leaf or metric is not finite, from step `at` on, while loss and parameters are."""
+    def spoiling(state, batch):
+        new, metrics = step(state, batch)
+        put = lambda x: jnp.where(state.step == at - 1, jnp.asarray(value, x.dtype), x)
+        if called.startswith("'"):
+            path = called.strip("'")
+            named = lambda where, x: put(x) if jax.tree_util.keystr(where, simple=True, separator="/") == path else x
+            new = jax.tree_util.tree_map_with_path(named, new)
+        return new, metrics | {"norm": put(jnp.zeros(())) if called == "the metric 'norm'" else 0.0}
+
+    return spoiling
+
+
+def start_with_state(**more):
+    return start().replace(state={"mean": jnp.zeros(()), "half": jnp.ones(3, jnp.bfloat16)} | more)
+
+
+@pytest.mark.parametrize("called", LEAVES)
+def test_every_leaf_and_metric_is_watched(tmp_path, called):
+    with pytest.raises(tr.Diverged, match=rf"^{called} was not finite at step 5 of 9 \(batch 4\); the checkpoint of "
+                                          "step 4 is sound"):
+        tr.fit(spoiled(called, np.inf), start_with_state(), batches(), steps=9, workdir=tmp_path, save_every=1, keep=9,
+               tune=False)
+    assert tr.Checkpoints(tmp_path / "checkpoints").steps() == [1, 2, 3, 4]
+
+
+def test_a_skipped_step_leaves_the_optimizer_alone(tmp_path):
+    state = tr.fit(spoiled("'opt_state/0/nu/w'", np.nan), start_with_state(), batches(), steps=9, nonfinite="skip",
+                   tune=False)
+    expected = tr.fit(step, start_with_state(), batches(), steps=9, tune=False)
+    assert int(state.step) == 9 and np.isfinite(np.asarray(state.opt_state[0].nu["w"])).all()
+    assert int(state.opt_state[0].count) == 8 and int(expected.opt_state[0].count) == 9
+
+
+def test_large_numbers_whose_squares_overflow_are_finite():
+    """And leaves that are infinite from the beginning are meant to be: `reduce_on_plateau` has one."""
+    state = start_with_state(large=jnp.full((3, 4), 1e30), plateau=jnp.float32(np.inf), tiny=jnp.full(7, 1e-40))
+    state = tr.fit(step, state, batches(), steps=3, tune=False)
+    assert int(state.step) == 3 and np.isinf(state.state["plateau"])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0, 2), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "float8_e5m2"])
+def test_the_first_leaf_that_is_not_finite_is_found(value, shape, dtype):
+    from fnet.training import _nonfinite
+
+    good = jnp.ones(shape, dtype)
+    bad = good.at[(-1,) * len(shape)].set(value) if 0 not in shape else good
+    huge = jnp.full((4,), 3e38)
+    assert int(_nonfinite._first([good, huge, good])) == -1
+    assert int(_nonfinite._first([huge, good, bad, bad])) == (-1 if 0 in shape else 2)
 
 
 def test_skipped_steps_leave_no_trace(tmp_path, capsys):
@@ -94,7 +155,7 @@ def test_skipped_steps_leave_no_trace(tmp_path, capsys):
 
 
 def test_skipping_is_reported_counted_and_exact_across_a_restart(tmp_path, capsys):
-    options = {"nonfinite": "skip", "log_every": 5, "save_every": 5}
+    options = {"nonfinite": "skip", "log_every": 5, "save_every": 5, "config": {}}
     whole = tr.fit(step, start(), batches({3, 6}), steps=10, workdir=tmp_path / "a", **options,
                    progress=tr.Progress(bar=False))
     out = capsys.readouterr().out
@@ -112,10 +173,10 @@ def test_when_every_step_is_skipped_the_run_ends():
 
 def test_rolling_back_passes_over_the_bad_stretch(tmp_path, capsys):
     """From the checkpoint of step 4 on with the batches after the bad one, and all the same after a restart."""
-    options = {"nonfinite": "rollback", "log_every": 4, "save_every": 4}
+    options = {"nonfinite": "rollback", "log_every": 4, "save_every": 4, "config": {}}
     state = tr.fit(step, start(), batches({6}), steps=12, workdir=tmp_path / "a", **options,
                    progress=tr.Progress(bar=False))
-    assert "step 7 was not finite: rolled back to step 4, going on with batch 7" in capsys.readouterr().out
+    assert "step 7 was not finite: rolled back to step 4, continuing with batch 7" in capsys.readouterr().out
     shifted = lambda i: batches()(i if i < 4 else i + 3)
     expected = tr.fit(step, start(), shifted, steps=12, workdir=tmp_path / "b", log_every=4, save_every=4)
     same_bits(state, expected)

@@ -59,7 +59,7 @@ def measure(state, batch):
 def options():
     return {
         "evaluate": {"test": tr.evaluator(measure, DATA, batch_size=16)}, "every": 6, "log_every": 4, "save_every": 3,
-        "early_stop": tr.EarlyStop(metric="test/accuracy", patience=50), "tensorboard": False,
+        "early_stop": tr.EarlyStop(metric="test/accuracy", patience=50), "tensorboard": False, "config": {},
     }
 
 
@@ -173,10 +173,10 @@ def sharded(count):
 def test_other_devices_take_over_to_rounding(tmp_path):
     """Eight devices, then four, then one: the same numbers to 1e-6, and it is said that they are not the same bits."""
     expected = tr.fit(plain, *sharded(8), steps=9)
-    tr.fit(plain, *sharded(8), steps=3, workdir=tmp_path)
+    tr.fit(plain, *sharded(8), steps=3, workdir=tmp_path, config={})
     for count, steps in ((4, 6), (1, 9)):
         with pytest.warns(tr.ResumeWarning, match=rf"number of devices was \d, is {count}; from here on .*rounding"):
-            state = tr.fit(plain, *sharded(count), steps=steps, workdir=tmp_path)
+            state = tr.fit(plain, *sharded(count), steps=steps, workdir=tmp_path, config={})
         assert len(state.params["w"].sharding.device_set) == count
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected)):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6, atol=1e-7)
@@ -184,13 +184,13 @@ def test_other_devices_take_over_to_rounding(tmp_path):
 
 def test_another_chip_is_reported_and_the_rules_kept(tmp_path, monkeypatch):
     state = lambda: tr.TrainState.create({"w": jnp.ones((4, 8))}, optax.adam(0.1))
-    tr.fit(plain, state(), batches(), steps=2, workdir=tmp_path, notes={"policy": "as decided"})
+    tr.fit(plain, state(), batches(), steps=2, workdir=tmp_path, config={}, notes={"policy": "as decided"})
     notes = tr.Checkpoints(tmp_path / "checkpoints").notes()
     assert notes["policy"] == "as decided" and notes["chip"] == hw.detect().name and notes["tune"]
     real = _provenance.facts
     monkeypatch.setattr(_provenance, "facts", lambda state: real(state) | {"chip": "TPU v9", "jaxlib": "9.9"})
     with pytest.warns(tr.ResumeWarning, match=r"2: the chip was .*, is TPU v9; jaxlib was .*, is 9.9; from here on"):
-        tr.fit(plain, state(), batches(), steps=3, workdir=tmp_path)
+        tr.fit(plain, state(), batches(), steps=3, workdir=tmp_path, config={})
 
 
 def test_tune_goes_on_with_the_rules_of_the_beginning():
@@ -232,23 +232,21 @@ def died(i):
 
 
 @pytest.mark.parametrize("first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM")])
-def test_a_second_signal_ends_at_once_even_in_a_call_that_no_handler_interrupts(first, second):
-    """`threading.Lock` is not it, and neither is sleep: a product of large matrices in C is."""
-    program = ("import numpy as np, time\nfrom fnet.training._signals import signals\n"
-               "a = np.ones((30000, 3000))\nwith signals() as seen:\n"
-               "    print('ready', flush=True)\n    a @ a.T @ a @ a.T\n    time.sleep(60)\n")
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env=environment) as process:
+def test_a_later_signal_ends_at_once_even_in_a_call_that_no_handler_interrupts(first, second):
+    """`threading.Lock` is not such a call, and neither is sleep: hashing in C is. Repeats within a second are one."""
+    program = ("import hashlib\nfrom fnet.training._signals import signals\nwith signals() as seen:\n"
+               "    print('ready', flush=True)\n    hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 27)\n")
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                          ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(getattr(signal, first))
-        time.sleep(0.3)
-        assert process.poll() is None
         process.send_signal(getattr(signal, second))
-        began = time.monotonic()
-        _, err = process.communicate(timeout=30)
-    assert time.monotonic() - began < 5 and process.returncode == 128 + getattr(signal, second)
-    assert err == "ended at once; the run goes on from its last checkpoint\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5)
+        process.send_signal(getattr(signal, second))
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + getattr(signal, second)
+    assert err == "ended at once; the run resumes from its last checkpoint\n"
 
 
 def test_in_a_notebook_the_second_is_a_keyboard_interrupt(monkeypatch):
@@ -258,5 +256,7 @@ def test_in_a_notebook_the_second_is_a_keyboard_interrupt(monkeypatch):
     with pytest.raises(KeyboardInterrupt), signals() as seen:
         os.kill(os.getpid(), signal.SIGINT)
         assert seen.received == "SIGINT"
+        os.kill(os.getpid(), signal.SIGINT)                # the same one, within a second
+        time.sleep(1.1)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)

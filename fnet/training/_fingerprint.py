@@ -1,0 +1,111 @@
+"""What a run is identified by, so that it is not resumed as another one: configuration, data, number of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet.training._config import LENGTHS, ConfigError
+
+
+class ResumeWarning(UserWarning):
+    """The run is resumed under other conditions than it was begun with, or under conditions that nobody compared."""
+
+
+
+
+def as_dict(config: Any) -> dict[str, Any] | None:
+    """A dataclass or mapping as a dict of JSON types; None for None.
+
+    Raises:
+      TypeError: it is neither, or a value has no JSON type.
+      ValueError: a value is NaN or infinite.
+    """
+    if config is None:
+        return None
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    elif hasattr(config, "to_dict"):                       # ml_collections.ConfigDict
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config is a dataclass or a dict of hyperparameters; got a {type(config).__name__}")
+    values = {}
+    for name, value in config.items():
+        try:
+            values[str(name)] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"config: '{name}' is {value!r}, which JSON does not hold ({error})") from None
+    return values
+
+
+def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, Any]:
+    """What the data is recognized by: what the source says of itself (`batches.identity()`), and a digest of one batch.
+
+    Args:
+      batches: as `fit` takes it.
+      at: the step of the batch.
+      sample: that batch, or None where it is not known.
+    """
+    described = batches.identity() if hasattr(batches, "identity") else {}
+    if sample is None:
+        return dict(described)
+    digest = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(sample)[0]:
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        raw = repr(leaf).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+        head = f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}"
+        digest = zlib.crc32(raw, zlib.crc32(head.encode(), digest))
+    return {**described, f"digest of batch {at}": f"{digest:08x}"}
+
+
+def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, where: Any) -> None:
+    """Holds a run to the configuration, the data and the number of steps it was begun with.
+
+    Args:
+      before: {"config", "data", "steps"} of the checkpoint that is resumed.
+      now: {"config", "data", "steps"} of this call.
+      config: as `fit` was given it, for the defaults of fields that are new.
+      where: the run's folder, for messages.
+
+    Raises:
+      ConfigError: with a config, naming each difference.
+    """
+    old, new = before.get("config"), now["config"]
+    data = _differences(before.get("data") or {}, now["data"], "the data's ")
+    if now["steps"] < before.get("steps", 0):
+        data.append(f"steps was {before['steps']}, is {now['steps']}, and a run is only ever made longer")
+    if new is not None and old is not None:
+        fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+        free = {*LENGTHS, *(field.name for field in fields if not field.compare)}
+        old, new = ({name: value for name, value in each.items() if name not in free} for each in (old, new))
+        data = _missing(old, new, {field.name: field.default for field in fields}) + _differences(old, new) + data
+    if new is not None and data:
+        raise ConfigError(f"{where} holds a run with another configuration ({'; '.join(data)}): go on with the old "
+                          "values, choose another workdir, or restart")
+    if new is None or old is None:
+        which = "this call" if new is None else "the checkpoint"
+        changed = f"{'; '.join(data)}. " if data else ""
+        warnings.warn(f"{where}: {changed}{which} has no config=, so the model, the optimizer and their "
+                      "hyperparameters cannot be compared with those the run was begun with. Pass fit(..., config=) "
+                      "each time",
+                      ResumeWarning, stacklevel=5)
+
+
+def _differences(old, new, prefix=""):
+    return [f"{prefix}{name} was {old[name]!r}, is {new[name]!r}" for name in old
+            if name in new and old[name] != new[name]]
+
+
+def _missing(old, new, defaults):
+    added = [f"{name} was not there, is {new[name]!r}" for name in new
+             if name not in old and new[name] != defaults.get(name, dataclasses.MISSING)]
+    return added + [f"{name} was {old[name]!r}, is not there" for name in old if name not in new]
