@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.torture import groups
 from tests.torture.victims import Victim, newest, one_sentence, remains, whole
 
 STEPS = "--steps=200"
@@ -194,4 +195,12 @@ def every(many):
     for phase in ("compile", "step", "evaluation", "save"):
         rows.append((f"SIGTERM or SIGINT, {phase}", many(20), lambda *a, phase=phase: terms(*a, phase)))
     return [*rows, ("two processes, one folder", many(10), races), ("full disk", many(10), full_disk),
-            ("read-only folder", many(4), read_only), ("worker of two killed", many(4), workers)]
+            ("read-only folder", many(4), read_only), ("worker of two killed", many(4), workers),
+            ("forked data workers, Ctrl-C", many(20), groups.forked_workers),
+            ("signals to the group as well", many(20), groups.group_signals),
+            ("a source that hangs", many(20), groups.hanging_source),
+            ("an evaluation or source raises", many(20), groups.raising),
+            ("two configurations, one folder", many(10), groups.two_configurations),
+            ("folder replaced under a run", many(10), groups.replaced_folder),
+            ("a damaged metrics.jsonl", many(20), groups.damaged_logs),
+            ("infinite optimizer state", many(20), groups.nonfinite_optimizer)]

@@ -1,15 +1,18 @@
 """A real run to be killed, told to stop, starved and resumed: `fit` with everything that it carries.
 
     python tests/torture/victim.py WORKDIR [--steps=N] [--slow=evaluation|save] [--process=I --of=N --port=P]
+        [--workers=N] [--hang=STEP] [--raise=evaluation|source:STEP] [--infinite=STEP:LEAF] [--config=NAME]
 
 It prints what it is at, one word a line ("compile", "step", "evaluation", "save"), for whoever means it harm, and ends
 as the experiments do: 0 when finished or told to stop, 2 with one sentence where something is wrong.
 """
 
 import argparse
+import multiprocessing
 import os
 import sys
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +55,57 @@ def announce(word, seconds=0.0):
     time.sleep(seconds)
 
 
-def run(workdir, *, steps, slow="", mesh=None):
+def forked(inner, count):
+    """The same batches from forked workers, made when first needed, as a DataLoader's are."""
+    workers = []
+
+    def serve(connection):
+        while True:
+            try:
+                connection.send(inner(connection.recv()))
+            except KeyboardInterrupt:                      # to the whole group; the run decides when to end
+                pass
+            except EOFError:
+                os._exit(0)
+
+    def batches(i):
+        context = multiprocessing.get_context("fork")
+        while len(workers) < count:
+            here, there = context.Pipe()
+            with warnings.catch_warnings(action="ignore"):
+                context.Process(target=serve, args=(there,), daemon=True).start()
+            workers.append(here)
+        workers[i % count].send(i)
+        return workers[i % count].recv()
+
+    return batches
+
+
+def infinite(path):
+    """The step, except that from the step in `path` on one leaf of the state is infinite."""
+    at, _, leaf = path.partition(":")
+
+    def harmed(state, batch):
+        new, metrics = step(state, batch)
+        named = lambda where, x: jnp.where(state.step == int(at) - 1, jnp.inf, x) if (
+            jax.tree_util.keystr(where, simple=True, separator="/") == leaf) else x
+        return jax.tree_util.tree_map_with_path(named, new), metrics
+
+    return harmed
+
+
+def run(workdir, *, steps, slow="", mesh=None, workers=0, hang=None, raises="", harmed="", config=None):
     """The run; where `slow` is, it takes its time, so that harm done then meets it there."""
     inner, state = tr.Batches(DATA, batch_size=16, seed=1), start()
+    inner = forked(inner, workers) if workers else inner
+    what, _, at = raises.partition(":")
 
     def batches(i):
         announce("step", 0.002)
+        if i == hang:
+            announce("hanging", 600)
+        if what == "source" and i == int(at):
+            raise OSError(f"batch {i} cannot be read")
         return place(inner(i))
 
     place = lambda batch: batch
@@ -71,6 +119,8 @@ def run(workdir, *, steps, slow="", mesh=None):
 
     def evaluating(state):
         announce("evaluation")
+        if what == "evaluation" and int(state.step) == int(at):
+            raise OSError("the evaluation cannot be read")
         for _ in range(10 if slow == "evaluation" else 0):
             evaluate(state)
             time.sleep(0.02)
@@ -86,7 +136,8 @@ def run(workdir, *, steps, slow="", mesh=None):
 
     watched = {"evaluate": {"test": evaluating}, "early_stop": tr.EarlyStop(metric="test/accuracy", patience=10**6)}
     _manifest.write_arrays, _run.Run.compile = write, compile_
-    return tr.fit(step, state, batches, steps=steps, workdir=workdir, tensorboard=False, notes={"victim": True},
+    return tr.fit(infinite(harmed) if harmed else step, state, batches, steps=steps, workdir=workdir, tensorboard=False,
+                  notes={"victim": True}, config={} if config is None else {"name": config},
                   **({} if mesh is not None else watched), **EVERY)
 
 
@@ -110,6 +161,11 @@ def main(argv=None):
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--of", type=int, default=1)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--hang", type=int)
+    parser.add_argument("--raise", dest="raises", default="")
+    parser.add_argument("--infinite", default="")
+    parser.add_argument("--config")
     options = parser.parse_args(argv)
     mesh = None
     if options.of > 1:
@@ -118,11 +174,12 @@ def main(argv=None):
                                    heartbeat_timeout_seconds=10)
         mesh = jax.make_mesh((options.of,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     try:
-        run(options.workdir, steps=options.steps, slow=options.slow, mesh=mesh)
+        run(options.workdir, steps=options.steps, slow=options.slow, mesh=mesh, workers=options.workers,
+            hang=options.hang, raises=options.raises, harmed=options.infinite, config=options.config)
     except tr.Interrupted as stopped:
         print(stopped, file=sys.stderr, flush=True)
         return 0
-    except (tr.CheckpointError, tr.PeerLost, OSError) as error:
+    except (tr.CheckpointError, tr.ConfigError, tr.Diverged, tr.PeerLost, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         if isinstance(error, tr.PeerLost):
             os._exit(2)      # jax.distributed would wait for the dead at the exit

@@ -24,9 +24,10 @@ class Victim:
       workdir: its folder.
       arguments: of victim.py.
       before: called in the new process before anything else.
+      group: whether it leads a process group of its own, as a job of a shell does.
     """
 
-    def __init__(self, workdir, *arguments, before=None):
+    def __init__(self, workdir, *arguments, before=None, group=False):
         self.err = tempfile.TemporaryFile()
         self._read, write = os.pipe()
         with warnings.catch_warnings(action="ignore"):     # JAX warns of forks; here it has not begun
@@ -36,6 +37,8 @@ class Victim:
             with contextlib.suppress(BaseException):
                 os.dup2(write, 1)
                 os.dup2(self.err.fileno(), 2)
+                if group:
+                    os.setpgid(0, 0)
                 try:
                     if before is not None:
                         before()
@@ -57,9 +60,13 @@ class Victim:
             self.words += read
         return True
 
-    def signal(self, number):
+    def signal(self, number, *, group=False):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+            (os.killpg if group else os.kill)(self.pid, number)
+
+    def kill_group(self):
+        """Ends the workers that it has left behind."""
+        self.signal(9, group=True)
 
     def end(self, seconds=120.0):
         """Waits for its end, reaps it and returns its exit code: negative: the signal that killed it; None: it hangs.
