@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.jaxpr import Compiled, may_differ
+from fnet.transforms._replicated import may_differ
+from fnet.transforms._wrapping import Compiled
 
 
 def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_axes: Any = 0,
