@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-
+from fnet import jaxpr
 from fnet.hardware._chip import FrozenTable, si
-from fnet.hardware._flops import FOLDED, cost, is_heavy, nbytes, touched, unwrap
-from fnet.hardware._walk import Frame, Op, read
+from fnet.jaxpr import Frame, Op, Traced, cost, nbytes, read, touched, traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,24 +143,15 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     >>> hw.count(lambda x, w: x @ w, x, w).flops
     32768
     """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    traced = [hasattr(leaf, "dtype") for leaf in leaves]
-
-    def of_arrays(arrays):
-        arrays = iter(arrays)
-        a, k = jax.tree.unflatten(tree, [next(arrays) if t else leaf for leaf, t in zip(leaves, traced)])
-        return f(*a, **k)
-
-    return count_jaxpr(jax.make_jaxpr(of_arrays)([leaf for leaf, t in zip(leaves, traced) if t]))
+    return count_jaxpr(Traced(f, args, kwargs).closed)
 
 
 def count_jaxpr(closed: Any) -> Count:
     """`count` of what is traced already."""
-    jaxpr = closed.jaxpr
     tally = _Tally()
-    tally.frame(read(jaxpr), 1)
+    tally.frame(read(closed.jaxpr), 1)
     scopes = {path: tally.scopes[path] for path in tally.scopes}
-    arguments = sum(nbytes(v.aval) for v in (*jaxpr.invars, *jaxpr.constvars))
+    arguments = sum(nbytes(v.aval) for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars))
     outputs = sum(nbytes(aval) for aval in closed.out_avals)
     return Count(_sum(scopes.values()), FrozenTable(scopes), tuple(tally.matmuls), arguments, outputs,
                  tuple(dict.fromkeys(tally.notes)))
@@ -207,20 +196,21 @@ class _Tally:
             self.frame(frame, times * (1 if sub.times is None else sub.times))
 
     def operation(self, op: Op, times: int) -> None:
-        if hasattr(op.eqn.primitive, "plain"):
+        eqn, name = op.eqn, op.eqn.primitive.name
+        if jaxpr.description(eqn.primitive).plain:
             self.stand_in(op, times)
             return
-        eqn, dtype = unwrap(op.eqn)
-        name = eqn.primitive.name
-        each = cost(eqn)
+        each, multiplied = cost(eqn), jaxpr.product(eqn)
         reads, writes = touched(op.eqn)
         moved = (sum(reads) + sum(writes)) * times
         flops = each.flops * times
         if each.kind == "unknown":
             self.notes.append(f"{name}{_where(op.scope)}: no rule for its FLOPs, counted as none")
         if each.kind == "matmul" and each.shape is not None:
-            self.matmuls.append(Matmul(op.scope, "conv" if name.startswith("conv") else "dot", each.shape, str(dtype),
-                                       eqn.params.get("precision"), flops, times))
+            convolution = multiplied is not None and multiplied.op is jaxpr.CONVOLUTION
+            dtype = multiplied.dtype if multiplied else eqn.invars[0].aval.dtype
+            self.matmuls.append(Matmul(op.scope, "conv" if convolution else "dot", each.shape, str(dtype),
+                                       multiplied and multiplied.precision, flops, times))
         elif each.kind == "matmul":
             self.notes.append(f"{name}{_where(op.scope)}: FLOPs as the operation itself estimates them")
         kinds = {each.kind: flops} if each.kind not in ("free", "unknown") else {}
@@ -230,7 +220,7 @@ class _Tally:
     def stand_in(self, op: Op, times: int) -> None:
         """What an operation computes that stands for several, from those; what it moves, from itself."""
         inner = _Tally()
-        inner.frame(read(op.eqn.primitive.plain(op.eqn), op.scope, op.recomputed), times)
+        inner.frame(read(jaxpr.description(op.eqn.primitive).plain(op.eqn), op.at), times)
         for scope in inner.scopes:
             inner.scopes[scope] = dataclasses.replace(inner.scopes[scope], bytes=0, fused_bytes=0)
         self.merge(inner)
@@ -289,11 +279,10 @@ class Kept:
         self.by_scope, self.epilogues = by_scope, epilogues
         same: dict[int, int] = {}      # the output of a reshape or broadcast is its input, seen otherwise
         for op in frame.ops:
-            if op.eqn.primitive.name in FOLDED and op.ins and op.ins[0] is not None:
+            if _free(op) and op.ins and op.ins[0] is not None:
                 same[op.outs[0]] = same.get(op.ins[0], op.ins[0])
         self.name = lambda i: same.get(i, i)
-        self.real = [op for op in frame.ops if op.eqn.primitive.name not in FOLDED
-                     and op.eqn.primitive.name != "iota"]
+        self.real = [op for op in frame.ops if not _free(op) and op.eqn.primitive.name != "iota"]
         self.maker = {out: op for op in self.real for out in op.outs}
         self.users: dict[int, list[Op]] = {}
         for op in self.real:
@@ -313,7 +302,11 @@ class Kept:
 
 def heavy(op: Op) -> bool:
     """Whether an operation is more than elementwise."""
-    return bool(op.bodies) or is_heavy(op.eqn.primitive.name)
+    return bool(op.bodies) or traits(op.eqn.primitive.name).memory == "heavy"
+
+
+def _free(op: Op) -> bool:
+    return traits(op.eqn.primitive.name).memory == "free"
 
 
 def table(counted: Count, depth: int | None = None) -> str:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad, batching, mlir
 
-from fnet import _jax
+from fnet import _jax, jaxpr
 from fnet._jax import Primitive
 from fnet.layers import _attend_flash as flash
 from fnet.layers import _attend_xla as xla
@@ -80,7 +80,7 @@ def attend(query, key, value, *, mask=None, lengths=None, starts=None, causal, w
     given = tuple(name for name, x in where.items() if x is not None)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     form = Form(bool(causal), window, scale, given, jax.config.jax_default_matmul_precision)
-    _jax.tell_devices(attention_p, backward_p)
+    _jax.kernels.tell_devices(attention_p, backward_p)
     arrays = _jax.vary_alike(query, key, value, *(where[name] for name in given))
     return attention_p.bind(*arrays, form=form, compute=query.dtype, outs=(query.dtype,), residuals=False)[0]
 
@@ -170,7 +170,7 @@ def _on_cpu(f, *args, **params):
 def _by_kernel(platform, primitive, f):
     """The lowering rule for a platform that has kernels."""
     def rule(ctx, *values, form, compute, outs, **params):
-        partitioning = _jax.partitioning(ctx)
+        partitioning = _jax.kernels.partitioning(ctx)
         run = functools.partial(_by_xla, f, form=form, compute=compute, outs=outs, **params)
         if flash.refusal(platform, form, compute, *ctx.avals_in[:2], partitioning) is None:
             kernel = flash.forward if primitive is attention_p else flash.backward
@@ -207,6 +207,17 @@ def _explain(primitive, query, key, *_, form, compute, **params) -> str:
     return "splash attention, a Pallas kernel, on one device or inside shard_map; plain XLA where XLA splits it"
 
 
+def _refusal(primitive, platform, eqn) -> str | None:
+    """Why there is no kernel for an equation on "cuda" or "tpu"; None if there is one."""
+    if primitive is slope_p:
+        return "there is no kernel for tangents"
+    return flash.refusal(platform, *_form(**eqn.params), *(v.aval for v in eqn.invars[:2]))
+
+
+def _form(*, form, compute, **_):
+    return form, compute
+
+
 def _lower(params, compute, out) -> dict | None:
     """The parameters that change where autocast sets the dtypes; None where the author has set them."""
     if params["compute"] != jnp.float32 or params["form"].precision is not None:
@@ -225,11 +236,11 @@ def _define(primitive, f):
     run = jax.jit(lambda *args, params: primitive.bind(*args, **dict(params)), static_argnames="params")
     primitive.def_impl(lambda *args, **params: run(*args, params=tuple(params.items())))
     primitive.def_abstract_eval(lambda *types, **params: list(_types(f, types, tuple(params.items()))))
-    primitive.lower, primitive.explain = _lower, functools.partial(_explain, primitive)    # for autocast
-    primitive.plain = lambda eqn: jax.make_jaxpr(functools.partial(_by_xla, f, **eqn.params))(
-        *(v.aval for v in eqn.invars)).jaxpr                                               # for hardware.count
-    primitive.refusal = lambda platform, eqn: flash.refusal(platform, eqn.params["form"], eqn.params["compute"],
-                                                            *(v.aval for v in eqn.invars[:2]))    # for parallel
+    jaxpr.describe(primitive, jaxpr.Description(
+        jaxpr.Traits("product", memory="heavy"), lower=_lower, explain=functools.partial(_explain, primitive),
+        plain=lambda eqn: jax.make_jaxpr(functools.partial(_by_xla, f, **eqn.params))(
+            *(v.aval for v in eqn.invars)).jaxpr,
+        refusal=functools.partial(_refusal, primitive), batch_first=True))
     for platform, form in ((None, _by_xla), ("cpu", _on_cpu)):
         mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform)
     if primitive is not slope_p:

@@ -26,7 +26,7 @@ def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole
 
     Args:
         q, k: have shapes.
-        partitioning: as in `_jax.partitioning`.
+        partitioning: as in `fnet._jax.kernels.partitioning`.
     """
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
     if platform not in ("cuda", "tpu"):
@@ -87,7 +87,7 @@ def _nvidia() -> tuple[float, int]:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
         return AMPERE, 90500
-    return float(device.compute_capability), _jax.cudnn_version() or 0
+    return float(device.compute_capability), _jax.kernels.cudnn_version() or 0
 
 
 def forward(platform: str, form: Form, compute, residuals: bool, partitioning: str, q, k, v, *where):
@@ -160,20 +160,20 @@ def _named(kinds, arrays):
 
 def _cudnn_forward(form, kinds, results, q, k, v, *rest):
     bias, lengths, _ = _named(kinds, rest)
-    return tuple(_jax.cudnn_attention(q, k, v, bias, lengths, scale=form.scale, causal=form.causal,
+    return tuple(_jax.kernels.cudnn_attention(q, k, v, bias, lengths, scale=form.scale, causal=form.causal,
                                       window=form.window, residuals=len(results) > 1))
 
 
 def _cudnn_backward(form, kinds, results, q, k, v, *rest):
     bias, lengths, (peak, out, gradient) = _named(kinds, rest)
-    return tuple(_jax.cudnn_attention(q, k, v, bias, lengths, peak, out, gradient, scale=form.scale,
+    return tuple(_jax.kernels.cudnn_attention(q, k, v, bias, lengths, peak, out, gradient, scale=form.scale,
                                       causal=form.causal, window=form.window))
 
 
 def _splash_forward(form, kinds, results, q, k, v, *rest):
     _, lengths, _ = _named(kinds, rest)
     how = dict(causal=form.causal, window=form.window, block=_block(q, k), residuals=len(results) > 1)
-    kernel = lambda q, k, v, *n: _jax.splash_attention(q, k, v, n[0] if n else None, **how)
+    kernel = lambda q, k, v, *n: _jax.kernels.splash_attention(q, k, v, n[0] if n else None, **how)
     q = _cast(q.astype(jnp.float32) * form.scale, q.dtype)
     out, *sums = jax.vmap(kernel)(*map(_heads_first, (q, k, v)), *([] if lengths is None else [lengths]))
     return _heads_first(out), *sums
@@ -182,7 +182,7 @@ def _splash_forward(form, kinds, results, q, k, v, *rest):
 def _splash_backward(form, kinds, results, q, k, v, *rest):
     _, lengths, (peak, out, gradient) = _named(kinds, rest)
     how = dict(causal=form.causal, window=form.window, block=_block(q, k))
-    kernel = lambda q, k, v, p, o, g, *n: _jax.splash_attention(q, k, v, n[0] if n else None, o, p, g, **how)
+    kernel = lambda q, k, v, p, o, g, *n: _jax.kernels.splash_attention(q, k, v, n[0] if n else None, o, p, g, **how)
     q = _cast(q.astype(jnp.float32) * form.scale, q.dtype)
     q, k, v, out, gradient = map(_heads_first, (q, k, v, out, gradient))
     gradients = jax.vmap(kernel)(q, k, v, peak, out, gradient, *([] if lengths is None else [lengths]))

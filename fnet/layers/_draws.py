@@ -12,7 +12,7 @@ import math
 
 import jax
 
-from fnet import _jax
+from fnet import _jax, jaxpr
 
 _SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))    # how many bits programs are compiled for
 
@@ -31,20 +31,17 @@ def compiled(init, key, shape, dtype):
 def _size(init, shape, dtype, x64):
     """How many bits to draw for this initialiser; None: it does more with its key than to draw some, or needs none."""
     uses = list(_uses(jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype)))
-    if not uses or any(eqn.primitive.name != "random_bits" or eqn.params["bit_width"] != 32 or eqn.invars[0].aval.shape
-                       for eqn in uses):
+    if not uses or any(eqn.primitive.name != "random_bits" or jaxpr.random_bits(eqn)[0] != 32
+                       or eqn.invars[0].aval.shape for eqn in uses):
         return None
-    most = max(math.prod(eqn.params["shape"]) for eqn in uses)
+    most = max(jaxpr.random_bits(eqn)[1] for eqn in uses)
     return next((size for size in _SIZES if most <= size), None)
 
 
-def _uses(jaxpr):
-    """Every equation that takes a key, at any depth."""
-    for eqn in jaxpr.eqns:
-        inner = _jax.sub_jaxprs(eqn)
-        for sub in inner:
-            yield from _uses(sub.jaxpr)
-        if not inner and any(jax.dtypes.issubdtype(each.aval.dtype, jax.dtypes.prng_key) for each in eqn.invars):
+def _uses(program):
+    """Every ordinary operation that takes a key, at any depth."""
+    for eqn in jaxpr.equations(program):
+        if not jaxpr.bodies(eqn) and any(jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key) for v in eqn.invars):
             yield eqn
 
 

@@ -47,7 +47,7 @@ class Channel:
     def __init__(self, processes: list[int], timeout: float, decide):
         self.processes, self.timeout, self.decide = processes, timeout, decide
         self.me, self.first = jax.process_index(), processes[0]
-        self.store, self.root = _jax.notes(), f"fnet/feed/{next(_numbers)}"
+        self.store, self.root = _jax.processes.notes(), f"fnet/feed/{next(_numbers)}"
         self.at, self.closed, self.over = 0, False, False
         self._set(f"host/{self.me}", socket.gethostname())
         atexit.register(self._end)
@@ -89,7 +89,7 @@ class Channel:
             self._say(_LEFT)
             return
         self._say(f"{_FAILED} with {type(error).__name__}: {error}".split("\n")[0][:300])
-        _jax.leave()
+        _jax.processes.leave()
         if isinstance(error, jax.errors.JaxRuntimeError):    # of a step, maybe, that a dead process has left
             self._suspect()
         self._last(min(_GRACE, self.timeout) + _LINGER, stay=True)      # else gloo ends the others before they can say
@@ -111,7 +111,7 @@ class Channel:
         """The same where others are behind or gone: this process waits for nobody at its end."""
         self.close(why)
         atexit.unregister(self._end)
-        _jax.leave()
+        _jax.processes.leave()
         atexit.register(self._last)
 
     def gone(self, who: list[int], what: str) -> PeersGone:

@@ -13,10 +13,8 @@ import jax
 
 from fnet import _jax
 from fnet.hardware._count import Kept, heavy
-from fnet.hardware._flops import nbytes
-from fnet.hardware._walk import Frame, read
+from fnet.jaxpr import Frame, Scope, batch_axes, description, marks, nbytes, product, read, scan
 from fnet.parallel._ledger import Ledger, Transfer
-from fnet.transforms._batch_axes import batch_axes
 
 
 class Held(NamedTuple):
@@ -141,7 +139,7 @@ class _Walk:
             extra[at] = gathers
             if op.bodies:
                 inner[at] = self.bodies(op, splits, found, times)
-            elif hasattr(op.eqn.primitive, "plain") and self.plainly(op.eqn):
+            elif description(op.eqn.primitive).plain and self.plainly(op.eqn):
                 inner[at] = self.stand_in(op, splits)
         return self.liveness(frame, kept, values, given, inner, extra, outermost)
 
@@ -200,7 +198,8 @@ class _Walk:
         for sub, frame in op.bodies:
             jaxpr, inputs = sub.jaxpr, list(splits)
             if sub.kind == "scan":
-                consts, carry, _ = _jax.scan_parts(op.eqn)
+                parts = scan(op.eqn)
+                consts, carry = parts.consts, parts.carry
                 inputs = [*splits[:consts], *found[:carry], *map(_inside, splits[consts + carry:])]
             elif sub.kind == "branch":
                 inputs = splits[1:]
@@ -220,28 +219,27 @@ class _Walk:
 
     def cast(self, frame, eqn, splits, ahead) -> int:
         """Bytes of what a scan slices and its products take in a narrower type."""
-        consts, carry, _ = _jax.scan_parts(eqn)
-        found = {}
+        first, found = scan(eqn).consts + scan(eqn).carry, {}
         for op in frame.ops:
-            if op.eqn.primitive.name == "lowered":
-                found.update((i - ahead, op.eqn.params["compute"].itemsize) for i in op.ins if i is not None)
+            if (multiplied := product(op.eqn)) is not None:
+                found.update((i - ahead, multiplied.dtype.itemsize) for i in op.ins if i is not None)
         return sum(self.bytes(v.aval, split) * found[i] // v.aval.dtype.itemsize
                    for i, (v, split) in enumerate(zip(eqn.invars, splits))
-                   if i >= consts + carry and i in found and split.rows is None and found[i] < v.aval.dtype.itemsize)
+                   if i >= first and i in found and split.rows is None and found[i] < v.aval.dtype.itemsize)
 
     def plainly(self, eqn) -> bool:
         """Whether an operation that stands for several is those, and not a kernel."""
-        return self.kernels is None or not hasattr(eqn.primitive, "refusal") or (
-            eqn.primitive.refusal(self.kernels, eqn) is not None)
+        refusal = description(eqn.primitive).refusal
+        return self.kernels is None or refusal is None or refusal(self.kernels, eqn) is not None
 
     def stand_in(self, op, splits):
         """What the operations need that one stands for."""
         sent = self.transfers, self.between
         self.transfers, self.between = [], []
-        closed = op.eqn.primitive.plain(op.eqn)
-        given = dict(enumerate(zip([v.aval for v in (*closed.constvars, *closed.invars)],
-                                   [*[NOWHERE] * len(closed.constvars), *splits])))
-        found = self.frame(read(closed, op.scope), given, 1, _Loop(1, fused=True))
+        plain = description(op.eqn.primitive).plain(op.eqn)
+        given = dict(enumerate(zip([v.aval for v in (*plain.constvars, *plain.invars)],
+                                   [*[NOWHERE] * len(plain.constvars), *splits])))
+        found = self.frame(read(plain, Scope(op.scope)), given, 1, _Loop(1, fused=True))
         self.transfers, self.between = sent
         return found
 
@@ -261,8 +259,8 @@ class _Walk:
             for i, v, split, turns in zip(op.ins, eqn.invars, splits, weights):
                 if split.data is not None and split.rows is None:
                     size = math.ceil(nbytes(v.aval) / math.prod(self.mesh[name] for _, name in split.more))
-                    if eqn.primitive.name == "lowered":    # cast, then gathered
-                        size = size * eqn.params["compute"].itemsize // v.aval.dtype.itemsize
+                    if (multiplied := product(eqn)) is not None:    # cast, then gathered
+                        size = size * multiplied.dtype.itemsize // v.aval.dtype.itemsize
                     temporary += size
                     if (key := (i, _backward(eqn))) not in gathered:
                         gathered.add(key)
@@ -302,7 +300,7 @@ class _Walk:
             for k, (axis, row) in enumerate(zip(outs, out_rows)):
                 if axis is not None and axis != row:
                     found[k].append((axis, name))
-            if eqn.primitive.name in ("dot_general", "lowered") and outs == [None] and all(
+            if product(eqn) is not None and outs == [None] and all(
                     note is not None for note in notes[:2]):
                 split = Split(out_rows[0], None, tuple(found[0]))
                 self.transfers.append(Transfer("all-reduce", scope, self.bytes(eqn.outvars[0].aval, split),
@@ -325,4 +323,4 @@ def _reshaped(eqn, axis, chips) -> int | None:
 
 
 def _backward(eqn) -> bool:
-    return "transpose(" in str(eqn.source_info.name_stack)
+    return "transpose" in marks(eqn)

@@ -49,19 +49,19 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
     coordinator_address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < 3 and not _jax.cluster_size():
+    if 0 < len(missing) < 3 and not _jax.processes.cluster_size():
         there = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
         raise ValueError(f"initialize: {' and '.join(missing)} missing beside {there}, and JAX finds no cluster here "
                          "to ask: give all three, or none on one process")
-    processes = _jax.cluster_size() if num_processes is None else num_processes
-    if processes in (None, 0, 1):
+    count = _jax.processes.cluster_size() if num_processes is None else num_processes
+    if count in (None, 0, 1):
         return
     if not missing:
         _check(coordinator_address, num_processes, process_id)
-    if _jax.backend_is_up():
+    if _jax.processes.backend_is_up():
         raise RuntimeError("initialize: JAX has begun already, with this process's devices alone: call initialize "
                            "before any array is made and before jax.devices()")
-    which = f"process {process_id} of {processes}" if process_id is not None else f"this one of {processes} processes"
+    which = f"process {process_id} of {count}" if process_id is not None else f"this one of {count} processes"
     _join(which, coordinator_address, process_id == 0, initialization_timeout,
           {**given, "local_device_ids": local_device_ids, "heartbeat_timeout_seconds": heartbeat_timeout,
            "shutdown_timeout_seconds": shutdown_timeout})
@@ -94,7 +94,7 @@ def _join(which, address, first, seconds, options):
         said = str(failed[0]).strip().split("\n")[0]
         raise RuntimeError(f"initialize: {which} cannot join the run at {where} ({said})") from failed[0]
     if thread.is_alive():
-        _jax.leave()
+        _jax.processes.leave()
         if first or not address or _answers(address):
             why = "not all of the others came: start every one, with the same address and number"
         else:

@@ -19,15 +19,27 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet import _jax
-from fnet.transforms._batch_axes import batch_axes, before
+from fnet.jaxpr import (
+    DOT,
+    INLINED,
+    Interpreter,
+    Value,
+    batch_axes,
+    before,
+    bind,
+    bodies,
+    description,
+    permutation,
+    product,
+    restore,
+    scan,
+    wraps,
+)
 from fnet.transforms._lowered import lowered
-from fnet.transforms._rewrite import _ENTER, Interpreter, Value, bind, plain, restore
-from fnet.transforms._wrapping import wraps
 
 PINNED = frozenset(("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward"))
 PARTIAL = "partial"    # the note of a value whose first axis are the chips, over which it is to be summed
-_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"))
+_CALLS = INLINED | {"remat2", "checkpoint"}
 
 
 def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, batch: int = 1,
@@ -64,31 +76,28 @@ class _Pins(Interpreter):
         self.alone = all(n == 1 for name, n in mesh.shape.items() if name not in names)
         self.late = False    # whether sums over the batch may stay partial
 
-    def depends(self, scope):
+    def depends(self, at):
         return self.late
 
     def argument(self, x):
         return Value(x, self.given.pop(0))
 
-    def equation(self, eqn, scope, inputs, plan):
+    def equation(self, eqn, at, inputs, plan):
         name = eqn.primitive.name
         if name not in _CALLS and (found := self.partial(eqn, inputs)) is not None:
             return [found]
         inputs = [self.whole(value) for value in inputs]
         notes = batch_axes(eqn, [value.note for value in inputs])
         if name == "scan":
-            return self.scan(eqn, scope, inputs, notes)
+            return self.scan(eqn, at, inputs, notes)
         if name in _CALLS:
-            outputs = _ENTER[name](self, eqn, scope, inputs, self.wanted(plan, eqn))
+            outputs = self.default(eqn, at, inputs, self.wanted(plan, eqn))
             return [y if y.note == PARTIAL else Value(y.x, note) for y, note in zip(outputs, notes)]
         if (apart := self.apart(eqn, inputs, notes)) is not None:
             return apart
-        if name in _ENTER:
-            late, self.late = self.late, False
-            outputs = _ENTER[name](self, eqn, scope, inputs, self.wanted(plan, eqn))
-            self.late = late
-        else:
-            outputs = plain(eqn, inputs)
+        late, self.late = self.late, False
+        outputs = self.default(eqn, at, inputs, self.wanted(plan, eqn))
+        self.late = late
         pins = name in PINNED and self.activations
         return [Value(self.held(y.x, note) if pins else y.x, note) for y, note in zip(outputs, notes)]
 
@@ -101,7 +110,7 @@ class _Pins(Interpreter):
 
     def apart(self, eqn, inputs, notes) -> list[Value] | None:
         """Attention as each chip's own, of its rows: XLA cannot split a TPU's kernel."""
-        refusal = getattr(eqn.primitive, "refusal", None)
+        refusal = description(eqn.primitive).refusal
         if refusal is None or not self.alone or self.chips == 1 or any(notes) or None in notes:
             return None
         if self.mesh.devices.flat[0].platform != "tpu" or refusal("tpu", eqn) is not None:
@@ -116,19 +125,21 @@ class _Pins(Interpreter):
                                out_specs=(P(self.axis),) * len(notes), check_vma=False)
         return [Value(y, 0) for y in mapped(*arrays)]
 
-    def scan(self, eqn, scope, inputs, notes):
+    def scan(self, eqn, at, inputs, notes):
         """The carry is pinned on its way in and at the end of each turn; what is added up is summed at the end."""
-        params, (consts, carry, _) = eqn.params, _jax.scan_parts(eqn)
+        parts = scan(eqn)
+        consts, carry = parts.consts, parts.carry
         given = [value.note for value in inputs]
         inside = [*given[:consts], *notes[:carry], *(before(note) for note in given[consts + carry:])]
         init = [restore(value, v.aval) for value, v in zip(inputs[consts:consts + carry], eqn.invars[consts:])]
         late, self.late = self.late, False
-        summed = self.summed(eqn, scope, inside)
+        summed = self.summed(parts, at, inside)
         for i in summed:
             inside[consts + i] = PARTIAL
         self.late = bool(summed)
-        body = self.body(params["jaxpr"], scope, (None,) * len(eqn.outvars), inside, summed)
-        constants = [self.ready(value.x, note, eqn, i) for i, (value, note) in enumerate(zip(inputs, inside[:consts]))]
+        body = self.body(parts.closed, at, (None,) * len(eqn.outvars), inside, summed)
+        constants = [self.ready(value.x, note, parts.jaxpr, i)
+                     for i, (value, note) in enumerate(zip(inputs, inside[:consts]))]
         held = lambda carried: [x if i in summed or not self.activations else self.held(x, note)
                                 for i, (x, note) in enumerate(zip(carried, notes))]
 
@@ -137,18 +148,15 @@ class _Pins(Interpreter):
             return held(outputs[:carry]), outputs[carry:]
 
         start = held([self.zeros(x) if i in summed else x for i, x in enumerate(init)])
-        carried, stacked = lax.scan(turn, start, [value.x for value in inputs[consts + carry:]],
-                                    length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
-                                    **{k: params[k] for k in ("_split_transpose",) if k in params})
+        carried, stacked = lax.scan(turn, start, [value.x for value in inputs[consts + carry:]], **parts.options)
         self.late = late
         carried = [init[i] + x.sum(0) if i in summed else x for i, x in enumerate(carried)]
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
-    def ready(self, x, note, eqn, i):
+    def ready(self, x, note, jaxpr, i):
         """A weight that all turns take is gathered before the first."""
         if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
             return x
-        jaxpr = _jax.close(eqn.params["jaxpr"]).jaxpr
         if not _taken(jaxpr, jaxpr.invars[i]):
             return x
         # The barrier keeps XLA from moving the gathering back into the loop.
@@ -182,19 +190,17 @@ class _Pins(Interpreter):
         spec = P(self.axis, *[None if self.alone else P.UNCONSTRAINED] * (x.ndim - 1))
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-    def summed(self, eqn, scope, inside) -> frozenset[int]:
+    def summed(self, parts, at, inside) -> frozenset[int]:
         """The carries of a scan to which each turn does nothing but add a sum over the batch."""
         if self.chips == 1:
             return frozenset()
-        consts, carry, _ = _jax.scan_parts(eqn)
-        closed = _jax.close(eqn.params["jaxpr"])
-        jaxpr = closed.jaxpr
+        consts, carry, closed, jaxpr = parts.consts, parts.carry, parts.closed, parts.jaxpr
         found = frozenset(i for i in range(carry) if inside[consts + i] is None
                           and _only_added_to(jaxpr, jaxpr.invars[consts + i], jaxpr.outvars[i]))
         while found:
             notes = [PARTIAL if i - consts in found else note for i, note in enumerate(inside)]
             self.late = True
-            body = self.body(closed, scope, (None,) * len(jaxpr.outvars), notes, found)
+            body = self.body(closed, at, (None,) * len(jaxpr.outvars), notes, found)
             types = [jax.ShapeDtypeStruct(((self.chips,) if note == PARTIAL else ()) + v.aval.shape, v.aval.dtype)
                      for v, note in zip(jaxpr.invars, notes)]
             jax.eval_shape(body, *types)
@@ -211,21 +217,17 @@ class _Pins(Interpreter):
         if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
             return Value(inputs[0].x + inputs[1].x, PARTIAL)
         if name == "transpose" and notes == [PARTIAL]:
-            order = (0, *(i + 1 for i in eqn.params["permutation"]))
+            order = (0, *(i + 1 for i in permutation(eqn)))
             return Value(lax.transpose(inputs[0].x, order), PARTIAL)
         if name == "convert_element_type" and notes == [PARTIAL] and _linear(eqn):
             return Value(lax.convert_element_type(inputs[0].x, eqn.outvars[0].aval.dtype), PARTIAL)
-        if self.late and name in ("dot_general", "lowered"):
-            return self.product(eqn, inputs)
+        if self.late and (found := product(eqn)) is not None and found.op is DOT:
+            return self.product(found, inputs)
         return None
 
-    def product(self, eqn, inputs) -> Value | None:
+    def product(self, found, inputs) -> Value | None:
         """A product that sums over the batch, as one on each chip."""
-        params = eqn.params
-        if params.get("op", lax.dot_general_p) is not lax.dot_general_p:
-            return None
-        inner = params["params"]() if eqn.primitive.name == "lowered" else params
-        (left, right), (left_batch, right_batch) = inner["dimension_numbers"]
+        eqn, ((left, right), (left_batch, right_batch)) = found.eqn, found.dimensions
         rows = [value.note for value in inputs[:2]]
         if None in rows or PARTIAL in rows or rows[0] not in left or left.index(rows[0]) != _index(right, rows[1]):
             return None
@@ -235,11 +237,11 @@ class _Pins(Interpreter):
         move = lambda axes, row: tuple(axis + (axis >= row) for axis in axes)
         numbers = ((move(left, rows[0]), move(right, rows[1])),
                    ((rows[0], *move(left_batch, rows[0])), (rows[1], *move(right_batch, rows[1]))))
-        inner = {**inner, "dimension_numbers": numbers}
-        if eqn.primitive.name == "lowered":
-            out = lowered(lax.dot_general_p, x, y, inner, compute=params["compute"], out=params["out"])
+        options = {**found.options, "dimension_numbers": numbers}
+        if eqn.primitive is DOT:
+            out = DOT.bind(x, y, **options)
         else:
-            out = lax.dot_general_p.bind(x, y, **inner)
+            out = lowered(DOT, x, y, options, compute=found.dtype, out=eqn.outvars[0].aval.dtype)
         return Value(self.spread(out), PARTIAL)
 
     def cut(self, x, row):
@@ -279,7 +281,7 @@ def _taken(jaxpr, v) -> bool:
             return True
         if name in ("convert_element_type", "transpose") and _taken(jaxpr, eqn.outvars[0]):
             return True
-        for sub in _jax.sub_jaxprs(eqn):
-            if sub.kind == "call" and any(_taken(sub.jaxpr, sub.jaxpr.invars[i]) for i in where):
+        for body in bodies(eqn):
+            if body.kind == "call" and any(_taken(body.jaxpr, body.jaxpr.invars[i]) for i in where):
                 return True
     return False

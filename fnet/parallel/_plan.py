@@ -12,11 +12,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet import hardware
+from fnet.jaxpr import Compiled
 from fnet.parallel import _check, _compile, _cost, _explain
 from fnet.parallel._estimate import Estimate
 from fnet.parallel._targets import Target
 from fnet.parallel._ways import Way
-from fnet.transforms._wrapping import Compiled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
+from fnet.jaxpr import bodies, scan
 from fnet.parallel._rules import path_of
 
 SMALL = 1 << 12    # numbers of an array below which splitting it costs more than it saves
@@ -91,14 +92,14 @@ def _scanned(jaxpr, origins: list) -> set:
     for eqn in jaxpr.eqns:
         inputs = list(map(read, eqn.invars))
         if eqn.primitive.name == "scan":
-            consts, carry, _ = _jax.scan_parts(eqn)
-            found.update(*inputs[consts + carry:])
-            found |= _scanned(_jax.close(eqn.params["jaxpr"]).jaxpr,
-                              [*inputs[:consts], *(set() for _ in inputs[consts:])])
+            parts = scan(eqn)
+            consts, carry, slices = parts.split(inputs)
+            found.update(*slices)
+            found |= _scanned(parts.jaxpr, [*consts, *(set() for _ in (*carry, *slices))])
             continue
-        for sub in _jax.sub_jaxprs(eqn):
-            if sub.kind == "call" and len(sub.jaxpr.invars) == len(inputs):
-                found |= _scanned(sub.jaxpr, inputs)
+        for body in bodies(eqn):
+            if body.kind == "call":
+                found |= _scanned(body.jaxpr, inputs)
         if eqn.primitive.name in _KEEPS and inputs:
             came[eqn.outvars[0]] = inputs[0]
     return found

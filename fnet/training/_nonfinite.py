@@ -146,7 +146,7 @@ def _tracer(step) -> Callable[[Any, Any], list[tuple[int, str, str, str, str]]]:
         floats = [v for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         if primitive in _ENTERED or primitive in _KEEP or not floats:
             return NotImplemented
-        outputs = _jax.again(equation, inputs)
+        outputs = _jax.bind_again(equation, inputs)
         known.append((scope, primitive, f"{outputs[0].dtype}{list(outputs[0].shape)}"))
         nan = jnp.any(jnp.array([jnp.isnan(x).any() for x in outputs if _inexact(x)]))
         jax.debug.callback(note, len(known) - 1, _all_finite(inputs) & ~_all_finite(outputs), nan)

@@ -17,6 +17,7 @@ from jax import (
     vmap,
 )
 
+from fnet.jaxpr import rewrite
 from fnet.transforms._autocast import autocast, full_precision
 from fnet.transforms._derivatives import hvp, per_example
 from fnet.transforms._explain import explain
@@ -24,7 +25,6 @@ from fnet.transforms._loss_scale import LossScaleState, loss_scale, loss_scale_s
 from fnet.transforms._microbatch import microbatch
 from fnet.transforms._pmap import pmap, replicate, shard, unreplicate
 from fnet.transforms._rematerialize import rematerialize
-from fnet.transforms._rewrite import rewrite
 from fnet.transforms._tune import tune
 
 __all__ = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import math
 import re
 import weakref
@@ -19,23 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fnet import _jax, hardware
+from fnet import _jax, hardware, jaxpr
 from fnet.hardware import Policy
-from fnet.transforms._lowered import BILINEAR, Saveable, lowered
-from fnet.transforms._rewrite import Interpreter, Value, bind, plain
+from fnet.jaxpr import Interpreter, Value, bind, description, plain, traits, wraps
+from fnet.transforms._lowered import Saveable, lowered
 
 F32 = np.dtype("float32")
 _NAMES = ("float32", "bfloat16", "float16")
-_LOWER = {op.name: op for op in BILINEAR}
-_STRUCTURE = frozenset("""
-    reshape transpose broadcast_in_dim squeeze expand_dims slice dynamic_slice dynamic_update_slice concatenate pad rev
-    gather copy copy_p select_n split stack unstack tile name optimization_barrier sharding_constraint reshard
-    all_gather all_to_all ppermute pvary pbroadcast stop_gradient device_put""".split())
-_ARITHMETIC = frozenset("""
-    add sub mul div neg abs sign max min clamp add_any tanh logistic erf reduce_max reduce_min argmax argmin eq ne lt le
-    gt ge is_finite floor ceil round sort top_k cummax cummin reduce_window_max psum psum_invariant pmax pmin
-    reduce_scatter""".split())
-_POWERS = frozenset({"square", "integer_pow", "one_minus_square"})    # they overflow float16 early
+_SMALL, _LARGE = 2.0**-10, 2.0**6    # of constants: in float16, 1,000 times the largest does not overflow
 _FULL = "__full_precision__"
 
 
@@ -67,7 +59,7 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
     policy, rules = _resolve(policy, rules)
     interpreter = _Autocast(policy, rules)
 
-    @functools.wraps(f)
+    @wraps(f)
     def cast(*args, **kwargs):
         if policy.compute == F32 and not rules:
             return f(*args, **kwargs)
@@ -75,8 +67,7 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
         interpreter.check_rules()
         return outputs
 
-    vars(cast).pop("tuned", None)
-    cast.autocast = f, policy, rules    # for explain, in place of what `wraps` brought along
+    cast.autocast = f, policy, rules    # for explain
     return cast
 
 
@@ -86,7 +77,7 @@ def full_precision(f: Callable) -> Callable:
     def __full_precision__(*args, **kwargs):
         return f(*args, **kwargs)
 
-    return functools.wraps(f)(jax.jit(__full_precision__))
+    return wraps(f)(jax.jit(__full_precision__))
 
 
 def _resolve(policy, rules) -> tuple[Policy, tuple]:
@@ -111,7 +102,8 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """Notes are magnitudes: a scalar constant, and what is only it, takes the dtype of what it meets if it fits."""
+    """Notes are magnitudes of constants, (smallest, largest) without zeros: a scalar constant, and what consists of it
+    alone, takes the dtype of the other operands if it fits."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -119,10 +111,10 @@ class _Autocast(Interpreter):
         self.matched, self.scopes, self.kinds = set(), {}, {}
         self.demands = weakref.WeakKeyDictionary()
 
-    def depends(self, scope):
+    def depends(self, at):
         if self.rows is not None:
             return object()    # every call is explained
-        return scope if self.rules else None
+        return at.path if self.rules else None
 
     def saveable(self, policy):
         return policy if policy is None or isinstance(policy, Saveable) else Saveable(policy)
@@ -150,14 +142,16 @@ class _Autocast(Interpreter):
 
     def literal(self, atom):
         scalar = np.ndim(atom.val) == 0 and getattr(atom.aval, "dtype", None) == F32
-        return Value(atom.val, abs(float(atom.val)) if scalar else None)
+        return Value(atom.val, _magnitude(abs(float(atom.val))) if scalar else None)
 
-    def outer(self, jaxpr):
-        if not any(_wide(v) for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)):
-            given = sorted({str(v.aval) for v in jaxpr.invars})
-            raise TypeError(f"autocast lowers what is float32, and the function has none; its inputs are "
-                            f"{', '.join(given) or 'no arrays'}")
-        return (True,) * len(jaxpr.outvars)
+    def outer(self, program):
+        values = itertools.chain(program.invars, program.outvars,
+                                 (v for eqn in jaxpr.equations(program) for v in (*eqn.invars, *eqn.outvars)))
+        if not any(map(_wide, values)):
+            types = sorted({str(v.aval) for v in program.invars})
+            raise TypeError("autocast lowers float32 alone, and the function has none; its inputs are "
+                            f"{', '.join(types) or 'no arrays'}")
+        return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
         """{variable: whether everything that uses it wants float32}, from the end to the beginning; and
@@ -191,14 +185,13 @@ class _Autocast(Interpreter):
             return [wide] * count
         if kind == "lower":
             return [False] * count
-        if name in ("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint",
-                    "shard_map") and not _marked(eqn):
-            inner = _jax.close(next(eqn.params[k] for k in ("jaxpr", "call_jaxpr") if k in eqn.params)).jaxpr
+        if name in _ENTERED_ONCE and not _marked(eqn):
+            inner = jaxpr.bodies(eqn)[0].jaxpr
             plan = self.plan(inner, tuple(uses.get(v, True) for v in eqn.outvars))
             return [plan.get(v, True) for v in inner.invars]
         if name == "scan":
-            consts, carry, rest = _jax.scan_parts(eqn)
-            return [False] * consts + [True] * carry + [False] * rest
+            parts = jaxpr.scan(eqn)
+            return [False] * parts.consts + [True] * parts.carry + [False] * parts.slices
         if name == "while":
             return [False] * (count - len(eqn.outvars)) + [True] * len(eqn.outvars)
         return [name not in ("cond", "custom_vmap_call")] * count
@@ -206,33 +199,35 @@ class _Autocast(Interpreter):
     def wanted(self, plan, eqn):
         outs = tuple(plan.get(v, True) for v in eqn.outvars)
         if eqn.primitive.name == "scan":
-            carry = _jax.scan_parts(eqn)[1]
+            carry = jaxpr.scan(eqn).carry
             return (True,) * carry + outs[carry:]
         return (True,) * len(outs) if eqn.primitive.name in ("while", "cond", "custom_vmap_call") else outs
 
     def kind(self, eqn) -> str:
         """"lower", "follow", "cast", "convolution" or "float32"."""
         name = eqn.primitive.name
-        if name in _LOWER:
-            if name == "conv_general_dilated" and self.policy.convolution == F32 != self.policy.compute:
+        if name in jaxpr.BILINEAR:
+            product = jaxpr.product(eqn)
+            if product.op is jaxpr.CONVOLUTION and self.policy.convolution == F32 != self.policy.compute:
                 return "convolution"
-            default = eqn.params.get("precision") in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2)
-            return "lower" if default and all(map(_wide, (*eqn.invars[:2], *eqn.outvars))) else "float32"
-        if hasattr(eqn.primitive, "lower"):    # it holds products, and a parameter that says what they compute in
-            return "lower" if eqn.primitive.lower(eqn.params, F32, F32) else "float32"
-        if name in _STRUCTURE or name in _ARITHMETIC:
-            return "follow"
-        if name in _POWERS:
+            return ("lower" if product.default_precision and all(map(_wide, (*eqn.invars[:2], *eqn.outvars)))
+                    else "float32")
+        if lower := description(eqn.primitive).lower:    # it contains products, and a parameter for their dtype
+            return "lower" if lower(eqn.params, F32, F32) else "float32"
+        precision = traits(name).precision
+        if precision == "power":
             return "follow" if self.policy.compute != np.float16 else "float32"
+        if precision:
+            return "follow"
         if name == "convert_element_type":
-            source, target = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+            source, target = eqn.invars[0].aval.dtype, jaxpr.new_dtype(eqn)
             if source == F32 == target:
                 return "follow"
             return "cast" if source == np.bool_ and target == F32 else "float32"
         return "float32"
 
-    def equation(self, eqn, scope, inputs, plan):
-        name, compute, marked = eqn.primitive.name, self.compute(scope), _marked(eqn)
+    def equation(self, eqn, at, inputs, plan):
+        name, scope, compute, marked = eqn.primitive.name, at.path, self.compute(at.path), _marked(eqn)
         if name in _ENTERED and not marked:
             return NotImplemented
         kind, wide = plan[id(eqn)]
@@ -242,52 +237,48 @@ class _Autocast(Interpreter):
         if kind == "lower":
             dtype, reason = compute, reason + _WIDE * wide
             out = F32 if wide else compute
-            if name in _LOWER:
+            if name in jaxpr.BILINEAR:
                 x, y = inputs[0].x, inputs[1].x
                 outputs = [Value(lowered(eqn.primitive, x, y, eqn.params, compute=compute, out=out))]
             else:
-                outputs = bind(eqn, [value.x for value in inputs], **eqn.primitive.lower(eqn.params, compute, out))
+                changes = description(eqn.primitive).lower(eqn.params, compute, out)
+                outputs = bind(eqn, [value.x for value in inputs], **changes)
         elif kind == "follow":
             outputs, dtype, reason = self._follow(eqn, inputs, wide, compute)
         else:
             outputs = plain(eqn, inputs)
             if kind == "cast":    # a mask or a one-hot vector is exact in any dtype
-                outputs = [Value(y.x, 1.0) for y in outputs]
+                outputs = [Value(y.x, (1.0, 1.0)) for y in outputs]
         if self.rows is not None and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
-            if hasattr(eqn.primitive, "explain"):
-                changes = eqn.primitive.lower(eqn.params, compute, F32) if kind == "lower" else {}
-                reason += "; " + eqn.primitive.explain(*(v.aval for v in eqn.invars), **{**eqn.params, **changes})
+            if (known := description(eqn.primitive)).explain:
+                changes = known.lower(eqn.params, compute, F32) if kind == "lower" else {}
+                reason += "; " + known.explain(*(v.aval for v in eqn.invars), **{**eqn.params, **changes})
             self.rows.append(Row(scope, name, kind, dtype.name, reason))
         return outputs
 
     def _follow(self, eqn, inputs, wide, compute):
         name = eqn.primitive.name
-        if wide and name in _ARITHMETIC:
+        if wide and traits(name).precision == "arithmetic":
             return plain(eqn, inputs), F32, "is only used in float32"
-        floats, strong, largest = [], [], 0.0
-        for value, v in zip(inputs, eqn.invars):
-            if _wide(v):
-                floats.append(value)
-                if value.note is None:
-                    strong.append(value)
-                elif largest < value.note < math.inf:
-                    largest = value.note
-        overflow = largest > _largest(compute)
-        if wide or overflow or not strong or any(value.x.dtype == F32 for value in strong):
+        floats = [value for value, v in zip(inputs, eqn.invars) if _wide(v)]
+        strong = [value for value in floats if value.note is None]
+        constants = [value.note for value in floats if value.note is not None]
+        unfit = not all(_fits(name, note, compute) for note in constants)
+        if wide or unfit or not strong or any(value.x.dtype == F32 for value in strong):
             outputs = plain(eqn, inputs)
-            if floats and not strong and (name in _STRUCTURE or name == "convert_element_type"):
-                note = max(value.note for value in floats)
-                outputs = [Value(y.x, note) for y in outputs]
-            return outputs, F32, ("is only used in float32" if wide else "meets a constant that does not fit the low "
-                                  "dtype" if overflow else "is given float32")
+            if constants and not strong and (traits(name).precision == "exact" or name == "convert_element_type"):
+                smallest, largest = zip(*constants)
+                outputs = [Value(y.x, (min(smallest), max(largest))) for y in outputs]
+            return outputs, F32, ("is only used in float32" if wide else "has a constant that does not fit the low "
+                                  "dtype" if unfit else "is given float32")
         if name == "convert_element_type":
             return [inputs[0]], compute, "is given the low dtype"
         arrays = [_to(value.x, compute) if _wide(v) else value.x for value, v in zip(inputs, eqn.invars)]
         return bind(eqn, arrays), compute, "is given the low dtype"
 
 
-_ENTERED = frozenset(("jit", "closed_call", "core_call", "scan", "while", "cond", "remat2", "checkpoint", "shard_map",
-                      "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"))
+_ENTERED = jaxpr.CALLS | {"scan", "while", "cond", "shard_map"}
+_ENTERED_ONCE = (jaxpr.CALLS - {"custom_vmap_call"}) | {"shard_map"}
 
 
 def _wide(v) -> bool:
@@ -295,12 +286,24 @@ def _wide(v) -> bool:
 
 
 def _marked(eqn) -> bool:
-    return eqn.primitive.name == "jit" and eqn.params["name"] == _FULL
+    return jaxpr.call_name(eqn) == _FULL
+
+
+def _magnitude(size: float) -> tuple[float, float]:
+    """(smallest, largest) of a constant, without zeros; infinity fits every dtype."""
+    return (size or math.inf, 0.0 if size == math.inf else size)
 
 
 @functools.cache
-def _largest(dtype) -> float:
-    return float(jnp.finfo(dtype).max)
+def _fits(name: str, magnitude: tuple[float, float], dtype) -> bool:
+    """Whether an operation may take a constant in `dtype`: it must be a normal number, a term must not absorb what it
+    is added to, and a factor must leave room for what it scales, which in float16 is between 6e-5 and 65504."""
+    info, (smallest, largest) = jnp.finfo(dtype), magnitude
+    if smallest < float(info.tiny) or largest > float(info.max):
+        return False
+    if name in ("add", "sub"):
+        return largest <= _LARGE
+    return name not in ("mul", "div") or float(info.max) > 1e30 or (_SMALL <= smallest and largest <= _LARGE)
 
 
 def _to(x, dtype):

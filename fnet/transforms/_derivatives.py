@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from fnet.jaxpr import wraps
 from fnet.transforms._microbatch import batch_rows, batched, fold_key, replaced
-from fnet.transforms._wrapping import wraps
 
 
 def hvp(f: Callable) -> Callable:

@@ -6,21 +6,21 @@ import collections
 import dataclasses
 from collections.abc import Callable
 
-import jax
-
 from fnet.hardware import Chip, Policy
+from fnet.jaxpr import unsupported
 from fnet.transforms._autocast import Row, _Autocast
-from fnet.transforms._statics import boxed
 from fnet.transforms._tune import Fired, Rule, _Tuner
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """What autocast makes of a function. `str()` is a table; `rows` has one `Row` for each floating-point equation:
-    scope, primitive, kind ("lower", "follow", "cast", "convolution", "float32", "author"), dtype, reason."""
+    scope, primitive, kind ("lower", "follow", "cast", "convolution", "float32", "author"), dtype, reason; `disabled`
+    says which of fnet's rules and kernels this version of JAX does not support."""
 
     policy: Policy
     rows: tuple[Row, ...]
+    disabled: tuple[str, ...] = ()
 
     def __str__(self):
         counts = collections.Counter((row.scope, row.kind, row.dtype, row.reason, row.primitive) for row in self.rows)
@@ -35,7 +35,7 @@ class Explanation:
         lines = [str(self.policy), ""]
         for scope, dtype, operations, reason in table:
             lines.append(f"{scope:<{widths[0]}}  {dtype:<{widths[1]}}  {operations}: {reason}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.disabled])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Tuning:
     rules: tuple[Rule, ...]
     options: dict
     rows: tuple[Fired, ...]
+    disabled: tuple[str, ...] = ()
 
     def __str__(self):
         if not self.rules:
@@ -58,9 +59,10 @@ class Tuning:
         silent = [rule.name for rule in self.rules if all(row.rule != rule.name for row in self.rows)
                   and not (rule.options and rule.options.items() <= self.options.items())]
         lines = [f"{self.chip.name}: {len(self.rows)} equations rewritten"
-                 + f"; compiler options {self.options}" * bool(self.options)
+                 + f"; compiler options {self.options} (not under an outer jit, which has its own)" * bool(self.options)
                  + f"; not fired: {', '.join(silent)}" * bool(silent), ""]
-        return "\n".join(lines + [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table])
+        lines += [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
+        return "\n".join([*lines, *self.disabled])
 
 
 def explain(f: Callable, *args, **kwargs) -> Explanation | Tuning:
@@ -87,13 +89,13 @@ def explain(f: Callable, *args, **kwargs) -> Explanation | Tuning:
     function, policy, rules = inner.autocast
     rows = []
     interpreter = _Autocast(policy, rules, rows)
-    jax.eval_shape(lambda args, kwargs: interpreter.run(function, args, kwargs), args, kwargs)
+    interpreter.examine(function, args, kwargs)
     interpreter.check_rules()
-    return Explanation(policy, tuple(rows))
+    return Explanation(policy, tuple(rows), unsupported())
 
 
-def _tuning(step, chip, rules, given, args, kwargs):
-    rows, (args, kwargs) = [], given(args, kwargs)
+def _tuning(step, chip, rules, args, kwargs):
+    rows = []
     tuner = _Tuner(rules, rows)
-    jax.eval_shape(lambda args, kwargs: boxed(tuner.run(step, args, kwargs)), args, kwargs)
-    return Tuning(chip, rules, tuner.options(step.trace(*args, **kwargs).jaxpr), tuple(rows))
+    tuner.examine(step, args, kwargs)
+    return Tuning(chip, rules, tuner.lost, tuple(rows), unsupported())

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet.hardware import Policy
-from fnet.transforms._wrapping import wraps
+from fnet.jaxpr import wraps
 
 
 class LossScaleState(NamedTuple):

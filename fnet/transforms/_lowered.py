@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
-from fnet._jax import Literal, Primitive
+from fnet import jaxpr
+from fnet._jax import Primitive
+from fnet.jaxpr import BILINEAR, explicit
 
 lowered_p = Primitive("lowered")
 
@@ -105,6 +107,9 @@ def _on_cpu(x, y, *, op, params, compute, out):
         return _compute(x, y, op=op, params=params, compute=compute, out=out, sums=compute)
     if compute != jnp.bfloat16:
         return _compute(x, y, op=op, params=params, compute=compute, out=out)
+    if explicit(jax.typeof(x)) or explicit(jax.typeof(y)):    # reshaping would lose the shardings
+        x, y = (lax.convert_element_type(a.astype(compute), jnp.float32) for a in (x, y))
+        return op.bind(x, y, **params(jnp.dtype(jnp.float32))).astype(out)
     return as_matrices(x, y, params()["dimension_numbers"], out)
 
 
@@ -144,27 +149,22 @@ mlir.register_lowering(lowered_p, mlir.lower_fun(_on_accelerators, multiple_resu
 mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
 
 
-def _again(closed, x, y, compute, dtype):
-    """Evaluates a jaxpr of two arrays that holds one bilinear operation, with that one lowered."""
-    env = dict(zip(closed.jaxpr.constvars, closed.consts)) | dict(zip(closed.jaxpr.invars, (x, y)))
-    for eqn in closed.jaxpr.eqns:
-        inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        if eqn.primitive in BILINEAR:
-            outputs = [lowered(eqn.primitive, *inputs, eqn.params, compute=compute, out=dtype)]
-        else:
-            outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            outputs = outputs if eqn.primitive.multiple_results else [outputs]
-        env.update(zip(eqn.outvars, outputs))
-    return env[closed.jaxpr.outvars[0]]
+def _evaluated(closed, x, y, compute, dtype):
+    """A jaxpr of two arrays, evaluated with its bilinear operation lowered."""
+    def rule(eqn, arrays):
+        if eqn.primitive.name not in BILINEAR:
+            return NotImplemented
+        return [lowered(eqn.primitive, *arrays, eqn.params, compute=compute, out=dtype)]
+
+    return jaxpr.Evaluator(rule)(closed, x, y)[0]
 
 
 # Transposes and batches of a product are products with other parameters, with axes moved around them. JAX's own rules
 # say which; they are asked once for each kind of product, in float32.
 
 @functools.lru_cache(4096)
-def _transposed(side, op, params, shapes):
+def _transposed(side, op, params, like):
     """The jaxpr from a cotangent and the other operand to the cotangent of operand `side`."""
-    like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
 
     def transposed(g, other):
@@ -175,25 +175,34 @@ def _transposed(side, op, params, shapes):
 
 
 @functools.lru_cache(4096)
-def _batched(op, params, shapes, axes):
-    like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+def _batched(op, params, like, axes):
     product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
     return jax.make_jaxpr(jax.vmap(product, in_axes=axes))(*like)
 
 
+def _like(*avals):
+    """These types in float32, with the shardings that are part of them (`AxisType.Explicit`)."""
+    return tuple(jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=aval.sharding if explicit(aval) else None)
+                 for aval in avals)
+
+
 def _transpose_left(g, x, y, *, op, params, compute, out):
-    return _again(_transposed(0, op, params, (x.aval.shape, y.shape)), g, y, compute, x.aval.dtype)
+    closed = _transposed(0, op, params, _like(x.aval, jax.typeof(y)))
+    return _evaluated(closed, g, y, compute, x.aval.dtype)
 
 
 def _transpose_right(g, x, y, *, op, params, compute, out):
-    return _again(_transposed(1, op, params, (x.shape, y.aval.shape)), g, x, compute, y.aval.dtype)
+    closed = _transposed(1, op, params, _like(jax.typeof(x), y.aval))
+    return _evaluated(closed, g, x, compute, y.aval.dtype)
 
 
 def _batch(args, axes, *, op, params, compute, out):
-    closed = _batched(op, params, tuple(a.shape for a in args), tuple(axes))
-    return _again(closed, *args, compute, out), 0
+    closed = _batched(op, params, _like(*map(jax.typeof, args)), tuple(axes))
+    return _evaluated(closed, *args, compute, out), 0
 
 
-BILINEAR = {lax.dot_general_p, lax.conv_general_dilated_p}
 ad.defbilinear(lowered_p, _transpose_left, _transpose_right)
 batching.primitive_batchers[lowered_p] = _batch
+jaxpr.describe(lowered_p, jaxpr.Description(
+    jaxpr.Traits("product", memory="heavy"),
+    stands_for=lambda params: (params["op"], params["params"](), params["compute"])))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fnet.transforms._wrapping import wraps
+from fnet.jaxpr import wraps
 
 
 def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = None,

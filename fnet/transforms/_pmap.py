@@ -12,8 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.transforms._replicated import may_differ
-from fnet.transforms._wrapping import Compiled
+from fnet.jaxpr import Compiled, may_differ
 
 
 def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_axes: Any = 0,

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax
-from fnet.transforms._rewrite import _ENTER, Interpreter, Value, plain
-from fnet.transforms._wrapping import wraps
+from fnet.jaxpr import INLINED, Interpreter, Scope, Value, has_shardings, inline, marks, scan, wraps
 
 _WORTH = 0.8    # of what is kept must go at least so much less, or a jaxpr is left alone
 
@@ -46,7 +45,7 @@ def rematerialize(step: Callable) -> Callable:
 
 
 class _Rematerialize(Interpreter):
-    def depends(self, scope):
+    def depends(self, at):
         return None
 
     def opened(self, closed):
@@ -54,31 +53,29 @@ class _Rematerialize(Interpreter):
         inliner = _Inliner()
 
         def flat(*arrays):
-            outputs = inliner.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), "",
+            outputs = inliner.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), Scope(),
                                        (None,) * len(closed.jaxpr.outvars))
             return [value.x for value in outputs]
 
         return jax.make_jaxpr(flat)(*closed.in_avals)
 
     def plan(self, jaxpr, wanted):
-        plan = _Plan(jaxpr)
+        plan = _Plan(jaxpr, _jax.current_names())
         return plan if plan.pairs or plan.cut else None
 
-    def equation(self, eqn, scope, inputs, plan):
+    def equation(self, eqn, at, inputs, plan):
         if plan is None:
             return NotImplemented
         if eqn in plan.sources:
-            return self.source(eqn, scope, inputs, plan)
+            return self.source(eqn, at, inputs, plan)
         if not plan.is_backward(eqn):
             plan.seen(eqn, inputs)
             return NotImplemented
         inputs = [self.again(v, value, plan) for v, value in zip(eqn.invars, inputs)]
         if eqn in plan.pairs:
-            outputs = self.sink(eqn, scope, inputs, plan)
-        elif enter := _ENTER.get(eqn.primitive.name):
-            outputs = enter(self, eqn, scope, inputs, (None,) * len(eqn.outvars))
+            outputs = self.sink(eqn, at, inputs, plan)
         else:
-            outputs = plain(eqn, inputs)
+            outputs = self.default(eqn, at, inputs, (None,) * len(eqn.outvars))
         plan.latest = next((y.x for y in outputs if _plain_array(y.x)), plan.latest)
         return outputs
 
@@ -95,16 +92,17 @@ class _Rematerialize(Interpreter):
             held = lax.optimization_barrier([*(given[i].x for i in tied), *tie])
             for i, x in zip(tied, held):
                 given[i] = Value(x)
-            with jax.named_scope("rematted_computation"):
-                outputs = self.evaluate(piece, (), given, "", (None,) * len(piece.outvars))
+            with _jax.names_context(plan.names, "rematted_computation"):    # not the names of what needs it
+                outputs = self.evaluate(piece, (), given, Scope(), (None,) * len(piece.outvars))
             piece.made = dict(zip(piece.outvars, outputs))
         return piece.made[v]
 
-    def source(self, eqn, scope, inputs, plan):
+    def source(self, eqn, at, inputs, plan):
         """The scan of a forward pass, keeping what its turns are given."""
-        pair, params, (consts, carry, _) = plan.sources[eqn], eqn.params, _jax.scan_parts(eqn)
+        pair, parts = plan.sources[eqn], scan(eqn)
+        consts, carry = parts.consts, parts.carry
         plan.seen(eqn, inputs)
-        body = self.body(_jax.close(params["jaxpr"]), scope, (None,) * len(eqn.outvars), [None] * len(inputs))
+        body = self.body(parts.closed, at, (None,) * len(eqn.outvars), [None] * len(inputs))
         arrays = [value.x for value in inputs]
         kept = [i for i in range(len(eqn.outvars) - carry) if i not in pair.dropped]
 
@@ -113,20 +111,20 @@ class _Rematerialize(Interpreter):
             return outputs[:carry], ([outputs[carry + i] for i in kept], [carried[i] for i in pair.saved])
 
         carried, (stacked, pair.given) = lax.scan(turn, arrays[consts:consts + carry], arrays[consts + carry:],
-                                                  **_scan_options(params))
+                                                  **parts.options)
         pair.arrays = arrays
         outputs = dict(zip(kept, stacked))
         return [*map(Value, carried), *(Value(outputs.get(i)) for i in range(len(eqn.outvars) - carry))]
 
-    def sink(self, eqn, scope, inputs, plan):
+    def sink(self, eqn, at, inputs, plan):
         """The scan of a backward pass, computing anew what the forward pass did not keep."""
-        pair, params, (consts, carry, _) = plan.pairs[eqn], eqn.params, _jax.scan_parts(eqn)
-        source, (its_consts, its_carry, _) = pair.source, _jax.scan_parts(pair.source)
-        jaxpr = _jax.close(source.params["jaxpr"])
-        piece = _piece(jaxpr.jaxpr, [jaxpr.jaxpr.outvars[its_carry + i] for i in pair.dropped])
-        needs = {jaxpr.jaxpr.invars.index(v) for v in piece.invars if v in set(jaxpr.jaxpr.invars)}
-        constvars = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts))
-        body = self.body(_jax.close(params["jaxpr"]), scope, (None,) * len(eqn.outvars), [None] * len(inputs))
+        pair, parts = plan.pairs[eqn], scan(eqn)
+        consts, carry, source = parts.consts, parts.carry, scan(pair.source)
+        its_consts, its_carry, inner = source.consts, source.carry, source.jaxpr
+        piece = _piece(inner, [inner.outvars[its_carry + i] for i in pair.dropped])
+        needs = {inner.invars.index(v) for v in piece.invars if v in set(inner.invars)}
+        constvars = dict(zip(inner.constvars, source.closed.consts))
+        body = self.body(parts.closed, at, (None,) * len(eqn.outvars), [None] * len(inputs))
         arrays = [value.x for value in inputs]
         own = {i: x for i, x in enumerate(arrays[consts + carry:]) if i not in pair.places}
         theirs = {i: pair.arrays[i] for i in needs if i >= its_consts + its_carry}
@@ -135,28 +133,27 @@ class _Rematerialize(Interpreter):
             mine, given, others = slices
             before = {its_consts + i: x for i, x in zip(pair.saved, given)}
             values = {**{i: pair.arrays[i] for i in needs if i < its_consts}, **before, **others}
-            found = {v: Value(values[jaxpr.jaxpr.invars.index(v)]) if v not in constvars else Value(constvars[v])
+            found = {v: Value(values[inner.invars.index(v)]) if v not in constvars else Value(constvars[v])
                      for v in piece.invars}
             with jax.named_scope("rematted_computation"):
-                made = self.evaluate(piece, (), [found[v] for v in piece.invars], scope, (None,) * len(piece.outvars))
+                made = self.evaluate(piece, (), [found[v] for v in piece.invars], at, (None,) * len(piece.outvars))
             all_slices = {**mine, **{place: y.x for place, y in zip(pair.places, made)}}
             outputs = body(*arrays[:consts], *carried, *(all_slices[i] for i in range(len(all_slices))))
             return outputs[:carry], outputs[carry:]
 
-        carried, stacked = lax.scan(turn, arrays[consts:consts + carry], (own, pair.given, theirs),
-                                    **_scan_options(params))
+        carried, stacked = lax.scan(turn, arrays[consts:consts + carry], (own, pair.given, theirs), **parts.options)
         return [*map(Value, carried), *map(Value, stacked)]
 
 
 class _Inliner(Interpreter):
     """Calls without shardings of their own dissolve."""
 
-    def depends(self, scope):
+    def depends(self, at):
         return None
 
-    def equation(self, eqn, scope, inputs, plan):
-        if eqn.primitive.name in ("jit", "pjit", "closed_call", "core_call") and _jax.unplaced(eqn.params):
-            return _ENTER["closed_call"](self, eqn, scope, inputs, (None,) * len(eqn.outvars))
+    def equation(self, eqn, at, inputs, plan):
+        if eqn.primitive.name in INLINED and not has_shardings(eqn):
+            return inline(self, eqn, at, inputs, (None,) * len(eqn.outvars))
         return NotImplemented
 
 
@@ -191,7 +188,8 @@ class _Plan:
         env: what the pieces need, as it comes by. latest: the last array that the backward pass made.
     """
 
-    def __init__(self, jaxpr):
+    def __init__(self, jaxpr, names):
+        self.names = names
         self.backward = [eqn for eqn in jaxpr.eqns if _backward(eqn)]
         self._backward = {id(eqn) for eqn in self.backward}
         self.pairs, self.sources, self.cut, self.env, self.latest = _Table(), _Table(), {}, {}, None
@@ -227,11 +225,11 @@ class _Table(dict):
 
 
 def _backward(eqn) -> bool:
-    return "transpose(" in str(eqn.source_info.name_stack)
+    return "transpose" in marks(eqn)
 
 
 def _forward(eqn) -> bool:
-    return "jvp(" in (names := str(eqn.source_info.name_stack)) and "transpose(" not in names
+    return marks(eqn) >= {"jvp"} and not _backward(eqn)
 
 
 def _uses(jaxpr) -> dict:
@@ -250,8 +248,7 @@ def _uses(jaxpr) -> dict:
 def _pair(jaxpr, sink, uses):
     """The forward scan whose stacked outputs a backward scan reads, if recomputing them saves memory."""
     makers = {v: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _forward(eqn) for v in eqn.outvars}
-    consts, carry, _ = _jax.scan_parts(sink)
-    xs = sink.invars[consts + carry:]
+    xs, length = scan(sink).split(sink.invars)[2], scan(sink).length
     by_source: dict[int, list] = {}
     for place, v in enumerate(xs):
         if not isinstance(v, _jax.Literal) and v in makers and uses[v] == [sink]:
@@ -259,19 +256,19 @@ def _pair(jaxpr, sink, uses):
     best = None
     for read in by_source.values():
         source = makers[read[0][1]]
-        its_consts, its_carry, _ = _jax.scan_parts(source)
-        if source.params["length"] != sink.params["length"]:
+        parts = scan(source)
+        its_consts, its_carry, inner = parts.consts, parts.carry, parts.jaxpr
+        if parts.length != length:
             continue
         stacked = [(place, source.outvars.index(v) - its_carry) for place, v in read]
         stacked = [(place, i) for place, i in stacked if i >= 0]
-        inner = _jax.close(source.params["jaxpr"]).jaxpr
         piece = _piece(inner, [inner.outvars[its_carry + i] for _, i in stacked])
         if any(eqn.effects for eqn in piece.eqns):    # what is done would be done twice
             continue
         needs = {inner.invars.index(v) for v in piece.invars if v in set(inner.invars)}
         saved = [i - its_consts for i in sorted(needs) if its_consts <= i < its_consts + its_carry]
         before = sum(_bytes(source.outvars[its_carry + i]) for _, i in stacked)
-        after = source.params["length"] * sum(_bytes(inner.invars[its_consts + i]) for i in saved)
+        after = length * sum(_bytes(inner.invars[its_consts + i]) for i in saved)
         if after < _WORTH * before and (best is None or before - after > best[0]):
             best = before - after, _Pair(source, [i for _, i in stacked], [place for place, _ in stacked], saved)
     return best and best[1]
@@ -374,7 +371,3 @@ def _bytes(v) -> int:
 
 def _plain_array(x) -> bool:
     return x is not None and hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _scan_options(params) -> dict:
-    return {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}

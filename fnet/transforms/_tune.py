@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -11,10 +11,21 @@ import jax
 import jaxlib
 import numpy as np
 
-from fnet import _jax, hardware
+from fnet import _jax, hardware, jaxpr
+from fnet.jaxpr import (
+    Interpreter,
+    Value,
+    boxed,
+    is_array,
+    mutable,
+    plain,
+    restore,
+    results_boxed,
+    statics,
+    unboxed,
+    wraps,
+)
 from fnet.transforms import _tune_cpu
-from fnet.transforms._rewrite import Interpreter, Value, plain, restore
-from fnet.transforms._statics import boxed, holds_statics, unboxed
 from fnet.transforms._tune_cpu import Rule
 from fnet.transforms._tune_layout import followed
 
@@ -39,7 +50,7 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     Rules are applied to the whole program, hence after differentiation: give `tune` the step, not the model. Put it
     outermost: called with arrays it compiles by itself, with the compiler options that suit the program, and keeps the
     donation of a jitted step. Under another transformation (jit, vmap, grad) it is rewritten in place, and the options
-    are the outer jit's.
+    are those of the outer jit; if that loses options, a warning says so.
 
     Args:
         step: a function of arrays, jitted or not; fnet's or not. Loops, branches, jit, remat, shard_map and custom
@@ -63,48 +74,94 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
 
 class _Tuned:
-    """A tuned step. A class, and no function with `trace` and `lower` as attributes, since jax.jit hands a function's
-    attributes on: they would stand in the place of its own."""
+    """A tuned step. `trace` and `lower` are methods of a class, since jax.jit copies the attributes of functions."""
 
     def __init__(self, step, chip, rules):
-        functools.update_wrapper(self, step)
-        for name in vars(self).keys() & {"autocast", "lower", "trace"}:
-            del vars(self)[name]
-        self._plain = not hasattr(step, "trace")
-        inner = jax.jit(_of_boxes(step)) if self._plain else step
-        self._step, self._inner, self._tuner, self._programs = step, inner, _Tuner(rules), {}
-        self.tuned = inner, chip, rules, self._given    # for explain
+        wraps(step)(self)
+        self._step, self._tuner, self._programs = step, _Tuner(rules), {}
+        self.tuned = step, chip, rules    # for explain
 
     def __call__(self, *args, **kwargs):
         if jax.config.jax_disable_jit:
             return self._step(*args, **kwargs)
         if not _jax.outermost():
-            return self._tuner.run(self._inner, *self._given(args, kwargs))
-        compiled, statics = self._program(args, kwargs)
-        if not statics:
-            return compiled(*args, **kwargs)
-        args, kwargs = self._given(args, kwargs)
-        return unboxed(compiled(*args, **kwargs))
+            return self._inside(args, kwargs)
+        return self._program(args, kwargs)(args, kwargs)
 
     def __get__(self, instance, owner=None):
         return self if instance is None else types.MethodType(self, instance)
 
     def trace(self, *args, **kwargs):
-        """As jit's: the way to compile ahead."""
-        args, kwargs = self._given(args, kwargs)
-        return self._program(args, kwargs)[0].trace(*args, **kwargs)
+        """The traced program, as of a jitted function: the way to compile ahead of time."""
+        return self._program(args, kwargs).trace(args, kwargs)
 
     def lower(self, *args, **kwargs):
         return self.trace(*args, **kwargs).lower()
 
-    def _given(self, args, kwargs):
-        return boxed((args, kwargs)) if self._plain else (args, kwargs)
+    def _inside(self, args, kwargs):
+        """Under another transformation: rewritten in place, without compiler options."""
+        result = self._tuner.run(self._step, args, kwargs)
+        if self._tuner.lost and not self._tuner.warned:
+            self._tuner.warned = True
+            warnings.warn(f"tune: the compiler options {self._tuner.lost} suit this program, but options belong "
+                          "to the outermost jit: call ft.tune(step) itself instead of jitting it, or pass "
+                          "compiler_options= to your jit", stacklevel=3)
+        return result
 
     def _program(self, args, kwargs):
-        key = len(args), frozenset(kwargs)
-        if key not in self._programs:
-            self._programs[key] = _program(self._tuner, self._step, self._inner, *self._given(args, kwargs))
-        return self._programs[key]
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        plain = not hasattr(self._step, "trace") or isinstance(self._step, _Tuned)
+        if plain and not all(map(is_array, leaves)):
+            structure = jax.tree.structure(boxed((args, kwargs)))    # a program for each value of what is not traced
+        if structure not in self._programs:
+            self._programs[structure] = _Program(self._step, self._tuner, plain, args, kwargs)
+        return self._programs[structure]
+
+
+class _Program:
+    """A step compiled for one structure of its arguments."""
+
+    def __init__(self, step, tuner, plain, args, kwargs):
+        tree, modules, _ = mutable.extract((args, kwargs)) if plain else ((args, kwargs), None, ())
+        self._direct = modules is None and (not plain or not statics(boxed(tree)))
+        self._statics = ()    # (path, value) of results that are not arrays
+        if not self._direct:
+            def functional(args, kwargs, modules):
+                (args, kwargs), new = mutable.insert(unboxed((args, kwargs)), modules)
+                return self._boxed(step(*args, **kwargs)), mutable.updates(new, modules)
+        elif plain:
+            functional = wraps(step)(lambda *args, **kwargs: self._boxed(step(*args, **kwargs)))
+        inner = jax.jit(functional) if plain else step
+        self._compiled = _compiled(inner, tuner, *self._arguments(args, kwargs)[:2], name=_name(step))
+
+    def __call__(self, args, kwargs):
+        args, kwargs, found = self._arguments(args, kwargs)
+        result = self._compiled(*args, **kwargs)
+        if not self._direct:
+            result, state = result
+            mutable.apply(found, state)
+        return unboxed(result) if self._statics else result
+
+    def trace(self, args, kwargs):
+        args, kwargs, _ = self._arguments(args, kwargs)
+        traced = self._compiled.trace(*args, **kwargs)
+        if self._statics:
+            (path, value), *_ = self._statics
+            raise TypeError(f"tune: a step that is compiled ahead of time returns arrays alone; its result{path} is a "
+                            f"{type(value).__name__}")
+        return traced
+
+    def _arguments(self, args, kwargs):
+        """(positional arguments, keyword arguments, nnx modules) of the compiled function."""
+        if self._direct:
+            return args, kwargs, ()
+        tree, modules, found = mutable.extract((args, kwargs))
+        return (*boxed(tree), modules), {}, found
+
+    def _boxed(self, result):
+        result = results_boxed(result)
+        self._statics = self._statics or statics(result)    # at every trace, since it may depend on shapes
+        return result
 
 
 def _chip(chip) -> hardware.Chip:
@@ -140,14 +197,12 @@ def _version(text) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:3] if part.isdigit())
 
 
-def _of_boxes(step):
-    return functools.wraps(step, updated=())(lambda *args, **kwargs: boxed(step(*unboxed(args), **unboxed(kwargs))))
+def _name(step) -> str:
+    return getattr(step, "__name__", type(step).__name__)
 
 
-def _program(tuner, step, inner, args, kwargs):
-    """(the step compiled for itself, whether anything in it is no array): with the donation of the jitted one, and the
-    compiler options that suit it."""
-    name = getattr(step, "__name__", type(step).__name__)
+def _compiled(inner, tuner, args, kwargs, *, name):
+    """A jitted function, tuned and compiled with the donation of the original and the options that suit the program."""
     try:
         traced = inner.trace(*args, **kwargs)
     except _NOT_TRACED as error:
@@ -155,28 +210,26 @@ def _program(tuner, step, inner, args, kwargs):
                         f"{str(error).strip().splitlines()[0]}") from error
     if not isinstance(traced, jax.stages.Traced):
         raise TypeError(f"tune: a step is a function of arrays, jitted by jax.jit or not at all; '{name}' is a "
-                        f"{type(step).__module__}.{type(step).__name__}")
+                        f"{type(inner).__module__}.{type(inner).__name__}")
     where, named = traced.args_info
     if len(where) != len(args) or len(named) != len(kwargs):
         raise TypeError("tune: a step takes arrays alone; bind its static arguments with functools.partial")
     given = _donated(traced)
-    compiled = jax.jit(
-        functools.wraps(step, updated=())(lambda *args, **kwargs: boxed(tuner.run(inner, args, kwargs))),
-        donate_argnums=[i for i, info in enumerate(given[0]) if _all(info)],
-        donate_argnames=[name for name, info in given[1].items() if _all(info)],
-        compiler_options=tuner.options(traced.jaxpr) or None)
-    return compiled, holds_statics((args, kwargs, traced.out_info))
+    return jax.jit(wraps(inner)(lambda *args, **kwargs: tuner.run(inner, args, kwargs)),
+                   donate_argnums=[i for i, info in enumerate(given[0]) if _all(info)],
+                   donate_argnames=[name for name, info in given[1].items() if _all(info)],
+                   compiler_options=tuner.options(traced.jaxpr) or None)
 
 
 def _donated(traced) -> tuple:
     """Which leaves of the arguments are donated; by a jitted function too that the step only calls, as
     functools.partial does."""
     leaves, structure = jax.tree.flatten(traced.args_info)
-    jaxpr, donated = traced.jaxpr.jaxpr, [leaf.donated for leaf in leaves]
-    if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "jit":
-        eqn = jaxpr.eqns[0]
-        inner = {id(v) for v, given in zip(eqn.invars, eqn.params["donated_invars"]) if given}
-        donated = [given or id(v) in inner for given, v in zip(donated, jaxpr.invars)]
+    program, donated = traced.jaxpr.jaxpr, [leaf.donated for leaf in leaves]
+    if len(program.eqns) == 1 and jaxpr.call_name(program.eqns[0]) is not None:
+        eqn = program.eqns[0]
+        inner = {id(v) for v, given in zip(eqn.invars, jaxpr.donated(eqn)) if given}
+        donated = [given or id(v) in inner for given, v in zip(donated, program.invars)]
     return jax.tree.unflatten(structure, donated)
 
 
@@ -200,16 +253,17 @@ class _Tuner(Interpreter):
     def __init__(self, rules, rows=None):
         super().__init__()
         self.rows, self.rules, self.compiling = rows, {}, [rule for rule in rules if rule.options]
+        self.lost, self.warned = {}, False    # compiler options of the last program, which run() cannot set
         for rule in rules:
             for primitive in rule.primitives if rule.apply else ():
                 self.rules.setdefault(primitive, []).append(rule)
 
-    def depends(self, scope):
+    def depends(self, at):
         return None if self.rows is None else object()    # every call is explained
 
     def options(self, closed) -> dict:
         """The compiler options for a program; none for symbolic sizes, since an exported program has no options."""
-        equations = list(_equations(closed.jaxpr)) if self.compiling else []
+        equations = list(jaxpr.equations(closed.jaxpr)) if self.compiling else []
         if not all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars)):
             return {}
         return {name: value for rule in self.compiling if rule.when(equations) for name, value in rule.options.items()}
@@ -218,15 +272,16 @@ class _Tuner(Interpreter):
         return Value(x, True)
 
     def opened(self, closed):
-        return _jax.opened(closed)
+        self.lost = self.options(closed)
+        return jaxpr.opened(closed)
 
-    def equation(self, eqn, scope, inputs, plan):
+    def equation(self, eqn, at, inputs, plan):
         rules = self.rules.get(eqn.primitive.name, ())
         for rule in rules if all(_free(v.aval) for v in eqn.invars) else ():
             outputs = rule.apply(eqn, inputs)
             if outputs is not None:
                 if self.rows is not None:
-                    self.rows.append(Fired(scope, eqn.primitive.name, rule.name, rule.reason))
+                    self.rows.append(Fired(at.path, eqn.primitive.name, rule.name, rule.reason))
                 values = [y if isinstance(y, Value) else Value(y) for y in outputs]
                 return [Value(restore(y, v.aval), y.note) for y, v in zip(values, eqn.outvars)]
         if eqn.primitive.name in _tune_cpu.VIEWS and (inputs[0].note is True or np.ndim(inputs[0].x) == 0):
@@ -242,11 +297,4 @@ def _known(aval) -> bool:
 def _free(aval) -> bool:
     """Whether arrays of this type may be given another shape: their sizes are known, and JAX leaves it to the compiler
     which axes lie on which devices."""
-    return _known(aval) and all(axis is None for axis in getattr(aval.sharding, "spec", ()))
-
-
-def _equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in _jax.sub_jaxprs(eqn):
-            yield from _equations(sub.jaxpr)
+    return _known(aval) and not jaxpr.explicit(aval)

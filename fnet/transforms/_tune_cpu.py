@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from fnet import jaxpr
 from fnet.hardware._onednn import ONEDNN
 from fnet.transforms import _tune_library as library
 from fnet.transforms._lowered import as_matrices
@@ -58,8 +59,9 @@ def products(eqn, inputs):
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
         return None
-    (left, right), batch = eqn.params["dimension_numbers"]
-    rest = {k: v for k, v in eqn.params.items() if k != "dimension_numbers"}
+    product = jaxpr.product(eqn)
+    (left, right), batch = product.dimensions
+    rest = product.without("dimension_numbers")
     if not any(batch) and len(left) == 1 and (x.ndim == 2) != (y.ndim == 2):
         first = x.ndim == 2
         (array, matrix), (i, j) = (inputs[::-1], (right[0], left[0])) if first else (inputs, (left[0], right[0]))
@@ -90,10 +92,11 @@ def _ready(value, x):
 def bfloat16_products(eqn, inputs):
     """A product of bfloat16 arrays as one of matrices with float32 sums; other forms take up to ten times as long."""
     x, y = (value.x for value in inputs)
-    work = eqn.outvars[0].aval.size * math.prod(x.shape[i] for i in eqn.params["dimension_numbers"][0][0])
+    product = jaxpr.product(eqn)
+    work = eqn.outvars[0].aval.size * product.summed
     if x.dtype != library.BF16 or y.dtype != library.BF16 or work < LARGE_LOW or not library.bfloat16_pays():
         return None
-    (left, right), batch = eqn.params["dimension_numbers"]
+    (left, right), batch = product.dimensions
     dot = functools.partial(as_matrices, out=eqn.outvars[0].aval.dtype)
     if x.ndim == 2 < y.ndim and len(left) == 1 and not any(batch):    # vmap's w a, see `products`
         z = dot(y, x, ((right, left), batch))
@@ -103,12 +106,10 @@ def bfloat16_products(eqn, inputs):
 
 def _windows(eqn, x):
     """The window of a pooling whose windows tile the array, one number for each axis, or None."""
-    p = eqn.params
-    window = tuple(p["window_dimensions"])
-    tiles = (window == tuple(p["window_strides"]) and not any(low or high for low, high in p["padding"])
-             and all(d == 1 for name in ("base_dilation", "window_dilation") for d in p.get(name, ()))
-             and not any(size % k for size, k in zip(x.shape, window)))
-    return window if tiles and 1 < math.prod(window) <= 16 else None    # 64 compiled for a minute
+    window = jaxpr.pooling_window(eqn)
+    if window is None or any(size % k for size, k in zip(x.shape, window)):
+        return None
+    return window if 1 < math.prod(window) <= 16 else None    # 64 compiled for a minute
 
 
 def _split(shape, window):
@@ -136,7 +137,7 @@ def max_pool_gradient(eqn, inputs):
     select_and_scatter finds it, NaN and ties included."""
     g, x = inputs[0].x, inputs[1].x
     window = _windows(eqn, x)
-    if window is None or eqn.params["select_prim"] is not lax.ge_p:
+    if window is None or not jaxpr.selects_largest(eqn):
         return None
     first, *rest = _tiles(x, window)
     place = jnp.zeros(first.shape, jnp.int8)
@@ -164,20 +165,20 @@ def _ends_swapped(x):
 def convolution_gradient(eqn, inputs):
     """The weight gradient of a convolution in the layout of a forward one; of a bfloat16 convolution too, where XLA
     would compute it in float32 anyway."""
-    op, p, dtype = library.operation(eqn)
-    if op is not lax.conv_general_dilated_p or dtype not in (F32, library.BF16):
+    product = jaxpr.product(eqn)
+    dtype = product.dtype
+    if product.op is not jaxpr.CONVOLUTION or dtype not in (F32, library.BF16):
         return None
     if dtype == library.BF16 and library.onednn():
         return None
-    (x, w), (lhs, rhs, out) = (value.x for value in inputs), p["dimension_numbers"]
-    if (x.ndim != 4 or lhs != (3, 0, 1, 2) or rhs != (3, 0, 1, 2)
-            or p["feature_group_count"] != 1 or p["batch_group_count"] != 1):
+    (x, w), (lhs, rhs, out) = (value.x for value in inputs), product.dimensions
+    if x.ndim != 4 or lhs != (3, 0, 1, 2) or rhs != (3, 0, 1, 2) or product.groups != (1, 1):
         return None
     x, w = (a.astype(dtype).astype(F32) for a in (x, w))
     n, h, width, c = x.shape
     x = _ends_swapped(x.reshape(n, h * width, c)).reshape(c, h, width, n)
     w = apart(apart(w).transpose(1, 2, 0, 3))
-    rest = {k: v for k, v in p.items() if k not in ("dimension_numbers", "preferred_element_type")}
+    rest = product.without("dimension_numbers", "preferred_element_type")
     z = lax.conv_general_dilated_p.bind(x, w, dimension_numbers=lax.conv_dimension_numbers(
         x.shape, w.shape, ("NHWC", "HWIO", "NHWC")), preferred_element_type=F32, **rest)    # [c, height, width, out]
     inverse = [0] * 4

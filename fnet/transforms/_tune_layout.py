@@ -11,13 +11,7 @@ from __future__ import annotations
 import numpy as np
 from jax import lax
 
-from fnet.transforms._rewrite import Value, plain
-
-ELEMENTWISE = frozenset((
-    "abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq",
-    "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "round", "rsqrt", "select_n", "sign", "sin", "sqrt",
-    "square", "stop_gradient", "sub", "tanh", "xor"))
+from fnet.jaxpr import POINTWISE, Value, permutation, plain
 
 
 def transposed(y, order) -> Value:
@@ -35,8 +29,8 @@ def followed(eqn, inputs) -> list[Value] | None:
     order = orders.pop()
     if name == "transpose":
         back = lax.transpose(inputs[0].x, np.argsort(order).tolist())
-        return [transposed(back, [order[i] for i in eqn.params["permutation"]])]
-    if name not in ELEMENTWISE or any(v.aval.ndim != len(order) for v in eqn.outvars):
+        return [transposed(back, [order[i] for i in permutation(eqn)])]
+    if name not in POINTWISE or any(v.aval.ndim != len(order) for v in eqn.outvars):
         return None
     if not all(_order(value) or value.note is True or np.ndim(value.x) == 0 for value in inputs):
         return None

@@ -10,27 +10,17 @@ from __future__ import annotations
 
 import collections
 import functools
-import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax import lax
 
 from fnet.hardware._cpu import read_cpu
 from fnet.hardware._onednn import onednn
-from fnet.transforms._lowered import lowered_p
+from fnet.jaxpr import CONVOLUTION, product
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
 LARGE = 1 << 21    # multiplications of a convolution from which on a call of oneDNN is worth it
-
-
-def operation(eqn) -> tuple:
-    """(the primitive, its parameters, the dtype that its operands are rounded to), of a product that autocast has
-    lowered too."""
-    if eqn.primitive is lowered_p:
-        return eqn.params["op"], eqn.params["params"](None), eqn.params["compute"]
-    return eqn.primitive, eqn.params, getattr(eqn.invars[0].aval, "dtype", None) if eqn.invars else None
 
 
 @functools.cache
@@ -40,15 +30,23 @@ def bfloat16_pays() -> bool:
 
 
 def eigen_pays(equations: Sequence) -> bool:
-    """Whether convolutions are most of the work: YNNPACK takes twice the time of Eigen for them."""
+    """Whether convolutions are most of the work, and none of them is grouped.
+
+    Eigen takes 0.42 to 1.07 of YNNPACK's time for ungrouped convolutions in both passes, and 0.82 to 1.33 for depthwise
+    and grouped ones, which take most of the time where there are any (16 shapes on two cores of an AMD EPYC, jaxlib
+    0.10.2; benchmarks/RESULTS.md).
+    """
+    convolutions = [found for eqn in equations if (found := product(eqn)) is not None and found.op is CONVOLUTION]
+    if any(found.groups != (1, 1) for found in convolutions):
+        return False
     work = _work(equations)
     return work["convolution", F32] + work["convolution", BF16] > work["product", F32] + work["product", BF16]
 
 
 def onednn_pays(equations: Sequence) -> bool:
     """Whether convolutions of bfloat16 are most of the work, and not small."""
-    work, every = _work(equations), sum(operation(eqn)[0] is lax.conv_general_dilated_p for eqn in equations)
-    low = work["convolution", BF16]
+    work, products = _work(equations), filter(None, map(product, equations))
+    every, low = sum(each.op is CONVOLUTION for each in products), work["convolution", BF16]
     return 2 * low > sum(work.values()) and low >= LARGE * every and onednn()
 
 
@@ -56,12 +54,7 @@ def _work(equations) -> collections.Counter:
     """{("product" or "convolution", dtype): multiplications}, with the body of a loop counted once."""
     work = collections.Counter()
     for eqn in equations:
-        op, params, dtype = operation(eqn)
-        if op is lax.dot_general_p:
-            x = eqn.invars[0].aval.shape
-            summed = math.prod(x[i] for i in params["dimension_numbers"][0][0])
-            work["product", dtype] += eqn.outvars[0].aval.size * summed
-        elif op is lax.conv_general_dilated_p:
-            kernel, axis = eqn.invars[1].aval, params["dimension_numbers"].rhs_spec[0]
-            work["convolution", dtype] += eqn.outvars[0].aval.size * kernel.size // max(1, kernel.shape[axis])
+        if (found := product(eqn)) is not None:
+            kind = "convolution" if found.op is CONVOLUTION else "product"
+            work[kind, found.dtype] += eqn.outvars[0].aval.size * found.summed
     return work

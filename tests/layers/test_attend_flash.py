@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import os
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +151,8 @@ def both(platform, form, operands, where, y, partitioning="whole"):
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window": 40}, {"lengths": [0, 100]},
                                      {"causal": True, "lengths": [1, 128]}], ids=str)
 def test_splash_attention_in_pallas_interpreter(options, monkeypatch):
-    monkeypatch.setattr(_jax, "splash_attention", functools.partial(_jax.splash_attention, interpret=True))
+    interpreted = functools.partial(_jax.kernels.splash_attention, interpret=True)
+    monkeypatch.setattr(_jax.kernels, "splash_attention", interpreted)
     form, *rest = problem(options, jnp.float32)
     close(jax.jit(functools.partial(both, "tpu", form))(*rest), jax.jit(functools.partial(truth, form))(*rest))
 
@@ -189,7 +189,7 @@ def stand_in(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=Tru
     {"causal": True, "mask": MASK}, {"causal": True, "mask": MASK, "lengths": [3, 128]},
     {"mask": np.eye(128, k=3, dtype=bool)[None, None]}], ids=lambda options: str(list(options)))
 def test_what_is_around_cudnn(options, monkeypatch):
-    monkeypatch.setattr(_jax, "cudnn_attention", stand_in)
+    monkeypatch.setattr(_jax.kernels, "cudnn_attention", stand_in)
     form, *rest = problem(options, jnp.bfloat16)
     got, want = jax.jit(functools.partial(both, "cuda", form))(*rest), jax.jit(functools.partial(truth, form))(*rest)
     close([x.astype(jnp.float32) for x in got], want, 2e-2)
@@ -201,7 +201,7 @@ def test_what_is_around_cudnn(options, monkeypatch):
     (P("data", "model"), 2, {"causal": True}),
     (P(None, None, None, "model"), 2, {"mask": MASK[[0, 1] * 4, :, :16, :16]})], ids=str)
 def test_devices_share_batch_and_heads(spec, g, options, monkeypatch):
-    monkeypatch.setattr(_jax, "cudnn_attention", stand_in)
+    monkeypatch.setattr(_jax.kernels, "cudnn_attention", stand_in)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     operands = arrays(jnp.float32, b=8, t=16, g=g, d=4)
     where = [jnp.asarray(options[name]) for name in ("mask", "lengths") if name in options]
@@ -219,19 +219,18 @@ def test_devices_share_batch_and_heads(spec, g, options, monkeypatch):
 
 
 def test_lowers_for_several_gpus(monkeypatch):
-    told = set(_jax.dispatch.prim_requires_devices_during_lowering) - {attention_p, backward_p}
-    monkeypatch.setattr(_jax.dispatch, "prim_requires_devices_during_lowering", told)
+    told = set(_jax.kernels._dispatch.prim_requires_devices_during_lowering) - {attention_p, backward_p}
+    monkeypatch.setattr(_jax.kernels._dispatch, "prim_requires_devices_during_lowering", told)
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     place = NamedSharding(mesh, P("data"))
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays(b=8)]
     found = {}
-    for backend in ("cpu", "gpu"):
-        monkeypatch.setattr(jax, "default_backend", lambda: backend)    # noqa: B023
-        monkeypatch.delitem(sys.modules, "jax.experimental.topologies", raising=False)
+    for plugin in (None, object()):
+        monkeypatch.setattr(_jax.kernels, "_cuda_versions", lambda: plugin)    # noqa: B023
         f = gradient(lambda *x: dot_product_attention(*x, causal=True))
-        found[backend] = lowered(f, *like)
-    assert "dot_general" in found["cpu"] and not calls(found["cpu"])    # who will run it is not known
-    assert [target for target, *_ in calls(found["gpu"])] == ["CustomSPMDPartitioning"] * 2
+        found[plugin is not None] = lowered(f, *like)
+    assert "dot_general" in found[False] and not calls(found[False])    # the devices are not known
+    assert [target for target, *_ in calls(found[True])] == ["CustomSPMDPartitioning"] * 2
     split = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     assert [target for target, *_ in calls(lowered(split, *like))] == ["__cudnn$fmhaSoftmax",
                                                                        "__cudnn$fmhaSoftmaxBackward"]

@@ -7,7 +7,7 @@ import pytest
 from checks import close, counted, same
 
 from fnet import layers as nn
-from fnet._jax import sub_jaxprs
+from fnet.jaxpr import bodies
 
 KEY = jax.random.key(0)
 X = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32)
@@ -25,7 +25,7 @@ def trained(model, params, state, x):
 def equations(f, *args, name):
     """How often a primitive stands in f's jaxpr, wherever."""
     def count(jaxpr):
-        return sum((eqn.primitive.name == name) + sum(count(sub.jaxpr) for sub in sub_jaxprs(eqn))
+        return sum((eqn.primitive.name == name) + sum(count(sub.jaxpr) for sub in bodies(eqn))
                    for eqn in jaxpr.eqns)
 
     return count(jax.make_jaxpr(f)(*args).jaxpr)

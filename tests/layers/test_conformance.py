@@ -19,7 +19,7 @@ from layer_cases import BATCH, CASES, GOLDEN, golden, inputs
 
 from fnet import layers as nn
 from fnet import transforms as ft
-from fnet._jax import sub_jaxprs
+from fnet.jaxpr import bodies
 
 KEY = jax.random.key(7)
 every = pytest.mark.parametrize("name", CASES)
@@ -313,7 +313,7 @@ def uses(jaxpr, names, prefix=()):
         stack = str(eqn.source_info.name_stack)
         scope = (*prefix, *(part for part in stack.split("/") if part and not part.startswith("jit(")))
         taken = [names.get(v) if not hasattr(v, "val") else None for v in eqn.invars]
-        inner = [sub for sub in sub_jaxprs(eqn) if len(sub.jaxpr.invars) == len(taken)]
+        inner = [sub for sub in bodies(eqn) if len(sub.jaxpr.invars) == len(taken)]
         for sub in inner:
             yield from uses(sub.jaxpr, {v: n for v, n in zip(sub.jaxpr.invars, taken) if n is not None}, scope)
         if not inner:
@@ -374,7 +374,7 @@ def operations(jaxpr, name=None):
     """How many equations (of that name) run, those inside counted as often as they run."""
     total = 0
     for eqn in jaxpr.eqns:
-        inner = sub_jaxprs(eqn)
+        inner = bodies(eqn)
         total += sum(sub.times * operations(sub.jaxpr, name) for sub in inner) if inner else (
             name in (None, eqn.primitive.name))
     return total

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from fnet import layers as nn
 from fnet import models
 from fnet import transforms as ft
-from fnet._jax import sub_jaxprs
+from fnet.jaxpr import bodies
 
 VOCAB = 37
 RANDOM = np.random.default_rng(0)
@@ -36,7 +36,7 @@ def mean(f):
 def shapes(jaxpr):
     for eqn in jaxpr.eqns:
         yield from (v.aval.shape for v in eqn.outvars)
-        for sub in sub_jaxprs(eqn):
+        for sub in bodies(eqn):
             yield from shapes(sub.jaxpr)
 
 

@@ -129,6 +129,7 @@ def test_16_bit_attention_is_portable(name):
     close(program.call(params, *x), jax.jit(f)(params, *x), 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:tune. the compiler options")    # of the jit that the program is compared with
 @pytest.mark.parametrize("name", ["GPT", "CNN"])
 def test_of_autocast_and_tune(name):
     f, params, shape, shapes = build(name)

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from fnet import layers as nn
 from fnet import models, parallel
 from fnet import transforms as ft
+from fnet.jaxpr import batch_axes
 from fnet.parallel._pins import pin
-from fnet.transforms._batch_axes import batch_axes
 
 N = 8
 MESH = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))

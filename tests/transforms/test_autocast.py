@@ -144,7 +144,7 @@ def test_bad_input_in_one_sentence():
         ft.autocast(jnp.matmul, 16)
     with pytest.raises(ValueError, match="the rule 'head' gives 'int8'; a dtype is one of float32, bfloat16, float16"):
         ft.autocast(jnp.matmul, "bfloat16", rules={"head": "int8"})
-    with pytest.raises(TypeError, match=re.escape("autocast lowers what is float32, and the function has none; its "
+    with pytest.raises(TypeError, match=re.escape("autocast lowers float32 alone, and the function has none; its "
                                                   "inputs are int32[3]")):
         ft.autocast(lambda x: x + 1, "bfloat16")(jnp.arange(3))
 

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from precision_cases import normal
 from precision_checks import BF16, F16, F32, equations, to_the_letter, worst
 
+from fnet import jaxpr
 from fnet import transforms as ft
-from fnet.transforms import _autocast
+from fnet.jaxpr import _primitives
 
 MESH = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 X, Y = normal(1, 4, 8), normal(2, 8, 4)
@@ -145,10 +146,11 @@ def test_reshard_follows():
 
 
 def test_every_primitive_of_the_lists_is_tested():
-    """Two of them belong to other versions of JAX, and pbroadcast stands only in what JAX makes of shard_map itself."""
-    listed = _autocast._STRUCTURE | _autocast._ARITHMETIC
-    assert listed - FOLLOW.keys() - COLLECTIVE.keys() == {"copy_p", "expand_dims", "pbroadcast", "reshard"}
-    assert not (listed | _autocast._POWERS | _autocast._LOWER.keys()) & FLOAT32.keys()
+    """pbroadcast appears only in what JAX itself makes of shard_map; reshard has a test of its own."""
+    of = lambda *precisions: {name for name, each in _primitives._TRAITS.items() if each.precision in precisions}
+    assert of("exact", "arithmetic") - FOLLOW.keys() - COLLECTIVE.keys() == {"pbroadcast", "reshard"}
+    assert of("power") - {"one_minus_square"} == POWERS.keys() - {"one_minus_square"}
+    assert not (of("exact", "arithmetic", "power") | jaxpr.BILINEAR.keys()) & FLOAT32.keys()
 
 
 @both

@@ -19,6 +19,7 @@ from fnet import layers as nn
 from fnet import transforms as ft
 from fnet.transforms import _tune, _tune_cpu, _tune_library
 
+pytestmark = pytest.mark.filterwarnings("ignore:tune. the compiler options")    # tested in test_tune_calls
 ELSEWHERE = "bfloat16_products", "convolution_library"    # test_tune_bfloat16, test_tune_library
 NAMES = [rule.name for rule in _tune_cpu.RULES]
 EVERY = dict.fromkeys(NAMES, True)    # on whatever XLA is installed

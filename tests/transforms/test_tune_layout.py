@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fnet import _jax
 from fnet import transforms as ft
+from fnet.jaxpr import Value, bodies
 from fnet.transforms import _tune_cpu, _tune_layout
-from fnet.transforms._rewrite import Value
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,7 @@ def transformer():
 def equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for sub in _jax.sub_jaxprs(eqn):
+        for sub in bodies(eqn):
             yield from equations(sub.jaxpr)
 
 

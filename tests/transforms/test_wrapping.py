@@ -12,8 +12,8 @@ from checks import same
 
 from fnet import parallel
 from fnet import transforms as ft
+from fnet.jaxpr import Compiled, wraps
 from fnet.parallel._pins import pin
-from fnet.transforms._wrapping import Compiled, wraps
 
 ONE = jax.devices()[:1]
 X = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 4)), jnp.float32)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fnet import _jax
+from fnet.jaxpr._calls import bodies, scan
 
 _JOINING = frozenset(("psum", "pmax", "pmin", "all_gather"))    # the same result on every device of the axis
 _DIFFERENT = frozenset(("axis_index", "get", "swap"))           # mutable arrays ("get", "swap") are not followed
@@ -37,24 +38,23 @@ def _outputs(eqn, inputs, axis) -> list[bool]:
         return [False] * count
     if name in _DIFFERENT:
         return [over or name != "axis_index"] * count
-    bodies = _jax.sub_jaxprs(eqn)
-    kinds = {body.kind for body in bodies}
+    inside = bodies(eqn)
+    kinds = {body.kind for body in inside}
     if kinds == {"call"}:
-        return may_differ(bodies[0].jaxpr, inputs, axis)
+        return may_differ(inside[0].jaxpr, inputs, axis)
     if kinds == {"scan"}:
-        consts, carry, _ = _jax.scan_parts(eqn)
-        return _loop(bodies[0].jaxpr, inputs[:consts], inputs[consts:consts + carry], inputs[consts + carry:], axis)
+        return _loop(inside[0].jaxpr, *scan(eqn).split(inputs), axis)
     if kinds == {"while_cond", "while_body"}:
-        test, step = (body.jaxpr for body in bodies)
+        test, step = (body.jaxpr for body in inside)
         tested, consts, carry = (len(test.invars) - count, len(step.invars) - count, inputs[len(inputs) - count:])
         after = _loop(step, inputs[tested:tested + consts], carry, [], axis)
         # If devices may leave the loop at different iterations, everything that it carries may differ.
         return [True] * count if any(may_differ(test, [*inputs[:tested], *after], axis)) else after
     if kinds == {"branch"}:
-        branches = [may_differ(body.jaxpr, inputs[1:], axis) for body in bodies]
+        branches = [may_differ(body.jaxpr, inputs[1:], axis) for body in inside]
         return [inputs[0] or any(branch) for branch in zip(*branches)]
-    inside = (may_differ(body.jaxpr, [False] * len(body.jaxpr.invars), axis) for body in bodies)
-    return [any(inputs) or any(map(any, inside))] * count
+    differ = (may_differ(body.jaxpr, [False] * len(body.jaxpr.invars), axis) for body in inside)
+    return [any(inputs) or any(map(any, differ))] * count
 
 
 def _loop(jaxpr, consts, carry, slices, axis) -> list[bool]:

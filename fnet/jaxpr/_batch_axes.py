@@ -1,19 +1,32 @@
-"""Where the batch stands: for each primitive, from its inputs' axes to its outputs'."""
+"""Which axis of a value is the batch: for each primitive, from the axes of its inputs to those of its outputs."""
 
 from __future__ import annotations
 
 import math
-import types
 
 from fnet import _jax
+from fnet.jaxpr._calls import bodies, scan
+from fnet.jaxpr._equations import DOT, permutation, product
+from fnet.jaxpr._primitives import description, traits
 
 
 def batch_axes(eqn, notes: list) -> list:
-    """Which axis of each output is the batch's, given that of each input; None where none is, or it is not known."""
+    """Which axis of each output is the batch, given that of each input; None if none is, or it is not known."""
     if all(note is None for note in notes):
         return [None] * len(eqn.outvars)
-    rule = _RULES.get(eqn.primitive.name)
-    found = rule(eqn, notes) if rule else _alike(eqn, notes)
+    name = eqn.primitive.name
+    if (rule := _RULES.get(name)) is not None:
+        found = rule(eqn, notes)
+    elif (multiplied := product(eqn)) is not None:
+        found = _multiplied(multiplied, notes)
+    elif traits(name).kind == "reduction" and "axes" in eqn.params:
+        found = _reduced(eqn, notes)
+    elif description(eqn.primitive).batch_first:
+        found = [next(note for note in notes if note is not None)] * len(eqn.outvars)
+    elif name not in _UNKNOWN and len(inside := bodies(eqn)) == 1 and inside[0].kind == "call":
+        found = _through(inside[0].jaxpr, notes)
+    else:
+        found = [None] * len(eqn.outvars) if name in _UNKNOWN else _alike(eqn, notes)
     return [note if note is not None and note < len(v.aval.shape) else None for note, v in zip(found, eqn.outvars)]
 
 
@@ -81,20 +94,17 @@ def _product(contract, batched, ranks, notes):
     return None
 
 
-def _dot(eqn, notes):
-    contract, batched = eqn.params["dimension_numbers"]
-    batched = [list(axes) for axes in batched]
-    return [_product(contract, batched, [len(v.aval.shape) for v in eqn.invars[:2]], notes)]
-
-
-def _convolution(eqn, notes):
-    numbers = eqn.params["dimension_numbers"]
-    return [numbers.out_spec[0] if notes[0] is not None and notes[0] == numbers.lhs_spec[0]
-            and eqn.params["batch_group_count"] == 1 else None]
+def _multiplied(found, notes):
+    if found.op is DOT:
+        contract, batched = found.dimensions
+        ranks = [len(v.aval.shape) for v in found.eqn.invars[:2]]
+        return [_product(contract, [list(axes) for axes in batched], ranks, notes)]
+    rows = notes[0] is not None and notes[0] == found.dimensions.lhs_spec[0] and found.groups[1] == 1
+    return [found.dimensions.out_spec[0] if rows else None]
 
 
 def _gathered(eqn, notes):
-    """Look-ups: the batch of the indices, or of what is looked up in, row by row."""
+    """The batch of the indices, or of the operand if it is gathered from row by row."""
     numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
     rank = len(eqn.outvars[0].aval.shape)
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
@@ -127,49 +137,26 @@ def _after(note):
 
 
 def _scanned(eqn, notes):
-    consts, carry, _ = _jax.scan_parts(eqn)
-    jaxpr = _jax.close(eqn.params["jaxpr"]).jaxpr
-    carried, sliced = list(notes[consts:consts + carry]), list(map(before, notes[consts + carry:]))
-    for _ in range(carry + 1):    # a carry that begins without the batch, like a gradient's zeros, may meet it
-        found = _through(jaxpr, [*notes[:consts], *carried, *sliced])
+    parts = scan(eqn)
+    consts, carried, sliced = parts.split(notes)
+    sliced = list(map(before, sliced))
+    for _ in range(parts.carry + 1):    # a carry that starts without the batch, like a gradient's zeros, may receive it
+        found = _through(parts.jaxpr, [*consts, *carried, *sliced])
         joined = [b if a is None else a for a, b in zip(carried, found)]
         if joined == carried:
             break
         carried = joined
-    return [*(a if a == b else None for a, b in zip(carried, found)), *map(_after, found[carry:])]
-
-
-def _called(eqn, notes):
-    subs = _jax.sub_jaxprs(eqn)
-    return _through(subs[0].jaxpr, notes) if len(subs) == 1 else _alike(eqn, notes)
+    return [*(a if a == b else None for a, b in zip(carried, found)), *map(_after, found[parts.carry:])]
 
 
 def _branched(eqn, notes):
-    found = [_through(_jax.close(branch).jaxpr, notes[1:]) for branch in eqn.params["branches"]]
+    found = [_through(branch.jaxpr, notes[1:]) for branch in bodies(eqn)]
     return [axes[0] if len(set(axes)) == 1 else None for axes in zip(*found)]
 
 
-def _attention(eqn, notes):
-    return [next((note for note in notes if note is not None), None)] * len(eqn.outvars)    # [batch, ...] all
-
-
-def _lowered(eqn, notes):
-    """A product whose operands autocast has lowered."""
-    params = eqn.params["params"]()
-    return batch_axes(types.SimpleNamespace(primitive=eqn.params["op"], params=params, invars=eqn.invars,
-                                            outvars=eqn.outvars), notes)
-
-
+_UNKNOWN = frozenset(("while", "shard_map"))
 _RULES = {
-    "transpose": lambda eqn, notes: [None if notes[0] is None else eqn.params["permutation"].index(notes[0])],
-    "broadcast_in_dim": _broadcast, "reshape": _reshaped, "squeeze": _squeezed, "dot_general": _dot,
-    "conv_general_dilated": _convolution, "gather": _gathered, "scatter-add": _scattered, "scatter": _scattered,
-    "scan": _scanned, "cond": _branched, "while": lambda eqn, notes: [None] * len(eqn.outvars),
-    "shard_map": lambda eqn, notes: [None] * len(eqn.outvars),
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax",
-                     "argmin"), _reduced),
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call",
-                     "custom_vjp_call", "custom_vmap_call"), _called),
-    "lowered": _lowered,
-    **dict.fromkeys(("attention", "attention_slope", "attention_backward"), _attention),
+    "transpose": lambda eqn, notes: [None if notes[0] is None else permutation(eqn).index(notes[0])],
+    "broadcast_in_dim": _broadcast, "reshape": _reshaped, "squeeze": _squeezed, "gather": _gathered,
+    "scatter-add": _scattered, "scatter": _scattered, "scan": _scanned, "cond": _branched,
 }

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet._jax import sub_jaxprs
+from fnet.jaxpr import bodies
 
 F32, BF16, F16 = (np.dtype(name) for name in ("float32", "bfloat16", "float16"))
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}    # code that runs once
@@ -37,7 +37,7 @@ def walk(jaxpr):
     """All equations of a jaxpr, at every depth."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for sub in sub_jaxprs(eqn):
+        for sub in bodies(eqn):
             yield from walk(sub.jaxpr)
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from precision_cases import normal
 
 from fnet import transforms as ft
-from fnet._jax import sub_jaxprs
+from fnet.jaxpr import bodies
 
 
 def nothing(primitive, scope, inputs, equation):
@@ -127,7 +127,7 @@ def test_values_are_dropped_after_their_last_use():
 def test_sub_jaxprs_of_a_batched_while_survive():
     f = jax.vmap(lambda x: lax.while_loop(lambda v: v > 1, lambda v: v / 2, x))
     eqns = jax.make_jaxpr(ft.rewrite(f, nothing))(jnp.arange(4.0)).eqns
-    assert [sub.kind for e in eqns for sub in sub_jaxprs(e)] == ["while_cond", "while_body"]
+    assert [sub.kind for e in eqns for sub in bodies(e)] == ["while_cond", "while_body"]
     same(ft.rewrite(f, nothing)(jnp.arange(4.0)), f(jnp.arange(4.0)))
 
 

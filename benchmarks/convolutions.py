@@ -1,0 +1,61 @@
+"""Which convolutions `tune`'s rule `convolution_kernels` makes faster: each alone, with Eigen's and YNNPACK's kernels.
+
+    python -m benchmarks.convolutions
+
+Both programs are in one process and take turns, since a process of its own for each of 24 programs would take minutes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks._harness import header
+from fnet.transforms._tune_library import YNNPACK
+
+ROUNDS = 7
+# batch, height and width, input features, output features, window, stride, groups
+SHAPES = [(8, 28, 32, 64, 3, 1, 1), (8, 56, 64, 64, 3, 1, 1), (8, 28, 128, 128, 3, 1, 1), (8, 14, 256, 256, 3, 1, 1),
+          (8, 28, 64, 64, 3, 2, 1), (2, 224, 3, 32, 3, 2, 1), (8, 28, 24, 96, 1, 1, 1), (8, 56, 64, 64, 1, 1, 1),
+          (8, 28, 96, 96, 3, 1, 96), (8, 28, 96, 96, 5, 1, 96), (8, 28, 64, 64, 3, 1, 4), (8, 28, 128, 128, 3, 1, 32)]
+
+
+def milliseconds(f, *args) -> dict[str, float]:
+    """{"YNNPACK" (JAX's default) or "Eigen": the median of ROUNDS calls}."""
+    runs = {"YNNPACK": jax.jit(f), "Eigen": jax.jit(f, compiler_options=YNNPACK)}
+    times = {name: [] for name in runs}
+    for turn in range(ROUNDS + 1):    # the first compiles
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run(*args))
+            times[name] += [time.perf_counter() - start] * bool(turn)
+    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+
+
+def main():
+    print(header("python -m benchmarks.convolutions", ROUNDS, allocator="default"))
+    print("| convolution | pass | YNNPACK ms | Eigen ms | Eigen / YNNPACK |\n|---|---|---|---|---|")
+    random = np.random.default_rng(0)
+    for n, size, c, out, window, stride, groups in SHAPES:
+        def convolve(x, w, stride=stride, groups=groups):
+            return lax.conv_general_dilated(x, w, (stride, stride), "SAME", feature_group_count=groups,
+                                            dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+        x = jnp.asarray(random.normal(size=(n, size, size, c)), jnp.float32)
+        w = jnp.asarray(random.normal(size=(window, window, c // groups, out)), jnp.float32)
+        grouped = f", {groups} groups" * (groups > 1)
+        name = f"{window}x{window}/{stride} {c} to {out}{grouped} at {n}x{size}x{size}"
+        for phase, f in (("forward", convolve),
+                         ("gradient", jax.grad(lambda x, w, f=convolve: jnp.square(f(x, w)).sum(), (0, 1)))):
+            times = milliseconds(f, x, w)
+            ratio = times["Eigen"] / times["YNNPACK"]
+            print(f"| {name} | {phase} | {times['YNNPACK']:.2f} | {times['Eigen']:.2f} | {ratio:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

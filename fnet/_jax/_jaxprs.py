@@ -1,0 +1,39 @@
+"""Jaxprs closed, opened, and with their constants as inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from fnet._jax._features import private
+
+UNSPECIFIED = private("jax._src.sharding_impls.UNSPECIFIED", "calls with shardings")
+
+
+def close(jaxpr: Any) -> Any:
+    """A jaxpr with its constants; some equations hold an open one, which has none."""
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+
+
+def consts_as_inputs(closed: Any) -> Any:
+    """The open jaxpr whose first inputs are the constants."""
+    jaxpr = closed.jaxpr
+    invars, info = [*jaxpr.constvars, *jaxpr.invars], jaxpr.debug_info
+    if info.arg_names is not None and len(info.arg_names) != len(invars):
+        info = info._replace(arg_names=("",) * (len(invars) - len(info.arg_names)) + tuple(info.arg_names))
+    return Jaxpr((), invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, info)
+
+
+def unplaced(params: dict) -> bool:
+    """Whether the parameters of a jit equation contain no shardings."""
+    shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    return all(sharding is UNSPECIFIED for sharding in shardings)
+
+
+def hoisted(params: dict, closed: Any) -> tuple[dict, list]:
+    """(parameters of a jit equation, values) with the jaxpr's constants as its first inputs."""
+    count = len(closed.consts)
+    first = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
+    changes = {name: (value,) * count + tuple(params[name]) for name, value in first.items()}
+    return {**changes, "jaxpr": close(consts_as_inputs(closed))}, list(closed.consts)

@@ -1,0 +1,118 @@
+"""The functions inside custom_jvp, custom_vjp and custom_vmap equations, as jaxprs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Literal
+from jax.interpreters import ad
+
+from fnet._jax._jaxprs import ClosedJaxpr, close
+
+
+class CustomJvp:
+    """The rule of a custom_jvp equation."""
+
+    def __init__(self, params: dict):
+        self._fun, self.consts = params["jvp_jaxpr_fun"], params["num_consts"]
+
+    def jaxpr(self, zeros: list[bool]) -> tuple[Any, list[bool]]:
+        """(the jaxpr from primals and nonzero tangents to outputs and their nonzero tangents, which of those are zero).
+
+        Args:
+            zeros: which input tangents are zero. Closed-over constants come first; their tangents are zero.
+        """
+        jaxpr, consts, zeros_out = self._fun.call_wrapped(*zeros[self.consts:])
+        return ClosedJaxpr(jaxpr, consts), list(zeros_out)
+
+
+class Forward(NamedTuple):
+    """The forward function of a custom_vjp equation.
+
+    Attributes:
+        closed: from the inputs to residuals and outputs.
+        residuals: how many residuals it returns.
+        forwarded: for each residual of the backward function, the input that it is, or None.
+    """
+
+    closed: Any
+    residuals: int
+    forwarded: tuple
+
+
+class CustomVjp:
+    """The forward and backward functions of a custom_vjp equation."""
+
+    def __init__(self, params: dict):
+        self._params, self.consts = params, params["num_consts"]
+        self.symbolic_zeros = params["symbolic_zeros"]
+        self._types = [v.aval for v in close(params["call_jaxpr"]).jaxpr.invars]
+        self._forward: dict[tuple, Forward] = {}
+
+    def forward(self, perturbed: tuple[bool, ...]) -> Forward:
+        """The forward function, for inputs of which these are differentiated (constants included)."""
+        perturbed = tuple(perturbed[self.consts:])
+        if perturbed not in self._forward:
+            jaxpr, consts = self._params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+            _, tree, forwarded = self._params["out_trees"]()
+            count = tree.num_leaves - sum(i is not None for i in forwarded)
+            self._forward[perturbed] = Forward(ClosedJaxpr(jaxpr, consts), count, tuple(forwarded))
+        return self._forward[perturbed]
+
+    def backward(self, forward: Forward, zeros: list[bool]) -> tuple[Any, list[bool]]:
+        """(the jaxpr from inputs, residuals and cotangents to input cotangents, which inputs have one).
+
+        It is traced at the original types, which the user's function expects. A residual that is a Python number in the
+        forward function stays one.
+
+        Args:
+            zeros: which output cotangents are symbolic zeros. The jaxpr takes the others that are floating-point.
+        """
+        outvars = forward.closed.jaxpr.outvars
+        saved, outputs = outvars[:forward.residuals], outvars[forward.residuals:]
+        live = []
+
+        def run(inputs, residuals, cotangents):
+            rest = iter([v.val if isinstance(v, Literal) else x for v, x in zip(saved, residuals)])
+            full = [next(rest) if i is None else inputs[i] for i in forward.forwarded]
+            gradients = self._params["bwd"].call_wrapped(*full, *_cotangents(outputs, zeros, cotangents))
+            if isinstance(gradients, tuple) and len(gradients) == 2 and isinstance(gradients[0], (list, tuple)):
+                gradients = gradients[0]    # jax >= 0.12 returns a log beside them
+            live[:] = [not isinstance(g, (ad.Zero, SymbolicZero)) for g in gradients]
+            return [g for g, nonzero in zip(gradients, live) if nonzero]
+
+        closed = jax.make_jaxpr(run)(self._types, [_aval(v) for v in saved],
+                                     [v.aval for v, zero in zip(outputs, zeros) if not zero and _inexact(v)])
+        return closed, [False] * self.consts + live
+
+
+def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tuple[Any, list[bool]]:
+    """(the jaxpr of a custom_vmap equation's batching rule for inputs of these types, which outputs are batched)."""
+    flags, tree = [], params["in_tree"]
+
+    def rule(*arrays):
+        outputs, which = params["rule"](size, list(jax.tree.unflatten(tree, batched)),
+                                        *jax.tree.unflatten(tree, arrays))
+        flags[:] = jax.tree.leaves(which)
+        return jax.tree.leaves(outputs)
+
+    return jax.make_jaxpr(rule)(*types), flags
+
+
+def _aval(atom):
+    return jax.typeof(jnp.asarray(atom.val)) if isinstance(atom, Literal) else atom.aval
+
+
+def _inexact(v) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+
+def _cotangents(outputs, zeros, nonzero):
+    """The cotangents of all outputs: symbolic zeros, float0 zeros of integers, and those that are given."""
+    rest = iter(nonzero)
+    return [SymbolicZero(v.aval.to_tangent_aval()) if zero else next(rest) if _inexact(v)
+            else np.zeros(v.aval.shape, jax.dtypes.float0) for v, zero in zip(outputs, zeros)]

@@ -1,0 +1,133 @@
+"""Attention kernels that JAX contains, below the functions that differentiate them. Imported on first use."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fnet._jax._features import Missing, private
+
+_PARTITIONED = "attention kernels of partitioned programs"
+_dispatch = private("jax._src.dispatch", _PARTITIONED)
+_ShardingContext = private("jax._src.sharding_impls.ShardingContext", _PARTITIONED)
+_SPMDAxisContext = private("jax._src.sharding_impls.SPMDAxisContext", _PARTITIONED)
+_SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
+
+
+@functools.cache
+def _cudnn() -> Any:
+    return private("jax._src.cudnn.fused_attention_stablehlo", "cuDNN's attention")
+
+
+@functools.cache
+def _splash() -> tuple:
+    """JAX's splash attention, whose import loads Pallas."""
+    return tuple(private(name, "splash attention") for name in (
+        _SPLASH, f"{_SPLASH}.splash_attention_kernel", "jax._src.config._check_vma"))
+
+
+def unavailable(platform: str) -> str | None:
+    """Why this version of JAX has no attention kernel for "cuda" or "tpu"; None if it has one."""
+    modules = (_cudnn(),) if platform == "cuda" else _splash()
+    return next((f"JAX {jax.__version__} has no {module._path}" for module in modules
+                 if isinstance(module, Missing)), None)
+
+
+def tell_devices(*primitives: Any) -> None:
+    """Makes JAX pass the devices of a program to the lowering rules of these primitives, as it does for its own
+    primitives that XLA cannot partition. Only kernels for several GPUs need it, and JAX then requires one mesh for the
+    whole program, so this is done only if JAX's CUDA plugin is installed.
+    """
+    if _cuda_versions():
+        _dispatch.prim_requires_devices_during_lowering.update(primitives)
+
+
+def _cuda_versions() -> Any:
+    """JAX's versions of the CUDA libraries; None without JAX's CUDA plugin."""
+    return private("jax._src.lib.cuda_versions", "cuDNN's attention")
+
+
+def partitioning(ctx: Any) -> str:
+    """How the equation whose lowering rule received `ctx` will run.
+
+    Returns:
+        "portable": the program is exported, or lowered for several platforms, and may run on any of them. "whole": on
+        one device, or on the shards of a shard_map. "split": XLA partitions it. "unknown": XLA partitions it, over
+        devices that are not known yet.
+    """
+    if ctx.module_context.lowering_parameters.for_export or len(ctx.module_context.platforms) > 1:
+        return "portable"
+    context = ctx.module_context.axis_context
+    if isinstance(context, _ShardingContext):
+        return "whole" if context.num_devices == 1 else "unknown" if context.device_assignment is None else "split"
+    if isinstance(context, _SPMDAxisContext):
+        return "whole" if set(context.manual_axes) == set(context.mesh.axis_names) else "split"
+    return "whole"
+
+
+def cudnn_version() -> int | None:
+    """The version of cuDNN that JAX runs with, 90100 for 9.1.0; None if there is none."""
+    versions = _cuda_versions()
+    return versions.cudnn_get_version() if versions else None
+
+
+def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=True) -> list:
+    """cuDNN's flash attention of 16-bit q [b, t, h, d] and k, v [b, s, g, d].
+
+    Without `rest`: the output and, with `residuals`, the logarithm of the sum of exponentials [b, h, t]. With that, the
+    output and its gradient as `rest`: the gradients of q, k and v.
+    """
+    fused = _cudnn()
+    name = "dot_product_attention_bwd" if rest else "dot_product_attention_fwd"
+    kinds = fused.MaskType
+    kind = ((kinds.NO_MASK, kinds.CAUSAL), (kinds.PADDING, kinds.PADDING_CAUSAL))[lengths is not None][causal]
+    given = {"scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (bias is not None, False),
+             "mask_type": kind, "layout": fused.AttentionLayout.BTNH.value, "sliding_window_length": window,
+             "is_training": residuals}
+    # Parameters that a later version adds are optional and off.
+    rule = inspect.signature(getattr(fused, f"_{name}_cuda_lowering")).parameters.values()
+    operands = {"ctx", "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
+                "page_table_k", "page_table_v", "activation", "fwd_output", "grad_output"}
+    params = {p.name: given.get(p.name) for p in rule if p.name not in operands and p.kind is not p.VAR_POSITIONAL}
+    none = jnp.zeros(0, q.dtype)
+    queries = none if lengths is None else jnp.full(q.shape[0], q.shape[1], jnp.int32)
+    return getattr(fused, f"_{name}_p").bind(q, k, v, none if bias is None else bias, queries,
+                                             none if lengths is None else lengths, none, none, none, none, *rest,
+                                             **params)
+
+
+def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=True, interpret=False) -> Any:
+    """The Pallas kernels of splash attention on TPUs for one row of a batch: q [h, t, d], k, v [g, s, d], unscaled.
+
+    Without `rest`: the output and, with `residuals`, the logarithm of the sum of exponentials [h, t]. With those and
+    the gradient of the output as `rest`: the gradients of q, k and v.
+    """
+    splash, kernels, check_vma = _splash()
+    shape = q.shape[1], k.shape[1]
+    mask = (splash.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0) if window is not None
+            else splash.CausalMask(shape) if causal else splash.FullMask(shape))
+    sizes = kernels.BlockSizes(block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block,
+                               block_q_dq=block, block_kv_dq=block)
+    kernel = splash.make_splash_mha(splash.MultiHeadMask([mask] * q.shape[0]), block_sizes=sizes, head_shards=1,
+                                    q_seq_shards=1, save_residuals=residuals and not rest, interpret=interpret)
+    ids = None
+    if lengths is not None:
+        keys = jnp.arange(k.shape[1], dtype=jnp.int32) < lengths
+        ids = splash.SegmentIds(jnp.ones(q.shape[1], jnp.int32), keys.astype(jnp.int32))
+    with check_vma(False):    # the kernels do not declare what their results vary over; in a lowering rule it is unused
+        return _run(kernels, kernel, q, k, v, ids, *rest)
+
+
+def _run(kernels, kernel, q, k, v, ids, *rest):
+    if not rest:
+        results = kernel(q, k, v, ids)
+        return (results[0], *results[1]) if kernel.kwargs["save_residuals"] else (results,)
+    out, logsumexp, gradient = rest
+    options = dict(kernel.kwargs)
+    args = [options[name] for name in inspect.signature(kernels._splash_attention_bwd).parameters if name in options]
+    kept = q, k, v, ids, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info
+    return tuple(kernels._splash_attention_bwd(*args, kept, gradient)[3:6])

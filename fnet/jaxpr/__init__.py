@@ -1,0 +1,116 @@
+"""Jaxprs: what is in them, and how they are rewritten. Shared by all transforms and analyses.
+
+- `Scope`, `scope_of`, `scope_of_operation`: where an equation, or an operation of a compiled program, belongs.
+- `traits`, `describe`, `product`, ...: what a primitive is, and typed access to the parameters of equations.
+- `bodies`, `equations`, `scan`: the jaxprs inside equations.
+- `rewrite`, `Interpreter`: evaluation under the control of a rule.
+- `read`: a jaxpr as flat frames; `cost`, `touched`, `nbytes`: what an equation costs; `batch_axes`.
+"""
+
+from fnet.jaxpr import _mutable as mutable
+from fnet.jaxpr._batch_axes import batch_axes, before
+from fnet.jaxpr._calls import (
+    CALLS,
+    INLINED,
+    Body,
+    Scan,
+    bodies,
+    call_name,
+    donated,
+    equations,
+    has_shardings,
+    opened,
+    scan,
+)
+from fnet.jaxpr._costs import cost, nbytes, touched
+from fnet.jaxpr._enter import inline
+from fnet.jaxpr._equations import (
+    BILINEAR,
+    CONVOLUTION,
+    DOT,
+    Product,
+    explicit,
+    new_dtype,
+    permutation,
+    pooling_window,
+    product,
+    random_bits,
+    selects_largest,
+)
+from fnet.jaxpr._frames import Frame, Op, read
+from fnet.jaxpr._primitives import POINTWISE, Description, Traits, describe, description, named, traits, unsupported
+from fnet.jaxpr._replicated import may_differ
+from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
+from fnet.jaxpr._scopes import BACKWARD, FORWARD, RECOMPUTED, Scope, marks
+from fnet.jaxpr._scopes import of_equation as scope_of
+from fnet.jaxpr._scopes import of_operation as scope_of_operation
+from fnet.jaxpr._static_leaves import boxed, is_array, results_boxed, statics, unboxed
+from fnet.jaxpr._traced import Traced
+from fnet.jaxpr._values import Value, bind, plain, restore
+from fnet.jaxpr._wrapping import Compiled, wraps
+
+__all__ = [
+    "BACKWARD",
+    "BILINEAR",
+    "CALLS",
+    "CONVOLUTION",
+    "DOT",
+    "FORWARD",
+    "INLINED",
+    "POINTWISE",
+    "RECOMPUTED",
+    "Body",
+    "Compiled",
+    "Description",
+    "Evaluator",
+    "Frame",
+    "Interpreter",
+    "Op",
+    "Product",
+    "Scan",
+    "Scope",
+    "Traced",
+    "Traits",
+    "Value",
+    "batch_axes",
+    "before",
+    "bind",
+    "bodies",
+    "boxed",
+    "call_name",
+    "cost",
+    "describe",
+    "description",
+    "donated",
+    "equations",
+    "explicit",
+    "has_shardings",
+    "inline",
+    "is_array",
+    "marks",
+    "may_differ",
+    "mutable",
+    "named",
+    "nbytes",
+    "new_dtype",
+    "opened",
+    "permutation",
+    "plain",
+    "pooling_window",
+    "product",
+    "random_bits",
+    "read",
+    "restore",
+    "results_boxed",
+    "rewrite",
+    "scan",
+    "scope_of",
+    "scope_of_operation",
+    "selects_largest",
+    "statics",
+    "touched",
+    "traits",
+    "unboxed",
+    "unsupported",
+    "wraps",
+]

@@ -1,0 +1,155 @@
+"""Bodies: the jaxprs inside equations (calls, loops, branches), and which of an equation's inputs each receives.
+
+This is the only place that knows where a primitive keeps its bodies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fnet import _jax
+
+INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr"))    # nothing but their body
+CALLS = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"}
+"""Primitives that run one jaxpr once, on the equation's own inputs and with its outputs."""
+_HELD = ("jaxpr", "call_jaxpr", "call")    # the parameter in which a call holds it
+CONTROL_NAMES = (("jit", "pjit"), ("remat2", "checkpoint"), ("custom_jvp_call",), ("custom_vjp_call",),
+                 ("custom_vmap_call",), ("scan",), ("while",), ("cond",), ("shard_map",))    # by JAX version
+_COMBINERS = ("update_jaxpr", "select_jaxpr", "scatter_jaxpr")      # scalar functions that say how two numbers combine
+_COMBINING = frozenset(("reduce", "reduce_window", "select_and_scatter"))
+
+
+class Body(NamedTuple):
+    """A jaxpr inside an equation.
+
+    Attributes:
+        kind: "call" (runs once on the equation's inputs: jit, remat, custom_jvp, ...), "scan", "while_cond",
+            "while_body", "branch" (of a cond), "shard_map", "solve" (the forward solve of a custom_linear_solve), or
+            "other" (inside a primitive that fnet does not know).
+        closed: the closed jaxpr.
+        times: how often it runs: the length of a scan, the shards of a shard_map, None for a loop of unknown length.
+        inputs: for each input of the jaxpr, the index of the equation's input that it receives (for a scan also those
+            that it receives a slice of); None if that is not known.
+    """
+
+    kind: str
+    closed: Any
+    times: int | None
+    inputs: tuple[int, ...] | None
+
+    @property
+    def jaxpr(self) -> Any:
+        """The open jaxpr, with `eqns`, `invars`, `constvars` and `outvars`."""
+        return self.closed.jaxpr
+
+    @property
+    def consts(self) -> tuple:
+        return tuple(self.closed.consts)
+
+
+def bodies(eqn: Any) -> tuple[Body, ...]:
+    """The jaxprs inside an equation; none for an ordinary operation."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in CALLS:
+        return (_body("call", next(params[key] for key in _HELD if key in params), 1, range(len(eqn.invars))),)
+    if name == "scan":
+        return (_body("scan", params["jaxpr"], params["length"], range(len(eqn.invars))),)
+    if name == "while":
+        tests, steps = params["cond_nconsts"], params["body_nconsts"]
+        carry = range(tests + steps, len(eqn.invars))
+        return (_body("while_cond", params["cond_jaxpr"], None, (*range(tests), *carry)),
+                _body("while_body", params["body_jaxpr"], None, (*range(tests, tests + steps), *carry)))
+    if name == "cond":
+        return tuple(_body("branch", branch, 1, range(1, len(eqn.invars))) for branch in params["branches"])
+    if name == "shard_map":
+        shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+        return (_body("shard_map", params["jaxpr"], shards, range(len(eqn.invars))),)
+    if name == "custom_linear_solve":
+        return (_body("solve", params["jaxprs"].solve, 1, None),)
+    if name in _COMBINING:
+        return ()
+    values = [value for key, value in params.items() if key not in _COMBINERS]
+    items = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    return tuple(_body("other", item, 1, None) for item in items if hasattr(getattr(item, "jaxpr", item), "eqns"))
+
+
+def _body(kind, jaxpr, times, inputs):
+    return Body(kind, _jax.close(jaxpr), times, None if inputs is None else tuple(inputs))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of an open jaxpr, at any depth, outer before inner."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from equations(body.jaxpr)
+
+
+def call_name(eqn: Any) -> str | None:
+    """The name of the function that a jit equation calls; None for other equations."""
+    return eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else None
+
+
+def has_shardings(eqn: Any) -> bool:
+    """Whether a call specifies shardings of its inputs or outputs."""
+    return not _jax.unplaced(eqn.params)
+
+
+def donated(eqn: Any) -> tuple[bool, ...]:
+    """Which inputs of an equation are donated by the jitted function that it calls."""
+    return tuple(eqn.params.get("donated_invars", (False,) * len(eqn.invars)))
+
+
+def opened(closed: Any) -> Any:
+    """The innermost jaxpr, if a jaxpr is nothing but a jit without shardings."""
+    while len(closed.jaxpr.eqns) == 1 and closed.jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
+        jaxpr, eqn = closed.jaxpr, closed.jaxpr.eqns[0]
+        if jaxpr.constvars or eqn.invars != jaxpr.invars or eqn.outvars != jaxpr.outvars or has_shardings(eqn):
+            break
+        closed = eqn.params["jaxpr"]
+    return closed
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """The parts of a scan equation.
+
+    Attributes:
+        consts, carry, slices: how many of its inputs are constants, carried values, and sliced arrays.
+        closed: its body, from constants, carry and slices to carry and stacked outputs.
+        options: the keyword arguments of `jax.lax.scan` that run it in the same way.
+    """
+
+    consts: int
+    carry: int
+    slices: int
+    closed: Any
+    options: dict
+
+    @property
+    def jaxpr(self) -> Any:
+        return self.closed.jaxpr
+
+    @property
+    def length(self) -> int:
+        return self.options["length"]
+
+    def split(self, values: Any) -> tuple[list, list, list]:
+        """The equation's inputs, or anything in their order, as constants, carry and slices."""
+        values, start = list(values), self.consts + self.carry
+        return values[:self.consts], values[self.consts:start], values[start:]
+
+
+def scan(eqn: Any) -> Scan:
+    """The parts of a scan equation."""
+    params = eqn.params
+    if "ft_in" in params:    # jax >= 0.11
+        consts, carry, slices = (len(part) for part in params["ft_in"].unpack())
+    else:
+        consts, carry = params["num_consts"], params["num_carry"]
+        slices = len(eqn.invars) - consts - carry
+    options = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
+    return Scan(consts, carry, slices, _jax.close(params["jaxpr"]), options)

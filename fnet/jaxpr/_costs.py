@@ -1,0 +1,148 @@
+"""The cost of one equation: operations, from its shapes alone, and the bytes it reads and writes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from fnet import _jax
+from fnet.jaxpr._equations import DOT, Product, product
+from fnet.jaxpr._primitives import traits
+
+_FREE = frozenset(("alias", "layout", "gather", "collective", "random", "effect", "cast"))
+
+
+class Cost(NamedTuple):
+    """Operations of one equation: `kind` is "matmul", "elementwise", "reduction", "transcendental", "free" or
+    "unknown"; `shape` is (batch, m, n, k) for a matmul."""
+
+    kind: str
+    flops: int = 0
+    shape: tuple[int, int, int, int] | None = None
+
+
+def cost(eqn: Any) -> Cost:
+    """The operations of an equation that holds no jaxpr of its own.
+
+        dot_general           2 B M N K, exact
+        conv_general_dilated  2 x outputs x window x in / groups, nominal: taps that fall on padding count, the zeros
+                              that a transposed convolution puts between its inputs do not
+        elementwise           1 per output, on floating types only (index arithmetic is no FLOP)
+        reductions            1 per input
+    """
+    name, kind = eqn.primitive.name, traits(eqn.primitive.name).kind
+    ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+    if (found := product(eqn)) is not None:
+        return _dot(found, ins) if found.op is DOT else _conv(found, ins, outs[0])
+    if name == "ragged_dot_general":
+        return _ragged_dot(eqn, ins)
+    floating = any(_inexact(aval) for aval in (*ins, *outs))
+    size = sum(_size(aval) for aval in outs)
+    if kind in _FREE:
+        return Cost("free")
+    if kind == "transcendental":
+        return Cost("transcendental", size)
+    if kind == "elementwise" or name == "select_and_gather_add":
+        return Cost("elementwise", size if floating else 0)
+    if kind == "reduction":
+        return Cost("reduction", _size(ins[0]) if floating else 0)
+    if kind == "scatter":
+        return Cost("reduction", _size(ins[-1]) if floating and name != "scatter" else 0)
+    if kind == "window":
+        inside = math.prod(eqn.params["window_dimensions"])
+        return Cost("reduction", inside * (_size(ins[0]) if name.startswith("select_and_scatter") else size))
+    if kind == "sort":
+        return Cost("elementwise", int(_size(ins[0]) * math.log2(max(2, ins[0].shape[-1]))))
+    if kind == "linear_algebra":
+        return _linear_algebra(eqn, ins, outs)
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None:
+        return Cost("matmul", int(estimate.flops))
+    return Cost("unknown")
+
+
+def touched(eqn: Any) -> tuple[list[int], list[int]]:
+    """Bytes an equation reads of each input and writes of each output, as if it ran alone."""
+    name = eqn.primitive.name
+    reads = [0 if isinstance(v, _jax.Literal) else nbytes(v.aval) for v in eqn.invars]
+    writes = [nbytes(v.aval) for v in eqn.outvars]
+    if traits(name).kind == "alias" and name != "broadcast_in_dim":
+        return [0] * len(reads), [0] * len(writes)
+    if name in ("gather", "dynamic_slice", "slice"):
+        reads[0] = min(reads[0], writes[0])
+    elif name == "dynamic_update_slice":      # in place: only the slice is touched
+        reads[0], writes[0] = 0, reads[1]
+    elif traits(name).kind == "scatter":
+        reads[0] = writes[0] = reads[-1]
+    return reads, writes
+
+
+def nbytes(aval: Any) -> int:
+    try:
+        bits = jnp.finfo(aval.dtype).bits if _inexact(aval) else 8 * aval.dtype.itemsize
+        if "int4" in str(aval.dtype):
+            bits = 4
+        elif jnp.issubdtype(aval.dtype, jnp.complexfloating):
+            bits = 8 * aval.dtype.itemsize
+    except (AttributeError, TypeError, ValueError):
+        return 0      # tokens, keys, references
+    return math.ceil(_size(aval) * bits / 8)
+
+
+def _dot(found: Product, ins: list[Any]) -> Cost:
+    (contract, rhs_contract), (batch, rhs_batch) = found.dimensions
+    lhs, rhs = ins[0].shape, ins[1].shape
+    b = math.prod(lhs[i] for i in batch)
+    k = math.prod(lhs[i] for i in contract)
+    m = math.prod(size for i, size in enumerate(lhs) if i not in (*contract, *batch))
+    n = math.prod(size for i, size in enumerate(rhs) if i not in (*rhs_contract, *rhs_batch))
+    return Cost("matmul", _complex(ins) * 2 * b * m * n * k, (b, m, n, k))
+
+
+def _ragged_dot(eqn: Any, ins: list[Any]) -> Cost:
+    """Every row of the left side meets one group of the right: 2 x (size of the left) x (columns of the right)."""
+    lhs, rhs = ins[0].shape, ins[1].shape
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contract, rhs_contract), (_, rhs_batch) = numbers.dot_dimension_numbers
+    k = math.prod(lhs[i] for i in contract)
+    skip = (*rhs_contract, *rhs_batch, *numbers.rhs_group_dimensions)
+    columns = math.prod(size for i, size in enumerate(rhs) if i not in skip)
+    rows = math.prod(lhs) // max(k, 1)
+    return Cost("matmul", 2 * rows * k * columns, (1, rows, columns, k))
+
+
+def _conv(found: Product, ins: list[Any], out: Any) -> Cost:
+    rhs, spec = ins[1].shape, found.dimensions.rhs_spec
+    features, window = rhs[spec[0]], math.prod(rhs[i] for i in spec[2:])
+    per_output = rhs[spec[1]] * window          # the kernel's input features are already divided by the groups
+    groups = math.prod(found.groups)
+    zeros = math.prod(found.options["lhs_dilation"])   # of `zeros` inputs of a transposed convolution one is not zero
+    macs = _size(out) * per_output // zeros
+    rows = _size(out) // features
+    return Cost("matmul", _complex(ins) * 2 * macs, (groups, rows, features // groups, max(1, per_output // zeros)))
+
+
+def _linear_algebra(eqn: Any, ins: list[Any], outs: list[Any]) -> Cost:
+    name, size = eqn.primitive.name, _size(ins[0])
+    if name == "fft":
+        n = math.prod(eqn.params["fft_lengths"])
+        return Cost("elementwise", int(5 * max(size, _size(outs[0])) * math.log2(max(2, n))))
+    if name == "cholesky":
+        return Cost("reduction", size * ins[0].shape[-1] // 3)
+    if name == "lu":
+        return Cost("reduction", 2 * size * min(ins[0].shape[-2:]) // 3)
+    return Cost("reduction", _size(ins[1]) * ins[0].shape[-1])    # triangular_solve
+
+
+def _size(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ()))
+
+
+def _inexact(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _complex(ins: list[Any]) -> int:
+    return 4 if any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in ins) else 1

@@ -1,0 +1,102 @@
+"""Typed access to the parameters of equations, so that no other package depends on how JAX names them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jax import lax
+
+from fnet.jaxpr._primitives import description
+
+CONVOLUTION, DOT = lax.conv_general_dilated_p, lax.dot_general_p
+BILINEAR = {DOT.name: DOT, CONVOLUTION.name: CONVOLUTION}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product or convolution, also one that stands in another primitive (autocast's).
+
+    Attributes:
+        eqn: the equation. op: `DOT`, `CONVOLUTION` or a ragged product.
+        options: the parameters of `op`. dtype: what the operands are rounded to.
+    """
+
+    eqn: Any
+    op: Any
+    options: dict
+    dtype: Any
+
+    @property
+    def dimensions(self) -> Any:
+        """A dot's ((contracted, contracted), (batch, batch)), or a convolution's `ConvDimensionNumbers`."""
+        return self.options["dimension_numbers"]
+
+    @property
+    def precision(self) -> Any:
+        return self.options.get("precision")
+
+    @property
+    def default_precision(self) -> bool:
+        """Whether the program's author left the precision to JAX."""
+        return self.precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2)
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """A convolution's (feature groups, batch groups)."""
+        return self.options["feature_group_count"], self.options["batch_group_count"]
+
+    @property
+    def summed(self) -> int:
+        """How many products are added up in one element of the result."""
+        left, right = (v.aval.shape for v in self.eqn.invars[:2])
+        if self.op is DOT:
+            return math.prod(left[i] for i in self.dimensions[0][0])
+        return math.prod(right) // max(1, right[self.dimensions.rhs_spec[0]])
+
+    def without(self, *names: str) -> dict:
+        """The parameters of `op`, without some."""
+        return {name: value for name, value in self.options.items() if name not in names}
+
+
+def product(eqn: Any) -> Product | None:
+    """The matrix product or convolution that an equation computes; None for other equations."""
+    primitive = eqn.primitive
+    if primitive.name in BILINEAR:
+        return Product(eqn, primitive, eqn.params, getattr(eqn.invars[0].aval, "dtype", None))
+    stands_for = description(primitive).stands_for
+    return Product(eqn, *stands_for(eqn.params)) if stands_for else None
+
+
+def explicit(aval: Any) -> bool:
+    """Whether the sharding of an array is a part of its type (`jax.sharding.AxisType.Explicit`)."""
+    return any(axis is not None for axis in getattr(aval.sharding, "spec", ()))
+
+
+def permutation(eqn: Any) -> tuple[int, ...]:
+    """The order of axes of a transpose."""
+    return tuple(eqn.params["permutation"])
+
+
+def new_dtype(eqn: Any) -> Any:
+    """What convert_element_type converts to."""
+    return eqn.params["new_dtype"]
+
+
+def random_bits(eqn: Any) -> tuple[int, int]:
+    """(bits of each number, numbers) of a random_bits equation."""
+    return eqn.params["bit_width"], math.prod(eqn.params["shape"])
+
+
+def pooling_window(eqn: Any) -> tuple[int, ...] | None:
+    """The window of a pooling whose windows tile the array, one number for each axis; None if they do not."""
+    params, window = eqn.params, tuple(eqn.params["window_dimensions"])
+    tiles = (window == tuple(params["window_strides"]) and not any(low or high for low, high in params["padding"])
+             and all(d == 1 for name in ("base_dilation", "window_dilation") for d in params.get(name, ())))
+    return window if tiles else None
+
+
+def selects_largest(eqn: Any) -> bool:
+    """Whether a select_and_scatter_add selects the first largest element, as the gradient of a max pooling does."""
+    return eqn.params["select_prim"] is lax.ge_p

@@ -1,0 +1,67 @@
+"""A jaxpr as a flat list of operations with their scopes: calls are inlined, loops and branches are separate frames."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from fnet import _jax
+from fnet.jaxpr import _scopes
+from fnet.jaxpr._calls import Body, bodies
+from fnet.jaxpr._scopes import TOP, Scope
+
+
+@dataclasses.dataclass
+class Op:
+    """One equation: its scope, the ids of what it reads (None for a literal) and writes, and its bodies as frames."""
+
+    eqn: Any
+    at: Scope
+    ins: tuple[int | None, ...]
+    outs: tuple[int, ...]
+    bodies: tuple[tuple[Body, Frame], ...] = ()
+
+    @property
+    def scope(self) -> str:
+        return self.at.path
+
+    @property
+    def recomputed(self) -> bool:
+        return self.at.phase == _scopes.RECOMPUTED
+
+
+@dataclasses.dataclass
+class Frame:
+    """A straight piece of program: its operations in order, and the ids of its outputs."""
+
+    ops: list[Op]
+    outputs: set[int | None]
+
+
+def read(jaxpr: Any, outer: Scope = TOP) -> Frame:
+    """The frame of a jaxpr that is itself at the scope `outer`. Ids 0, 1, ... are its constants and inputs in order."""
+    ids = itertools.count()
+    ops: list[Op] = []
+
+    def look(env: dict[Any, int | None], atom: Any) -> int | None:
+        return None if isinstance(atom, _jax.Literal) else env[atom]
+
+    def run(jaxpr: Any, env: dict[Any, int | None], outer: Scope) -> None:
+        for eqn in jaxpr.eqns:
+            at = _scopes.of_equation(eqn, outer)
+            ins = tuple(look(env, atom) for atom in eqn.invars)
+            inside = bodies(eqn)
+            if len(inside) == 1 and inside[0].kind == "call":
+                body = inside[0].jaxpr
+                inner = dict(zip(body.invars, ins)) | {v: next(ids) for v in body.constvars}
+                run(body, inner, at)
+                env |= {v: look(inner, atom) for v, atom in zip(eqn.outvars, body.outvars)}
+                continue
+            outs = tuple(next(ids) for _ in eqn.outvars)
+            env |= dict(zip(eqn.outvars, outs))
+            ops.append(Op(eqn, at, ins, outs, tuple((body, read(body.jaxpr, at)) for body in inside)))
+
+    env: dict[Any, int | None] = {v: next(ids) for v in (*jaxpr.constvars, *jaxpr.invars)}
+    run(jaxpr, env, outer)
+    return Frame(ops, {look(env, atom) for atom in jaxpr.outvars})

@@ -1,0 +1,234 @@
+"""The one jaxpr interpreter: a function is traced, then evaluated equation by equation under the control of a rule.
+
+`rewrite(f, rule)` is the public form. `Interpreter` is what the other transforms (autocast, tune, ...) build on: it
+adds notes on values, a look ahead over each jaxpr, and values whose dtype is no longer the traced one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fnet import _jax
+from fnet.jaxpr import _scopes
+from fnet.jaxpr._enter import ENTER
+from fnet.jaxpr._scopes import TOP, Scope
+from fnet.jaxpr._traced import Traced
+from fnet.jaxpr._values import Value, bind, plain, restore
+from fnet.jaxpr._wrapping import wraps
+
+Rule = Callable[[str, str, list, Any], Any]
+
+
+def rewrite(f: Callable, rule: Rule) -> Callable:
+    """`f`, with every equation of its jaxpr offered to `rule` first.
+
+        def double_sines(primitive, scope, inputs, equation):
+            if primitive == "sin":
+                return [2 * jnp.sin(inputs[0])]
+            return NotImplemented
+
+        g = ft.rewrite(f, double_sines)
+
+    The result is an ordinary JAX function: it can be differentiated, compiled, batched and rewritten again. Loops,
+    branches, jit, remat, shard_map, custom derivatives and custom batching are preserved, and the rule is offered the
+    equations inside them; jit keeps its name, donation and shardings. Equations that the rule declines are unchanged.
+
+    Args:
+        f: any JAX function. Array arguments are traced; other arguments are passed through unchanged, and results that
+            are not JAX arrays are returned unchanged.
+        rule: `rule(primitive, scope, inputs, equation)`: the primitive's name, the path of named scopes (the same in
+            the forward and backward pass), the input arrays, and JAX's equation, whose `params` hold its options. It
+            returns the outputs, one array for each of `equation.outvars`, of the same shape and dtype, or
+            NotImplemented. It may be called again for an equation in a body that JAX traces more than once.
+
+    Returns:
+        A function with f's signature and results.
+
+    Raises:
+        TypeError: if the rule returns anything but one array of the right shape and dtype for each output.
+    """
+    interpreter = _Rewriter(rule)
+
+    @wraps(f)
+    def rewritten(*args, **kwargs):
+        return interpreter.run(f, args, kwargs)
+
+    return rewritten
+
+
+class Interpreter:
+    """Evaluates jaxprs under the control of its methods; subclasses override those above `run`.
+
+    An instance caches what it has rewritten, so that a jitted function that is called 60 times is rewritten once.
+    """
+
+    def __init__(self):
+        self._bodies = weakref.WeakKeyDictionary()
+
+    def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
+        """The outputs, a list of `Value`s, or NotImplemented: then the equation is entered, or left as it is."""
+        return NotImplemented
+
+    def plan(self, jaxpr, wanted: tuple) -> Any:
+        """A look over a jaxpr before it is evaluated, given what is wanted of its outputs."""
+        return None
+
+    def wanted(self, plan, eqn) -> tuple:
+        """What is wanted of an equation's outputs, for the plan of the jaxpr inside it."""
+        return (None,) * len(eqn.outvars)
+
+    def literal(self, atom) -> Value:
+        return Value(atom.val)
+
+    def depends(self, at: Scope) -> Any:
+        """What of a scope the rewriting depends on; bodies are cached by it."""
+        return at
+
+    def saveable(self, policy):
+        """The policy of a remat equation, adapted to its rewritten body."""
+        return policy
+
+    def run(self, f, args, kwargs):
+        """f(*args, **kwargs), rewritten."""
+        traced = Traced(f, args, kwargs)
+        return traced.result(self._whole(traced.closed, traced.arrays))
+
+    def examine(self, f, args, kwargs) -> None:
+        """Rewrites f for these arguments, arrays or `jax.ShapeDtypeStruct`s, without computing anything."""
+        traced = Traced(f, args, kwargs)
+        jax.eval_shape(lambda arrays: self._whole(traced.closed, arrays), traced.arrays)
+
+    def _whole(self, closed, arrays):
+        closed = self.opened(closed)
+        outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(self.argument, arrays)), TOP,
+                                self.outer(closed.jaxpr))
+        return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
+
+    def argument(self, x) -> Value:
+        """An argument of the whole function."""
+        return Value(x)
+
+    def opened(self, closed):
+        """The jaxpr of the whole function, or an equivalent one."""
+        return closed
+
+    def outer(self, jaxpr) -> tuple:
+        """What is wanted of the outputs of the whole function."""
+        return (None,) * len(jaxpr.outvars)
+
+    def evaluate(self, jaxpr, consts, args: list[Value], outer: Scope, wanted: tuple) -> list[Value]:
+        plan, names = self.plan(jaxpr, wanted), _jax.current_names()
+        env = dict(zip(jaxpr.constvars, map(Value, consts)))
+        env.update(zip(jaxpr.invars, args))
+        last, stacks, i = _last_uses(jaxpr), {}, 0
+        # Consecutive equations of one source line share their context, which is entered once.
+        for (stack, *_), group in itertools.groupby(jaxpr.eqns, _jax.origin):
+            group = tuple(group)
+            if stack not in stacks:
+                stacks[stack] = _jax.name_stack(group[0])
+            with _jax.equation_context(group[0], names):
+                for eqn in group:
+                    at = _scopes.of_equation(eqn, outer, stacks[stack])
+                    inputs = [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in eqn.invars]
+                    outputs = self.equation(eqn, at, inputs, plan)
+                    if outputs is NotImplemented:
+                        outputs = self.default(eqn, at, inputs, self.wanted(plan, eqn))
+                    env.update(zip(eqn.outvars, outputs))
+                    for v in last.get(i, ()):
+                        env.pop(v, None)
+                    i += 1
+        return [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in jaxpr.outvars]
+
+    def default(self, eqn, at: Scope, inputs: list[Value], wanted: tuple) -> list[Value]:
+        """The equation with its bodies rewritten, or as it was traced."""
+        enter = ENTER.get(eqn.primitive.name)
+        return plain(eqn, inputs) if enter is None else enter(self, eqn, at, inputs, wanted)
+
+    def body(self, closed, at, wanted, notes, *, pin=None):
+        """A closed jaxpr as a function of arrays, rewritten; outputs that `pin` names get their traced dtypes back."""
+
+        def call(*arrays):
+            values = [Value(x, note) for x, note in zip(arrays, notes)]
+            outputs = self.evaluate(closed.jaxpr, closed.consts, values, at, wanted)
+            call.notes = [y.note for y in outputs]
+            return [restore(y, v.aval) if pin is None or pin[i] else y.x
+                    for i, (y, v) in enumerate(zip(outputs, closed.jaxpr.outvars))]
+
+        call.notes = []
+        return call
+
+    def kept(self, jaxpr, at, wanted, inputs: list[Value]):
+        """(the rewritten closed jaxpr, its outputs' notes) for inputs of these types, made once."""
+        notes = tuple(value.note for value in inputs)
+        types = tuple(jax.typeof(value.x) for value in inputs)
+        key = self.depends(at), types, notes, wanted
+        cache = self._bodies.setdefault(jaxpr, {})
+        if key not in cache:
+            closed = _jax.close(jaxpr)
+            call = self.body(closed, at, wanted, notes, pin=[False] * len(closed.jaxpr.outvars))
+            rewritten = jax.make_jaxpr(call)(*types), call.notes
+            if any(isinstance(c, jax.core.Tracer) for c in rewritten[0].consts):
+                return rewritten    # it closes over a value of an outer trace and cannot be used again
+            cache[key] = rewritten
+        return cache[key]
+
+
+class _Rewriter(Interpreter):
+    def __init__(self, rule):
+        super().__init__()
+        self.rule = rule
+
+    def equation(self, eqn, at, inputs, plan):
+        outputs = self.rule(eqn.primitive.name, at.path, [value.x for value in inputs], eqn)
+        if outputs is NotImplemented:
+            return outputs
+        listed = isinstance(outputs, (list, tuple))
+        returned = [_described(y) for y in (outputs if listed else [outputs])]
+        expected = [_described(v.aval) for v in eqn.outvars]
+        if returned != expected or not listed:
+            what = f"a list of {', '.join(returned)}" if listed else returned[0]
+            raise TypeError(f"rewrite: for '{eqn.primitive.name}' at '{at.path}' the rule must return a list of "
+                            f"{', '.join(expected)}; it returned {what}")
+        return [Value(y) for y in outputs]
+
+
+class Evaluator(Interpreter):
+    """Evaluates jaxprs on arrays of any dtype, with a rule `rule(eqn, arrays) -> arrays or NotImplemented`. It does not
+    enter bodies."""
+
+    def __init__(self, rule):
+        super().__init__()
+        self.rule = rule
+
+    def equation(self, eqn, at, inputs, plan):
+        arrays = [value.x for value in inputs]
+        outputs = self.rule(eqn, arrays)
+        return bind(eqn, arrays) if outputs is NotImplemented else list(map(Value, outputs))
+
+    def __call__(self, closed, *arrays) -> list:
+        outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP,
+                                (None,) * len(closed.jaxpr.outvars))
+        return [y.x for y in outputs]
+
+
+def _described(x):
+    return f"{jnp.result_type(x) if not hasattr(x, 'dtype') else x.dtype}{list(jnp.shape(x))}"
+
+
+def _last_uses(jaxpr) -> dict:
+    """index of an equation -> the variables that nothing after it reads."""
+    keep = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
+    seen, last = set(keep), {}
+    for i in range(len(jaxpr.eqns) - 1, -1, -1):
+        eqn = jaxpr.eqns[i]
+        for v in (*eqn.invars, *eqn.outvars):
+            if not isinstance(v, _jax.Literal) and v not in seen:
+                seen.add(v)
+                last.setdefault(i, []).append(v)
+    return last

@@ -1,0 +1,53 @@
+"""A call of any Python function as a jaxpr: arrays are traced, everything else is passed through unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fnet.jaxpr import _mutable
+
+
+class Traced:
+    """f(*args, **kwargs), traced.
+
+    Attributes:
+        closed: the closed jaxpr, from the arrays among the arguments to those among the results.
+        arrays: the arguments that are arrays.
+    """
+
+    def __init__(self, f: Callable, args: tuple, kwargs: dict):
+        tree, modules, self._modules = _mutable.extract((args, kwargs))
+        leaves, structure = jax.tree.flatten((tree, modules))
+        where = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+
+        def flat(*arrays):
+            filled = list(leaves)
+            for i, array in zip(where, arrays):
+                filled[i] = array
+            tree, modules = jax.tree.unflatten(structure, filled)
+            (args, kwargs), new = _mutable.insert(tree, modules)
+            result = f(*args, **kwargs)
+            results, self._structure = jax.tree.flatten((result, _mutable.updates(new, modules)))
+            self._results = [None if isinstance(x, jax.Array) else _Constant(x) for x in results]
+            return [x for x in results if isinstance(x, jax.Array)]
+
+        self.arrays = [leaves[i] for i in where]
+        self.closed = jax.make_jaxpr(flat)(*self.arrays)
+
+    def result(self, arrays: list) -> Any:
+        """f's result, made of the jaxpr's outputs; nnx modules among the arguments are updated."""
+        rest = iter(arrays)
+        filled = [next(rest) if constant is None else constant.value for constant in self._results]
+        result, state = jax.tree.unflatten(self._structure, filled)
+        _mutable.apply(self._modules, state)
+        return result
+
+
+class _Constant:
+    """A result that is not a JAX array: a Python number, a NumPy array, a string, a function, ..."""
+
+    def __init__(self, value):
+        self.value = value

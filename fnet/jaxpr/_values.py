@@ -1,0 +1,45 @@
+"""Values while a jaxpr is evaluated, and equations evaluated on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+
+from fnet import _jax
+
+
+class Value:
+    """A value while a jaxpr is evaluated: the array, the interpreter's note on it (hashable), and the array in the
+    dtype that it was traced with, once something has asked for it: all consumers share it, so that the gradients that
+    they send back are added up in that dtype."""
+
+    __slots__ = ("note", "restored", "x")
+
+    def __init__(self, x: Any, note: Any = None):
+        self.x, self.note, self.restored = x, note, None
+
+
+def restore(value: Value, aval: Any) -> Any:
+    """The array in the dtype that it was traced with."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or getattr(value.x, "dtype", dtype) == dtype:
+        return value.x
+    if value.restored is None:
+        value.restored = lax.convert_element_type(value.x, dtype)
+    return value.restored
+
+
+def bind(eqn: Any, arrays: list, **changes: Any) -> list[Value]:
+    """The equation's primitive on other inputs, with some of its parameters changed."""
+    outputs = _jax.bind(eqn.primitive, arrays, {**eqn.primitive.get_bind_params(eqn.params), **changes})
+    return [Value(y) for y in outputs]
+
+
+def plain(eqn: Any, inputs: list[Value]) -> list[Value]:
+    """The equation as it was traced."""
+    return [Value(y) for y in _jax.bind_again(eqn, [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)])]
+
+
+def arrays_of(values: list[Value]) -> list:
+    return [value.x for value in values]

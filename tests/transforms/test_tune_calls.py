@@ -1,0 +1,185 @@
+"""How tune is called: arguments of any structure, nnx modules, and compiler options that an outer jit would lose."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import close
+from jax import lax
+
+from fnet import transforms as ft
+
+X = jnp.arange(3.0)
+
+
+def test_values_that_are_not_arrays_may_change_between_calls():
+    f = lambda x, mode: x if mode is None else x * 2 if mode == "double" else mode(x) if callable(mode) else x * mode
+    g = ft.tune(f, "cpu")
+    for mode in (None, "double", jnp.sin, 3.0, jnp.float32(4), None, jnp.cos, "double", "other" and "double"):
+        np.testing.assert_allclose(g(X, mode), f(X, mode))
+    h = ft.tune(lambda x, *, mode=None: f(x, mode), "cpu")
+    for options in ({}, {"mode": "double"}, {"mode": jnp.sin}, {}):
+        np.testing.assert_allclose(h(X, **options), f(X, options.get("mode")))
+
+
+def test_results_that_are_not_arrays_may_appear_in_later_calls():
+    f = lambda d: {"y": d["a"] * 2, **({"note": "big", "count": len(d)} if "flag" in d else {}),
+                   **({"shape": str(d["a"].shape)} if d["a"].size > 1 else {})}
+    g = ft.tune(f, "cpu")
+    for d in ({"a": X[:1]}, {"a": X[:1], "flag": 1.0}, {"a": X}, {"a": X[:1]}):
+        got, want = g(d), f(d)
+        np.testing.assert_allclose(got.pop("y"), want.pop("y"))
+        assert got == want
+
+
+def test_a_value_without_a_hash_is_named():
+    with pytest.raises(TypeError, match=r"\[0\]\[1\] is a set, which is neither an array nor has a hash"):
+        ft.tune(lambda x, s: x, "cpu")(X, {1})
+
+
+def convolution(w, x):
+    return (lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) ** 2).sum()
+
+
+CONVOLVED = jnp.ones((3, 3, 4, 8)) / 9, jnp.ones((2, 6, 6, 4))
+
+
+def test_options_that_an_outer_jit_loses_are_told_once():
+    step = jax.value_and_grad(convolution)
+    tuned = ft.tune(step, "cpu", rules={"convolution_kernels": True})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        want = tuned(*CONVOLVED)
+        assert not told
+        for _ in range(2):
+            close(jax.jit(tuned)(*CONVOLVED), want)
+        close(jax.jit(lambda *args: tuned(*args))(*CONVOLVED), want)
+    (warning,) = told
+    assert "xla_cpu_experimental_ynn_fusion_type" in str(warning.message)
+    assert str(warning.message).endswith("call ft.tune(step) itself instead of jitting it, or pass "
+                                         "compiler_options= to your jit")
+    explanation = ft.explain(tuned, *CONVOLVED)
+    assert explanation.options and "not under an outer jit" in str(explanation)
+
+
+def test_no_warning_without_options():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(ft.tune(lambda x: x @ x, "cpu"))(jnp.eye(3))
+
+
+# flax.nnx: modules that are updated in place.
+
+nnx = pytest.importorskip("flax.nnx")
+optax = pytest.importorskip("optax")
+
+
+class Model(nnx.Module):
+    def __init__(self, *, rngs):
+        self.norm, self.dense = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+        self.drop, self.calls = nnx.Dropout(0.5, rngs=rngs), nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.drop(self.dense(self.norm(x)))
+
+
+def loss(model, x):
+    return jnp.square(model(x)).mean()
+
+
+def step(model, optimizer, x):
+    value, grads = nnx.value_and_grad(loss)(model, x)
+    optimizer.update(model, grads)
+    return value
+
+
+def trained(wrap, steps=3):
+    model = Model(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
+    run = wrap(step)
+    x = jax.random.normal(jax.random.key(0), (8, 4)) + 5
+    values = [run(model, optimizer, x) for _ in range(steps)]
+    plain = lambda a: jax.random.key_data(a) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+    return values, jax.tree.map(plain, nnx.to_pure_dict(nnx.state((model, optimizer))))
+
+
+WRAPS = {
+    "tune": lambda f: ft.tune(f, "cpu"), "nnx.jit(tune)": lambda f: nnx.jit(ft.tune(f, "cpu")),
+    "rewrite": lambda f: ft.rewrite(f, lambda *_: NotImplemented),
+    "nnx.jit(rewrite)": lambda f: nnx.jit(ft.rewrite(f, lambda *_: NotImplemented)),
+    "tune of tune": lambda f: ft.tune(ft.tune(f, "cpu"), "cpu"), "rematerialize": ft.rematerialize,
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_an_nnx_step_trains(name):
+    (values, state), (wanted, expected) = trained(WRAPS[name]), trained(nnx.jit)
+    assert values[0] > values[-1]
+    close([values, state], [wanted, expected], 1e-4)
+    assert state["0" if "0" in state else 0]["calls"] == 3
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+def test_an_nnx_step_trains_under_autocast(wrap):
+    values, state = trained(lambda f: wrap(ft.autocast(f, "bfloat16")))
+    wanted, expected = trained(wrap)
+    np.testing.assert_allclose(values, wanted, rtol=0.1)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+    first = lambda tree: tree["0" if "0" in tree else 0]
+    np.testing.assert_allclose(first(state)["norm"]["mean"], first(expected)["norm"]["mean"], rtol=1e-2)
+    assert first(state)["calls"] == 3
+
+
+def test_gradients_of_a_transformed_loss_keep_statistics():
+    for wrap in (lambda f: f, lambda f: ft.autocast(f, "bfloat16"), lambda f: ft.tune(f, "cpu")):
+        model = Model(rngs=nnx.Rngs(0))
+        nnx.value_and_grad(wrap(loss))(model, jnp.ones((8, 4)) * 5)
+        np.testing.assert_allclose(model.norm.mean[...], 0.05, rtol=1e-2)
+        assert model.calls[...] == 1
+
+
+def test_shared_variables_stay_shared():
+    def tied(pair, x):
+        pair["a"].kernel[...] *= 2
+        return pair["b"](x)
+
+    def of(wrap):
+        layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        pair = {"a": layer, "b": layer}
+        return wrap(tied)(pair, X), layer.kernel[...]
+
+    close(of(lambda f: ft.rewrite(f, lambda *_: NotImplemented)), of(lambda f: f))
+    close(of(lambda f: ft.tune(f, "cpu")), of(lambda f: f))
+
+
+def test_new_variables_are_an_error():
+    def grows(model, x):
+        model.extra = nnx.Variable(x)
+        return x
+
+    for wrap in (lambda f: ft.autocast(f, "bfloat16"), lambda f: ft.tune(f, "cpu")):
+        with pytest.raises(TypeError, match="may update the variables of an nnx module, but not add or remove them"):
+            wrap(grows)(Model(rngs=nnx.Rngs(0)), X)
+
+
+def test_a_module_that_is_closed_over_is_an_error():
+    model = Model(rngs=nnx.Rngs(0))
+    with pytest.raises(Exception, match="trace level"):
+        ft.autocast(lambda x: jnp.square(model(x)).mean(), "bfloat16")(jnp.ones((8, 4)))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4], ids=["ungrouped", "grouped", "depthwise"])
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+def test_grouped_convolutions_keep_their_kernels(groups, gradient):
+    def f(w, x):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                                     feature_group_count=groups)
+        return jnp.square(y).sum()
+
+    args = jnp.ones((3, 3, 4 // groups, 8)), CONVOLVED[1]
+    options = ft.explain(ft.tune(jax.grad(f) if gradient else f, "cpu"), *args).options
+    assert bool(options) == (groups == 1)
