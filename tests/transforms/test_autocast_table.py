@@ -4,7 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 from precision_cases import CASES
 from precision_checks import (
     BF16,
@@ -14,7 +16,6 @@ from precision_checks import (
     check_form,
     exact,
     forms,
-    once,
     products,
     quick,
     walk,
@@ -36,12 +37,16 @@ def everything_low(f, dtype):
 
 
 def wanted(f, case, params, *inputs):
-    made = exact(f, forward=case.forward)
-    return once(lambda *args: {what: g(*args) for what, g in made.items()}, params, *inputs)
+    """A compiled function of (params, *inputs): {"value", "gradient", "hvp"} of f in float32."""
+    programs = exact(f, forward=case.forward)
+    return quick(jax.jit(lambda *args: {what: g(*args) for what, g in programs.items()}).lower(params, *inputs))
 
 
 def low(f, case, dtype, params, *inputs, only=()):
-    """{form: its result} for a low dtype, from one program that has no unsafe operation in 16 bits."""
+    """A compiled function of (params, *inputs): {form: its result} for a low dtype.
+
+    It is one program, which has no unsafe operation in 16 bits.
+    """
     made = forms(f, functools.partial(ft.autocast, policy=dtype.name), forward=case.forward)
     # Compiled whole, "ac(grad f)" and its jitted twin are one.
     made = {form: g for form, g in made.items() if form in (only or made.keys() - {"grad(ac f)", "ac(grad f)"})}
@@ -49,14 +54,35 @@ def low(f, case, dtype, params, *inputs, only=()):
     for eqn in walk(traced.jaxpr.jaxpr):
         if eqn.primitive.name in UNSAFE:
             assert all(getattr(v.aval, "dtype", None) != dtype for v in eqn.invars), eqn
-    return quick(traced.lower())(params, *inputs)
+    return quick(traced.lower())
 
 
-def check_beside_casts_by_hand(f, dtype, results, gradient, params, *inputs):
-    by_hand = whole(once(jax.grad(everything_low(f, dtype)), params, *inputs), gradient)
-    for form in ("jit(grad(ac f))", "jit(ac(grad f))"):
-        error = whole(results[form], gradient)
-        assert error <= 1.05 * by_hand, (form, dtype, f"{error:.1e}", f"{by_hand:.1e}")
+def draws(params, *inputs, count=9):
+    """The arguments themselves, then `count - 1` times with every float32 number scaled by 0.9 to 1.1."""
+    yield params, *inputs
+    for seed in range(1, count):
+        rng = np.random.default_rng(seed)
+        vary = lambda x, rng=rng: x * jnp.asarray(rng.uniform(0.9, 1.1, x.shape), F32) if x.dtype == F32 else x
+        yield jax.tree.map(vary, (params, *inputs))
+
+
+def check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs):
+    """Gradients under autocast are as accurate as with casts written by hand, in the median over nine draws.
+
+    The two programs make different roundings, which go up or down by chance and differently on every machine. So the
+    ratio of the two errors has a standard deviation of 2 to 16 % over draws of the arguments, and its median over nine
+    draws one of 1 to 6 %. The bound, `case.by_hand`, is at least three of the latter above the median measured. The
+    median, unlike the mean, does not depend on the odd draw in which rounding carries an activation over a kink.
+    """
+    by_hand = quick(jax.jit(jax.grad(everything_low(f, dtype))).lower(params, *inputs))
+    ratios = {"jit(grad(ac f))": [], "jit(ac(grad f))": []}
+    for args in draws(params, *inputs):
+        gradient, results = want(*args)["gradient"], run(*args)
+        error = whole(by_hand(*args), gradient)
+        for form, values in ratios.items():
+            values.append(whole(results[form], gradient) / error)
+    for form, values in ratios.items():
+        assert np.median(values) <= case.by_hand, (form, dtype, np.round(values, 2))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -65,11 +91,32 @@ def test_table(name):
     f, params, inputs = case.make()
     want = wanted(f, case, params, *inputs)
     for dtype, bound in ((BF16, case.bfloat16), (F16, case.float16)):
-        results = low(f, case, dtype, params, *inputs)
-        for form, result in results.items():
-            check_form(form, result, want, bound, leaf_by_leaf=case.leaf_by_leaf)
+        run = low(f, case, dtype, params, *inputs)
+        for form, result in run(params, *inputs).items():
+            check_form(form, result, want(params, *inputs), bound, leaf_by_leaf=case.leaf_by_leaf)
         if case.by_hand and case.leaf_by_leaf:    # which activations pass a kink is chance
-            check_beside_casts_by_hand(f, dtype, results, want["gradient"], params, *inputs)
+            check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs)
+
+
+def test_one_more_rounding_fails():
+    """The comparison with casts by hand detects products whose float32 results are rounded to 16 bits."""
+    case = CASES["Equinox MLP"]
+    f, params, inputs = case.make()
+
+    def round_products(primitive, scope, inputs, equation):
+        if primitive == "lowered":
+            y = equation.primitive.bind(*inputs, **equation.params)
+            return [lax.reduce_precision(y, exponent_bits=5, mantissa_bits=10)]    # unlike two casts, never left out
+        return NotImplemented
+
+    def run(*args):
+        cast = {"jit(grad(ac f))": jax.grad(ft.autocast(f, "float16")),
+                "jit(ac(grad f))": ft.autocast(jax.grad(f), "float16")}
+        return {form: ft.rewrite(g, round_products)(*args) for form, g in cast.items()}
+
+    want, run = wanted(f, case, params, *inputs), quick(jax.jit(run).lower(params, *inputs))
+    with pytest.raises(AssertionError, match="jit"):
+        check_beside_casts_by_hand(f, case, F16, run, want, params, *inputs)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.eagerly])
@@ -77,7 +124,7 @@ def test_operation_by_operation(name, quickly):
     """The forms without jit, which the compiled program of the table cannot show."""
     case = CASES[name]
     f, params, inputs = case.make()
-    want = wanted(f, case, params, *inputs)
+    want = wanted(f, case, params, *inputs)(params, *inputs)
     for dtype, bound in ((BF16, case.bfloat16), (F16, case.float16)):
         made = forms(f, functools.partial(ft.autocast, policy=dtype.name), forward=case.forward)
         for form in ("f", "grad(ac f)", "ac(grad f)"):
@@ -136,10 +183,10 @@ def test_kinks(name, draw, kinks):
     assert count == kinks
     want = wanted(held, case, params, *inputs)
     for dtype, bound in ((BF16, 2e-2), (F16, 3e-3)):
-        results = low(held, case, dtype, params, *inputs, only=("jit(grad(ac f))", "jit(ac(grad f))", "hvp"))
-        for form, result in results.items():
-            check_form(form, result, want, bound, leaf_by_leaf=True)
-        check_beside_casts_by_hand(held, dtype, results, want["gradient"], params, *inputs)
+        run = low(held, case, dtype, params, *inputs, only=("jit(grad(ac f))", "jit(ac(grad f))", "hvp"))
+        for form, result in run(params, *inputs).items():
+            check_form(form, result, want(params, *inputs), bound, leaf_by_leaf=True)
+        check_beside_casts_by_hand(held, case, dtype, run, want, params, *inputs)
 
 
 def test_the_table_is_lowered():
