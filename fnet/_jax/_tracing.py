@@ -109,7 +109,7 @@ def bind(primitive: Any, arrays: list, params: dict) -> list:
     An inlined jit saves two thirds of the time and leaves no trace in the program.
     """
     outputs = None
-    if _LinearizeTrace and type(_core.trace_ctx.trace) is _LinearizeTrace:
+    if _LinearizeTrace and type(_core.trace_ctx.trace) is _LinearizeTrace and primitive.name not in _REFS:
         with contextlib.suppress(TypeError):    # parameters without a hash
             outputs = _inlined(primitive, frozenset(params.items()))
     outputs = primitive.bind(*arrays, **params) if outputs is None else outputs(*arrays)
@@ -121,4 +121,5 @@ def _inlined(primitive, params):
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)), inline=_EARLY)
 
 
+_REFS = frozenset(("new_ref", "empty_ref", "freeze", "free_ref"))    # their inputs or outputs are mutable arrays
 _EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import jax
 
+from fnet.jaxpr import scope_of_operation
+
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _COLLECTIVE = re.compile(rf"^\s+(?:ROOT )?%\S+ = (.*?) ({_KINDS})(-start)?\(")
@@ -176,15 +178,5 @@ def _group(line, default):
 
 
 def _scope(line):
-    """The path of named scopes of an op_name: jit(step)/transpose(jvp(block))/up/dot_general -> block/up. Of several
-    that XLA has made one, block/(up/add:down/add), what they share."""
     found = re.search(r'op_name="([^"]*)"', line)
-    parts = re.sub(r"(^|/)\(.*", r"\1", found[1]).split("/")[:-1] if found else []
-    names = []
-    for part in parts:
-        while wrapped := re.fullmatch(r"(jvp|transpose|vmap|rematted_computation|checkpoint)\((.*)\)", part):
-            part = wrapped[2]
-        if part and not re.fullmatch(r"jit\(.*\)|pjit|shard_map|while|body|closed_call|checkpoint|cond|eval_jaxpr|"
-                                     r"branch_\d+_fun|rematted_computation|remat2?", part):
-            names.append(part)
-    return "/".join(names)
+    return scope_of_operation(found[1]).path if found else ""

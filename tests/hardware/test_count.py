@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fnet import hardware as hw
+from fnet import layers as nn
 from fnet import transforms as ft
 
 
@@ -231,3 +232,32 @@ def test_the_table_reads():
 
     text = str(hw.count(f, spec(8, 32), spec(32, 64)))
     assert "fc" in text and "32.77 kF" in text and "unfused, upper bound" in text and "total" in text
+
+
+@nn.layer
+def block(scope, x):
+    y = nn.Dense(6)(scope["fc"], x)
+    return x + nn.Dense(4)(scope["proj"], jnp.tanh(y))
+
+
+def test_counts_by_path_agree_in_every_form_of_recomputation():
+    x = jax.random.normal(jax.random.key(1), (5, 4))
+
+    def gradient(form):
+        inner = {"Remat": nn.Remat(block())}.get(form, block())
+        model = nn.Sequential(blocks=inner, head=nn.Dense(3))
+        params, _ = model.init(jax.random.key(0), x)
+        call = jax.checkpoint(model.__call__) if form == "checkpoint" else model
+        step = jax.grad(lambda p: jnp.square(call(p, x)).mean())
+        return ft.rematerialize(step) if form == "rematerialize" else step, params
+
+    plain = hw.count(*gradient("plain"))
+    paths = {"blocks/fc", "blocks/proj", "head"}
+    assert {path for path, cost in plain.scopes.items() if cost.matmul} == paths
+    for form in ("Remat", "checkpoint", "rematerialize"):
+        counted = hw.count(*gradient(form))
+        assert {path for path, cost in counted.scopes.items() if cost.matmul} == paths, form
+        for path in paths:
+            assert counted.under(path).model_flops == plain.under(path).matmul, (form, path)
+        assert counted.under("blocks").matmul == plain.under("blocks").matmul + counted.total.recomputed
+    assert hw.count(*gradient("Remat")).total.recomputed > 0

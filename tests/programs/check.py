@@ -67,7 +67,12 @@ def verify(program: Program, transform: str, check: str) -> str:
         if error is not None:
             # The runner makes a scalar of the results, possibly in float32.
             return _refuses(lambda: _CHECKS[check](program, transform, wrap), error, check == "gradient inside")
-        _CHECKS[check](program, transform, wrap)
+        try:
+            _CHECKS[check](program, transform, wrap)
+        except PlainFails as e:
+            if "the platform for the specified backend" not in str(e):
+                raise
+            return "excluded: JAX lowers callbacks for attached platforms alone"
     return "ok"
 
 
@@ -272,9 +277,10 @@ def _reference(program, check, plain, args, low):
 def _value(program, transform, wrap):
     g = _wrapped(program, wrap)
     _compare(program, transform, "value", _plain(program), g, program.args)
-    if hasattr(g, "lower") and not any(not _is_array(x) for x in jax.tree.leaves(program.args())):
+    results = jax.tree.leaves(g(*program.args()))
+    if hasattr(g, "lower") and all(map(_is_array, (*jax.tree.leaves(program.args()), *results))):
         same, _ = _run(g.lower(*program.args()).compile(), *program.args())
-        for y, x in zip(jax.tree.leaves(same), jax.tree.leaves(g(*program.args()))):
+        for y, x in zip(jax.tree.leaves(same), results):
             same_leaf("compiled by .lower", y, x, program.tolerance or 1e-3 if transform in LOW else 1e-5, None)
 
 

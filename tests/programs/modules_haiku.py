@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from .program import Made, Package, Topic, key, normal
 
 hk = Package("haiku")
-topic = Topic("haiku", needs="haiku")
+topic = Topic("haiku", needs="haiku", promotion="standard")
 x, y = normal(8, 4), normal(8, 2)
 
 

@@ -224,7 +224,9 @@ def products_scaled_up_and_down(w, x):
     return ((x @ w) * 3e4 / 3e4) @ w
 
 
-@topic(normal(3, 3), normal(2, 3) * np.float32([[1], [0]]), float16=True, core=True)
+@topic(normal(3, 3), normal(2, 3) * np.float32([[1], [0]]), float16=True, core=True,
+       excluded=dict.fromkeys((("autocast16", "gradient"), ("autocast16", "gradient inside")),
+                              "the gradient of a row of zeros is 1e8 times the next, which float16 does not hold"))
 def normalized_row_of_zeros(w, x):
     h = x @ w
     h = h / (jnp.max(jnp.abs(h), -1, keepdims=True) + 1e-8)

@@ -93,7 +93,7 @@ def array_of_keys_indexed_and_stacked(k):
 
 @topic(key(), normal(4, 3), wrt=(1,))
 def vmap_over_keys(k, x):
-    return jax.vmap(lambda k, x: x * jax.random.bernoulli(k, 0.7, (3,)))(jax.random.split(k, 4), x)
+    return jax.vmap(lambda k, x: x * jax.random.bernoulli(k, 0.7, (3,)).astype(x.dtype))(jax.random.split(k, 4), x)
 
 
 @topic(key(), normal(4, 4), wrt=(1,))
@@ -110,11 +110,11 @@ def reparametrized_multivariate_normal(k, a):
     return jax.random.multivariate_normal(k, a[0], a @ a.T + jnp.eye(2))
 
 
-@topic(key())
+@topic(key(), float32=False)
 def rng_bit_generator(k):
     return lax.rng_bit_generator(jnp.array([1, 2, 3, 4], jnp.uint32), (3,))
 
 
 @topic(key(), normal(8, 3), wrt=(1,), batched=(1,))
 def microbatched_with_a_key_that_is_not_split(k, x):
-    return jnp.mean((x * jax.random.normal(k, (3,))) ** 2)
+    return jnp.mean((x * jax.random.normal(k, (1, 3))) ** 2)
