@@ -69,7 +69,7 @@ def _cond(self, eqn, scope, inputs, wanted):
     branches = [self.body(branch.closed, scope, wanted, [v.note for v in rest]) for branch in bodies(eqn)]
     types = [jax.typeof(value.x) for value in rest]
     closed = [jax.make_jaxpr(branch)(*types) for branch in branches]
-    if any(isinstance(c, jax.core.Tracer) for each in closed for c in each.consts):
+    if any(isinstance(c, (jax.core.Tracer, jax.Ref)) for each in closed for c in each.consts):
         return [Value(y) for y in lax.switch(index.x, branches, *arrays_of(rest))]
     return bind(eqn, [index.x, *arrays_of(rest)], branches=tuple(closed))
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from fnet.jaxpr import _mutable
+
+
+_TRACED = jax.Array, jax.core.Tracer    # a traced jax.Ref is a Tracer but no Array: JAX refuses to return one
 
 
 class Traced:
@@ -31,9 +35,10 @@ class Traced:
             (args, kwargs), new = _mutable.insert(tree, modules)
             result = f(*args, **kwargs)
             results, self._structure = jax.tree.flatten((result, _mutable.updates(new, modules)))
-            self._results = [None if isinstance(x, jax.Array) else _Constant(x) for x in results]
-            return [x for x in results if isinstance(x, jax.Array)]
+            self._results = [None if isinstance(x, _TRACED) else _Constant(x) for x in results]
+            return [x for x in results if isinstance(x, _TRACED)]
 
+        flat.__signature__, flat.__wrapped__ = inspect.signature(flat), f    # JAX's errors name f and its line
         self.arrays = [leaves[i] for i in where]
         self.closed = jax.make_jaxpr(flat)(*self.arrays)
 

@@ -46,8 +46,9 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         A function with f's signature and output structure.
 
     Raises:
+        TypeError: if a batched argument is a `jax.Ref`.
         ValueError: if the batched arguments have no common number of rows, n does not divide it, an output is neither
-            floating point nor integer, or a weight is not a real scalar.
+            floating point nor integer, or a weight is not a real scalar or has side effects.
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"microbatch needs a positive number of slices; got {n!r}")
@@ -63,9 +64,14 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
             return jax.tree.map(_strong, f(*args, **options))
         stacked, rebuild = _slices(args, where, n)
         first = jax.tree.map(lambda a: a[0], stacked)
-        run, shapes = _traced(lambda i, stacked: f(*rebuild(i, stacked), **options), first)
+        run, shapes, _ = _traced(lambda i, stacked: f(*rebuild(i, stacked), **options), first)
         if weight is not None:
-            weigh, of_weight = _traced(lambda i, stacked: _scalar(weight(*rebuild(i, stacked), **options)), first)
+            weigh, of_weight, effects = _traced(
+                lambda i, stacked: _scalar(weight(*rebuild(i, stacked), **options)), first)
+            if effects:
+                raise ValueError("microbatch: weight= must not have side effects, since it is evaluated twice for each "
+                                 f"slice; got {', '.join(sorted({type(e).__name__ for e in effects}))}. Move callbacks "
+                                 "and uses of a jax.Ref into the function itself")
 
         def body(total, slice_):
             if weight is None:
@@ -86,23 +92,26 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
 
 def _traced(f, first):
-    """`f(i, slice)` traced once, and the shapes of its outputs.
+    """`f(i, slice)` traced once.
 
     Returns:
-        A function `run(i, slice, gate)`, and the shapes. `gate` is applied to all floating-point values that f reads
+        A function `run(i, slice, gate)`, the shapes of its outputs, and its side effects. `gate` is applied to all floating-point values that f reads
         and that may be differentiated, those that it closes over included.
     """
     traced, closed = jax.closure_convert(f, jnp.int32(0), first)
-    shapes = jax.eval_shape(traced, jnp.int32(0), first, *closed)
+    program, shapes = jax.make_jaxpr(traced, return_shape=True)(jnp.int32(0), first, *closed)
 
     def run(i, slice_, gate=lambda x: x):
-        slice_, inner = jax.tree.map(
-            lambda x: gate(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, (slice_, closed))
+        slice_, inner = jax.tree.map(lambda x: gate(x) if _differentiable(x) else x, (slice_, closed))
         # A constant output is a scalar that knows its dtype, not an array.
         return jax.tree.map(lambda y, s: y if isinstance(y, jax.Array) else jnp.asarray(y, s.dtype),
                             traced(i, slice_, *inner), shapes)
 
-    return run, shapes
+    return run, shapes, program.effects
+
+
+def _differentiable(x) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)    # a traced jax.Ref is no Array
 
 
 def _gate(live, x):
@@ -137,6 +146,10 @@ def batch_rows(who: str, args, where) -> int:
     rows = {}
     for i in where:
         for path, leaf in jax.tree.leaves_with_path(args[i]):
+            if isinstance(leaf, jax.Ref):
+                raise TypeError(f"{who}: argument {i}{jax.tree_util.keystr(path)} is a jax.Ref, which has no slices; "
+                                "batched arguments are arrays. Pass ref[...], or name the batched arguments in "
+                                "argnums= without it")
             if jnp.ndim(leaf):
                 rows.setdefault(jnp.shape(leaf)[0], f"argument {i}{jax.tree_util.keystr(path)} {jnp.shape(leaf)}")
     if len(rows) != 1:
