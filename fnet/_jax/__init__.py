@@ -7,9 +7,9 @@ moves it. What equations hold in their parameters is read in `fnet.jaxpr`.
 
 import importlib
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import Literal, Primitive
 
-from fnet._jax._features import disabled, missing
+from fnet._jax._features import disabled
 from fnet._jax._jaxprs import close, consts_as_inputs, hoisted, unplaced
 from fnet._jax._rules import CustomJvp, CustomVjp, custom_vmap_rule
 from fnet._jax._tracing import (
@@ -27,10 +27,9 @@ from fnet._jax._tracing import (
     vary_alike,
 )
 
-__all__ = ["ClosedJaxpr", "CustomJvp", "CustomVjp", "Jaxpr", "Literal", "Primitive", "bind", "bind_again", "close",
-           "consts_as_inputs", "current_names", "custom_vmap_rule", "disabled", "equation_context", "hoisted", "line",
-           "missing", "name_stack", "names_context", "origin", "outermost", "prng_impl", "trace_state", "unplaced",
-           "varies_over", "vary_alike"]
+__all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "bind", "bind_again", "close", "consts_as_inputs",
+           "current_names", "custom_vmap_rule", "disabled", "equation_context", "hoisted", "line", "name_stack",
+           "names_context", "origin", "outermost", "prng_impl", "trace_state", "unplaced", "varies_over", "vary_alike"]
 
 
 def __getattr__(name):

@@ -50,11 +50,6 @@ def private(path: str, feature: str) -> Any:
         return Missing(path, feature)
 
 
-def missing(path: str, feature: str) -> None:
-    """Records that a feature is not available because JAX lacks `path`."""
-    _missing[path] = feature
-
-
 def disabled() -> tuple[str, ...]:
     """One line for each feature that this version of JAX does not support, as far as it has been asked for."""
     return tuple(f"{feature} is disabled: JAX {jax.__version__} has no {path}" for path, feature in _missing.items())

@@ -12,8 +12,6 @@ from fnet.jaxpr._batch_axes import batch_axes, before
 from fnet.jaxpr._calls import (
     CALLS,
     INLINED,
-    Body,
-    Scan,
     bodies,
     call_name,
     donated,
@@ -28,7 +26,6 @@ from fnet.jaxpr._equations import (
     BILINEAR,
     CONVOLUTION,
     DOT,
-    Product,
     explicit,
     new_dtype,
     permutation,
@@ -38,10 +35,10 @@ from fnet.jaxpr._equations import (
     selects_largest,
 )
 from fnet.jaxpr._frames import Frame, Op, read
-from fnet.jaxpr._primitives import POINTWISE, Description, Traits, describe, description, named, traits, unsupported
+from fnet.jaxpr._primitives import POINTWISE, Description, Traits, describe, description, traits, unsupported
 from fnet.jaxpr._replicated import may_differ
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
-from fnet.jaxpr._scopes import BACKWARD, FORWARD, RECOMPUTED, Scope, marks
+from fnet.jaxpr._scopes import Scope, marks
 from fnet.jaxpr._scopes import of_equation as scope_of
 from fnet.jaxpr._scopes import of_operation as scope_of_operation
 from fnet.jaxpr._static_leaves import boxed, is_array, results_boxed, statics, unboxed
@@ -50,24 +47,18 @@ from fnet.jaxpr._values import Value, bind, plain, restore
 from fnet.jaxpr._wrapping import Compiled, wraps
 
 __all__ = [
-    "BACKWARD",
     "BILINEAR",
     "CALLS",
     "CONVOLUTION",
     "DOT",
-    "FORWARD",
     "INLINED",
     "POINTWISE",
-    "RECOMPUTED",
-    "Body",
     "Compiled",
     "Description",
     "Evaluator",
     "Frame",
     "Interpreter",
     "Op",
-    "Product",
-    "Scan",
     "Scope",
     "Traced",
     "Traits",
@@ -90,7 +81,6 @@ __all__ = [
     "marks",
     "may_differ",
     "mutable",
-    "named",
     "nbytes",
     "new_dtype",
     "opened",

@@ -80,15 +80,13 @@ def touched(eqn: Any) -> tuple[list[int], list[int]]:
 
 
 def nbytes(aval: Any) -> int:
-    try:
-        bits = jnp.finfo(aval.dtype).bits if _inexact(aval) else 8 * aval.dtype.itemsize
-        if "int4" in str(aval.dtype):
-            bits = 4
-        elif jnp.issubdtype(aval.dtype, jnp.complexfloating):
-            bits = 8 * aval.dtype.itemsize
-    except (AttributeError, TypeError, ValueError):
-        return 0      # tokens, keys, references
-    return math.ceil(_size(aval) * bits / 8)
+    """The bytes of an array of this type; 0 for what is no array, such as a token."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    limits = (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo if jnp.issubdtype(dtype, jnp.integer)
+              else None)    # which know types of less than a byte
+    return math.ceil(_size(aval) * (limits(dtype).bits if limits else 8 * dtype.itemsize) / 8)
 
 
 def _dot(found: Product, ins: list[Any]) -> Cost:

@@ -94,18 +94,13 @@ def _read(table: str) -> tuple[dict[str, Traits], list[tuple[str, ...]]]:
 
 _TRAITS, _REQUIRED = _read(_TABLE)
 POINTWISE = frozenset(name for name, each in _TRAITS.items() if each.kind in ("elementwise", "transcendental", "cast")
-                      ) | {"copy", "copy_p", "stop_gradient"}
+                      ) | {"copy", "stop_gradient"}
 """Primitives whose output elements depend on the input elements at the same position alone."""
 
 
 def traits(name: str) -> Traits:
     """What the primitive called `name` is; `UNKNOWN` for one that fnet does not know."""
     return _TRAITS.get(name, UNKNOWN)
-
-
-def named(kind: str) -> frozenset[str]:
-    """The names of all primitives of a kind."""
-    return frozenset(name for name, each in _TRAITS.items() if each.kind == kind)
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import jax
 
 from fnet.jaxpr import _mutable
 
-
 _TRACED = jax.Array, jax.core.Tracer    # a traced jax.Ref is a Tracer but no Array: JAX refuses to return one
 
 

@@ -95,8 +95,8 @@ def _traced(f, first):
     """`f(i, slice)` traced once.
 
     Returns:
-        A function `run(i, slice, gate)`, the shapes of its outputs, and its side effects. `gate` is applied to all floating-point values that f reads
-        and that may be differentiated, those that it closes over included.
+        A function `run(i, slice, gate)`, the shapes of its outputs, and its side effects. `gate` is applied to all
+        floating-point values that f reads and that may be differentiated, those that it closes over included.
     """
     traced, closed = jax.closure_convert(f, jnp.int32(0), first)
     program, shapes = jax.make_jaxpr(traced, return_shape=True)(jnp.int32(0), first, *closed)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import _jax
-from fnet.jaxpr import INLINED, Interpreter, Scope, Value, has_shardings, inline, marks, scan, wraps
+from fnet.jaxpr import INLINED, Interpreter, Scope, Value, has_shardings, inline, marks, nbytes, scan, wraps
 
 _WORTH = 0.8    # of what is kept must go at least so much less, or a jaxpr is left alone
 
@@ -267,8 +267,8 @@ def _pair(jaxpr, sink, uses):
             continue
         needs = {inner.invars.index(v) for v in piece.invars if v in set(inner.invars)}
         saved = [i - its_consts for i in sorted(needs) if its_consts <= i < its_consts + its_carry]
-        before = sum(_bytes(source.outvars[its_carry + i]) for _, i in stacked)
-        after = length * sum(_bytes(inner.invars[its_consts + i]) for i in saved)
+        before = sum(nbytes(source.outvars[its_carry + i].aval) for _, i in stacked)
+        after = length * sum(nbytes(inner.invars[its_consts + i].aval) for i in saved)
         if after < _WORTH * before and (best is None or before - after > best[0]):
             best = before - after, _Pair(source, [i for _, i in stacked], [place for place, _ in stacked], saved)
     return best and best[1]
@@ -316,13 +316,13 @@ def _cut_run(jaxpr, eqns, uses, backward) -> dict:
         kept = 0
         for v in eqn.outvars:
             readers = uses.get(v, ())
-            kept += _bytes(v) if any(id(each) in backward for each in readers if each is not None) else 0
+            kept += nbytes(v.aval) if any(id(each) in backward for each in readers if each is not None) else 0
             elsewhere = [each for each in readers if each is None or (id(each) not in backward and id(each) not in at)]
             last = len(eqns) if elsewhere else max((at[id(each)] for each in readers if id(each) in at), default=i)
             last_use[v] = last
             if last > i:
-                crossing[i] += _bytes(v)
-                crossing[last] -= _bytes(v)
+                crossing[i] += nbytes(v.aval)
+                crossing[last] -= nbytes(v.aval)
         weight.append(kept)
     for i in range(1, len(crossing)):
         crossing[i] += crossing[i - 1]
@@ -361,13 +361,5 @@ def _spread(weight, crossing, size) -> _Cut:
     return _Cut(kept + max(largest, inside), ends)
 
 
-def _bytes(v) -> int:
-    aval = v.aval
-    try:
-        return int(aval.size) * aval.dtype.itemsize
-    except (AttributeError, TypeError):
-        return 0
-
-
 def _plain_array(x) -> bool:
-    return x is not None and hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)    # no traced jax.Ref either

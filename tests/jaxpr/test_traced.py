@@ -1,0 +1,140 @@
+"""Calls as jaxprs, leaves that are no arrays, nnx modules, and values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import same
+
+from fnet.jaxpr import Traced, Value, bind, boxed, holds_statics, mutable, numeric, plain, restore, unboxed
+
+X = jnp.arange(3.0)
+
+
+def evaluated(traced):
+    return traced.result(jax.core.eval_jaxpr(traced.closed.jaxpr, traced.closed.consts, *traced.arrays))
+
+
+def test_arrays_are_traced_and_everything_else_passes_through():
+    seen = []
+
+    def f(x, mode, *, options):
+        seen.append((mode, options["name"], options["scale"]))
+        return {"y": x * options["scale"] + options["shift"], "mode": mode, "host": np.ones(2), "none": None, "n": 3}
+
+    traced = Traced(f, (X, "fast"), {"options": {"name": jnp.sin, "scale": 2.0, "shift": np.float32(1)}})
+    assert [x.shape for x in traced.arrays] == [(3,), ()]    # a NumPy scalar has a dtype, a Python number has none
+    assert len(traced.closed.jaxpr.outvars) == 1
+    got = evaluated(traced)
+    same(got.pop("y"), 2 * X + 1)
+    assert isinstance(got["host"], np.ndarray) and (got["mode"], got["none"], got["n"]) == ("fast", None, 3)
+    assert seen == [("fast", jnp.sin, 2.0)]
+
+
+def test_without_arrays_and_without_results():
+    assert evaluated(Traced(lambda: None, (), {})) is None
+    assert evaluated(Traced(lambda s: s * 2, ("ab",), {})) == "abab"
+
+
+def test_shapes_are_enough():
+    traced = Traced(lambda x: x @ x, (jax.ShapeDtypeStruct((3, 3), jnp.bfloat16),), {})
+    assert traced.closed.out_avals[0].dtype == jnp.bfloat16
+
+
+def test_errors_name_the_users_function():
+    def branches(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"branches at .*test_traced\.py"):
+        Traced(branches, (X,), {})
+
+
+# Leaves that are no arrays.
+
+def test_boxes():
+    tree = {"f": jnp.sin, "x": X, "name": "a", "n": 3, "z": 1j, "b": True, "host": np.ones(2), "none": None}
+    put = boxed(tree)
+    assert holds_statics(put) and not holds_statics(boxed({"x": X, "n": 3}))
+    assert sum(map(numeric, jax.tree.leaves(put))) == len(jax.tree.leaves(put)) == 5    # x, n, z, b, host
+    back = unboxed(put)
+    assert back.pop("x") is X and back.pop("host") is tree["host"] and back == {
+        "f": jnp.sin, "name": "a", "n": 3, "z": 1j, "b": True, "none": None}
+
+
+def test_boxes_are_a_part_of_the_structure():
+    structure = lambda **tree: jax.tree.structure(boxed(tree))
+    assert structure(mode="a", x=1) == structure(mode="a", x=2) != structure(mode="b", x=1)
+    assert jax.tree.map(lambda x: x + 1, boxed({"f": "a", "x": 1})) == boxed({"f": "a", "x": 2})
+
+
+@pytest.mark.parametrize(("x", "expected"), [
+    (1, True), (1.5, True), (True, True), (1j, True), (np.float32(1), True), (np.ones(2), True), (X, True),
+    (jax.ShapeDtypeStruct((), "int8"), True), (jax.random.key(0), True), ("a", False), (jnp.sin, False), (None, False),
+])
+def test_numeric(x, expected):
+    assert numeric(x) is expected
+
+
+def test_a_leaf_without_a_hash_is_an_error():
+    with pytest.raises(TypeError, match=r"^\['a'\]\[0\] is a set, which is neither an array nor has a hash$"):
+        boxed({"a": [{1}]})
+
+
+# nnx modules.
+
+def test_without_modules_nothing_changes():
+    tree = {"x": X, "f": jnp.sin}
+    assert mutable.extract(tree) == (tree, None, ()) and mutable.insert(tree, None) == (tree, None)
+    assert mutable.updates(None, None) is None
+    mutable.apply((), None)
+
+
+def test_modules_as_arrays_and_back():
+    nnx = pytest.importorskip("flax.nnx")
+    count, other = nnx.Variable(jnp.float32(1)), nnx.Variable(X)
+    tree, modules, found = mutable.extract({"a": count, "b": [other, count], "c": 3})
+    assert found[0] is count and len(modules.arrays) == 2    # the shared variable once
+    assert not any(isinstance(x, nnx.Variable) for x in jax.tree.leaves(tree))
+    new, copies = mutable.insert(tree, modules)
+    assert new["a"] is new["b"][1] is not count and new["c"] == 3
+    new["a"][...] += 1
+    assert count[...] == 1
+    mutable.apply(found, mutable.updates(copies, modules))
+    assert count[...] == 2
+    same(other[...], X)
+
+
+def test_updates_of_a_traced_function():
+    nnx = pytest.importorskip("flax.nnx")
+    count = nnx.Variable(jnp.float32(1))
+
+    def f(count, x):
+        count[...] += x
+        return 2 * count[...]
+
+    traced = Traced(f, (count, jnp.float32(3)), {})
+    assert count[...] == 1 and len(traced.closed.jaxpr.outvars) == 2
+    assert evaluated(traced) == 8 and count[...] == 4
+
+
+# Values.
+
+def test_restore_casts_once():
+    value = Value(X.astype("bfloat16"), "note")
+    aval = jax.typeof(X)
+    assert value.note == "note" and value.restored is None
+    assert restore(value, aval).dtype == jnp.float32 and restore(value, aval) is restore(value, aval)
+    same(Value(X).x, restore(Value(X), aval))
+    assert restore(Value(X), aval) is not None and Value(X).restored is None
+    token = object()
+    assert restore(Value(token), object()) is token    # what has no dtype stays
+
+
+def test_bind_and_plain():
+    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(X).jaxpr.eqns
+    (low,) = bind(eqn, [X.astype("bfloat16")])
+    assert low.x.dtype == jnp.bfloat16 and low.x == 3
+    (high,) = plain(eqn, [Value(X.astype("bfloat16"))])
+    assert high.x.dtype == jnp.float32 and high.x == 3
+    (eqn,) = jax.make_jaxpr(lambda x: x.astype("int8"))(X).jaxpr.eqns
+    assert bind(eqn, [X], new_dtype=jnp.dtype("int16"))[0].x.dtype == jnp.int16
