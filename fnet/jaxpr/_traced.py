@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from fnet.jaxpr import _mutable
+from fnet.jaxpr._static_leaves import is_array
 
 _TRACED = jax.Array, jax.core.Tracer    # a traced jax.Ref is a Tracer but no Array: JAX refuses to return one
 
@@ -24,7 +25,7 @@ class Traced:
     def __init__(self, f: Callable, args: tuple, kwargs: dict):
         tree, modules, self._modules = _mutable.extract((args, kwargs))
         leaves, structure = jax.tree.flatten((tree, modules))
-        where = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+        where = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
         def flat(*arrays):
             filled = list(leaves)
