@@ -438,7 +438,7 @@ def gradient_of_a_scan(x):
 def gradient_of_straight_code(x):
     def loss(w):
         h = jnp.ones((4, 4)) * x[:, None]
-        for i in range(12):
+        for i in range(8):
             h = jnp.tanh(jnp.sin(jnp.exp(-jnp.square(h @ w))))
             if i % 4 == 3:
                 h = told(h)
