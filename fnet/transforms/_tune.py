@@ -124,7 +124,7 @@ class _Program:
     def __init__(self, step, tuner, plain, args, kwargs):
         tree, modules, _ = mutable.extract((args, kwargs)) if plain else ((args, kwargs), None, ())
         self._direct = modules is None and (not plain or not statics(boxed(tree)))
-        self._statics = ()    # (path, value) of results that are not arrays
+        self._statics = False    # whether results that are not arrays were seen
         if not self._direct:
             def functional(args, kwargs, modules):
                 (args, kwargs), new = mutable.insert(unboxed((args, kwargs)), modules)
@@ -135,8 +135,12 @@ class _Program:
         self._compiled = _compiled(inner, tuner, *self._arguments(args, kwargs)[:2], name=_name(step))
 
     def __call__(self, args, kwargs):
+        return self.call(self._compiled, args, kwargs)
+
+    def call(self, compiled, args, kwargs):
+        """A compiled form of the program, called with the step's arguments."""
         args, kwargs, found = self._arguments(args, kwargs)
-        result = self._compiled(*args, **kwargs)
+        result = compiled(*args, **kwargs)
         if not self._direct:
             result, state = result
             mutable.apply(found, state)
@@ -145,11 +149,7 @@ class _Program:
     def trace(self, args, kwargs):
         args, kwargs, _ = self._arguments(args, kwargs)
         traced = self._compiled.trace(*args, **kwargs)
-        if self._statics:
-            (path, value), *_ = self._statics
-            raise TypeError(f"tune: a step that is compiled ahead of time returns arrays alone; its result{path} is a "
-                            f"{type(value).__name__}")
-        return traced
+        return traced if self._direct and not self._statics else _Stage(self, traced)
 
     def _arguments(self, args, kwargs):
         """(positional arguments, keyword arguments, nnx modules) of the compiled function."""
@@ -160,8 +160,28 @@ class _Program:
 
     def _boxed(self, result):
         result = results_boxed(result)
-        self._statics = self._statics or statics(result)    # at every trace, since it may depend on shapes
+        self._statics = self._statics or bool(statics(result))    # at every trace, since it may depend on shapes
         return result
+
+
+class _Stage:
+    """A stage of ahead-of-time compilation (traced, lowered, compiled) of a program with arguments or results that are
+    not arrays; the compiled one is called with the step's own arguments."""
+
+    def __init__(self, program, stage):
+        self._program, self._stage = program, stage
+
+    def __getattr__(self, name):
+        return getattr(self._stage, name)
+
+    def lower(self, *args, **kwargs):
+        return _Stage(self._program, self._stage.lower(*args, **kwargs))
+
+    def compile(self, *args, **kwargs):
+        return _Stage(self._program, self._stage.compile(*args, **kwargs))
+
+    def __call__(self, *args, **kwargs):
+        return self._program.call(self._stage, args, kwargs)
 
 
 def _chip(chip) -> hardware.Chip:

@@ -32,9 +32,8 @@ def bfloat16_pays() -> bool:
 def eigen_pays(equations: Sequence) -> bool:
     """Whether convolutions are most of the work, and none of them is grouped.
 
-    Eigen takes 0.42 to 1.07 of YNNPACK's time for ungrouped convolutions in both passes, and 0.82 to 1.33 for depthwise
-    and grouped ones, which take most of the time where there are any (16 shapes on two cores of an AMD EPYC, jaxlib
-    0.10.2; benchmarks/RESULTS.md).
+    Eigen takes 0.50 to 1.10 of YNNPACK's time for ungrouped convolutions, but up to 1.27 for depthwise ones, which take
+    most of the time where there are any (`python -m benchmarks.convolutions`, benchmarks/RESULTS.md).
     """
     convolutions = [found for eqn in equations if (found := product(eqn)) is not None and found.op is CONVOLUTION]
     if any(found.groups != (1, 1) for found in convolutions):

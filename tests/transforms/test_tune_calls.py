@@ -34,6 +34,18 @@ def test_results_that_are_not_arrays_may_appear_in_later_calls():
         assert got == want
 
 
+def test_steps_with_values_that_are_not_arrays_compile_ahead_of_time():
+    tuned = ft.tune(lambda x, f, d: (f(x), {"name": "a", **d}), "cpu")
+    compiled = tuned.lower(X, jnp.cos, {"b": X}).compile()
+    for _ in range(2):
+        y, rest = compiled(X, jnp.cos, {"b": X + 1})
+        np.testing.assert_allclose(y, jnp.cos(X), rtol=1e-6)
+        np.testing.assert_array_equal(rest.pop("b"), X + 1)
+        assert rest == {"name": "a"}
+    assert tuned.trace(X, jnp.cos, {"b": X}).lower().compile()(X, jnp.cos, {"b": X})[1]["name"] == "a"
+    assert "cosine" in tuned.lower(X, jnp.cos, {}).as_text()
+
+
 def test_a_value_without_a_hash_is_named():
     with pytest.raises(TypeError, match=r"\[0\]\[1\] is a set, which is neither an array nor has a hash"):
         ft.tune(lambda x, s: x, "cpu")(X, {1})
