@@ -28,10 +28,11 @@ print(lazy, [getattr(fnet, name).__name__ for name in lazy])
                           "['fnet.models', 'fnet.parallel', 'fnet.training']")
 
 
-def test_import_costs_at_most_100_ms_more_than_jax():
-    # Processor time, in fresh processes that take turns: the machine may be busy, and only the difference counts.
+def test_import_costs_at_most_a_third_of_jax():
+    # Processor time, in fresh processes that take turns, since the machine may be busy.
     times = {module: [] for module in ("fnet", "jax")}
     for _ in range(5):
         for module, each in times.items():
             each.append(float(_run(TIMER.format(module))))
-    assert min(times["fnet"]) - min(times["jax"]) < 0.1, times
+    # A ratio, since processors differ by a factor of two: it is 0.21 on an AMD EPYC.
+    assert min(times["fnet"]) < 4 / 3 * min(times["jax"]), times
