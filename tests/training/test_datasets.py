@@ -101,7 +101,7 @@ def test_the_random_split_is_stratified_fixed_and_complete():
     rows = lambda d: np.concatenate([d.train_images, d.test_images]).reshape(1797, 64)
     whole = datasets.load("digits", split="last20")
     np.testing.assert_array_equal(*(np.sort(rows(d), axis=0) for d in (a, whole)))
-    # Golden: the split may never move, figures measured on it stand in the README.
+    # Golden: the split must never change, because docs/results.md has accuracies measured on it.
     assert a.test_labels[:20].tolist() == GOLDEN_LABELS
     assert hashlib.sha256(a.test_images.tobytes()).hexdigest()[:16] == GOLDEN_IMAGES
 
