@@ -58,7 +58,7 @@ def shard_map_all_to_all(x):
     return lax.all_to_all(x, "data", 1, 0, tiled=True)
 
 
-@topic(x83, w34, wrt=(1,), core=True, excluded={("*", "leaks"): "plain JAX leaks a tracer of shard_map"})
+@topic(x83, w34, wrt=(1,), core=True)
 def shard_map_gradient_inside(x, w):
     @functools.partial(jax.shard_map, mesh=mesh(), in_specs=(P("data"), P()), out_specs=P())
     def step(x, w):
