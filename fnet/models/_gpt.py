@@ -92,10 +92,11 @@ class GPT(LanguageModel):
             "n_positions": Use("context", 1024), "n_ctx": Use("context"), "max_position_embeddings": Use("context"),
             "layer_norm_epsilon": Use("epsilon", 1e-5), "tie_word_embeddings": Must((True,)),
             "activation_function": Must(("gelu_new", "gelu_pytorch_tanh")), "scale_attn_weights": Must((True,)),
-            "scale_attn_by_inverse_layer_idx": Must((False,)),
+            "scale_attn_by_inverse_layer_idx": Must((False,)), "n_special": Must((0,)),
         }, architectures=("GPT2LMHeadModel", "GPT2Model"),
             irrelevant="resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj "
-                       "summary_activation summary_proj_to_labels summary_first_dropout"),
+                       "summary_activation summary_proj_to_labels summary_first_dropout predict_special_tokens "
+                       "output_past"),
     }
     HUB: ClassVar = {name: (f"openai-community/{name}", name) for name in PRESETS}
 

@@ -82,6 +82,10 @@ PUBLISHED = {
                     LLAMA_31),
     "mistral-7b": (models.Llama(32000, 4096, 32, 32, 8, 14336, context=32768, window=4096), MISTRAL),
     "gpt2": (models.GPT.preset("gpt2"), GPT2),
+    "gpt2-medium": (models.GPT.preset("gpt2-medium"), GPT2 | {
+        "n_embd": 1024, "n_head": 16, "n_layer": 24, "n_special": 0, "predict_special_tokens": True}),
+    "gpt2-xl": (models.GPT.preset("gpt2-xl"), GPT2 | {
+        "n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True}),
     "bert-base-uncased": (models.Bert.preset("bert-base-uncased"), BERT),
     "bert-base-cased": (models.Bert.preset("bert-base-uncased", vocab_size=28996), BERT_CASED),
     "minilm": (models.Bert.preset("minilm-l6"), MINILM),
