@@ -64,10 +64,16 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
             return jax.tree.map(_strong, f(*args, **options))
         stacked, rebuild = _slices(args, where, n)
         first = jax.tree.map(lambda a: a[0], stacked)
-        run, shapes, _ = _traced(lambda i, stacked: f(*rebuild(i, stacked), **options), first)
+        run, shapes, _, inputs = _traced(lambda i, stacked: f(*rebuild(i, stacked), **options), first)
+        axes = frozenset()
         if weight is not None:
-            weigh, of_weight, effects = _traced(
+            weigh, of_weight, effects, more = _traced(
                 lambda i, stacked: _scalar(weight(*rebuild(i, stacked), **options)), first)
+            axes = _varying(of_weight)
+            if missing := set().union(*(axes - _varying(x) for x in jax.tree.leaves((inputs, more)))):
+                raise ValueError(f"microbatch: inside shard_map the weights vary over the mesh axes {sorted(missing)} "
+                                 "and some arguments do not. Use shard_map(..., check_vma=False), or cast these "
+                                 f"arguments first: jax.lax.pcast(x, {tuple(sorted(missing))}, to='varying')")
             if effects:
                 raise ValueError("microbatch: weight= must not have side effects, since it is evaluated twice for each "
                                  f"slice; got {', '.join(sorted({type(e).__name__ for e in effects}))}. Move callbacks "
@@ -81,9 +87,9 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
             y, share = run(*slice_, gate), jnp.where(live, weigh(*slice_, gate), 0)
             return (jax.tree.map(lambda t, y: t + _weighted(y, share, live), total[0], y), total[1] + share), None
 
-        start = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s)), shapes)
+        start = jax.tree.map(lambda s: _zeros(s.shape, _wide(s), _varying(s) | axes), shapes)
         if weight is not None:
-            start = start, jnp.zeros((), of_weight.dtype)
+            start = start, _zeros((), of_weight.dtype, axes)
         total, _ = lax.scan(body, start, (jnp.arange(n, dtype=jnp.int32), stacked))
         total, share = (total, jnp.float32(n)) if weight is None else total
         return jax.tree.map(lambda y, s: _mean(y, share, s.dtype), total, shapes)
@@ -95,8 +101,9 @@ def _traced(f, first):
     """`f(i, slice)` traced once.
 
     Returns:
-        A function `run(i, slice, gate)`, the shapes of its outputs, and its side effects. `gate` is applied to all
-        floating-point values that f reads and that may be differentiated, those that it closes over included.
+        A function `run(i, slice, gate)`, the shapes of its outputs, its side effects, and the values that `gate` is
+        applied to: all floating-point values that f reads and that may be differentiated, those that it closes over
+        included.
     """
     traced, closed = jax.closure_convert(f, jnp.int32(0), first)
     program, shapes = jax.make_jaxpr(traced, return_shape=True)(jnp.int32(0), first, *closed)
@@ -107,7 +114,18 @@ def _traced(f, first):
         return jax.tree.map(lambda y, s: y if isinstance(y, jax.Array) else jnp.asarray(y, s.dtype),
                             traced(i, slice_, *inner), shapes)
 
-    return run, shapes, program.effects
+    return run, shapes, program.effects, [x for x in jax.tree.leaves((first, closed)) if _differentiable(x)]
+
+
+def _varying(x) -> frozenset:
+    """The mesh axes of a shard_map over which an array, or an array of this type, varies."""
+    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
+
+
+def _zeros(shape, dtype, axes):
+    zeros = jnp.zeros(shape, dtype)
+    return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
 
 
 def _differentiable(x) -> bool:

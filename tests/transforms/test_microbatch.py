@@ -327,3 +327,27 @@ def test_error(name):
     with pytest.raises(ValueError) as caught:
         attempt()
     assert str(caught.value) == text
+
+
+def test_inside_shard_map():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    params, batch = cast("float32", PARAMS, {"x": X, "y": Y, "weight": WEIGHT})
+
+    def spread(f):
+        return jax.jit(jax.shard_map(lambda p, b: jax.tree.map(lambda y: lax.pmean(y, "data"), f(p, b)), mesh=mesh,
+                                     in_specs=(P(), P("data")), out_specs=P()))
+
+    step = spread(ft.microbatch(loss, 3))
+    close(step(params, batch), loss(params, batch))
+    close(jax.grad(step)(params, batch), jax.grad(loss)(params, batch))
+    sums = spread(ft.microbatch(jax.grad(loss), 3))(params, batch)            # each a sum over the devices
+    close(sums, jax.tree.map(lambda g: 2 * g, jax.grad(loss)(params, batch)))
+
+    weighted = ft.microbatch(weighted_loss, 3, weight=total_weight)
+    with pytest.raises(ValueError, match=r"vary over the mesh axes \['data'\] and some arguments do not.*to='varying'"):
+        spread(weighted)(params, batch)
+    vary = spread(lambda p, b: weighted(jax.tree.map(lambda a: lax.pcast(a, ("data",), to="varying"), p), b))
+    halves = jax.tree.map(lambda a: a[:12], batch), jax.tree.map(lambda a: a[12:], batch)
+    close(vary(params, batch), np.mean([weighted_loss(params, half) for half in halves]))
+    close(jax.grad(vary)(params, batch), jax.tree.map(lambda *g: sum(g) / 2, *(
+        jax.grad(weighted_loss)(params, half) for half in halves)))
