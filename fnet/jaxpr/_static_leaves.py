@@ -9,11 +9,22 @@ import jax
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """A leaf that JAX treats as a part of the tree's structure: a function of it is traced for each value."""
+    """A leaf that JAX treats as a part of the tree's structure: a function of it is traced for each value.
+
+    1, 1.0 and True are different values, and so are 0.0 and -0.0.
+    """
 
     value: Any
+
+    def __eq__(self, other):
+        if not _static(other) or type(self.value) is not type(other.value):
+            return False
+        return repr(self.value) == repr(other.value) if _number(self.value) else self.value == other.value
+
+    def __hash__(self):
+        return hash(repr(self.value) if _number(self.value) else self.value)
 
 
 def boxed(tree: Any) -> Any:
@@ -26,10 +37,17 @@ def boxed(tree: Any) -> Any:
     return jax.tree.map_with_path(lambda path, x: x if _traced(path, x) else _box(path, x), tree)
 
 
-def results_boxed(tree: Any) -> Any:
-    """The tree with all leaves that are neither arrays nor numbers as `Static`s."""
-    numeric = lambda x: is_array(x) or isinstance(x, (int, float, complex))
-    return jax.tree.map_with_path(lambda path, x: x if numeric(x) else _box(path, x), tree)
+def results_boxed(tree: Any, arguments: Any = ()) -> Any:
+    """The tree with all leaves that are neither arrays nor numbers as `Static`s, and Python's numbers inside objects
+    that the function hands back as they are in its boxed arguments, such as the options of an Equinox module."""
+    given = {(_field(path), x) for path, x in jax.tree.leaves_with_path(arguments, is_leaf=_static) if _static(x)}
+
+    def box(path, x):
+        if is_array(x) or (_number(x) and (not _inside(path) or (_field(path), Static(x)) not in given)):
+            return x
+        return _box(path, x)
+
+    return jax.tree.map_with_path(box, tree)
 
 
 def unboxed(tree: Any) -> Any:
@@ -52,11 +70,22 @@ def _static(x) -> bool:
     return isinstance(x, Static)
 
 
+def _number(x) -> bool:
+    return isinstance(x, (int, float, complex))
+
+
 def _traced(path, x) -> bool:
-    if is_array(x):
-        return True
-    inside = any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
-    return isinstance(x, (int, float, complex)) and not isinstance(x, bool) and not inside
+    return is_array(x) or (_number(x) and not isinstance(x, bool) and not _inside(path))
+
+
+def _inside(path) -> bool:
+    """Whether a leaf is in an object rather than in a container."""
+    return any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
+
+
+def _field(path) -> tuple:
+    """The end of a path, from the attribute of the innermost object on."""
+    return path[max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=0):]
 
 
 def _box(path, x):

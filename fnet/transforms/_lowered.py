@@ -84,7 +84,10 @@ def _eager(x, y, **params):
     return lowered_p.bind(x, y, **params)
 
 
-lowered_p.def_impl(lambda x, y, **params: _eager(x, y, **params))
+@lowered_p.def_impl
+def _impl(x, y, **params):
+    with jax.disable_jit(False):    # outside of jit there is no implementation
+        return _eager(x, y, **params)
 
 
 @lowered_p.def_effectful_abstract_eval

@@ -127,8 +127,9 @@ class _Program:
         self._statics = False    # whether results that are not arrays were seen
         if not self._direct:
             def functional(args, kwargs, modules):
-                (args, kwargs), new = mutable.insert(unboxed((args, kwargs)), modules)
-                return self._boxed(step(*args, **kwargs)), mutable.updates(new, modules)
+                given = args, kwargs
+                (args, kwargs), new = mutable.insert(unboxed(given), modules)
+                return self._boxed(step(*args, **kwargs), given), mutable.updates(new, modules)
         elif plain:
             functional = wraps(step)(lambda *args, **kwargs: self._boxed(step(*args, **kwargs)))
         inner = jax.jit(functional) if plain else step
@@ -158,8 +159,8 @@ class _Program:
         tree, modules, found = mutable.extract((args, kwargs))
         return (*boxed(tree), modules), {}, found
 
-    def _boxed(self, result):
-        result = results_boxed(result)
+    def _boxed(self, result, given=()):
+        result = results_boxed(result, given)
         self._statics = self._statics or bool(statics(result))    # at every trace, since it may depend on shapes
         return result
 

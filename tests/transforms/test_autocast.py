@@ -94,6 +94,17 @@ def test_the_authors_casts_and_precision_win():
     same(high(X, Y), jnp.matmul(X, Y, precision="highest"))
 
 
+def test_without_jit():
+    product = lambda a: jnp.tanh(a @ a.T)
+    loop = lambda a: lax.scan(lambda carry, row: (carry + product(row[None]).sum(), None), 0.0, a)[0]
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    for f in (product, loop, jax.grad(loop), jax.vmap(lambda row: product(row[None]))):
+        want = ft.autocast(f, "bfloat16")(x)
+        with jax.disable_jit():
+            got = ft.autocast(f, "bfloat16")(x)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_full_precision():
     f = lambda x, y: ft.full_precision(jnp.matmul)(x @ y, x)
     for g in (ft.autocast(f, "bfloat16"), ft.autocast(jax.jit(f), "bfloat16")):

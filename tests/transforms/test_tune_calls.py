@@ -1,5 +1,6 @@
 """How tune is called: arguments of any structure, nnx modules, and compiler options that an outer jit would lose."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -22,6 +23,19 @@ def test_values_that_are_not_arrays_may_change_between_calls():
     h = ft.tune(lambda x, *, mode=None: f(x, mode), "cpu")
     for options in ({}, {"mode": "double"}, {"mode": jnp.sin}, {}):
         np.testing.assert_allclose(h(X, **options), f(X, options.get("mode")))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Options:
+    value: float | bool
+
+
+def test_numbers_in_objects_are_told_apart_by_type_and_sign():
+    f = lambda x, options: (x, str(options.value))
+    g = ft.tune(f, "cpu")
+    for value in (1, 1.0, True, 0.0, -0.0, 0, False, float("nan"), float("nan"), 1):
+        assert g(X, Options(value))[1] == str(value)
 
 
 def test_results_that_are_not_arrays_may_appear_in_later_calls():

@@ -70,6 +70,31 @@ def test_a_whole_equinox_model(how):
         assert fires(tuned, *args) == {"products"}
 
 
+class Regularized(eqx.Module):
+    dense: eqx.nn.Linear
+    dropout: eqx.nn.Dropout    # with a number and a bool
+    repeats: int
+
+    def __call__(self, x, key):
+        for _ in range(self.repeats):
+            x = jnp.tanh(self.dense(x))
+        return self.dropout(x, key=key)
+
+
+def test_options_of_an_equinox_model_stay_python_numbers():
+    """So that the model that comes back is one to go on with; numbers that the step changes become arrays."""
+    step = lambda model, count, x, key: (
+        eqx.apply_updates(model, eqx.filter_grad(lambda m: (m(x, key) ** 2).sum())(model)), {"count": count + 1})
+    model = Regularized(eqx.nn.Linear(4, 4, key=jax.random.key(0)), eqx.nn.Dropout(0.5), 2)
+    tuned, plain, got, want = ft.tune(step, "cpu"), eqx.filter_jit(step), (model, {"count": 0}), (model, {"count": 0})
+    for i in range(3):
+        rest = normal(i, 4), jax.random.key(i)
+        got, want = tuned(got[0], got[1]["count"], *rest), plain(want[0], want[1]["count"], *rest)
+        close(*(eqx.filter(result[0], eqx.is_array) for result in (got, want)))
+        options = got[0].repeats, got[0].dropout.p, got[0].dropout.inference
+        assert repr(options) == "(2, 0.5, False)" and int(got[1]["count"]) == i + 1
+
+
 def test_values_that_are_no_arrays_are_traced_for_each():
     seen = []
 
