@@ -192,7 +192,7 @@ class _Rewriter(Interpreter):
         returned = [_described(y) for y in (outputs if listed else [outputs])]
         expected = [_described(v.aval) for v in eqn.outvars]
         if returned != expected or not listed:
-            what = f"a list of {', '.join(returned)}" if listed else returned[0]
+            what = f"a list of {', '.join(returned) or 'nothing'}" if listed else returned[0]
             raise TypeError(f"rewrite: for '{eqn.primitive.name}' at '{at.path}' the rule must return a list of "
                             f"{', '.join(expected)}; it returned {what}")
         return [Value(y) for y in outputs]
@@ -218,6 +218,8 @@ class Evaluator(Interpreter):
 
 
 def _described(x):
+    if not hasattr(x, "dtype") and not isinstance(x, (int, float, complex)):
+        return "None (to decline, return NotImplemented)" if x is None else f"a {type(x).__name__}"
     return f"{jnp.result_type(x) if not hasattr(x, 'dtype') else x.dtype}{list(jnp.shape(x))}"
 
 

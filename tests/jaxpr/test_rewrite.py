@@ -76,6 +76,8 @@ def test_a_rule_may_close_over_a_tracer(wrap):
 @pytest.mark.parametrize(("given", "shown"), [
     (lambda x: [x[:1]], "a list of float32[1]"), (lambda x: [x.astype(jnp.bfloat16)], "a list of bfloat16[3]"),
     (lambda x: x, "float32[3]"), (lambda x: [x, x], "a list of float32[3], float32[3]"),
+    (lambda x: None, "None (to decline, return NotImplemented)"), (lambda x: ["sin"], "a list of a str"),
+    (lambda x: [], "a list of nothing"),
 ])
 def test_what_a_rule_returns_is_checked(given, shown):
     rule = lambda primitive, scope, inputs, equation: given(inputs[0]) if primitive == "sin" else NotImplemented
