@@ -92,6 +92,6 @@ def _box(path, x):
     try:
         hash(x)
     except TypeError:
-        raise TypeError(f"{jax.tree_util.keystr(path)} is a {type(x).__name__}, which is neither an array nor has a "
-                        "hash") from None
+        where = jax.tree_util.keystr(path) or "the result"
+        raise TypeError(f"{where} is a {type(x).__name__}, which is neither an array nor has a hash") from None
     return Static(x)
