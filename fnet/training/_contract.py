@@ -39,6 +39,18 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
     return metrics
 
 
+def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
+    """What an evaluation returned, once it is known to be a dict of metrics.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"the evaluation '{name}' must return a dict of metrics, such as {{'accuracy': 0.97}}; got a "
+                        f"{type(metrics).__name__}")
+    return metrics
+
+
 def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *, state: Any = None,
                   values: Mapping[str, Any] | None = None) -> None:
     """Holds the metrics that decide (`best`, early stopping) to those that the evaluations return.

@@ -134,7 +134,7 @@ def fit(
       >>> round(float(state.params["w"]), 2)
       3.0
     """
-    _check_functions(step, batches, state)
+    _check_functions(step, batches, state, {} if evaluate is None else evaluate)
     steps, every, log_every, save_every, keep_every = _counts(
         state, steps=steps, every=every, log_every=log_every, save_every=save_every, keep_every=keep_every)
     if early_stop is not None and best is None:
@@ -174,10 +174,13 @@ def fit(
         return _best(run) if restore_best else run.state
 
 
-def _check_functions(step, batches, state):
+def _check_functions(step, batches, state, evaluate):
     for name, value in {"step": step, "batches": batches}.items():
         if not callable(value):
             raise TypeError(f"fit(step, state, batches): {name} is a function; got a {type(value).__name__}")
+    if not isinstance(evaluate, Mapping) or not all(map(callable, evaluate.values())):
+        raise TypeError("fit(..., evaluate=): expected functions by name, such as {'validation': function}; got "
+                        f"{evaluate!r}")
     if not hasattr(state, "step"):
         raise TypeError("fit: a state has an integer array `step`, as a TrainState has; "
                         f"got a {type(state).__name__} without one")
@@ -191,7 +194,7 @@ def _counts(state, **counts):
     most = jnp.iinfo(jnp.result_type(state.step)).max
     checked = []
     for name, value in counts.items():
-        if value is not None:
+        if value is not None or name == "steps":
             whole = isinstance(value, numbers.Real) and not isinstance(value, bool) and value % 1 == 0
             if not whole or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r}: it counts steps, a whole number from 1 to {most}")
@@ -212,7 +215,7 @@ def _begin(run: Run, workdir, begun_with: Mapping[str, Any], config: Any, *, res
         run.say(f"resumed at step {run.at} from {run.checkpoints.folder / str(run.at)}")
     if begun_with["config"] is not None and jax.process_index() == 0:
         save_config(begun_with["config"], workdir)
-    run.facts["fit"] = begun_with | {"best": run.best}
+    run.facts["fit"] = begun_with | run.criteria()
 
 
 def _best(run: Run) -> Any:

@@ -115,7 +115,13 @@ class Run:
         self.state, self.loop = saved["state"], saved["loop"]
         self.at = self.saved = int(self.state.step)
         self.watch = self.spread.whole(_nonfinite.start(self.loop["skipped"]))
-        done = self.checkpoints.notes(self.at).get("evaluated")
+        notes = self.checkpoints.notes(self.at)
+        before = notes.get("fit", {})
+        if before.get("best", now := self.criteria()["best"]) != now:        # values of another metric say nothing
+            self.loop["top"] = np.array(math.nan)
+        if before.get("early_stop", now := self.criteria()["early_stop"]) != now:
+            self.loop |= {"best": np.array(math.nan), "stale": np.array(0)}
+        done = notes.get("evaluated")
         if self.loop["due"] and done is not None and self.watched() <= done.keys():      # amended after it
             self.loop["due"] = np.array(False)
             self.judge({name: math.nan if value is None else value for name, value in done.items()})
@@ -295,7 +301,7 @@ class Run:
             values = {
                 f"{name}/{metric}": value
                 for name, function in self.evaluate.items()
-                for metric, value in function(self.state).items()
+                for metric, value in _contract.evaluated(name, function(self.state)).items()
             }
         if self.logger is not None:
             self.logger.write(self.at, values)
@@ -316,6 +322,11 @@ class Run:
                 self.loop["stopped"] = np.array(True)
                 self.say(f"stopped early: {rule.metric} has not been better than {best:.4g} for {stale} evaluations")
         return improved
+
+    def criteria(self) -> dict[str, list[str] | None]:
+        """The metric and mode of the best state and of early stopping, as a checkpoint's notes hold them."""
+        rule = self.early_stop
+        return {"best": self.best and list(self.best), "early_stop": rule and [rule.metric, rule.mode]}
 
     def watched(self) -> set[str]:
         return {self.best and self.best[0], self.early_stop and self.early_stop.metric} - {None}

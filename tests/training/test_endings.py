@@ -195,6 +195,20 @@ def test_a_step_that_returns_something_else(result, text):
         tr.fit(lambda state, batch: result(state), start(), batches, steps=3)
 
 
+@pytest.mark.parametrize("evaluate, text", [
+    (print, r"evaluate=\): expected functions by name, such as .* got <built-in function print>"),
+    ({"v": {"a": 1.0}}, "expected functions by name"),
+    ({"v": lambda state: 1.0}, "the evaluation 'v' must return a dict of metrics, such as .* got a float")])
+def test_an_evaluation_that_is_none(evaluate, text):
+    with pytest.raises(TypeError, match=text):
+        tr.fit(step, start(), batches, steps=1, evaluate=evaluate, tune=False)
+
+
+def test_no_number_of_steps():
+    with pytest.raises(ValueError, match="steps=None: it counts steps, a whole number from 1"):
+        tr.fit(step, start(), batches, steps=None)
+
+
 @pytest.mark.parametrize("counter", [0.0, np.zeros(2, np.int32)])
 def test_a_counter_that_does_not_count(counter):
     with pytest.raises(TypeError, match=r"fit: state\.step counts the steps made, an integer; got"):

@@ -52,6 +52,17 @@ def test_the_best_is_returned_at_the_end_and_after_a_restart(tmp_path):
     assert isinstance(state, tr.TrainState) and jax.tree.structure(state) == jax.tree.structure(start())
 
 
+def test_another_metric_after_a_restart_is_not_compared_with_the_first(tmp_path):
+    values = {1: 9.0, 2: 9.0, 3: 5.0, 4: 3.0, 5: 4.0}
+    options = {"save_every": 100, "evaluate": {"v": lambda state: {"a": 0.5, "b": values[int(state.step)]}}}
+    fit(tmp_path / "best", values, steps=2, **options)
+    state = fit(tmp_path / "best", values, **options, best="v/b", best_mode="min", restore_best=True)
+    assert int(state.step) == 4
+    first, second = (tr.EarlyStop(metric=f"v/{name}", patience=n, mode="min") for name, n in (("a", 9), ("b", 2)))
+    fit(tmp_path / "stop", values, steps=2, **options, best=None, early_stop=first)
+    assert int(fit(tmp_path / "stop", values, **options, best=None, early_stop=second).step) == 5
+
+
 def test_a_metric_that_is_never_finite_stops_early_and_has_no_best(tmp_path):
     rule = tr.EarlyStop(metric="v/a", patience=3)
     with pytest.warns(UserWarning, match="restore_best: 'v/a' was never finite, so the last state is returned"):
