@@ -111,6 +111,7 @@ def trained():
     own = lambda i: {"x": everything(i)["x"][8 * ME:][:8]}
     measure = lambda state, batch: {"loss": tr.mean(jnp.square(batch["x"] @ state.params).sum(-1), batch["weight"])}
     evaluate = {"all": tr.evaluator(measure, {"x": X[:21]}, batch_size=10)}
+    warnings.simplefilter("ignore", tr.ResumeWarning)    # the second call has other data on purpose
     for steps, given in ((3, everything), (6, own)):
         state = tr.fit(step, begin(jax.random.key(0)), given, steps=steps, workdir=folder, plan=plan, evaluate=evaluate,
                        every=3, tensorboard=False)
