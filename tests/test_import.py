@@ -34,5 +34,5 @@ def test_import_costs_at_most_half_of_jax():
     for _ in range(5):
         for module, each in times.items():
             each.append(float(_run(TIMER.format(module))))
-    # A ratio, since processors differ by a factor of two: 1.2 to 1.34 on an AMD EPYC. Flax or Optax would add 1 or more.
+    # A ratio, since processors differ: 1.2 to 1.34 on an AMD EPYC. Importing Flax or Optax would add 1 or more.
     assert min(times["fnet"]) < 1.5 * min(times["jax"]), times
