@@ -122,7 +122,7 @@ def jitted_step_that_donates(params, x, y):
     @jax.jit
     def step(params, x, y):
         loss, grads = jax.value_and_grad(_loss(_mlp))(params, x, y)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss, "norm": optax.global_norm(grads)}
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss, "norm": optax.tree.norm(grads)}
     return step(params, x, y)
 
 
