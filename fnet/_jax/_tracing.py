@@ -87,7 +87,7 @@ def names_context(outer: Any, name: str):
 def bind_again(eqn: Any, arrays: list) -> list:
     """The outputs of an equation evaluated on these arrays.
 
-    While JAX only records equations, an equation whose inputs have the types it was traced with is recorded as it is,
+    While JAX only records equations, an equation whose inputs have the types it was traced with is recorded unchanged,
     without inferring its output types again. This takes half the time of binding it.
     """
     primitive = eqn.primitive

@@ -16,7 +16,7 @@ BILINEAR = {DOT.name: DOT, CONVOLUTION.name: CONVOLUTION}
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product or convolution, also one that stands in another primitive (autocast's).
+    """A matrix product or convolution, or one that autocast has wrapped in its own primitive.
 
     Attributes:
         eqn: the equation. op: `DOT`, `CONVOLUTION` or a ragged product.

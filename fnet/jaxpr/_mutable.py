@@ -36,7 +36,7 @@ class Modules:
 
 
 def _kinds() -> tuple:
-    nnx = sys.modules.get("flax.nnx")    # nothing can be an nnx module unless somebody has imported it
+    nnx = sys.modules.get("flax.nnx")    # no nnx modules exist before flax.nnx is imported
     return () if nnx is None else tuple(getattr(nnx, name) for name in ("Pytree", "Variable") if hasattr(nnx, name))
 
 

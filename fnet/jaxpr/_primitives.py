@@ -107,7 +107,7 @@ def traits(name: str) -> Traits:
 def unsupported() -> tuple[str, ...]:
     """What this version of JAX lacks that fnet relies on, one line each; empty for the versions it is tested with.
 
-    A primitive that JAX has renamed is treated as unknown: transforms leave it as it is, and counts name it.
+    A primitive that JAX has renamed is treated as unknown: transforms do not change it, and counts name it.
     """
 
     for platform in ("cuda", "tpu"):
@@ -126,10 +126,10 @@ class Description:
     """What fnet knows of one of its own primitives.
 
     Attributes:
-        traits: what it is.
+        traits: kind, precision and memory behavior.
         lower: `lower(params, compute, out)`: the parameters that change for operands rounded to `compute` and results
             in `out`; None if the program's author has chosen the precision.
-        explain: `explain(*avals, **params)`: the form that it takes on this machine, in words.
+        explain: `explain(*avals, **params)`: a description of the form that it takes on this machine.
         plain: `plain(eqn)`: an open jaxpr of ordinary operations with the same value.
         refusal: `refusal(platform, eqn)`: why there is no kernel for it on "cuda" or "tpu"; None if there is one.
         stands_for: `stands_for(params)`: (the bilinear primitive that it computes, its parameters, the dtype that its

@@ -72,7 +72,7 @@ class Interpreter:
         self._bodies = weakref.WeakKeyDictionary()
 
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
-        """The outputs, a list of `Value`s, or NotImplemented: then the equation is entered, or left as it is."""
+        """The outputs, a list of `Value`s, or NotImplemented: then its bodies are entered, or it is bound unchanged."""
         return NotImplemented
 
     def plan(self, jaxpr, wanted: tuple) -> Any:
