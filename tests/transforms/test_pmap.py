@@ -109,35 +109,37 @@ def test_negative_axes_count_as_in_vmap(in_axis, out_axis, jit):
         same(g(put, jnp.float32(1)), jax.vmap(f, in_axis, out_axis)(x))
 
 
-@pytest.mark.parametrize("f", [
-    lambda x: lax.ppermute(x, "i", [(i, (i + 1) % N) for i in range(N)]),
-    lambda x: lax.psum(x, "i", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
-    lambda x: lax.axis_index("i"),
-    lambda x: lax.psum_scatter(jnp.ones(N), "i") * x.sum(),
-    lambda x: lax.cond(x.sum() > 0, lambda: 1.0, lambda: 0.0),
-    lambda x: lax.while_loop(lambda c: c[0] < x.sum(), lambda c: (c[0] + 1, c[1] * 2), (0.0, 1.0))[1],
-    lambda x: lax.fori_loop(0, 3, lambda i, c: (c[1], c[2], c[2]), (0.0, 0.0, x.sum()))[0],    # after two iterations
-    lambda x: lax.scan(lambda c, y: (c, y + 1), 0.0, x.sum(1))[1],
-    jax.jit(lambda x: jax.checkpoint(jnp.sin)(x)),
-    jax.vmap(lambda x: x + lax.psum(x, "i")),
-    lambda x: jax.nn.relu(x),
-], ids=str)
+@pytest.mark.parametrize("f", [pytest.param(f, id=name) for name, f in {
+    "ppermute": lambda x: lax.ppermute(x, "i", [(i, (i + 1) % N) for i in range(N)]),
+    "psum of groups": lambda x: lax.psum(x, "i", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]]),
+    "axis_index": lambda x: lax.axis_index("i"),
+    "psum_scatter": lambda x: lax.psum_scatter(jnp.ones(N), "i") * x.sum(),
+    "cond on a varying value": lambda x: lax.cond(x.sum() > 0, lambda: 1.0, lambda: 0.0),
+    "while on a varying value":
+        lambda x: lax.while_loop(lambda c: c[0] < x.sum(), lambda c: (c[0] + 1, c[1] * 2), (0.0, 1.0))[1],
+    "varying after two iterations":
+        lambda x: lax.fori_loop(0, 3, lambda i, c: (c[1], c[2], c[2]), (0.0, 0.0, x.sum()))[0],
+    "scan over varying values": lambda x: lax.scan(lambda c, y: (c, y + 1), 0.0, x.sum(1))[1],
+    "checkpoint in jit": jax.jit(lambda x: jax.checkpoint(jnp.sin)(x)),
+    "vmap": jax.vmap(lambda x: x + lax.psum(x, "i")),
+    "custom_jvp": lambda x: jax.nn.relu(x),
+}.items()])
 def test_results_that_may_differ_need_an_axis(f):
     with pytest.raises(ValueError, match="has out_axes=None and may differ between devices"):
         ft.pmap(f, "i", out_axes=None)(X)
 
 
-@pytest.mark.parametrize("f", [
-    lambda x: lax.cond(lax.psum(x.sum(), "i") > 0, lambda: 1.0, lambda: 0.0),
-    lambda x: lax.fori_loop(0, 3, lambda i, c: c + lax.pmean(x, "i"), jnp.zeros_like(x)),
-    lambda x: lax.while_loop(lambda c: c < 3, lambda c: c + 1, 0),
-    lambda x: jax.nn.relu(lax.psum(x, "i")) @ jnp.ones((4, 2)),
-    lambda x: jax.random.normal(jax.random.key(0), (3,)),
-    lambda x: jax.checkpoint(lambda x: lax.psum(jnp.sin(x), "i"))(x),
-    lambda x: lax.all_gather(x, "i")[0],
-    lambda x: lax.psum(jnp.where(lax.axis_index("i") == 2, x, 0.0), "i"),
-    lambda x: jax.jvp(lambda x: lax.pmean(x, "i"), (x,), (x,)),
-], ids=str)
+@pytest.mark.parametrize("f", [pytest.param(f, id=name) for name, f in {
+    "cond on a sum": lambda x: lax.cond(lax.psum(x.sum(), "i") > 0, lambda: 1.0, lambda: 0.0),
+    "loop over means": lambda x: lax.fori_loop(0, 3, lambda i, c: c + lax.pmean(x, "i"), jnp.zeros_like(x)),
+    "while of constants": lambda x: lax.while_loop(lambda c: c < 3, lambda c: c + 1, 0),
+    "function of a sum": lambda x: jax.nn.relu(lax.psum(x, "i")) @ jnp.ones((4, 2)),
+    "random numbers of a constant key": lambda x: jax.random.normal(jax.random.key(0), (3,)),
+    "checkpoint around a sum": lambda x: jax.checkpoint(lambda x: lax.psum(jnp.sin(x), "i"))(x),
+    "all_gather": lambda x: lax.all_gather(x, "i")[0],
+    "one device's value": lambda x: lax.psum(jnp.where(lax.axis_index("i") == 2, x, 0.0), "i"),
+    "jvp of a mean": lambda x: jax.jvp(lambda x: lax.pmean(x, "i"), (x,), (x,)),
+}.items()])
 def test_results_that_are_equal_need_none(f):
     same(ft.pmap(f, "i", out_axes=None)(X), jax.pmap(f, "i", out_axes=None)(X))
 
