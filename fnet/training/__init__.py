@@ -9,6 +9,7 @@ from fnet.training._augment import cutout, random_affine, random_crop, random_fl
 from fnet.training._batches import Batches
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
+from fnet.training._csv import read_csv
 from fnet.training._early_stop import EarlyStop
 from fnet.training._fingerprint import ResumeWarning
 from fnet.training._load import Snapshot, load, restore
@@ -20,6 +21,7 @@ from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, 
 from fnet.training._progress import Progress, duration
 from fnet.training._reading import CheckpointError, CheckpointWarning
 from fnet.training._run import Interrupted, PeerLost
+from fnet.training._split import split
 from fnet.training._state import TrainState
 from fnet.training._windows import Windows, read_tokens, stretches
 from fnet.training._workdir import clear
@@ -62,11 +64,13 @@ __all__ = [
     "random_crop",
     "random_flip",
     "random_shift",
+    "read_csv",
     "read_metrics",
     "read_tokens",
     "restore",
     "same_config",
     "save_config",
     "schedule",
+    "split",
     "stretches",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
+
+from fnet.training._arrays import as_arrays
 
 
 class Batches:
@@ -16,46 +18,37 @@ class Batches:
     short, and a run resumed at step i needs no iterator's state to go on with the same batches.
 
     Args:
-      data: equally long arrays by name, such as {"image": [n, ...], "label": [n]}.
+      data: arrays with one row for each example: a dict such as {"image": [n, ...], "label": [n]}, a tuple, any
+        nesting of them, or a pandas DataFrame, which becomes a dict of its columns. A batch has the same structure.
       batch_size: examples in a batch.
       seed: decides every permutation.
       shuffle: False keeps the arrays' own order, epoch after epoch.
 
     Raises:
       ValueError: no arrays, arrays of different lengths, or batch_size < 1.
+      TypeError: values that are no numbers (text, dates, categories), or that are missing.
 
     Example:
       >>> batches = Batches({"x": np.arange(10)}, batch_size=4, seed=0)
       >>> sorted(np.concatenate([batches(0)["x"], batches(1)["x"], batches(2)["x"][:2]]).tolist())
       [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+      >>> Batches((np.ones((10, 3)), np.arange(10)), 4, shuffle=False)(1)[1]
+      array([4, 5, 6, 7])
     """
 
-    def __init__(
-        self,
-        data: Mapping[str, np.ndarray],
-        *,
-        batch_size: int,
-        seed: int = 0,
-        shuffle: bool = True,
-    ):
-        self.data = {name: np.asarray(array) for name, array in data.items()}
-        lengths = {name: len(array) for name, array in self.data.items()}
-        if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) == 0:
-            raise ValueError(
-                f"Batches needs one or more arrays of one length, at least 1, got lengths {lengths}"
-            )
+    def __init__(self, data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True):
+        self.data, self.length = as_arrays(data, "Batches")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: a batch needs at least one example")
-        self.length = next(iter(lengths.values()))
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self._order: tuple[int, np.ndarray] = (-1, np.arange(self.length))
 
-    def __call__(self, step: int) -> dict[str, np.ndarray]:
+    def __call__(self, step: int) -> Any:
         """The batch of step `step`, counted from 0."""
         index = self.index(step)
-        return {name: array[index] for name, array in self.data.items()}
+        return jax.tree.map(lambda array: array[index], self.data)
 
     def index(self, step: int) -> np.ndarray:
         """Which examples batch `step` holds: [batch_size], int."""

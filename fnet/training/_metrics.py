@@ -14,6 +14,7 @@ from flax import struct
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fnet.training._arrays import as_arrays
 from fnet.training._signals import poll
 
 
@@ -135,8 +136,7 @@ def results(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def evaluator(
     metrics: Callable[[Any, Mapping[str, jax.Array]], Mapping[str, Any]],
-    data: Mapping[str, np.ndarray],
-    *,
+    data: Any,
     batch_size: int,
 ) -> Callable[[Any], dict[str, Any]]:
     """A function that measures a state on a whole data set, exactly.
@@ -147,21 +147,22 @@ def evaluator(
 
     Args:
       metrics: pure, `metrics(state, batch) -> dict` of `mean(values, batch["weight"])` and other
-        metrics of this module. A plain scalar would give the padding a say and is refused.
-      data: equally long arrays by name.
+        metrics of this module. A plain scalar would count the padding and is an error.
+      data: what `Batches` takes. A batch of a tuple (x, y) is (x, y, weight), of a single array (x, weight).
       batch_size: examples at a time; on several chips rounded up to a multiple of them.
 
     Returns:
       `evaluate(state) -> dict` of floats and arrays on the host.
 
     Raises:
-      ValueError: arrays of different lengths, or a metric that is a plain scalar.
+      ValueError: arrays of different lengths, one that is called "weight", or a metric that is a plain scalar.
+      TypeError: values that are no numbers, or that are missing.
     """
-    data = {name: np.asarray(array) for name, array in data.items()}
-    lengths = {name: len(array) for name, array in data.items()}
-    if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) == 0:
-        raise ValueError(f"evaluator needs arrays of one length, at least 1, got lengths {lengths}")
-    length = next(iter(lengths.values()))
+    data, length = as_arrays(data, "evaluator")
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: a batch needs at least one example")
+    if isinstance(data, Mapping) and "weight" in data:
+        raise ValueError("evaluator: 'weight' is the name of the weights that mark padding: rename that array")
 
     def measured(state, batch):
         values = metrics(state, batch)
@@ -181,9 +182,8 @@ def evaluator(
         size = -(-min(batch_size, length) // chips) * chips
         for start in range(0, length, size):
             rows = np.arange(start, start + size)
-            yield {name: array[np.minimum(rows, length - 1)] for name, array in data.items()} | {
-                "weight": (rows < length).astype(np.float32)
-            }
+            batch = jax.tree.map(lambda array, rows=rows: array[np.minimum(rows, length - 1)], data)
+            yield _weighted(batch, (rows < length).astype(np.float32))
 
     def evaluate(state):
         total, place = None, _rows(state)
@@ -205,6 +205,13 @@ def evaluator(
 
     evaluate.names = names
     return evaluate
+
+
+def _weighted(batch: Any, weight: np.ndarray) -> Any:
+    """A batch and its weights, as an `evaluator` passes them."""
+    if isinstance(batch, Mapping):
+        return {**batch, "weight": weight}
+    return (*batch, weight) if isinstance(batch, tuple) else (batch, weight)
 
 
 def _rows(state: Any) -> NamedSharding | None:

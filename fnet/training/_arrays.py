@@ -1,0 +1,114 @@
+"""Data sets: trees of arrays and data frames, as trees of NumPy arrays with one row for each example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+INT32 = np.iinfo(np.int32)
+
+
+def is_frame(data: Any) -> bool:
+    """Whether this is a data frame as pandas defines it; pandas is never imported."""
+    return hasattr(data, "iloc") and hasattr(data, "columns")
+
+
+def is_series(data: Any) -> bool:
+    """Whether this is a column of a data frame."""
+    return hasattr(data, "iloc") and hasattr(data, "dtype")
+
+
+def is_leaf(data: Any) -> bool:
+    """Whether this holds values of examples: a list is one unless it holds arrays, dicts or tuples itself."""
+    if isinstance(data, list):
+        return not any(isinstance(x, dict | tuple) or getattr(x, "shape", ()) != () for x in data)
+    return is_frame(data) or is_series(data)
+
+
+def as_arrays(data: Any, what: str) -> tuple[Any, int]:
+    """A data set as a tree of NumPy arrays, and the number of its examples. Arrays mapped from files stay mapped.
+
+    Args:
+      data: a tree of arrays (dicts, tuples, lists and their nestings), of data frames, or one of these alone. A data
+        frame becomes a dict of its columns.
+      what: what it is for, as messages call it.
+
+    Raises:
+      ValueError: there are no arrays, or their lengths differ.
+      TypeError: values that are no numbers (text, dates, categories), or that are missing.
+    """
+    names, arrays = [], []
+
+    def convert(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if is_frame(leaf):
+            below = f"{name}/" if name else ""
+            labels = list(map(str, leaf.columns))
+            if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+                raise TypeError(f"{what}: the table has several columns called {repeated}: rename them")
+            return {label: keep(below + label, _column(leaf[column], what, below + label))
+                    for label, column in zip(labels, leaf.columns)}
+        return keep(name, _column(leaf, what, name) if is_series(leaf) else _array(leaf, what, name))
+
+    def keep(name, array):
+        names.append(name)
+        arrays.append(array)
+        return array
+
+    tree = jax.tree_util.tree_map_with_path(convert, data, is_leaf=is_leaf)
+    for name, array in zip(names, arrays):
+        if array.ndim == 0:
+            raise ValueError(f"{what}: '{name}' is a single value: expected an array with one row for each example")
+    lengths = {name: len(array) for name, array in zip(names, arrays)}
+    if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) == 0:
+        raise ValueError(f"{what} needs one or more arrays of one length, at least 1, got lengths {lengths}")
+    return tree, len(arrays[0])
+
+
+def take(data: Any, rows: np.ndarray) -> Any:
+    """The examples of these numbers, in this order."""
+    pick = lambda leaf: leaf.iloc[rows] if is_frame(leaf) or is_series(leaf) else np.asarray(leaf)[rows]
+    return jax.tree.map(pick, data, is_leaf=is_leaf)
+
+
+def _array(leaf: Any, what: str, name: str) -> np.ndarray:
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise TypeError(f"{what}: '{name}' has masked values: fill them, array.filled(value)")
+    return _numbers(np.asarray(leaf), what, name)
+
+
+def _column(series: Any, what: str, name: str) -> np.ndarray:
+    """A column of a data frame as an array, if all of its values are numbers."""
+    missing = np.asarray(series.isna())
+    if missing.any():
+        raise TypeError(f"{what}: column '{name}' has {missing.sum()} missing values, the first in row "
+                        f"{missing.argmax()}: fill them (table.fillna(...)) or leave out their rows (table.dropna())")
+    if hasattr(series.dtype, "categories"):
+        raise TypeError(f"{what}: column '{name}' holds categories: pass their numbers instead, "
+                        f"table[{name.rpartition('/')[2]!r}].cat.codes")
+    dtype = getattr(series.dtype, "numpy_dtype", series.dtype)                    # of pandas' Int64 and the like
+    if isinstance(dtype, np.dtype):
+        return _numbers(series.to_numpy(dtype=dtype), what, name)
+    return _numbers(np.asarray(series.to_numpy()), what, name)
+
+
+def _numbers(array: np.ndarray, what: str, name: str) -> np.ndarray:
+    """The array, if JAX can hold its values."""
+    if array.dtype.names:
+        raise TypeError(f"{what}: '{name}' is an array of records: pass its fields as a dict, "
+                        "{name: array[name] for name in array.dtype.names}")
+    if array.dtype.kind in "OUST":
+        raise TypeError(f"{what}: '{name}' holds text or objects ({array.dtype}): pass numbers, for example those of "
+                        "classes, numbers = np.unique(values, return_inverse=True)")
+    if array.dtype.kind in "mM":
+        raise TypeError(f"{what}: '{name}' holds dates or durations ({array.dtype}): pass numbers, for example "
+                        "(values - values.min()) / np.timedelta64(1, 'D')")
+    wide = array.dtype in (np.int64, np.uint64) and not jax.config.jax_enable_x64
+    if wide and array.size and not isinstance(array.base, np.memmap):      # a file may be large
+        for value in (int(array.min()), int(array.max())):
+            if not INT32.min <= value <= (INT32.max if array.dtype == np.int64 else 2 * INT32.max + 1):
+                raise TypeError(f"{what}: '{name}' holds {value}, which does not fit into 32 bits: leave the array "
+                                "out, or set jax.config.update('jax_enable_x64', True)")
+    return array
