@@ -12,6 +12,7 @@ from fnet.training._config import ConfigError, from_dict, load_config, same_conf
 from fnet.training._csv import read_csv
 from fnet.training._early_stop import EarlyStop
 from fnet.training._fingerprint import ResumeWarning
+from fnet.training._iterators import from_iterator
 from fnet.training._load import Snapshot, load, restore
 from fnet.training._logs import Logger, LogWarning, read_metrics
 from fnet.training._loop import fit
@@ -56,6 +57,7 @@ __all__ = [
     "evaluator",
     "fit",
     "from_dict",
+    "from_iterator",
     "load",
     "load_config",
     "mean",

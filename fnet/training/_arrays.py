@@ -76,7 +76,7 @@ def take(data: Any, rows: np.ndarray) -> Any:
 def _array(leaf: Any, what: str, name: str) -> np.ndarray:
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise TypeError(f"{what}: '{name}' has masked values: fill them, array.filled(value)")
-    return _numbers(np.asarray(leaf), what, name)
+    return numbers_of(np.asarray(leaf), what, name)
 
 
 def _column(series: Any, what: str, name: str) -> np.ndarray:
@@ -90,11 +90,11 @@ def _column(series: Any, what: str, name: str) -> np.ndarray:
                         f"table[{name.rpartition('/')[2]!r}].cat.codes")
     dtype = getattr(series.dtype, "numpy_dtype", series.dtype)                    # of pandas' Int64 and the like
     if isinstance(dtype, np.dtype):
-        return _numbers(series.to_numpy(dtype=dtype), what, name)
-    return _numbers(np.asarray(series.to_numpy()), what, name)
+        return numbers_of(series.to_numpy(dtype=dtype), what, name)
+    return numbers_of(np.asarray(series.to_numpy()), what, name)
 
 
-def _numbers(array: np.ndarray, what: str, name: str) -> np.ndarray:
+def numbers_of(array: np.ndarray, what: str, name: str) -> np.ndarray:
     """The array, if JAX can hold its values."""
     if array.dtype.names:
         raise TypeError(f"{what}: '{name}' is an array of records: pass its fields as a dict, "

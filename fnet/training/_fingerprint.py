@@ -51,10 +51,10 @@ def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, A
     Args:
       batches: as `fit` takes it.
       at: the step of the batch.
-      sample: that batch, or None where it is not known.
+      sample: that batch, or None where it is not known. It says nothing about a source that does not repeat itself.
     """
     described = batches.identity() if hasattr(batches, "identity") else {}
-    if sample is None:
+    if sample is None or getattr(batches, "resume", None) == "none":
         return dict(described)
     digest = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(sample)[0]:

@@ -21,6 +21,7 @@ from fnet.training._checkpoint import Checkpoints
 from fnet.training._clock import Clock
 from fnet.training._early_stop import EarlyStop, better
 from fnet.training._fingerprint import ResumeWarning
+from fnet.training._iterators import GUARANTEES
 from fnet.training._logs import Logger
 from fnet.training._prefetch import Prefetch
 from fnet.training._progress import Progress, duration
@@ -102,6 +103,8 @@ class Run:
             return
         self.load()
         self.begun = self.at
+        if hasattr(self.batches, "seek"):                  # of `from_iterator`
+            self.batches.seek(self.at + int(self.loop["offset"]), self.checkpoints.notes(self.at).get("position"))
         where = self.checkpoints.folder / str(self.at)
         notes = self.checkpoints.notes(self.at)
         if self.tune:
@@ -146,6 +149,8 @@ class Run:
         self.clock = Clock()
         if self.progress is not None:
             self.progress.start(self.at, self.steps)
+        if (resume := getattr(self.batches, "resume", None)) in GUARANTEES:
+            self.say(f"resume guarantee of the data: {resume} ({GUARANTEES[resume]})")
         if self.loop["due"]:
             self.evaluation({})
         if self.at < self.steps and not self.loop["stopped"]:
@@ -341,6 +346,9 @@ class Run:
         if self.checkpoints is None or self.saved == self.at:
             return
         self.loop["skipped"] = self.watch["skipped"]
+        if hasattr(self.batches, "position"):
+            position = self.batches.position(self.at + int(self.loop["offset"]))
+            self.facts["position"] = position if self.alone else position | {"state": None}      # others have their own
         self.checkpoints.save(self.at, {"state": self.state, "loop": self.loop}, metrics=_scalars(values or {}),
                               notes=self.facts, sound=_nonfinite.sound(self.watch, self.nonfinite == "skip"))
         self.saved = self.at
