@@ -61,7 +61,7 @@ def main(argv):
     predict = jax.jit(ft.autocast(lambda params, state, x: jax.nn.softmax(model(params, x, state=state)[0]), policy))
     print(f"{config.model}, {names} names, from {path}: {prepare.size} x {prepare.size} pixels, {len(labels)} labels")
     for file, picture in zip(files, pictures):
-        x = prepare.normalise(prepare.crop(picture))[None]                  # [1, height, width, 3]
+        x = prepare.normalize(prepare.crop(picture))[None]                  # [1, height, width, 3]
         shares = np.asarray(predict(params, state, x), np.float32)[0]       # [labels]
         print(file)
         for index in np.argsort(-shares)[:config.top]:

@@ -97,7 +97,7 @@ class Network:
         """float32 [batch, height, width, 1 or 3], 0 to 255, as the network takes them."""
         size = self.image.size
         images = jnp.broadcast_to(images, (*images.shape[:3], 3))
-        return self.image.normalise(jax.image.resize(images, (len(images), size, size, 3), "linear"))
+        return self.image.normalize(jax.image.resize(images, (len(images), size, size, 3), "linear"))
 
 
 def network(config):

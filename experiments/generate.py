@@ -6,7 +6,7 @@
     python experiments/generate.py --weights=model.bin                          # llama2.c's, of any size
 
 The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache;
-where there are none, the message says what to download. The tokeniser lies beside them: tokenizer.bin (llama2.c),
+where there are none, the message says what to download. The tokenizer lies beside them: tokenizer.bin (llama2.c),
 characters.json, or tokenizer.json (pip install tokenizers).
 """
 
@@ -34,7 +34,7 @@ class Config:
 
     model: str = option("stories15m", f"one of {', '.join(PRESETS)}")
     weights: str | None = option(None, "file or folder of the weights, or the folder of a run of language_model.py")
-    tokenizer: str | None = option(None, "file or folder of the tokeniser (default: beside the weights)")
+    tokenizer: str | None = option(None, "file or folder of the tokenizer (default: beside the weights)")
     max_tokens: int = option(200, "how many tokens to generate at most", within="[1, 1048576]")
     temperature: float = option(0.8, "what logits are divided by; 0: the likeliest token every time",
                                 within="[0, 1000]")
@@ -80,7 +80,7 @@ def main(argv):
 
 
 def read(config, folder, path):
-    """(the model, its tokeniser): of a preset, or of a run of language_model.py."""
+    """(the model, its tokenizer): of a preset, or of a run of language_model.py."""
     run = None
     if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
         run = tr.load_config(language_model.Config, folder / "config.json")
@@ -96,7 +96,7 @@ def read(config, folder, path):
     else:
         model = pretrained.model(config.model, path)
     if words.vocab_size != model.vocab_size:
-        raise ValueError(f"the tokeniser has {words.vocab_size} tokens, the model {model.vocab_size}: they do not go "
+        raise ValueError(f"the tokenizer has {words.vocab_size} tokens, the model {model.vocab_size}: they do not go "
                          "together")
     return model, words
 

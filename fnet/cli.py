@@ -1,7 +1,7 @@
-"""The `fnet` command: what chips there are, here and in the catalogue, and how a step would be spread over them.
+"""The `fnet` command: what chips there are, here and in the catalog, and how a step would be spread over them.
 
     fnet devices            what this machine has, the policy for it, and why; a CPU is probed for a second, once
-    fnet chips              the whole catalogue
+    fnet chips              the whole catalog
     fnet chips "TPU v5e"    one row: computed beside quoted, prices, FLOP per dollar, power, sources
     fnet plan module:function --devices v5e:16x16    where arrays would lie, what would be sent, why, and what it costs
 """
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices = commands.add_parser("devices", help="what this machine has, the policy for it, and why; a CPU is "
                                   "probed for about a second, once (not where FNET_PROBE=0)")
     devices.add_argument("--measure", action="store_true", help="run a matmul per type and a copy, for a few seconds")
-    chips = commands.add_parser("chips", help="the catalogue, or one row of it")
+    chips = commands.add_parser("chips", help="the catalog, or one row of it")
     chips.add_argument("name", nargs="*", help='a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
     _cli_plan.define(commands)
     for name in ("stdout", "stderr"):
@@ -67,7 +67,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if args.command == "devices":
         return _devices(args.measure)
     if args.command == "chips":
-        return _row(" ".join(args.name)) if args.name else _catalogue()
+        return _row(" ".join(args.name)) if args.name else _catalog()
     if args.command == "plan":
         return _cli_plan.run(args)
     parser.print_help()
@@ -117,7 +117,7 @@ def _devices(measure: bool) -> int:
     return 0
 
 
-def _catalogue() -> int:
+def _catalog() -> int:
     from fnet import hardware as hw
 
     console = _console()
@@ -217,7 +217,7 @@ def _figures(chip: Chip) -> list[tuple[str, str]]:
     rows = [(f"peak {name}", f"{si(rate)}{'OP' if name.startswith('int') else 'FLOP'}/s ({chip.basis(name)})")
             for name, rate in chip.peaks.items()]
     if not rows:
-        rows.append(("peak", "unknown: the chip is not in the catalogue, no other chip stands in for it"))
+        rows.append(("peak", "unknown: the chip is not in the catalog, no other chip stands in for it"))
     if chip.memory_bytes:
         rows.append(("memory", f"{chip.memory_bytes / 2**30:.4g} GiB ({chip.basis('memory_bytes')})"))
     bandwidth = f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})" if chip.bandwidth else "unknown"

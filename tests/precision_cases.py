@@ -25,7 +25,7 @@ class Case(NamedTuple):
     """`make() -> (loss, params, inputs)`, with `loss(params, *inputs)` a scalar.
 
     `bfloat16` and `float16` bound the relative error of gradients. `leaf_by_leaf` is False where they hold for the
-    gradient as one vector alone: an activation that rounding carries over relu's kink, or past its neighbour in a max
+    gradient as one vector alone: an activation that rounding carries over relu's kink, or past its neighbor in a max
     pool, moves its gradient by the whole of it, whatever the precision, and BatchNorm puts many near the kink.
     `forward` is False where JAX has no forward mode for the function (custom_vjp). `by_hand` bounds the error of
     gradients relative to that of casts written by hand, below 1 where autocast saves roundings between operations; it
@@ -58,7 +58,7 @@ def normal(seed, *shape, scale=1.0, mean=0.0):
 
 
 def filled(shapes):
-    """Arrays of these shapes, as layers initialise them, but off the zeros and ones where gradients vanish by symmetry.
+    """Arrays of these shapes, as layers initialize them, but off the zeros and ones where gradients vanish by symmetry.
 
     Kernels have the variance 1 / inputs, scales and variances are about 1, all else about 0. Nothing is compiled.
     """

@@ -95,7 +95,7 @@ def test_without_a_home_nothing_is_written_here(tmp_path, monkeypatch):
     assert _probe._read(_probe._path()) == {} and not list(tmp_path.iterdir())
 
 
-def test_the_catalogue(capsys):
+def test_the_catalog(capsys):
     code, out, _ = run(capsys, "chips")
     assert code == 0 and max(map(len, out.splitlines())) <= 100
     row = next(line for line in out.splitlines() if line.startswith("H100 SXM5 80GB"))
@@ -139,7 +139,7 @@ def test_every_chip_prints(capsys, name):
 def test_an_unknown_name_is_one_sentence_and_exit_2(capsys):
     code, out, err = run(capsys, "chips", "GTX", "1080")
     assert code == 2 and not out
-    assert err == ("fnet chips: no chip is called 'GTX 1080' in the catalogue; the nearest names are 'GTX 1080 Ti', "
+    assert err == ("fnet chips: the catalog has no chip 'GTX 1080'; the most similar names are 'GTX 1080 Ti', "
                    "'RTX 3080 10GB', 'RTX 2080 Ti'\n")
     assert run(capsys, "chips", "DGX-2")[2].endswith("; the nearest system is 'DGX-1 (V100)'\n")
 
@@ -156,7 +156,7 @@ def test_help(capsys):
 def test_a_fresh_process():
     command = [sys.executable, "-m", "fnet.cli", "chips", "TPU v9"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("fnet chips: no chip is called 'TPU v9'")
+    assert done.returncode == 2 and done.stderr.startswith("fnet chips: the catalog has no chip 'TPU v9'")
     assert "Traceback" not in done.stderr
 
 
@@ -176,7 +176,7 @@ def test_what_goes_wrong_is_one_line_unless_debug_is_asked_for(capsys, monkeypat
     def broken(*_):
         raise RuntimeError("the first line\nand more")
 
-    monkeypatch.setattr("fnet.cli._catalogue", broken)
+    monkeypatch.setattr("fnet.cli._catalog", broken)
     assert run(capsys, "chips") == (1, "", "fnet chips: the first line (fnet --debug chips shows where)\n")
     with pytest.raises(RuntimeError, match="and more"):
         main(["--debug", "chips"])

@@ -13,7 +13,7 @@ Training waits once, at the end of a turn; inference after every call.
 The columns: milliseconds per step, median, min and max over the rounds; ratios, each the median of the rounds' own;
 the seconds of the first step, which traces and compiles; the peak resident memory of the process, libraries included,
 and on an accelerator the peak of its memory behind a plus; tokens or examples per second at the median; on an
-accelerator the model FLOPs utilisation by fnet's own count, attention counted in full.
+accelerator the model FLOPs utilization by fnet's own count, attention counted in full.
 
 What is computed stands in `_workloads`, how in a file for each library: as its documentation has it, with the
 training step jitted whole and its state donated (JAX), or fused AdamW and scaled_dot_product_attention (PyTorch). The

@@ -99,7 +99,7 @@ def tables(options):
 def agree(name, losses, reference, expected, tolerance):
     """Raises a PeerError where a loss is not the reference's within the tolerance.
 
-    It is relative to the largest of the reference's: what is learnt by heart has a loss near 0, which is no measure.
+    It is relative to the largest of the reference's: what is learned by heart has a loss near 0, which is no measure.
     """
     for i, (got, want) in enumerate(zip(losses, expected, strict=True)):
         if not abs(got - want) <= tolerance * max(map(abs, expected)):
@@ -140,7 +140,7 @@ def _peak(memory):
 
 
 def _rates(workload, mode, dtype, options, figures, started):
-    """What one step gets through, per second; on an accelerator also the model FLOPs utilisation."""
+    """What one step gets through, per second; on an accelerator also the model FLOPs utilization."""
     w = spec.workload(workload, options.size)
     kind, count = spec.items(w)
     medians = {name: statistics.median(values) for name, values in figures.items()}

@@ -1,7 +1,7 @@
-"""The chips: what they can do, what suits them, and what a computation costs on them.
+"""Chips: their peak rates, their suitable dtypes, and the cost of a computation on them.
 
-Everything here says of a number whether it is exact, measured, published, derived, estimated or unverified, and nothing
-takes an unknown chip for another.
+Every number has a basis: exact, measured, published, derived, estimated or unverified. The figures of one chip are
+never used for another, unknown chip.
 """
 
 from fnet.hardware._allocator import cpu_allocator

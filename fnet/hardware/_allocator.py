@@ -1,4 +1,4 @@
-"""Memory of a CPU program, kept from one step for the next."""
+"""Reuse of a CPU program's temporary memory from one step to the next."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def cpu_allocator() -> bool:
-    """Lets this process keep the memory that a step has freed, for the next step.
+    """Keeps memory that a step frees in this process, so that the next step can reuse it.
 
-    XLA allocates a CPU program's temporary memory anew for each call, and the C library hands large blocks back to the
-    system at once, so that each step begins with a page fault for every 4 kB. After this call freed memory stays with
-    the process: its size stays what it was at its largest, with temporary memory for each of the steps that JAX queues.
+    XLA allocates the temporary memory of a CPU program anew for each call, and the C library returns large blocks to
+    the operating system at once. Each step therefore starts with one page fault for every 4 kB. After this call, freed
+    memory stays with the process: the size of the process stays at its maximum, which includes the temporary memory of
+    every step that JAX has queued.
 
         from fnet import hardware as hw
-        hw.cpu_allocator()      # first thing in a script, before any large array
+        hw.cpu_allocator()      # at the start of a script, before any large array
 
-    It is for the whole process and cannot be undone, therefore nothing in fnet calls it.
+    The setting affects the whole process and cannot be undone. fnet never calls this function itself.
 
     Returns:
-        Whether it took effect: True with the GNU C library on Linux, False elsewhere, where nothing happens.
+        True if the setting took effect (GNU C library on Linux), False otherwise.
 
     Source: mallopt(3).
     """

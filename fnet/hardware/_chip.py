@@ -1,4 +1,4 @@
-"""One chip: what it can do, and how each of those numbers is known."""
+"""The description of a chip: its peak rates, memory and links, and the basis of each number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-# What `Chip.basis` may say, from the firmest to the weakest.
+# The values of `Chip.basis`, from the most to the least reliable.
 BASES = ("exact", "measured", "published", "derived", "estimated", "unverified")
 
 _NAMES = {
@@ -20,7 +20,7 @@ _NAMES = {
 
 
 class FrozenTable(Mapping):
-    """A mapping that cannot change, so that a chip can be hashed, compared, pickled and passed around."""
+    """An immutable mapping, so that a chip can be hashed, compared and pickled."""
 
     __slots__ = ("_items",)
 
@@ -47,7 +47,14 @@ class FrozenTable(Mapping):
 
 
 class Peak(NamedTuple):
-    """The rate of a chip in one type: `flops` FLOP/s, the table's name for the type, how it is known, and a note."""
+    """The peak rate of a chip for one dtype.
+
+    Attributes:
+        flops: FLOP/s.
+        dtype: the catalog's name of the dtype ("bf16").
+        basis: how the rate is known, see `Chip.bases`.
+        note: a remark, for example that float32 products run in bfloat16 passes.
+    """
 
     flops: float
     dtype: str
@@ -56,7 +63,7 @@ class Peak(NamedTuple):
 
 
 class Price(NamedTuple):
-    """A dated price: `usd` per "hour", per "chip" or per "system"."""
+    """A dated price: `usd` per "hour", per "chip" or per "system", and its source."""
 
     usd: float
     per: str
@@ -66,9 +73,14 @@ class Price(NamedTuple):
 
 
 class Quote(NamedTuple):
-    """A figure that was printed somewhere, in FLOP/s, and why it differs from the computed one.
+    """A published peak in FLOP/s, and the reason why it differs from the computed one.
 
-    `at_boost`: it was reckoned at the boost clock of a CPU, whose own peak is at the base clock.
+    Attributes:
+        dtype: the catalog's name of the dtype.
+        flops: FLOP/s.
+        source: where it was published.
+        explanation: why it differs from the computed peak.
+        at_boost: whether it refers to the boost clock of a CPU. The catalog's own CPU peaks refer to the base clock.
     """
 
     dtype: str
@@ -80,10 +92,16 @@ class Quote(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """How chips of a kind talk to each other: rates in bytes/s, `total` over all links and both directions.
+    """The links between chips of one kind. Rates are in bytes/s.
 
-    `network` is what a chip sends, each way, to chips of another slice or machine, as they are usually sold
-    (`network_source` says whose figure).
+    Attributes:
+        type: the name of the link.
+        count: links of one chip.
+        each_way: rate of one link in one direction.
+        total: rate of all links in both directions.
+        topology: how the chips are connected.
+        network: rate in one direction from one chip to chips of another slice or machine, in common offers.
+        network_source: where `network` was published.
     """
 
     type: str
@@ -97,28 +115,30 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A chip as a row of data.
+    """A chip of the catalog.
 
-    Peaks, memory and bandwidth are those of the whole chip; one JAX device has `chip.per_device` of them (a TPU v3
-    chip is two JAX devices, eight emulated CPU devices are one CPU).
+    Peaks, memory and bandwidth refer to the whole chip. `chip.per_device` has the share of one JAX device: a TPU v3
+    chip is two JAX devices, and eight emulated CPU devices are one CPU.
 
     Attributes:
-      name: the catalogue's name, or what the device calls itself.
-      kind: "cpu", "gpu" or "tpu".
-      vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
-      known: whether its peaks come from the catalogue or from what its instruction set does per cycle. False: there
-        are no peaks, and nothing that needs one is computed from another chip's.
-      architecture: compute capability ("9.0"), gfx name ("gfx942"), or the instruction set of a CPU.
-      peaks: FLOP/s (operations/s for integers) by type, dense, with FP32 accumulation.
-      memory_bytes: bytes of memory; bandwidth: bytes/s to it. None: unknown.
-      links: how chips of this kind are connected, or None.
-      jax_devices_per_chip: how many JAX devices share the chip.
-      power_watts: thermal design power where it is public (`power_source` says whose figure).
-      prices, quoted, explained: what the catalogue knows beside the peaks.
-      units: what the peaks are made of (multiprocessors, matrix units, cores, clocks in GHz).
-      bases: how each number is known, by field or type: one of "exact", "measured", "published", "derived" (computed
-        from units and clock), "estimated", "unverified".
-      sources, notes: where it comes from, and what one should know.
+        name: the name in the catalog, or the name that the device reports.
+        kind: "cpu", "gpu" or "tpu".
+        vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
+        known: whether the peaks come from the catalog or from the instruction set. If False, `peaks` is empty, and no
+            result uses the peaks of another chip instead.
+        architecture: compute capability ("9.0"), gfx name ("gfx942"), or the instruction set of a CPU.
+        peaks: FLOP/s (operations/s for integers) by dtype, dense, with float32 accumulation.
+        memory_bytes: bytes of memory, or None if unknown.
+        bandwidth: bytes/s between the chip and its memory, or None if unknown.
+        links: how chips of this kind are connected, or None.
+        jax_devices_per_chip: how many JAX devices share the chip.
+        power_watts: published thermal design power, or None; `power_source` names the source.
+        prices, quoted, explained: prices, published peaks, and why some of them differ from the computed peaks.
+        units: the numbers from which peaks are computed (multiprocessors, matrix units, cores, clocks in GHz).
+        bases: the basis of each number, by field or dtype: "exact", "measured", "published", "derived" (computed
+            from units and clock), "estimated" or "unverified".
+        sources: where the numbers were published.
+        notes: remarks.
     """
 
     name: str
@@ -145,21 +165,22 @@ class Chip:
     notes: str = ""
 
     def basis(self, field: str) -> str:
-        """How a number is known: `field` is a type of `peaks`, "memory_bytes", "bandwidth" or "links"."""
+        """Returns the basis of a number. `field` is a dtype of `peaks`, "memory_bytes", "bandwidth" or "links"."""
         return self.bases.get(field, "published" if self.known else "unknown")
 
     def peak(self, dtype: Any, *, precision: Any = None) -> Peak | None:
-        """The rate of a matrix product whose operands have `dtype`, as JAX runs it.
+        """Returns the rate of a matrix product whose operands have `dtype`, as JAX runs it.
 
-        A float32 product runs in bfloat16 passes on a TPU and in TF32 on an NVIDIA chip that has it, unless its
-        `precision` is "high" (three passes on a TPU) or "highest" (six on a TPU, true float32 on a GPU).
+        A float32 product runs in bfloat16 passes on a TPU, and in TF32 on an NVIDIA chip that supports it. With
+        `precision="high"` it takes three passes on a TPU. With "highest" it takes six passes on a TPU, and runs in
+        full float32 on a GPU.
 
         Args:
-          dtype: a JAX or NumPy type, or one of the table's names ("bf16", "fp8", ...).
-          precision: what was passed to the product as `precision=`; None is JAX's default.
+            dtype: a JAX or NumPy dtype, or one of the catalog's names ("bf16", "fp8", ...).
+            precision: the `precision` argument of the product; None is JAX's default.
 
         Returns:
-          The rate of the whole chip, or None where the chip has none for that type.
+            A `Peak` of the whole chip, or None if the chip has no rate for this dtype.
         """
         name = dtype_name(dtype)
         level = _precision_level(precision)
@@ -186,15 +207,16 @@ class Chip:
         return dataclasses.replace(self.scaled(1 / n), name=name, jax_devices_per_chip=1)
 
     def chips_of(self, devices: int) -> float:
-        """How many chips' worth of peak `devices` JAX devices have: half a chip for one core of a TPU v3.
+        """Returns how many chips' peak rates `devices` JAX devices have together.
 
-        Emulated CPU devices share one pool of threads, of which a single one may use all.
+        One core of a TPU v3 has half of a chip's rate. Emulated CPU devices share one thread pool, and one of them can
+        use all threads, so the result for a CPU is at least 1.
         """
         chips = devices / self.jax_devices_per_chip
         return max(1.0, chips) if self.kind == "cpu" else chips
 
     def scaled(self, compute: float, memory: float | None = None, *, basis: str | None = None) -> Chip:
-        """The chip with `compute` times its peaks and `memory` (the same by default) times its memory and bandwidth."""
+        """Returns the chip with peaks times `compute`, and memory and bandwidth times `memory` (default: `compute`)."""
         memory = compute if memory is None else memory
         bases = self.bases
         if basis is not None:
@@ -209,14 +231,14 @@ class Chip:
 
     def __str__(self) -> str:
         if not self.known:
-            return f"{self.name} ({self.kind}, unknown to the catalogue: no peak rates)"
+            return f"{self.name} ({self.kind}, not in the catalog: no peak rates)"
         best = max((k for k in ("bf16", "fp16", "fp32") if k in self.peaks), key=self.peaks.__getitem__, default=None)
         rate = f"{si(self.peaks[best])}FLOP/s {best}, {self.basis(best)}" if best else "no peak rates"
         return f"{self.name} ({self.kind}, {rate})"
 
 
 def dtype_name(dtype: Any) -> str:
-    """The catalogue's name of a type: "bf16" for `jnp.bfloat16`, "bfloat16" or "bf16"."""
+    """Returns the catalog's name of a dtype: "bf16" for `jnp.bfloat16`, "bfloat16" or "bf16"."""
     if isinstance(dtype, str) and dtype not in _NAMES:
         if dtype in _NAMES.values() or dtype.split("_")[0] in (*_NAMES.values(), "tf32"):
             return dtype
@@ -224,7 +246,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def si(value: float, *, digits: int = 4) -> str:
-    """A number with its decimal prefix and a space: 197e12 is "197 T"."""
+    """Formats a number with a decimal prefix and a space: 197e12 becomes "197 T"."""
     for factor, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor * 0.9995:
             return f"{value / factor:.{digits}g} {prefix}"

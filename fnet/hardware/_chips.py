@@ -1,4 +1,4 @@
-"""The catalogue: every chip a row, read from chips.json when first asked for."""
+"""The catalog of chips, read from chips.json on first use."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """Several chips sold or rented as one thing: a DGX-1, a TPU board, a pod.
+    """Several chips that are sold or rented together: a DGX-1, a TPU board, a pod.
 
-    `flops(dtype)` is the sum over its chips; `quoted` what was printed about it.
+    `flops(dtype)` is the sum over its chips; `quoted` holds published peaks.
     """
 
     name: str
@@ -33,13 +33,13 @@ class System:
     power_source: str = ""
 
     def flops(self, dtype: Any) -> float | None:
-        """FLOP/s of all its chips together, or None where the chip has no rate for `dtype`."""
+        """Returns FLOP/s of all chips together, or None if the chip has no rate for `dtype`."""
         peak = self.chip.peak(dtype)
         return peak and peak.flops * self.count
 
 
-class _Catalogue(Mapping):
-    """A lazily read mapping from names to rows, forgiving about case and about the words in parentheses."""
+class _Catalog(Mapping):
+    """A lazily read mapping of names. Lookup ignores case and parenthesized words."""
 
     def __init__(self, what: str, read):
         self._what, self._read = what, read
@@ -76,32 +76,32 @@ class _Catalogue(Mapping):
         return f"<{len(self)} {self._what}s: {', '.join(self)}>"
 
     def nearest(self, name: str, n: int = 3) -> list[str]:
-        """The names of the rows that read most like `name`, best first."""
+        """Returns the `n` names that are most similar to `name`, best first."""
         want = name.strip().lower()
         score = {key: difflib.SequenceMatcher(None, want, key).ratio() + 0.5 * (want in key) for key in self._index}
         best = sorted(self._index, key=score.__getitem__, reverse=True)
         return list(dict.fromkeys(self._index[key] for key in best))[:n]
 
     def _unknown(self, name: str) -> str:
-        return (f"no {self._what} is called {name!r} in the catalogue; the nearest names are "
+        return (f"the catalog has no {self._what} {name!r}; the most similar names are "
                 f"{', '.join(repr(near) for near in self.nearest(name))}")
 
 
-class Chips(_Catalogue):
-    """The catalogue of chips: a mapping from names to `Chip`, in the order of the file.
+class Chips(_Catalog):
+    """The catalog of chips: a mapping from names to `Chip`, in the order of the file.
 
-    `chips["TPU v5e"]` takes a row's name, a short name, or a device kind, and `chips.find(kind)` what a device calls
-    itself, slices of a chip included.
+    `chips["TPU v5e"]` accepts a full name, a short name, or a device kind. `chips.find(kind)` accepts every name that
+    a device reports, including those of MIG slices.
     """
 
     def find(self, kind: str) -> Chip:
-        """The chip behind what `jax.Device.device_kind` says.
+        """Returns the chip whose `jax.Device.device_kind` is `kind`.
 
-        A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is the chip scaled to the slice's multiprocessors and memory;
-        "VF" at the end of AMD names (a virtual function) is ignored.
+        For a MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), the result is the chip scaled to the multiprocessors and
+        memory of the slice. "VF" (virtual function) at the end of AMD names is ignored.
 
         Raises:
-          KeyError: no chip calls itself that. The message names the nearest. (No other chip stands in for it.)
+            KeyError: no chip has this name. The message lists the most similar names.
 
         >>> from fnet import hardware as hw
         >>> hw.chips.find("NVIDIA H100 80GB HBM3").name
@@ -117,7 +117,7 @@ class Chips(_Catalogue):
 
 
 def split_mig(kind: str) -> tuple[str, tuple[int, float, str] | None]:
-    """Splits the MIG suffix off a device kind: ("NVIDIA ...", (slices of compute, GiB, suffix) or None)."""
+    """Splits the MIG suffix off a device kind: ("NVIDIA ...", (compute slices, GiB, suffix) or None)."""
     match = re.search(r"\s+MIG\s+((?:(\d+)c\.)?(\d+)g\.(\d+)gb\S*)$", kind)
     if not match:
         return kind.strip(), None
@@ -132,7 +132,7 @@ def _slice(chip: Chip, slice_: tuple[int, float, str]) -> Chip:
     visible = table.get(str(g))
     compute = visible / total if visible and total else g / 7
     memory = gib * _GIB / chip.memory_bytes if chip.memory_bytes else g / 8
-    memory = max(1, round(memory * 8)) / 8      # memory and its bandwidth are cut in eighths
+    memory = max(1, round(memory * 8)) / 8      # memory and bandwidth are divided into eighths
     why = f"{visible} of {total} multiprocessors" if visible else f"{g} of 7 compute slices"
     units = {**chip.units, "multiprocessors": visible} if visible else chip.units
     return dataclasses.replace(
@@ -142,7 +142,7 @@ def _slice(chip: Chip, slice_: tuple[int, float, str]) -> Chip:
 
 @functools.cache
 def raw() -> dict[str, Any]:
-    """chips.json as it is written, in vendors' units."""
+    """Returns the content of chips.json, in the vendors' units."""
     return json.loads(resources.files("fnet.hardware").joinpath("chips.json").read_text(encoding="utf-8"))
 
 
@@ -193,4 +193,4 @@ def _quotes(row: dict[str, Any]) -> tuple[Quote, ...]:
 
 
 chips = Chips("chip", _read_chips)
-systems = _Catalogue("system", _read_systems)
+systems = _Catalog("system", _read_systems)

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of any JAX function by named scope, read from its jaxpr and never from XLA's cost analysis."""
+"""FLOPs and bytes of any JAX function by named scope, computed from its jaxpr."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from fnet.jaxpr import Frame, Op, Traced, cost, nbytes, read, touched, traits
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a piece of program costs.
+    """FLOPs and bytes of one scope, or of several together.
 
     Attributes:
-      matmul: FLOPs of matrix products and convolutions (2 per multiply-add), exact for products, nominal for
-        convolutions.
-      elementwise, reduction: FLOPs of one per element. Exact by that convention.
-      transcendental: evaluations of exp, tanh, rsqrt and their like, not in `flops`.
-      recomputed: the part of `matmul` that repeats earlier work (rematerialisation). In `flops`, not in `model_flops`.
-      bytes: inputs and outputs of every operation as if each ran alone. An upper bound: compilers fuse.
-      fused_bytes: an estimate of what is left when elementwise operations fuse with their neighbours.
+        matmul: FLOPs of matrix products and convolutions, 2 per multiply-add. Exact for products. For convolutions,
+            padding counts as input.
+        elementwise, reduction: FLOPs of elementwise operations and reductions, 1 per element. Exact by that convention.
+        transcendental: evaluations of exp, tanh, rsqrt and similar functions; not part of `flops`.
+        recomputed: the part of `matmul` that rematerialization computes again. Part of `flops`, but not of
+            `model_flops`.
+        bytes: inputs and outputs of every operation, as if nothing were fused. An upper bound.
+        fused_bytes: an estimate of the bytes that remain if elementwise operations are fused with their neighbors.
     """
 
     matmul: int = 0
@@ -35,12 +36,12 @@ class Cost:
 
     @property
     def flops(self) -> int:
-        """All floating-point operations but the transcendental ones."""
+        """All floating-point operations except transcendental functions."""
         return self.matmul + self.elementwise + self.reduction
 
     @property
     def model_flops(self) -> int:
-        """What an MFU counts: products and convolutions, without recomputation."""
+        """The FLOPs that MFU counts: products and convolutions, without recomputation."""
         return self.matmul - self.recomputed
 
     def __add__(self, other: Cost) -> Cost:
@@ -51,7 +52,7 @@ class Cost:
 
 
 class Matmul(NamedTuple):
-    """One matrix product, or a convolution read as one, that runs `times` times: [batch, m, k] x [batch, k, n]."""
+    """A matrix product [batch, m, k] x [batch, k, n] that runs `times` times, or a convolution written as one."""
 
     scope: str
     op: str
@@ -67,11 +68,12 @@ class Count:
     """FLOPs and bytes of a function.
 
     Attributes:
-      total: the sum over all scopes.
-      scopes: `Cost` by scope path, in the order of the program; the path "" holds what stands in no scope.
-      matmuls: every matrix product and convolution, with its sizes.
-      argument_bytes, output_bytes: what must at least cross the memory once. A lower bound, exact.
-      notes: what makes the count less than exact, in words; empty where nothing does.
+        total: the sum over all scopes.
+        scopes: `Cost` by scope path, in the order of the program; the path "" holds operations outside any scope.
+        matmuls: every matrix product and convolution, with its sizes.
+        argument_bytes, output_bytes: sizes of the arguments and outputs. Exact; their sum is a lower bound of the
+            memory traffic.
+        notes: why the count is not exact; empty if it is exact.
     """
 
     total: Cost
@@ -91,23 +93,23 @@ class Count:
 
     @property
     def io_bytes(self) -> int:
-        """Arguments and outputs: the lower bound of the bytes that move."""
+        """Bytes of arguments and outputs: a lower bound of the memory traffic."""
         return self.argument_bytes + self.output_bytes
 
     @property
     def dtype(self) -> str | None:
-        """The type of the operands in which most of the matmul FLOPs run."""
+        """The operand dtype of most of the matmul FLOPs, or None if there are none."""
         by_type: dict[str, int] = {}
         for matmul in self.matmuls:
             by_type[matmul.dtype] = by_type.get(matmul.dtype, 0) + matmul.flops
         return max(by_type, key=by_type.__getitem__, default=None)
 
     def under(self, prefix: str) -> Cost:
-        """The sum over a scope and all scopes below it."""
+        """Returns the sum over a scope and all scopes below it."""
         return _sum(cost for path, cost in self.scopes.items() if path == prefix or path.startswith(prefix + "/"))
 
     def by_depth(self, depth: int | None) -> dict[str, Cost]:
-        """Scopes summed over their first `depth` segments (None: as they are)."""
+        """Returns the costs summed over the first `depth` segments of each scope path (None: not summed)."""
         rows: dict[str, Cost] = {}
         for path, each in self.scopes.items():
             key = path if depth is None else "/".join(path.split("/")[:depth])
@@ -119,22 +121,24 @@ class Count:
 
 
 def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
-    """Counts what a function computes, without running or compiling it.
+    """Counts the FLOPs and bytes of a function, without running or compiling it.
 
-    The jaxpr is read equation by equation: the bodies of scans times their length, the dearest branch of a cond, the
-    body of a while loop once (its length is unknown, a note says so), the shards of a shard_map together. What has no
-    rule is counted as nothing and named in `notes`. An equation whose result nothing uses counts like any other,
-    although a compiler drops it. `layers.dot_product_attention` counts as its formula does, the pairs that a mask hides
-    included, as the field counts them for an MFU, and its backward pass without the weights that it computes again
-    (they are in `recomputed`); it moves its operands and results alone.
+    The body of a scan counts once for each iteration, and the shards of a shard_map are added. Of a cond, the branch
+    with the most FLOPs counts. The body of a while loop counts once, because its number of iterations is unknown. An
+    operation without a known cost counts as zero. `notes` lists each of these cases. Unused results count, although a
+    compiler removes them.
+
+    `layers.dot_product_attention` counts as in its formula, including the pairs that a mask hides; this is the
+    convention for MFU. The weights that its backward pass recomputes count as `recomputed`. Its bytes are those of its
+    operands and results.
 
     Args:
-      f: any JAX function, jitted, differentiated or sharded.
-      *args, **kwargs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`s. Flags, strings and functions among
-        them, and Python's own numbers, are passed on as they are.
+        f: any JAX function, for example a jitted, differentiated or sharded one.
+        *args, **kwargs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`s. Other leaves (flags, strings,
+            functions, Python numbers) are passed unchanged.
 
     Returns:
-      A `Count`; `print` it for a table by scope.
+        A `Count`. Printed, it is a table of scopes.
 
     >>> import jax
     >>> from fnet import hardware as hw
@@ -147,7 +151,7 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
 
 
 def count_jaxpr(closed: Any) -> Count:
-    """`count` of what is traced already."""
+    """`count` of a closed jaxpr."""
     tally = _Tally()
     tally.frame(read(closed.jaxpr), 1)
     scopes = {path: tally.scopes[path] for path in tally.scopes}
@@ -185,14 +189,14 @@ class _Tally:
                 branches.append(tally)
             dearest = max(branches, key=lambda tally: (_sum(tally.scopes.values()).flops, tally.bytes()))
             if len(branches) > 1 and len({_sum(tally.scopes.values()).flops for tally in branches}) > 1:
-                self.notes.append(f"cond{where}: the dearest of {len(branches)} branches is counted")
+                self.notes.append(f"cond{where}: only the most expensive of {len(branches)} branches is counted")
             self.merge(dearest)
             return
         if name == "while":
-            self.notes.append(f"while loop{where}: its length is unknown, its body is counted once")
+            self.notes.append(f"while loop{where}: its number of iterations is unknown, one is counted")
         for sub, frame in op.bodies:
             if sub.kind == "other":
-                self.notes.append(f"{name}{where}: an unknown operation, its body is counted once")
+                self.notes.append(f"{name}{where}: unknown operation, its body is counted once")
             self.frame(frame, times * (1 if sub.times is None else sub.times))
 
     def operation(self, op: Op, times: int) -> None:
@@ -205,20 +209,20 @@ class _Tally:
         moved = (sum(reads) + sum(writes)) * times
         flops = each.flops * times
         if each.kind == "unknown":
-            self.notes.append(f"{name}{_where(op.scope)}: no rule for its FLOPs, counted as none")
+            self.notes.append(f"{name}{_where(op.scope)}: its FLOPs are unknown, counted as 0")
         if each.kind == "matmul" and each.shape is not None:
             convolution = multiplied is not None and multiplied.op is jaxpr.CONVOLUTION
             dtype = multiplied.dtype if multiplied else eqn.invars[0].aval.dtype
             self.matmuls.append(Matmul(op.scope, "conv" if convolution else "dot", each.shape, str(dtype),
                                        multiplied and multiplied.precision, flops, times))
         elif each.kind == "matmul":
-            self.notes.append(f"{name}{_where(op.scope)}: FLOPs as the operation itself estimates them")
+            self.notes.append(f"{name}{_where(op.scope)}: the FLOPs are the operation's own estimate")
         kinds = {each.kind: flops} if each.kind not in ("free", "unknown") else {}
         again = flops if each.kind == "matmul" and op.recomputed else 0
         self.add(op.scope, Cost(**kinds, recomputed=again, bytes=moved))
 
     def stand_in(self, op: Op, times: int) -> None:
-        """What an operation computes that stands for several, from those; what it moves, from itself."""
+        """Adds an operation that stands for several: FLOPs from its plain form, bytes from its operands and results."""
         inner = _Tally()
         inner.frame(read(jaxpr.description(op.eqn.primitive).plain(op.eqn), op.at), times)
         for scope in inner.scopes:
@@ -238,15 +242,15 @@ class _Tally:
 
 
 def _fused_traffic(frame: Frame) -> dict[str, int]:
-    """Bytes that a frame moves per scope, elementwise operations fused with their neighbours of the same scope.
+    """Bytes moved in each scope of a frame, if elementwise operations are fused with neighbors of the same scope.
 
-    A value is also written to memory and read again where it enters or leaves the frame or goes to another scope.
+    A value that enters or leaves the frame, or that another scope reads, is written to memory and read again.
     """
     kept = Kept(frame, by_scope=True)
     moved: dict[tuple[str, int, str], int] = {}
     for op in kept.real:
         if op.bodies:
-            continue      # its frame counts what it reads and writes
+            continue      # the frame of its body counts these bytes
         reads, writes = touched(op.eqn)
         for ids, sizes, way in ((op.ins, reads, "read"), (op.outs, writes, "write")):
             for i, size in zip(ids, sizes):
@@ -261,23 +265,26 @@ def _fused_traffic(frame: Frame) -> dict[str, int]:
 
 
 class Kept:
-    """Which values of a frame are written to memory once elementwise operations have fused with their neighbours.
+    """Which values of a frame are written to memory after elementwise operations have been fused with their neighbors.
 
-    A value goes through memory where something other than an elementwise operation (a product, a reduction, a loop, a
-    gather) makes or takes it; the single elementwise use of a product's result counts as its epilogue. Reshapes,
-    broadcasts and transposes are free.
+    A value is written to memory if a product, reduction, loop, gather or another operation that is not elementwise
+    produces or reads it. Exception: if a single elementwise operation reads the result of a product, it is fused as
+    the epilogue of the product. Reshapes, broadcasts and transposes are free.
 
     Args:
-      by_scope: whether operations fuse within a scope alone. epilogues: whether a product's result that one elementwise
-        operation takes is fused with that.
+        frame: the operations and their values.
+        by_scope: whether fusion stops at the boundary of a scope.
+        epilogues: whether elementwise epilogues are fused with products.
 
     Attributes:
-      real: the operations that are not free. users: those that read a value. outputs: what leaves the frame.
+        real: the operations that are not free.
+        users: the operations that read each value.
+        outputs: the values that leave the frame.
     """
 
     def __init__(self, frame: Frame, *, by_scope: bool = False, epilogues: bool = True):
         self.by_scope, self.epilogues = by_scope, epilogues
-        same: dict[int, int] = {}      # the output of a reshape or broadcast is its input, seen otherwise
+        same: dict[int, int] = {}      # a reshape or broadcast has the values of its input
         for op in frame.ops:
             if _free(op) and op.ins and op.ins[0] is not None:
                 same[op.outs[0]] = same.get(op.ins[0], op.ins[0])
@@ -301,7 +308,7 @@ class Kept:
 
 
 def heavy(op: Op) -> bool:
-    """Whether an operation is more than elementwise."""
+    """Whether an operation cannot be fused like an elementwise one."""
     return bool(op.bodies) or traits(op.eqn.primitive.name).memory == "heavy"
 
 
@@ -310,7 +317,7 @@ def _free(op: Op) -> bool:
 
 
 def table(counted: Count, depth: int | None = None) -> str:
-    """The count as text, a line per scope."""
+    """Formats the count as a table with one line per scope."""
     rows = [("scope", "matmul", "other FLOPs", "transcend.", "bytes fused", "unfused")]
     for path, each in (*counted.by_depth(depth).items(), ("total", counted.total)):
         other = each.elementwise + each.reduction
@@ -319,7 +326,7 @@ def table(counted: Count, depth: int | None = None) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
                        for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in rows]
-    lines += ["FLOPs are exact from shapes (convolutions nominal); bytes lie between",
+    lines += ["FLOPs are exact (convolutions: padding included); the bytes moved are between",
               f"{si(counted.io_bytes)}B (arguments and outputs, exact) and {si(counted.total.bytes)}B (unfused, upper "
               "bound); 'fused' is an estimate."]
     return "\n".join([*lines, *(f"note: {note}" for note in counted.notes)])

@@ -1,4 +1,4 @@
-"""What this process may use of the CPU it runs on: cores, instruction set, clock, memory. Linux; elsewhere unknown."""
+"""The CPU resources available to this process: cores, instruction set, clock, memory. Only Linux reports them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ _SHOWN_FLAGS = ("amx_fp16", "amx_bf16", "amx_int8", "avx512_fp16", "avx512_bf16"
 
 @dataclasses.dataclass(frozen=True)
 class CPU:
-    """What this process may use of a CPU.
+    """The CPU resources available to this process.
 
     Attributes:
-      model: the CPU's own name. vendor: "Intel", "AMD", "ARM" or "unknown".
-      cores: physical cores that affinity and cgroup quota leave to this process (a quota may be a fraction).
-      threads: hardware threads in the affinity mask. quota: CPUs' worth of time per second, or None.
-      isa: a row of the catalogue's table of FLOP per cycle, or None.
-      flags: the vector and matrix extensions that matter here.
-      clock_ghz: what the system reports, None if nothing; virtual: whether a hypervisor is in between, in which case
-        the clock may be off by a factor of two.
-      memory_bytes: what the machine and the cgroup leave, or None.
+        model: the name that the CPU reports.
+        vendor: "Intel", "AMD", "ARM" or "unknown".
+        cores: physical cores that affinity and cgroup quota allow this process to use (a quota may be a fraction).
+        threads: hardware threads in the affinity mask.
+        quota: CPU seconds per second that the cgroup allows, or None.
+        isa: a key of the catalog's table of FLOP per cycle, or None.
+        flags: the relevant vector and matrix extensions.
+        clock_ghz: the clock that the system reports, or None.
+        virtual: whether this is a virtual machine; if so, the reported clock may be wrong by a factor of two.
+        memory_bytes: memory that the machine and the cgroup allow, or None.
     """
 
     model: str
@@ -41,7 +43,7 @@ class CPU:
 
 
 def read_cpu(root: str | os.PathLike = "/", affinity: Collection[int] | None = None) -> CPU:
-    """Reads /proc and /sys under `root`, for the logical CPUs in `affinity` (by default this process's mask)."""
+    """Reads /proc and /sys under `root` for the logical CPUs in `affinity` (default: the mask of this process)."""
     root = Path(root)
     if affinity is None:
         affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -84,7 +86,7 @@ def _isa(block: dict[str, str], flags: set[str], vendor: str) -> str | None:
     if "avx512f" in flags:
         if vendor == "AMD":
             return "avx512_zen5" if family >= 26 else "avx512_zen4"
-        # One 512-bit FMA pipe in Intel's client parts and small Xeons, two in the larger ones.
+        # One 512-bit FMA pipe in Intel's client CPUs and small Xeons, two in larger Xeons.
         return "avx512_one_fma" if re.search(r"Core\(TM\)|Bronze|Silver|Xeon.* D-", model) else "avx512_two_fma"
     if "avx2" in flags and "fma" in flags:
         zen1 = vendor == "AMD" and family == 23 and int(block.get("model", 0) or 0) < 0x30
@@ -109,7 +111,7 @@ def _clock(root: Path, block: dict[str, str]) -> float | None:
 
 
 def _quota(root: Path) -> float | None:
-    """CPUs' worth of time that the cgroup of this process, or one above it, allows (version 2, then version 1)."""
+    """CPU seconds per second that the cgroup of this process and its parents allow (version 2, then version 1)."""
     quotas = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

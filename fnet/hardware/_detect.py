@@ -1,4 +1,4 @@
-"""Which chip this is: a JAX device, or the string by which one names itself, matched with the catalogue."""
+"""Finds the chip of a JAX device, or of a device kind, in the catalog."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fnet.hardware._cpu import CPU, read_cpu
 
 
 def detect(device: Any = None) -> Chip:
-    """The chip under a JAX device.
+    """Returns the chip of a JAX device.
 
-    Slices and shares are taken into account: a MIG slice or a partition has its visible multiprocessors' share of the
-    peaks, a CPU has the physical cores that affinity and cgroup quota leave to this process, and
-    `jax_devices_per_chip` says how many JAX devices share the chip. Nothing is measured: see `measure`.
+    Partial chips are scaled: a MIG slice or a partition has the peaks of its visible multiprocessors, and a CPU has
+    the physical cores that affinity and cgroup quota allow this process to use. `jax_devices_per_chip` is the number of
+    JAX devices that share the chip. Nothing is measured; `measure` does that.
 
     Args:
-      device: a `jax.Device`, or what its `device_kind` would say ("TPU v5 lite"; no device is needed then). By default
-        the first local device.
+        device: a `jax.Device`, or a device kind such as "TPU v5 lite", for which no device is needed. By default the
+            first local device.
 
     Returns:
-      A row of the catalogue, or a `Chip` with `known=False` and no peaks. No other chip stands in for an unknown one.
+        A chip of the catalog. An unknown device gives a `Chip` with `known=False` and no peaks, never another chip.
 
     >>> from fnet import hardware as hw
     >>> hw.detect("TPU v5 lite").name
@@ -47,15 +47,15 @@ def detect(device: Any = None) -> Chip:
 
 
 def cpu_chip(cpu: CPU, *, devices: int = 1) -> Chip:
-    """The chip that a CPU's own description amounts to: a row of the catalogue scaled to the cores at hand, or an
-    estimate from its instruction set, or an unknown chip."""
+    """Returns the chip of a CPU: a catalog entry scaled to the available cores, an estimate from the instruction set,
+    or an unknown chip."""
     common = dict(jax_devices_per_chip=devices, memory_bytes=cpu.memory_bytes)
     flags = ", ".join(cpu.flags)
     for row in chips.values():
         if row.units.get("model_name") and row.units["model_name"] in cpu.model and cpu.cores:
             share = min(1.0, cpu.cores / row.units["cores"])
             units = FrozenTable({**row.units, "cores": cpu.cores, "flags": cpu.flags})
-            note = f"{cpu.cores:g} of {row.units['cores']} cores are open to this process. {row.notes}"
+            note = f"{cpu.cores:g} of {row.units['cores']} cores are available to this process. {row.notes}"
             bases = FrozenTable({**row.bases, "memory_bytes": "measured"})
             return dataclasses.replace(row.scaled(share, 1), units=units, notes=note, bases=bases, **common)
     name = cpu.model if cpu.cores is None else f"{cpu.model}, {cpu.cores:g} core{'s' if cpu.cores != 1 else ''}"
@@ -63,16 +63,16 @@ def cpu_chip(cpu: CPU, *, devices: int = 1) -> Chip:
     if cpu.isa is None or cpu.clock_ghz is None or cpu.cores is None:
         missing = "instruction set" if cpu.isa is None else "clock" if cpu.clock_ghz is None else "cores"
         return Chip(name=name, kind="cpu", vendor=cpu.vendor, units=FrozenTable(flags=cpu.flags), **common,
-                    notes=f"The {missing} of this CPU could not be read: its peak is unknown. measure() measures it.")
+                    notes=f"The {missing} of this CPU could not be read, so its peak is unknown. Call measure().")
     rates = dict(table[cpu.isa])
     if "amx_int8" in cpu.flags:
         rates |= {k: v for k, v in table["amx"].items() if f"amx_{k}" in cpu.flags}
     elif cpu.vendor != "AMD":
         rates = {k: v for k, v in rates.items() if k in ("fp32", "fp64")}
     peaks = {k: cpu.cores * v * cpu.clock_ghz * 1e9 for k, v in rates.items()}
-    unsure = " that a virtual machine reports, which may be off by a factor of two" if cpu.virtual else ""
-    note = (f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x the {cpu.clock_ghz:.2f} GHz{unsure}. "
-            f"Instruction sets that matter: {flags}. measure() measures instead.")
+    unsure = " reported by a virtual machine, which may be wrong by a factor of two" if cpu.virtual else ""
+    note = (f"Estimated: {cpu.cores:g} cores x FLOP per cycle of {cpu.isa} x {cpu.clock_ghz:.2f} GHz{unsure}. "
+            f"Instruction sets: {flags}. measure() replaces the estimate by a measurement.")
     return Chip(
         name=name, kind="cpu", vendor=cpu.vendor, known=True, architecture=cpu.isa, peaks=FrozenTable(peaks),
         units=FrozenTable(cores=cpu.cores, clock_ghz=cpu.clock_ghz, isa=cpu.isa, flags=cpu.flags,
@@ -88,7 +88,7 @@ def _from_kind(kind: str, platform: str | None = None) -> Chip:
         why = str(error.args[0])
     lower = kind.lower()
     if platform == "cpu" or lower == "cpu":
-        return Chip(name=kind, kind="cpu", notes="A CPU of which nothing but that is known.")
+        return Chip(name=kind, kind="cpu", notes="A CPU about which nothing else is known.")
     if platform == "tpu" or lower.startswith("tpu"):
         return Chip(name=kind, kind="tpu", vendor="Google", notes=why)
     nvidia = any(word in lower for word in ("nvidia", "tesla", "geforce", "quadro", "titan", "rtx"))
@@ -99,7 +99,7 @@ def _from_kind(kind: str, platform: str | None = None) -> Chip:
 
 
 def _fit_gpu(chip: Chip, device: Any) -> Chip:
-    """Corrects a GPU's row by what the device says of itself: architecture, visible multiprocessors."""
+    """Corrects a GPU's catalog entry by what the device reports: architecture and visible multiprocessors."""
     capability = getattr(device, "compute_capability", None)
     if capability:
         capability = str(capability).split(":")[0]      # "gfx942:sramecc+:xnack-"
@@ -131,7 +131,7 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
 
 
 def _fit_tpu(chip: Chip, device: Any) -> Chip:
-    """A TPU device says how many cores it stands for; the v4's depends on how the topology was made."""
+    """Sets the devices per chip from the device's number of cores; on a v4 it depends on the topology's settings."""
     cores, per_device = chip.units.get("cores"), getattr(device, "num_cores", None)
     if cores and per_device and cores % per_device == 0:
         return dataclasses.replace(chip, jax_devices_per_chip=cores // per_device)

@@ -1,4 +1,4 @@
-"""Peaks computed from what a chip is made of, beside the peaks that are quoted, and what a dollar buys."""
+"""Peaks computed from a chip's units and clock, comparison with published peaks, and FLOP per dollar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ YEAR_OF_USE = 365.25 * 24 * 3600
 
 
 class Computed(NamedTuple):
-    """A peak by formula: the type, FLOP/s, and the formula with its numbers in it."""
+    """A computed peak: the dtype, FLOP/s, and the formula with its numbers."""
 
     dtype: str
     flops: float
@@ -19,7 +19,7 @@ class Computed(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A quoted peak beside the computed one; `deviation` is quoted / computed - 1, `explanation` why they differ."""
+    """A published and a computed peak. `deviation` is quoted / computed - 1; `explanation` is why they differ."""
 
     dtype: str
     quoted: float
@@ -31,7 +31,7 @@ class Check(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What money buys: `flop_per_dollar` at the peak of `dtype`, for a price and under an assumption in words."""
+    """FLOP that one dollar buys at the peak of `dtype`, for one price; `assumption` states the kind of use."""
 
     dtype: str
     flop_per_dollar: float
@@ -40,7 +40,7 @@ class Value(NamedTuple):
 
 
 def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...]:
-    """Peaks from the number of units, what each does per cycle, and the clock.
+    """Computes peaks from the number of units, their FLOP per cycle, and the clock.
 
         GPU, vector:  multiprocessors x FP32 cores x 2 x clock
         GPU, tensor:  multiprocessors x tensor cores x FLOP per cycle x clock
@@ -48,10 +48,11 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
         CPU:          cores x FLOP per cycle x clock
 
     Args:
-      boost: reckon a CPU at its boost clock rather than at its base clock.
+        chip: a chip or a system of the catalog.
+        boost: whether to use the boost clock of a CPU instead of its base clock.
 
     Returns:
-      One entry per type; none where the catalogue lacks the units or the clock.
+        One entry for each dtype; none if the catalog lacks the units or the clock.
 
     >>> from fnet import hardware as hw
     >>> [c.formula for c in hw.computed(hw.chips["Titan RTX"])]
@@ -91,9 +92,12 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
 
 
 def checks(chip: Chip | System) -> tuple[Check, ...]:
-    """Every quoted peak beside the computed one, with the explanation where they disagree.
+    """Compares every published peak with the computed one.
 
-    Quoted are the catalogue's own peak (unless it is itself computed) and what other people printed about the chip.
+    Published peaks are the catalog's own (unless it is itself computed) and those that others published.
+
+    Returns:
+        One `Check` for each published peak. If the two differ, it contains an explanation.
     """
     formulas = {c.dtype: c for c in computed(chip)}
     boosted = {c.dtype: c for c in computed(chip, boost=True)}
@@ -101,7 +105,7 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
     if isinstance(chip, Chip):
         for dtype, formula in formulas.items():
             if dtype in chip.peaks and chip.basis(dtype) not in ("derived", "estimated", "measured"):
-                rows.append((dtype, chip.peaks[dtype], "the catalogue", chip.explained.get(dtype, ""), formula))
+                rows.append((dtype, chip.peaks[dtype], "the catalog", chip.explained.get(dtype, ""), formula))
     for quote in chip.quoted:
         if quote.dtype in formulas:
             rows.append((quote.dtype, quote.flops, quote.source, quote.explanation,
@@ -111,17 +115,18 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
 
 
 def flop_per_dollar(chip: Chip | System, dtype: str | None = None, *, years: float = 3.0) -> tuple[Value, ...]:
-    """What a dollar buys at peak: per hour of rent, and of the launch price over `years` of use day and night.
+    """Computes the FLOP that one dollar buys at peak: for rent by the hour, and for a purchase in continuous use.
 
         rent:      peak x 3600 s / price of an hour
         purchase:  peak x years x 31.56e6 s / launch price      (no electricity, no host, no resale)
 
     Args:
-      dtype: the type whose peak is meant; by default the fastest of bf16, fp16 and fp32.
-      years: how long a bought chip is used.
+        chip: a chip or a system of the catalog.
+        dtype: the dtype of the peak; by default the fastest of bf16, fp16 and fp32.
+        years: years of use after a purchase.
 
     Returns:
-      One `Value` per price the catalogue knows, each with its date and source; empty where there is none.
+        One `Value` for each price in the catalog, with its date and source.
     """
     one = chip.chip if isinstance(chip, System) else chip
     count = chip.count if isinstance(chip, System) else 1

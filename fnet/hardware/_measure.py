@@ -1,4 +1,4 @@
-"""A row for a chip by measuring it: a matrix product per type and a copy."""
+"""Measures a chip's peaks and bandwidth: one matrix product for each dtype, and a copy."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from fnet.hardware._detect import detect
 
 def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16", "float16"), size: int | None = None,
             copy_bytes: int | None = None, seconds: float = 0.3) -> Chip:
-    """Measures what a device does, and fills in its row.
+    """Measures the matmul rates and the memory bandwidth of a device.
 
-    A product of two square matrices gives the rate per type (2 size^3 FLOPs each, the best of several batches), a
-    scaled copy the bandwidth (one read, one write). These are the rates of XLA's code on this machine as it is now, not
-    what the chip could do: an MFU against them says how a step compares with a plain matmul.
+    The rate of a dtype is that of the product of two square matrices (2 size^3 FLOPs, the best of several batches). The
+    bandwidth is that of a scaled copy (one read, one write). These are rates of XLA's code on this machine at this
+    time, not the limits of the chip: an MFU based on them compares a step with a plain matmul.
+
+    The measurement takes about `seconds` times (number of dtypes + 1), plus compilation.
 
     Args:
-      device: a `jax.Device`; by default the first local one.
-      dtypes: types to try. One that the device cannot multiply is left out and named in the notes.
-      size: side of the matrices; by default 1024 on a CPU, 8192 elsewhere.
-      copy_bytes: size of the copied array; by default 256 MiB on a CPU, 1 GiB elsewhere.
-      seconds: time to spend on each measurement.
+        device: a `jax.Device`; by default the first local one.
+        dtypes: the dtypes to measure. If the device cannot multiply one, it is omitted and named in the notes.
+        size: number of rows and columns of the matrices; by default 1024 on a CPU, 8192 elsewhere.
+        copy_bytes: bytes of the copied array; by default 256 MiB on a CPU, 1 GiB elsewhere.
+        seconds: seconds for each measurement.
 
     Returns:
-      The chip that `detect` finds, known, with measured `peaks` and `bandwidth` (basis "measured") of the whole chip. A
-      type that was not measured keeps no figure.
-
-    Takes about `seconds` times (number of types + 1), plus compilation.
+        The chip of `detect` with `known=True` and with measured `peaks` and `bandwidth` (basis "measured") of the whole
+        chip. Dtypes that were not measured have no peak.
     """
     device = device or jax.local_devices()[0]
     cpu = device.platform == "cpu"
@@ -46,12 +46,12 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
     for dtype in dtypes:
         try:
             rate = _matmul(device, jnp.dtype(dtype), size, seconds)
-        except Exception as error:      # whatever the backend raises for a type it does not know
+        except Exception as error:      # backends raise different exceptions
             failed.append(f"{jnp.dtype(dtype)} ({str(error).splitlines()[0][:80]})")
             continue
         name = dtype_name(dtype)
         if chip.kind == "tpu" and name == "fp32":
-            continue      # bfloat16 passes: `Chip.peak` derives it
+            continue      # it runs in bfloat16 passes: `Chip.peak` derives its rate
         peaks["tf32" if name == "fp32" and "tf32" in chip.peaks else name] = rate * share
     bandwidth = _copy(device, copy_bytes, seconds) * share
     note = (f"Measured with jax {jax.__version__} on {time.strftime('%Y-%m-%d')}: matmuls of side {size}, a copy of "
@@ -78,7 +78,7 @@ def _matmul(device: Any, dtype: Any, size: int, seconds: float) -> float:
 
 
 def _copy(device: Any, nbytes: int, seconds: float) -> float:
-    """Bytes/s read and written by a scaled copy, into a donated buffer so that no new pages are asked for."""
+    """Bytes/s read and written by a scaled copy. The buffer is donated, so that no new pages are allocated."""
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     held = [jax.device_put(jnp.ones(nbytes // 4, jnp.float32), device)]
 
@@ -90,7 +90,7 @@ def _copy(device: Any, nbytes: int, seconds: float) -> float:
 
 
 def _best(run: Callable[[], Any], seconds: float) -> float:
-    """Seconds per call: calls in batches long enough to time, the best batch within about `seconds`."""
+    """Seconds per call: the best of several batches, each long enough to be timed, in about `seconds` in total."""
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())

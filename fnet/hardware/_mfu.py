@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation, or why it cannot be told."""
+"""Model FLOPs utilization (MFU), or the reason why it is unknown."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from fnet.hardware._chip import Chip, si
 
 @dataclasses.dataclass(frozen=True)
 class MFU:
-    """The share of a chip's peak that a model's own FLOPs take.
+    """Model FLOPs utilization: the model's FLOP/s as a fraction of the peak.
 
     Attributes:
-      value: between 0 and 1, or None where it is unknown; then `why` says why.
-      why: the reason in words, or "".
-      peak: FLOP/s of all devices together, the denominator. dtype: the type it holds for. basis: how it is known.
+        value: between 0 and 1, or None if it is unknown.
+        why: if `value` is None, the reason; else a remark about the peak, or "".
+        peak: FLOP/s of all devices together, the denominator.
+        dtype: the dtype of the peak.
+        basis: how the peak is known, see `Chip.bases`.
     """
 
     value: float | None
@@ -32,21 +34,24 @@ class MFU:
 
 def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any = "float32", devices: int = 1, *,
         precision: Any = None) -> MFU:
-    """FLOPs of the model per second, over the peak of the devices it runs on.
+    """Computes model FLOPs utilization: the model's FLOP/s divided by the peak of the devices.
 
         MFU = flops_per_step / seconds_per_step / (peak of the chip x devices / JAX devices per chip)
 
     Args:
-      flops_per_step: FLOPs of the model without recomputation: `count(step, ...).model_flops`.
-      seconds_per_step: seconds, compile time left out.
-      chip: what it runs on. An unknown chip has no MFU; `measure()` gives it a measured peak.
-      dtype: the type of the matmuls' operands.
-      devices: how many JAX devices share the work.
-      precision: what the products are asked for, see `Chip.peak`.
+        flops_per_step: FLOPs of the model without recomputation: `count(step, ...).model_flops`.
+        seconds_per_step: seconds of one step, without compilation.
+        chip: the chip that ran the step. An unknown chip has no MFU; `measure()` gives it a measured peak.
+        dtype: the operand dtype of the matmuls.
+        devices: how many JAX devices share the work.
+        precision: the `precision` argument of the products, see `Chip.peak`.
 
     Returns:
-      An `MFU`. Its value is None where the chip has no peak for the type, and where the ratio comes out above one:
-      then the peak, the count or the time is wrong, and `why` names the numbers.
+        An `MFU`. Its value is None if the chip has no peak for the dtype, or if the ratio is above one. Then the
+        peak, the count or the time is wrong, and `why` gives the numbers.
+
+    Raises:
+        ValueError: `seconds_per_step` or `devices` is not positive.
 
     Source: Chowdhery et al., PaLM, appendix B, 2022.
 
@@ -55,21 +60,21 @@ def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any =
     MFU 50.8% of 197 TFLOP/s (bf16, published)
     """
     if seconds_per_step <= 0 or devices < 1:
-        raise ValueError(f"mfu needs a positive time and at least one device, not {seconds_per_step} s on {devices}")
+        raise ValueError(f"mfu: expected a positive time and devices >= 1, got {seconds_per_step} s on {devices}")
     if not chip.known:
-        return MFU(None, f"the peak of {chip.name} is not known to the catalogue; hardware.measure() measures it")
+        return MFU(None, f"the catalog has no peak of {chip.name}; call hardware.measure()")
     peak = chip.peak(dtype, precision=precision)
     if peak is None:
-        return MFU(None, f"no peak of {chip.name} is known for {dtype}")
+        return MFU(None, f"the peak of {chip.name} for {dtype} is unknown")
     total = peak.flops * chip.chips_of(devices)
     value = flops_per_step / seconds_per_step / total
     if value > 1:
         rate = f"{si(flops_per_step / seconds_per_step)}FLOP/s"
-        hint = ": the FLOP count or the time is wrong, or the work was not done"
+        hint = ": the FLOP count or the time is wrong, or the step did not do all of its work"
         if peak.basis == "measured":
-            hint = ": the chip was busier when it was measured, or the FLOP count or the time is wrong"
+            hint = ": the chip was busier during its measurement, or the FLOP count or the time is wrong"
         if peak.basis in ("estimated", "unverified", "derived"):
-            hint = ", which is therefore too low; hardware.measure() measures it"
+            hint = ", so the peak is too low; call hardware.measure()"
         why = f"{rate} is above the {peak.basis} peak of {si(total)}FLOP/s ({peak.dtype}, {chip.name}){hint}"
         return MFU(None, why, total, peak.dtype, peak.basis)
     return MFU(value, peak.note, total, peak.dtype, peak.basis)

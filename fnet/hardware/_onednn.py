@@ -1,4 +1,4 @@
-"""oneDNN's convolutions of bfloat16, which XLA:CPU has from jaxlib 0.12 on and takes where it is told to."""
+"""oneDNN's bfloat16 convolutions, which XLA:CPU of jaxlib 0.12 and later uses if a compiler option enables them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True}
 
 @functools.cache
 def onednn() -> bool:
-    """Whether the installed XLA leaves a bfloat16 convolution to oneDNN when told to, on a processor with AMX."""
+    """Whether the installed XLA can run bfloat16 convolutions with oneDNN, on a CPU with AMX."""
     if "amx_bf16" not in read_cpu().flags:
-        return False    # not measured elsewhere
+        return False    # not measured on other CPUs
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 8, 8, 16), (3, 3, 16, 16)))
     f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     try:

@@ -1,4 +1,4 @@
-"""Which types a chip should compute in, and why."""
+"""Selects the dtypes of a computation for a chip, and states the reason."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LOSS_SCALE = 2.0**15    # 2^16 overflows a float16 loss above 1
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The types of a mixed-precision computation.
+    """The dtypes of a mixed-precision computation.
 
     Attributes:
-      param: in which the parameters are kept (the master copy).
-      compute: of the operands of matrix products and convolutions.
-      convolution: of the operands of convolutions, where a chip gains from the one but not the other; None: `compute`.
-      accum: in which they sum, and in which reductions, norms and softmax work.
-      output: of what the function returns.
-      loss_scale: the initial dynamic loss scale, or None where gradients fit the range of `compute`.
-      rules: pairs (pattern of a scope path, type) that override `compute`, first match first.
-      reason: why, in words.
+        param: the dtype in which the parameters are stored (the master copy).
+        compute: the dtype of the operands of matrix products and convolutions.
+        accum: the dtype of their sums, and of reductions, norms and softmax.
+        output: the dtype of the function's floating-point outputs.
+        loss_scale: the initial dynamic loss scale, or None if gradients fit the range of `compute`.
+        rules: pairs (pattern of a scope path, dtype) that override `compute`; the first match is used.
+        reason: why these dtypes were selected.
+        convolution: the dtype of the operands of convolutions; by default `compute`.
     """
 
     param: Any = "float32"
@@ -57,7 +57,7 @@ class Policy:
 
 
 class _Family(NamedTuple):
-    """Types in order of preference; the first is the default, the rest serve intersections."""
+    """The dtypes of a chip family in order of preference. The first is the default; the others serve several chips."""
 
     name: str
     train: tuple[str, ...]
@@ -67,42 +67,42 @@ class _Family(NamedTuple):
 
 
 _BF16 = ("bfloat16", "float16", "float32")
-_FP8 = "fp8 is there on request, never by default: it needs scales or calibration"
-_MXU = "its matrix units multiply bfloat16 and sum in float32; it has no float16"
+_FP8 = "fp8 is available but never the default: it needs scales or calibration"
+_MXU = "its matrix units multiply bfloat16 and accumulate in float32; it has no float16"
 _FAMILIES = {
     "pascal": _Family("Pascal", ("float32",), "it has no tensor cores, and float16 arithmetic gains nothing for "
-                      "training (1/64 of the rate on 6.1; twice on 6.0, but summing in float16)"),
-    "volta": _Family("Volta", ("float16", "float32"), "its tensor cores take float16 only and bfloat16 is emulated; "
+                      "training (1/64 of the rate on 6.1; twice the rate on 6.0, but sums in float16)"),
+    "volta": _Family("Volta", ("float16", "float32"), "its tensor cores support float16 only, bfloat16 is emulated; "
                      "float16's narrow range needs dynamic loss scaling",
-                     why_inference="its tensor cores take float16 only and bfloat16 is emulated"),
-    "turing": _Family("Turing", ("float16", "float32"), "its tensor cores take float16 and int8, bfloat16 is emulated; "
-                      "float16's narrow range needs dynamic loss scaling",
-                      why_inference="its tensor cores take float16 and int8 and bfloat16 is emulated; int8 only on "
-                      "request"),
-    "ampere": _Family("Ampere", _BF16, "its tensor cores take bfloat16, whose range is float32's: no loss scaling"),
-    "ada": _Family("Ada", _BF16, f"its tensor cores take bfloat16, whose range is float32's: no loss scaling; {_FP8}"),
+                     why_inference="its tensor cores support float16 only, bfloat16 is emulated"),
+    "turing": _Family("Turing", ("float16", "float32"), "its tensor cores support float16 and int8; "
+                      "bfloat16 is emulated; float16's narrow range needs dynamic loss scaling",
+                      why_inference="its tensor cores support float16 and int8; bfloat16 is emulated, int8 is not a "
+                      "default"),
+    "ampere": _Family("Ampere", _BF16, "its tensor cores support bfloat16 with float32's range: no loss scaling"),
+    "ada": _Family("Ada", _BF16, f"its tensor cores support bfloat16 with float32's range: no loss scaling; {_FP8}"),
     "hopper": _Family("Hopper", _BF16,
-                      f"its tensor cores take bfloat16, whose range is float32's: no loss scaling; {_FP8}"),
-    "blackwell": _Family("Blackwell", _BF16, "its tensor cores take bfloat16, whose range is float32's: no loss "
-                         "scaling; MXFP8 and FP4 are there on request, never by default"),
-    "mi100": _Family("MI100, gfx908", _BF16, "its matrix cores take bfloat16 at half the rate of float16, still twice "
-                     "float32's, and without the narrow range"),
-    "mi200": _Family("MI200, gfx90a", _BF16, "its matrix cores take bfloat16 and float16 alike but flush 16-bit "
-                     "subnormals, which hurts float16 most"),
-    "mi300": _Family("MI300, gfx942", _BF16, "its matrix cores take bfloat16: no loss scaling; fp8 (FNUZ) "
-                     "only on request"),
-    "mi350": _Family("MI350, gfx950", _BF16, "its matrix cores take bfloat16: no loss scaling; fp8 (OCP) "
-                     "only on request"),
+                      f"its tensor cores support bfloat16 with float32's range: no loss scaling; {_FP8}"),
+    "blackwell": _Family("Blackwell", _BF16, "its tensor cores support bfloat16 with float32's range: no loss "
+                         "scaling; MXFP8 and FP4 are available but never the default"),
+    "mi100": _Family("MI100, gfx908", _BF16, "its matrix cores run bfloat16 at half the rate of float16, but at twice "
+                     "that of float32, and its range is not narrow"),
+    "mi200": _Family("MI200, gfx90a", _BF16, "its matrix cores run bfloat16 and float16 at one rate but flush 16-bit "
+                     "subnormals, which affects float16 most"),
+    "mi300": _Family("MI300, gfx942", _BF16, "its matrix cores support bfloat16: no loss scaling; fp8 (FNUZ) "
+                     "is never the default"),
+    "mi350": _Family("MI350, gfx950", _BF16, "its matrix cores support bfloat16: no loss scaling; fp8 (OCP) "
+                     "is never the default"),
     "rdna3": _Family("RDNA3, gfx11", ("float16", "float32"), "bfloat16 was reported to run at float32's speed (jax "
                      "issue 21074); float16 runs on WMMA and needs dynamic loss scaling",
                      why_inference="bfloat16 was reported to run at float32's speed (jax issue 21074); float16 runs on "
                      "WMMA"),
     "tpu": _Family("TPU", ("bfloat16", "float32"), _MXU),
-    "tpu_int8": _Family("TPU", ("bfloat16", "float32"), f"{_MXU}; int8 runs at twice the rate, on request only"),
+    "tpu_int8": _Family("TPU", ("bfloat16", "float32"), f"{_MXU}; int8 runs at twice the rate, never the default"),
     "tpu_v6e": _Family("TPU", ("bfloat16", "float32"),
-                       f"{_MXU}; fp8 runs at bfloat16's rate (no gain), int8 at twice, on request only"),
+                       f"{_MXU}; fp8 runs at bfloat16's rate, int8 at twice the rate, neither by default"),
     "tpu_fp8": _Family("TPU", ("bfloat16", "float32"), f"{_MXU} and no int8 rate is listed; {_FP8}"),
-    "cpu": _Family("CPU", ("float32",), "float32 is the sure choice on a CPU; whether bfloat16 is faster here was not "
+    "cpu": _Family("CPU", ("float32",), "float32 is the safe choice on a CPU; whether bfloat16 is faster here was not "
                    "measured"),
     "cpu_amx": _Family("CPU with AMX", ("float32",),
                        "AMX multiplies bfloat16 several times faster than float32, but whether training gains was not "
@@ -110,9 +110,9 @@ _FAMILIES = {
                        ("bfloat16", "float32"),
                        "AMX multiplies bfloat16 about four times faster than float32 (xla issue 10556); not measured "
                        "here"),
-    "unknown": _Family("unknown", ("float32",), "nothing is known of what it accelerates, and float32 runs everywhere"),
+    "unknown": _Family("unknown", ("float32",), "it is not known what it accelerates, and float32 runs everywhere"),
 }
-_FROM_NAME = (      # what a name gives away when no device is at hand to ask
+_FROM_NAME = (      # families by name, for chips of which no device is attached
     (r"GTX 10\d\d|\bP100|\bP40\b|\bP4\b|TITAN X", "pascal"), (r"V100|TITAN V|GV100", "volta"),
     (r"RTX 20\d\d|GTX 16\d\d|TITAN RTX|\bT4\b|Quadro RTX", "turing"),
     (r"RTX 30\d\d|RTX A\d000|\bA(2|10|10G|16|30|40|100|800)\b", "ampere"),
@@ -124,35 +124,38 @@ _FROM_NAME = (      # what a name gives away when no device is at hand to ask
 
 
 def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) -> Policy:
-    """The types in which a chip trains, or infers, well, and the reason.
+    """Selects the dtypes in which a chip trains or infers fast and safely, and states the reason.
 
-    A table decides, except for the CPU that this process runs on: there a probe of about a second times bfloat16
-    against float32, as autocast would use them, and the machine keeps its result (see docs/precision.md). Nothing
-    narrower than 16 bits is ever chosen: fp8, int8 and fp4 need scales or calibration.
+    A table decides, except for the CPU of this process: a probe of about one second compares bfloat16 with float32, as
+    autocast would use them. Its result is cached on the machine (see docs/precision.md). Dtypes narrower than 16 bits
+    are never selected: fp8, int8 and fp4 need scales or calibration.
 
     Args:
-      chip: a `Chip`, a `jax.Device`, what its `device_kind` says ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or several
-        of them, for which types are chosen that all of them accelerate. By default, or as "auto", the chip that
-        `detect` finds. Or "float32", "bfloat16" or "float16": what the caller has decided.
-      mode: "train" or "inference". Inference keeps its parameters in the compute type.
-      probe: whether the CPU here may be measured; None: unless the environment says FNET_PROBE=0. Never measured are a
-        mere name, a row of the catalogue, a CPU beside another default backend or in a job of several processes, and
-        anything while JAX is tracing.
+        chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a sequence of these,
+            for dtypes that all of them accelerate. None and "auto" select the chip that `detect` finds. "float32",
+            "bfloat16" and "float16" select this dtype on any chip.
+        mode: "train" or "inference". For inference, the parameters have the compute dtype.
+        probe: whether the CPU of this process may be measured. None: yes, unless the environment variable FNET_PROBE is
+            0. A probe runs only for this process's CPU, if it is JAX's default backend, in one process, and outside
+            of tracing.
+
+    Returns:
+        A `Policy`; its `reason` states whether the table or a probe decided.
 
     Raises:
-      ValueError: another mode, or no chip in the sequence.
+        ValueError: an unknown mode, or an empty sequence of chips.
 
     >>> from fnet import hardware as hw
     >>> hw.policy("TPU v3").reason
-    'TPU v3: its matrix units multiply bfloat16 and sum in float32; it has no float16'
+    'TPU v3: its matrix units multiply bfloat16 and accumulate in float32; it has no float16'
     """
     if mode not in ("train", "inference"):
-        raise ValueError(f"mode is {mode!r}; it is either 'train' or 'inference'")
+        raise ValueError(f"mode: expected 'train' or 'inference', got {mode!r}")
     if isinstance(chip, str) and chip in ("float32", "bfloat16", "float16"):
-        return _make(chip, mode, "it was asked for")
+        return _make(chip, mode, "it was requested")
     several = isinstance(chip, Sequence) and not isinstance(chip, str)
     if several and not chip:
-        raise ValueError("policy was given an empty sequence of chips; give one, or none to detect it")
+        raise ValueError("policy: expected at least one chip, got an empty sequence; pass None to detect the chip")
     given = [None if c == "auto" else c for c in (chip if several else [chip])]
     found = list({(c.name, c.architecture): c for c in map(detect, given)}.values())
     if probe is None:
@@ -164,15 +167,15 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
         types, why = options[0]
         return _make(types[0], mode, f"{_label(found[0])}: {why}")
     shared = [t for t in ("bfloat16", "float16", "float32") if all(t in types for types, _ in options)]
-    each = "; ".join(f"{_label(c)} takes {types[0]}" for c, (types, _) in zip(found, options))
-    return _make(shared[0], mode, f"{shared[0]} is what all of these chips run well ({each})")
+    each = "; ".join(f"{_label(c)} prefers {types[0]}" for c, (types, _) in zip(found, options))
+    return _make(shared[0], mode, f"{shared[0]} is the best dtype that all of these chips support ({each})")
 
 
 def _here(given: Any) -> bool:
-    """Whether this is the CPU that the process runs on, and not one that is only spoken of."""
+    """Whether `given` is the CPU of this process, and not one that is only named."""
     if given is None:
         return True
-    if isinstance(given, Chip):      # what `detect` makes of it: no row of the catalogue has its flags
+    if isinstance(given, Chip):      # equal to the result of `detect`: no catalog entry has this CPU's flags
         return given == detect(jax.local_devices(backend="cpu")[0])
     return isinstance(given, jax.Device) and given in jax.local_devices(backend="cpu")
 
@@ -181,7 +184,7 @@ def _probed(chip: Chip, mode: str) -> Policy:
     why_not, measured = _probe.unfit(), None
     if why_not is None:
         measured = _probe.probe(mode)
-        why_not = "not measured, since JAX is tracing a function: call policy before" if measured is None else None
+        why_not = "not measured, because JAX is tracing a function; call policy before" if measured is None else None
     if measured is None:
         (compute, *_), why = _options(chip, mode)
         return _make(compute, mode, f"{_label(chip)}: {why} ({why_not})")
@@ -197,7 +200,7 @@ def _options(chip: Chip, mode: str) -> tuple[tuple[str, ...], str]:
         types, why = family.inference or family.train, family.why_inference or family.why
     if not chip.known and _family(chip) not in ("unknown", "cpu"):
         kin = "a TPU" if chip.kind == "tpu" else f"of the {family.name} family"
-        why = f"not in the catalogue, but {kin}: {why}"
+        why = f"not in the catalog, but {kin}: {why}"
     return types, why
 
 

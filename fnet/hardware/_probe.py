@@ -1,6 +1,6 @@
-"""Whether this CPU gains from bfloat16: a second's measurement of what autocast makes of a product and a convolution.
+"""Measures whether bfloat16 is faster than float32 on this CPU, for the product and convolution that autocast emits.
 
-No table can say it. A CPU with bfloat16 instructions is faster with them only where XLA uses them, and slower where XLA
+No table can tell. A CPU with bfloat16 instructions is faster with bfloat16 only if XLA uses them, and slower if XLA
 converts to float32 and back.
 """
 
@@ -30,20 +30,21 @@ from fnet._jax import trace_state
 from fnet.hardware._cpu import read_cpu
 from fnet.hardware._onednn import ONEDNN, onednn
 
-DOT_AT_MOST, CONV_AT_MOST = 0.8, 0.9      # of float32's time, for bfloat16 to be chosen
-_VERSION = 2      # of what is measured; another one is measured again
+DOT_AT_MOST, CONV_AT_MOST = 0.8, 0.9      # bfloat16 is selected up to this fraction of float32's time
+_VERSION = 2      # of the measurement; a cached result of another version is not used
 _SIDE = 768
 _IMAGES, _KERNEL = (16, 16, 16, 64), (3, 3, 64, 64)
 _SECONDS, _ROUNDS = 0.4, (9, 50)
 
 
 class Probe(NamedTuple):
-    """What was measured: bfloat16's time over float32's for a product and for a convolution.
+    """A measurement: bfloat16's time divided by float32's time.
 
     Attributes:
-      dot, conv: the ratios; infinite where XLA has no such operation.
-      clock: "wall", or "processor" where the machine was busy: then time is what the cores spent on this process.
-      jaxlib: its version. date: of the measurement, as 2026-11-21.
+        dot, conv: the ratio for a matrix product and for a convolution; infinite if XLA has no bfloat16 operation.
+        clock: "wall", or "processor" if the machine was busy: the time that the cores spent on this process.
+        jaxlib: the version of jaxlib.
+        date: the date of the measurement, as 2026-11-21.
     """
 
     dot: float
@@ -54,31 +55,32 @@ class Probe(NamedTuple):
 
 
 def verdict(probe: Probe, mode: str) -> tuple[str, str, str]:
-    """(the type of products, that of convolutions, why): bfloat16 where it gains."""
+    """Returns (dtype of products, dtype of convolutions, reason): bfloat16 where it is fast enough."""
     dot = "bfloat16" if probe.dot <= DOT_AT_MOST else "float32"
     conv = dot if probe.conv <= CONV_AT_MOST else "float32"
     passes = "forward and backward" if mode == "train" else "forward"
     times = "processor time (the machine was busy)" if probe.clock == "processor" else "time"
     return dot, conv, (
         f"bfloat16 took {probe.dot:.2f} of float32's {times} for a matrix product and {probe.conv:.2f} for a "
-        f"convolution, {passes}, in the probe of {probe.date} with jaxlib {probe.jaxlib}; it is chosen at no more than "
-        f"{DOT_AT_MOST:g}, and for convolutions at no more than {CONV_AT_MOST:g}")
+        f"convolution, {passes}, in the probe of {probe.date} with jaxlib {probe.jaxlib}; it is selected up to "
+        f"{DOT_AT_MOST:g}, and for convolutions up to {CONV_AT_MOST:g}")
 
 
 def unfit() -> str | None:
-    """Why nothing can be measured now, or None."""
+    """Returns the reason why no measurement is possible now, or None."""
     if jax.default_backend() != "cpu":
-        return f"not measured, since JAX's default backend is {jax.default_backend()}"
+        return f"not measured, because JAX's default backend is {jax.default_backend()}"
     if jax.process_count() > 1:
-        return "not measured, since all processes have to choose alike"
+        return "not measured, because all processes must select the same dtypes"
     return None
 
 
 def probe(mode: str) -> Probe | None:
-    """This CPU's measurement for "train" or "inference": an earlier one, or one made now, which takes about a second.
+    """Returns this CPU's cached measurement for "train" or "inference", or makes one, which takes about a second.
 
-    Measurements are kept in probe.json under $FNET_CACHE, else $XDG_CACHE_HOME/fnet, else ~/.cache/fnet; where that
-    cannot be written, for this process. None where there is no earlier one and JAX is tracing a function.
+    Measurements are cached in probe.json in $FNET_CACHE, $XDG_CACHE_HOME/fnet or ~/.cache/fnet, whichever is set first.
+    If that file cannot be written, they are cached in this process. Returns None if nothing is cached and JAX is
+    tracing a function.
     """
     cpu = read_cpu()
     flags = hashlib.sha256(repr((cpu.flags, os.environ.get("XLA_FLAGS", ""))).encode()).hexdigest()[:12]
@@ -99,7 +101,7 @@ def _once(mode: str, key: str, path: pathlib.Path) -> Probe:
 
 
 def _busy() -> bool:
-    """Whether others compute on this machine, so that wall time would measure them."""
+    """Whether other processes are computing on this machine, so that wall time would include their work."""
     try:
         return os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
     except (AttributeError, OSError):      # Windows has no load average
@@ -111,8 +113,8 @@ def _tracing() -> bool:
         return fresh.submit(trace_state).result() != trace_state()
 
 
-# What is measured: the operations that autocast emits on a CPU, for activations and cotangents that are bfloat16
-# already and for float32 weights, whose gradients are float32.
+# The measured operations are those that autocast emits on a CPU: activations and cotangents already in bfloat16, and
+# float32 weights with float32 gradients.
 
 def _dot(x, w, g, *, train):
     low = w.astype(x.dtype)
@@ -143,11 +145,11 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
         for dtype in ("float32", "bfloat16"):
             args = (jnp.asarray(x, dtype), w, jnp.asarray(x, dtype))
             try:
-                # As tune compiles them: a step that is most of all convolutions of bfloat16 is left to oneDNN.
+                # As `tune` compiles them: oneDNN runs steps that consist mostly of bfloat16 convolutions.
                 options = ONEDNN if (name, dtype) == ("conv", "bfloat16") and onednn() else None
                 run = jax.jit(functools.partial(operation, train=mode == "train")).lower(*args).compile(options)
                 jax.block_until_ready(run(*args))
-            except Exception:      # whatever XLA raises for a type that it has no code for on this CPU
+            except Exception:      # XLA raises various exceptions for a dtype without code on this CPU
                 if dtype == "float32":
                     raise
                 continue
@@ -156,7 +158,7 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) -> dict[Any, list[float]]:
-    """Times of each call, in rounds of all of them, so that a slow moment meets them alike."""
+    """Times the calls in rounds, one of each per round, so that a slow moment affects all of them."""
     times: dict[Any, list[float]] = {name: [] for name in calls}
     end, (least, most) = time.perf_counter() + _SECONDS, _ROUNDS
     for number in range(most):
@@ -170,8 +172,8 @@ def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) 
 
 
 def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, float]:
-    """bfloat16's time over float32's for (dot, conv): the median over rounds, to the two places that are quoted and
-    decided on; infinite where nothing was timed."""
+    """Returns bfloat16's time over float32's for (dot, conv): the median over rounds, rounded to the two decimals that
+    are reported and compared; infinite if there are no times."""
     def ratio(name):
         pairs = zip(times[name, "float32"], times.get((name, "bfloat16"), ()))
         return round(statistics.median([low / full for full, low in pairs if full > 0] or [math.inf]), 2)
@@ -179,17 +181,17 @@ def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, flo
     return ratio("dot"), ratio("conv")
 
 
-# What is kept.
+# The cache.
 
 def _path() -> pathlib.Path:
     base = os.environ.get("FNET_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fnet")
     folder = os.path.expanduser(base)
-    # HOME is not set and the user is unknown: nothing is kept, and certainly not in a folder called ~ of this one.
+    # If HOME is not set and the user is unknown, nothing is written (in particular no folder named "~").
     return pathlib.Path(os.devnull if folder.startswith("~") else folder) / "probe.json"
 
 
 def _read(path: pathlib.Path) -> dict[str, Probe]:
-    """What the file holds that can be used. A measurement of a busy machine is good for the day."""
+    """Returns the valid entries of the file. A measurement on a busy machine is valid for one day."""
     try:
         entries = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -207,7 +209,7 @@ def _read(path: pathlib.Path) -> dict[str, Probe]:
 
 
 def _write(path: pathlib.Path, key: str, made: Probe) -> None:
-    """Adds an entry; the file is whole at every moment. Where it cannot be written nothing is said: it is a cache."""
+    """Adds an entry by replacing the file atomically. The file is only a cache, so failures are ignored."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         entries = {name: one._asdict() for name, one in (_read(path) | {key: made}).items()}

@@ -1,4 +1,4 @@
-"""What bounds a function on a chip, scope by scope, and how far the measured time is from the bound."""
+"""Roofline analysis: whether compute or memory bounds each scope of a function, and how the measured time compares."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ from fnet.hardware._tiles import Waste, rule, tile_waste
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """One scope: its cost, the seconds its arithmetic and its memory traffic take at the chip's peaks, and which binds.
+    """The lower bound of one scope's time at the chip's peak rates.
 
-    `bound` is "compute", "memory", or "unknown" where the chip lacks a figure. `seconds` is the longer of the two.
+    Attributes:
+        scope: the scope path.
+        cost: its FLOPs and bytes.
+        compute: seconds of its arithmetic at the peak rate, or None.
+        memory: seconds of its memory traffic at the peak bandwidth, or None.
+        bound: "compute" or "memory", whichever takes longer; "compute or memory" or "unknown" if a rate is missing.
+        seconds: the longer of the two.
     """
 
     scope: str
@@ -33,22 +39,26 @@ class Bound:
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs per byte, after fusion."""
+        """FLOPs per byte after fusion."""
         return self.cost.flops / self.cost.fused_bytes if self.cost.fused_bytes else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """A function on a chip.
+    """The roofline of a function on a chip.
 
     Attributes:
-      chip, devices: where, and how many JAX devices share the work.
-      scopes: a `Bound` per scope; total: all together (their times added: scopes run one after another).
-      count: what was counted. ridge: FLOPs per byte above which the chip is bound by compute, or None.
-      measured: seconds per call, median, on this machine; None: not measured.
-      mfu: of the measured time, or why there is none.
-      waste: matrix products that do not fill the chip's tiles; rule: how the tiles were reckoned, and the source.
-      notes: what makes the figures less than exact.
+        chip: the chip.
+        devices: how many JAX devices share the work.
+        scopes: one `Bound` for each scope.
+        total: the sum over all scopes, which run one after another.
+        count: FLOPs and bytes of the function.
+        ridge: FLOPs per byte above which compute is the bound, or None.
+        measured: median seconds per call on this machine, or None if not measured.
+        mfu: model FLOPs utilization of the measured time, or why it is unknown.
+        waste: matrix products that do not fill the chip's tiles.
+        rule: the size of the tiles, and its source.
+        notes: why the figures are not exact.
     """
 
     chip: Chip
@@ -69,27 +79,27 @@ class Roofline:
 
 def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: int | None = None,
              measure: bool | None = None, depth: int | None = 2, repeats: int = 5) -> Roofline:
-    """Bounds a function by a chip's peak rate and memory bandwidth, and measures it beside the bound.
+    """Computes a lower bound of a function's time from the chip's peaks, and measures the time for comparison.
 
         time at the bound of a scope = max(FLOPs / peak FLOP/s, bytes / bandwidth)
 
-    FLOPs are counted from the jaxpr (`count`), bytes are the estimate after fusion, peaks and bandwidth are the chip's,
-    each with how it is known. The measured time is one for the whole function: XLA fuses across scopes.
+    FLOPs are counted from the jaxpr (`count`). Bytes are the estimate after fusion. The report states the basis of each
+    peak. The measured time is that of the whole function, because XLA fuses operations across scopes.
 
     Args:
-      step: a JAX function. A jitted one is called as it is, on copies of its arguments, so that donation harms nothing.
-      *args: its arguments. With `jax.ShapeDtypeStruct`s nothing runs and nothing is measured.
-      chip: a `Chip`, a device or a device kind. By default the chip that the arguments live on.
-      devices: JAX devices that share the work; by default those that hold the arguments.
-      measure: whether to run it. By default True for arrays on the chip in question.
-      depth: how many segments of a scope path make a row (None: all).
-      repeats: calls to time after the first, which compiles.
+        step: a JAX function. A jitted function gets copies of its arguments, so that donated arguments survive.
+        *args: its arguments. With `jax.ShapeDtypeStruct`s, nothing runs and nothing is measured.
+        chip: a `Chip`, a device or a device kind. By default the chip that holds the arguments.
+        devices: how many JAX devices share the work; by default those that hold the arguments.
+        measure: whether to run the function. By default yes if the arguments are arrays on this chip.
+        depth: how many segments of a scope path to show (None: all).
+        repeats: how many calls to time after the first call, which compiles.
 
     Returns:
-      A `Roofline`; print it.
+        A `Roofline`. Printed, it is a table.
 
     Raises:
-      ValueError: asked to measure what has no values.
+        ValueError: `measure=True`, but an argument has no values.
 
     Source: Williams, Waterman and Patterson, Roofline, CACM 2009.
     """
@@ -103,7 +113,7 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
         devices = max(map(len, held), default=1)
     local = (chip.name, chip.kind) == (here.name, here.kind)
     if measure and not concrete:
-        raise ValueError("roofline was asked to measure a function of jax.ShapeDtypeStructs, which hold no values; "
+        raise ValueError("roofline: measure=True needs arrays, got jax.ShapeDtypeStructs, which have no values; "
                          "pass arrays, or measure=False for the bound alone")
     if measure is None:
         measure = concrete and local
@@ -123,27 +133,26 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
         total = dataclasses.replace(total, seconds=sum(row.seconds for row in rows))
     if seconds is None:
         why = "nothing was measured" if local else f"nothing was measured: this is {here.name}, not {chip.name}"
-        utilisation = MFU(None, why)
+        utilization = MFU(None, why)
     elif not local:
-        utilisation = MFU(None, f"the time was measured on {here.name}, not on {chip.name}")
+        utilization = MFU(None, f"the time was measured on {here.name}, not on {chip.name}")
     elif not counted.model_flops:
-        utilisation = MFU(None, "the function has no matrix products")
+        utilization = MFU(None, "the function has no matrix products")
     else:
-        utilisation = mfu(counted.model_flops, seconds, chip, counted.dtype, devices)
+        utilization = mfu(counted.model_flops, seconds, chip, counted.dtype, devices)
     notes = list(counted.notes)
     if not chip.known:
-        notes.append(f"{chip.name} is not in the catalogue: no bounds. hardware.measure() fills in a row for it")
+        notes.append(f"{chip.name} is not in the catalog, so there are no bounds; call hardware.measure()")
     elif chip.bandwidth is None:
-        notes.append(f"the memory bandwidth of {chip.name} is unknown: only compute bounds. hardware.measure() "
-                     "measures it")
+        notes.append(f"the memory bandwidth of {chip.name} is unknown: only compute bounds; call hardware.measure()")
     peak = chip.peak(counted.dtype) if counted.dtype else None
     ridge = peak.flops / chip.bandwidth if peak and chip.bandwidth else None
-    return Roofline(chip, devices, tuple(rows), total, counted, ridge, seconds, utilisation,
+    return Roofline(chip, devices, tuple(rows), total, counted, ridge, seconds, utilization,
                     tile_waste(counted.matmuls, chip), rule(chip), tuple(notes))
 
 
 def compute_seconds(counted: Count, chip: Chip, share: float, depth: int | None) -> dict[str, float] | None:
-    """Seconds of arithmetic per scope: products at their type's peak, the rest at the vector units' where known."""
+    """Seconds of arithmetic in each scope: matmuls at the peak of their dtype, other operations at the float32 peak."""
     seconds: dict[str, float] = {}
     key = lambda path: path if depth is None else "/".join(path.split("/")[:depth])
     for matmul in counted.matmuls:
@@ -173,7 +182,7 @@ def _bound(scope: str, each: Cost, compute: float | None, memory: float | None) 
 
 
 def _time(step: Callable[..., Any], args: tuple, repeats: int) -> float:
-    """The median time of a call in seconds, the first one, which compiles, left out."""
+    """The median seconds of a call, without the first one, which compiles."""
     jitted = hasattr(step, "lower")
     run = step if jitted else jax.jit(step)
     fresh = (lambda: jax.block_until_ready(jax.tree.map(
@@ -215,8 +224,8 @@ def _text(report: Roofline) -> str:
         if len(report.waste) > 5:
             lines.append(f"  and {len(report.waste) - 5} more")
         lines.append(textwrap.fill(report.rule, 98, initial_indent="  ", subsequent_indent="  "))
-    lines.append("FLOPs exact from shapes (convolutions nominal); bytes estimated, elementwise work fused; they "
-                 f"lie\nbetween {si(report.count.io_bytes)}B (arguments and outputs) and "
+    lines.append("FLOPs are exact (convolutions: padding included); bytes are estimated after fusion and are "
+                 f"\nbetween {si(report.count.io_bytes)}B (arguments and outputs) and "
                  f"{si(report.count.total.bytes)}B (unfused)")
     return "\n".join([*lines, *(f"note: {note}" for note in report.notes)])
 

@@ -1,4 +1,4 @@
-"""How much of a chip's tiles a matrix product fills."""
+"""How much of a chip's tiles a matrix product fills, and how arrays are padded in memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fnet.hardware._count import Matmul
 RULES = {
     "tpu": "a TPU's matrix unit pads k and n to its side (128; 256 from v6e on) and m to 8 rows of 32 bits, 16 of "
            "bf16 (Cloud TPU performance guide)",
-    "NVIDIA": "cuBLAS cuts the result into tiles, 64 wide at the least, and k into pieces of 16 bytes (NVIDIA, Matrix "
-              "Multiplication Background User's Guide); which tile it takes is its own choice: estimated",
-    "AMD": "a matrix core multiplies tiles of 32 x 32 (AMD lab notes, matrix cores); estimated",
-    "cpu": "the columns of the result run through vector registers of 16 to 64 bytes; estimated",
+    "NVIDIA": "cuBLAS divides the result into tiles at least 64 wide, and k into pieces of 16 bytes (NVIDIA, Matrix "
+              "Multiplication Background User's Guide); cuBLAS selects the size of the tile, so this is an estimate",
+    "AMD": "a matrix core multiplies tiles of 32 x 32 (AMD lab notes, matrix cores); an estimate",
+    "cpu": "vector registers hold 16 to 64 bytes of the columns of the result; an estimate",
 }
 
 
 class Waste(NamedTuple):
-    """A product whose sizes do not fill the tiles.
+    """A matrix product whose sizes do not fill the chip's tiles.
 
-    `padded` are the sizes (batch, m, n, k) that the chip computes, `fill` the useful part of them, `wasted` the FLOPs
-    of padding over all its runs.
+    `padded` has the sizes (batch, m, n, k) that the chip computes. `fill` is the useful fraction, and `wasted` the
+    FLOPs spent on padding, over all runs of the product.
     """
 
     scope: str
@@ -47,7 +47,7 @@ class Waste(NamedTuple):
 
 
 def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tuple[int, int, int, int]:
-    """The sizes (batch, m, n, k) rounded up to the chip's tiles, the operands swapped where that pads less."""
+    """Rounds (batch, m, n, k) up to the chip's tiles. Operands are swapped if that needs less padding."""
     b, m, n, k = shape
     size = max(1, jnp.dtype(dtype).itemsize)
     if chip.kind == "tpu":
@@ -64,12 +64,21 @@ def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tu
 
 
 def rule(chip: Chip) -> str:
-    """The rule by which `padded_shape` rounds up, and its source; "" where none is known."""
+    """The tile sizes used by `padded_shape` and their source, or "" if unknown."""
     return RULES.get(chip.kind) or RULES.get(chip.vendor, "")
 
 
 def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> tuple[Waste, ...]:
-    """The products that fill less than `below` of their tiles, the most wasted FLOPs first."""
+    """Finds products that fill less than `below` of their tiles.
+
+    Args:
+        matmuls: the products of a `Count`.
+        chip: the chip that computes them.
+        below: products that fill at least this fraction are omitted.
+
+    Returns:
+        One `Waste` for each such product, the most wasted FLOPs first.
+    """
     found: dict[tuple, Waste] = {}
     for matmul in matmuls:
         padded = padded_shape(matmul.shape, matmul.dtype, chip)
@@ -97,7 +106,7 @@ def _vector_bytes(chip: Chip) -> int:
 
 
 class Stored(NamedTuple):
-    """Bytes of arrays in a chip's memory. `exact`: whether that is known for arrays of these dtypes."""
+    """Bytes of arrays in a chip's memory. `exact` is whether the storage of their dtypes is known exactly."""
 
     bytes: int
     exact: bool
@@ -111,10 +120,10 @@ class Stored(NamedTuple):
 
 
 def stored(array: Any, chip: Chip) -> Stored:
-    """Bytes of an array, or of its shape and dtype, in a chip's memory.
+    """Returns the bytes that an array, or its shape and dtype, takes in a chip's memory.
 
-    Random keys are stored as the integers that they hold. Not exact are types of less than a byte, which some chips
-    pack, and on TPUs those of 8 bytes and more, which TPUs do not have.
+    Random keys are stored as integers. The result is an estimate for dtypes smaller than one byte, which some chips
+    pack, and on TPUs for dtypes of 8 bytes, which TPUs do not have.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.eval_shape(jax.random.key_data, array)
@@ -124,12 +133,11 @@ def stored(array: Any, chip: Chip) -> Stored:
 
 
 def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
-    """Bytes of an array with values of `itemsize` bytes in a chip's memory.
+    """Returns the bytes that an array with values of `itemsize` bytes takes in a chip's memory.
 
-    A TPU stores two axes of an array, those that need the least padding, in tiles of 128 columns and up to 8 rows. The
-    rows of a tile are a power of two and have at least 4 bytes in a column, on v2 and v3 8 bytes. Vectors have tiles of
-    128 to 1,024 values. The size of an array is a multiple of 512 bytes, on v2 and v3 of 1,024. Other chips add no
-    padding.
+    A TPU stores two axes of an array (those that need the least padding) in tiles of 128 columns and up to 8 rows. The
+    number of rows is a power of two, and one column of a tile has at least 4 bytes (8 bytes on v2 and v3). Vectors have
+    tiles of 128 to 1,024 values. The total is a multiple of 512 bytes (1,024 on v2 and v3). Other chips do not pad.
 
     Source: argument sizes of programs compiled by libtpu 0.0.52 (tests/hardware/test_tiles.py).
     """

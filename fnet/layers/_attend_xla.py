@@ -124,7 +124,7 @@ class Products(NamedTuple):
 def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where):
     """(out [b, t, h, d], peak, total), all of `products.wide`.
 
-    Weights are normalised after they have met the values: a division of [t, d] numbers, not of [t, s].
+    Weights are normalized after they have met the values: a division of [t, d] numbers, not of [t, s].
     """
     b, t, h, _ = q.shape
     g = k.shape[2]

@@ -152,7 +152,7 @@ class Layer:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in _options(self).items())})"
 
     def __reduce__(self):
-        # By the options that differ from the defaults: JAX's initialisers are closures, which do not pickle.
+        # By the options that differ from the defaults: JAX's initializers are closures, which do not pickle.
         return _restore, (type(self), {name: _portable(value) for name, value in _options(self).items()})
 
 

@@ -29,7 +29,7 @@ def compiled(init, key, shape, dtype):
 
 @functools.lru_cache(1024)
 def _size(init, shape, dtype, x64):
-    """How many bits to draw for this initialiser; None: it does more with its key than to draw some, or needs none."""
+    """How many bits to draw for this initializer; None: it does more with its key than to draw some, or needs none."""
     uses = list(_uses(jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype)))
     if not uses or any(eqn.primitive.name != "random_bits" or jaxpr.random_bits(eqn)[0] != 32
                        or eqn.invars[0].aval.shape for eqn in uses):
@@ -62,7 +62,7 @@ def _drawn(size):
         return bits[:math.prod(shape)].reshape(shape)
 
     def never(*_):
-        raise AssertionError("an initialiser that does this was to draw by itself")
+        raise AssertionError("an initializer that does this was to draw by itself")
 
     return _jax.prng_impl(key_shape=(size,), seed=never, split=never, random_bits=draw, fold_in=never,
                           name=f"fnet_drawn_{size}", tag="drawn")

@@ -1,4 +1,4 @@
-"""Normalisation: LayerNorm, RMSNorm, GroupNorm and BatchNorm. Statistics are taken in float32 at least."""
+"""Normalization: LayerNorm, RMSNorm, GroupNorm and BatchNorm. Statistics are taken in float32 at least."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LayerNorm(Layer):
 
     def forward(self, scope: Scope, x):
         x = floating(x, scope, "LayerNorm")
-        return _normalise(x, *_affine(self, scope, x.shape[-1:]), epsilon=self.epsilon, center=True)
+        return _normalize(x, *_affine(self, scope, x.shape[-1:]), epsilon=self.epsilon, center=True)
 
 
 class RMSNorm(Layer):
@@ -53,13 +53,13 @@ class RMSNorm(Layer):
 
     def forward(self, scope: Scope, x):
         x = floating(x, scope, "RMSNorm")
-        return _normalise(x, *_affine(self, scope, x.shape[-1:]), epsilon=self.epsilon, center=False)
+        return _normalize(x, *_affine(self, scope, x.shape[-1:]), epsilon=self.epsilon, center=False)
 
 
 class GroupNorm(Layer):
     """Each example to mean 0 and variance 1 over space and each group of channels, then scale and shift.
 
-    `GroupNorm(1)` takes all channels together; as many groups as channels make it instance normalisation.
+    `GroupNorm(1)` takes all channels together; as many groups as channels make it instance normalization.
 
     Parameters: scale [channels], bias [channels].
 
@@ -189,7 +189,7 @@ def _scale_shift(y, scale, bias):
 
 # Inlined when traced; in eager mode one dispatch instead of one for each operation.
 @functools.partial(jax.jit, inline=True, static_argnames=("epsilon", "center"))
-def _normalise(x, scale, bias, *, epsilon, center):
+def _normalize(x, scale, bias, *, epsilon, center):
     y = _own(x) if center else wide(x)
     if center:
         y = y - y.mean(-1, keepdims=True)

@@ -191,7 +191,7 @@ class LSTM(_Recurrent):
     cell, output. PyTorch's two biases are one here, their sum.
 
     Options, inputs and outputs as in `RNN`. The carry is `(hidden, cell)`. The bias begins at 1 for the forget gate
-    and 0 elsewhere, as in Keras: with 0 half of the memory is gone at every step before anything is learnt (Flax
+    and 0 elsewhere, as in Keras: with 0 half of the memory is gone at every step before anything is learned (Flax
     begins at 0, PyTorch at random around 0).
 
     Source: Hochreiter and Schmidhuber (1997), Long Short-Term Memory; the forget gate: Gers, Schmidhuber and Cummins

@@ -34,7 +34,7 @@ class ParamSpec:
 
     def make(self, keys, path, making):
         """The array. `keys[i]` is the key folded along `path[:i]`."""
-        # Compiled by itself, an initialiser rounds as it does inside a larger program: init == jit(init), to the bit.
+        # Compiled by itself, an initializer rounds as it does inside a larger program: init == jit(init), to the bit.
         if making.staged:
             return jax.jit(self.init, static_argnums=(1, 2))(keys[-1], self.shape, self.dtype)
         return _draws.compiled(self.init, keys[-1], self.shape, self.dtype)

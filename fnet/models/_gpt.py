@@ -1,4 +1,4 @@
-"""GPT: the decoder of GPT-2, with learnt positions, and GPT-2's published sizes and weights."""
+"""GPT: the decoder of GPT-2, with learned positions, and GPT-2's published sizes and weights."""
 
 from __future__ import annotations
 

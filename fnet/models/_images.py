@@ -1,4 +1,4 @@
-"""How published weights want their photos: size, crop, order of colours, mean and deviation."""
+"""How published weights want their photos: size, crop, order of colors, mean and deviation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ImageInput:
         left, top = (round((side - self.size) / 2) for side in (wide, high))
         return np.array(photo.crop((left, top, left + self.size, top + self.size)))
 
-    def normalise(self, pixels):
+    def normalize(self, pixels):
         """uint8 [..., 3], red, green, blue, to the network's input, float32; NumPy's or JAX's arrays alike."""
         pixels = (pixels if self.order == "rgb" else pixels[..., ::-1]).astype(np.float32)
         lead = (1,) * (pixels.ndim - 1)

@@ -1,4 +1,4 @@
-"""llama2.c's tokeniser: SentencePiece's byte-pair encoding, from a tokenizer.bin."""
+"""llama2.c's tokenizer: SentencePiece's byte-pair encoding, from a tokenizer.bin."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class LlamaBPE:
         return b"".join(raw).decode(errors="replace")
 
     def _merged(self, tokens):
-        """The tokens that are left when no two neighbours make a third."""
+        """The tokens that are left when no two neighbors make a third."""
         right = list(range(1, len(tokens) + 1))
         left = list(range(-1, len(tokens) - 1))
         queue = []

@@ -202,7 +202,7 @@ def _check_tokenizer(path, text):
 
 
 def read_tokenizer(path: str | os.PathLike):
-    """The tokeniser of a file, or of the folder where a model's weights lie.
+    """The tokenizer of a file, or of the folder where a model's weights lie.
 
     Args:
         path: vocab.txt (`WordPiece`), tokenizer.bin (`LlamaBPE`), characters.json (`CharTokenizer`), tokenizer.json
@@ -228,7 +228,7 @@ def read_tokenizer(path: str | os.PathLike):
                 return reader(path / name)
     elif path.name in readers and path.exists():
         return readers[path.name](path)
-    raise FileNotFoundError(f"{path}: no tokeniser there; one of {', '.join(readers)}, or a folder with one")
+    raise FileNotFoundError(f"{path}: no tokenizer there; one of {', '.join(readers)}, or a folder with one")
 
 
 def in_range(tokens, count) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""WordPiece: BERT's tokeniser, from its vocab.txt."""
+"""WordPiece: BERT's tokenizer, from its vocab.txt."""
 
 from __future__ import annotations
 
@@ -121,12 +121,12 @@ class WordPiece:
         return " ".join(token for token in known if token not in self.SPECIAL).replace(" ##", "")
 
     def words(self, text: str) -> list[str]:
-        """The text normalised and cut at spaces and around punctuation, before it is cut into pieces."""
+        """The text normalized and cut at spaces and around punctuation, before it is cut into pieces."""
         text = "".join(_cleaned(char, self.tokenize_chinese_chars) for char in text)
         if self.strip_accents:
             text = "".join(char for char in unicodedata.normalize("NFD", text) if unicodedata.category(char) != "Mn")
         if self.lowercase:
-            text = "".join(char.lower() for char in text)    # one by one: Python's own lower looks at neighbours
+            text = "".join(char.lower() for char in text)    # one by one: Python's own lower looks at neighbors
         return "".join(f" {char} " if _is_punctuation(char) else char for char in text).split()
 
     def _pieces(self, word):

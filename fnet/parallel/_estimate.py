@@ -63,7 +63,7 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
         closed: the jaxpr of the step.
         arguments: how each of its inputs is split, the state's leaves first.
         mesh: sizes of the mesh's axes: "data", "slice" where there are several, and those of rules.
-        whole: whether parameters are whole between steps though the optimiser's state is not (ZeRO-1).
+        whole: whether parameters are whole between steps though the optimizer's state is not (ZeRO-1).
         casts: whether the compiler casts the weights of all turns of a loop ahead of it, as those for accelerators do.
         kernels: "cuda" or "tpu": the chip has kernels for attention that never write its weights down.
     """
@@ -275,7 +275,7 @@ class _Walk:
                 final = split._replace(data=self.known[v.aval.shape].data)
             if takes_rows and row is None and floats and heavy(op) and not op.bodies:
                 self.reduced(v.aval, final, scope, loop.once if v.aval.size in loop.summed else times)
-            # With whole parameters gradients are whole, too, until the optimiser takes its part of them.
+            # With whole parameters gradients are whole, too, until the optimizer takes its part of them.
             found.append(split if self.whole else final)
         return found, temporary
 

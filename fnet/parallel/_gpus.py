@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# By the catalogue's name: what XLA asks of the device, from NVIDIA's H100 Tensor Core GPU Architecture white paper and
+# By the catalog's name: what XLA asks of the device, from NVIDIA's H100 Tensor Core GPU Architecture white paper and
 # CUDA's device query.
 CONFIGURATIONS = {
     "H100 SXM5 80GB": """

@@ -51,7 +51,7 @@ def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
 
 
 def _on_torus(devices, shape, slices):
-    """Neighbours of the mesh on neighbours of the torus, slice by slice."""
+    """Neighbors of the mesh on neighbors of the torus, slice by slice."""
     from jax.experimental import mesh_utils
 
     by_slice: dict[int, list] = {}

@@ -45,7 +45,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     of about equals the fastest, and of those the simplest that leaves half the memory free, or the one that leaves
     most. Nothing is allocated.
 
-    "data" is plain data parallelism; "zero1" splits the optimiser's state (Rajbhandari et al., 2020, ZeRO, stage 1);
+    "data" is plain data parallelism; "zero1" splits the optimizer's state (Rajbhandari et al., 2020, ZeRO, stage 1);
     "fsdp" splits the parameters too and gathers them where they are used (stage 3; Zhao et al., 2023, PyTorch FSDP);
     "fsdp+pins" is the same with activations held to the batch, without which XLA may sum activations over all chips
     instead of gathering weights. Which of the two sends less depends on the model, so that both are compiled. Where

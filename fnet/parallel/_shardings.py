@@ -28,7 +28,7 @@ def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[st
 
     An array is split along its largest axis that the chips divide, of equals the last; but not along one that a scan
     goes over, since every turn would gather it, nor along one that a rule splits. What has a parameter's path and
-    shape, as an optimiser's moments have, is split as the parameter is.
+    shape, as an optimizer's moments have, is split as the parameter is.
 
     Args:
         state: a tree of shapes.

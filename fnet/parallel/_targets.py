@@ -15,7 +15,7 @@ import jax
 from fnet import hardware
 from fnet.parallel import _gpus
 
-# what a slice is called -> (the catalogue's name, axes of its torus, the length from which an axis is a ring)
+# what a slice is called -> (the catalog's name, axes of its torus, the length from which an axis is a ring)
 TPUS = {
     "v2": ("TPU v2", 2, 16), "v3": ("TPU v3", 2, 32), "v4": ("TPU v4", 3, 4), "v5e": ("TPU v5e", 2, 16),
     "v5p": ("TPU v5p", 3, 4), "v6e": ("TPU v6e", 2, 16), "tpu7x": ("TPU7x", 3, 4),
@@ -89,7 +89,7 @@ def target(what: str | Sequence[jax.Device]) -> Target:
 
 def _nearest(name) -> str:
     known = (*TPUS, *hardware.chips.nearest(name, 2))
-    return f": no chip is called {name!r}; slices are of {', '.join(TPUS)}, nearest in the catalogue: " + ", ".join(
+    return f": no chip is called {name!r}; slices are of {', '.join(TPUS)}, nearest in the catalog: " + ", ".join(
         repr(near) for near in known[len(TPUS):])
 
 
@@ -138,8 +138,8 @@ def _machines(name, chip, shape, repeated) -> Target:
 
 
 def _slice(name, kind, shape, slices) -> Target:
-    catalogue, axes, ring = TPUS[kind]
-    chip = hardware.chips[catalogue]
+    catalog, axes, ring = TPUS[kind]
+    chip = hardware.chips[catalog]
     if len(shape) != axes or not all(shape) or not slices:
         raise ValueError(f"plan: slices of {chip.name} have {axes} axes, as in '{kind}:{'x'.join(['2'] * axes)}'; got "
                          f"{name!r}")

@@ -14,9 +14,9 @@ from fnet.transforms._rematerialize import rematerialize
 # name -> in words; the simplest first
 STRATEGIES = {
     "data": "every chip holds the whole state",
-    "zero1": "parameters whole, the optimiser's state split",
-    "fsdp": "parameters and optimiser's state split",
-    "fsdp+pins": "parameters and optimiser's state split, activations pinned to the batch",
+    "zero1": "parameters whole, the optimizer's state split",
+    "fsdp": "parameters and optimizer's state split",
+    "fsdp+pins": "parameters and optimizer's state split, activations pinned to the batch",
 }
 MOST = 64    # microbatches
 

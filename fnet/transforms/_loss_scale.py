@@ -14,13 +14,13 @@ from fnet.jaxpr import wraps
 
 
 class LossScaleState(NamedTuple):
-    """The state of `loss_scale`; plain arrays, part of the optimiser's state.
+    """The state of `loss_scale`; plain arrays, part of the optimizer's state.
 
     Attributes:
         scale: float32 [], what the next loss is multiplied by.
         good_steps: int32 [], finite steps since the scale last changed.
         skipped: int32 [], steps that were skipped so far.
-        inner: the state of the optimiser inside.
+        inner: the state of the optimizer inside.
     """
 
     scale: jax.Array
@@ -114,15 +114,15 @@ def _wide(dtype):
 
 
 def loss_scale_state(opt_state) -> LossScaleState | None:
-    """The `LossScaleState` somewhere in an optimiser's state; None where there is none.
+    """The `LossScaleState` somewhere in an optimizer's state; None where there is none.
 
     Raises:
         ValueError: where there are several.
     """
     found = _states(opt_state)
     if len(found) > 1:
-        raise ValueError(f"the optimiser's state holds {len(found)} loss scales, and one loss has one scale: wrap the "
-                         "whole optimiser in loss_scale, once")
+        raise ValueError(f"the optimizer's state holds {len(found)} loss scales, and one loss has one scale: wrap the "
+                         "whole optimizer in loss_scale, once")
     return found[0] if found else None
 
 

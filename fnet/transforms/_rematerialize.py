@@ -1,4 +1,4 @@
-"""Rematerialisation of a finished step: its backward pass computes activations again instead of finding them kept.
+"""Rematerialization of a finished step: its backward pass computes activations again instead of finding them kept.
 
 `jax.checkpoint` says what is kept before a function is differentiated. Here the step is differentiated already, by
 whoever wrote it: what the forward pass hands to the backward pass stands in its jaxpr, and is cut down there.

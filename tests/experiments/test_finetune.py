@@ -74,12 +74,12 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Ten photos of each of two colours, of several sizes and kinds."""
+    """Ten photos of each of two colors, of several sizes and kinds."""
     folder, numbers = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for name, colour in {"red": (220, 30, 30), "sea blue": (20, 60, 200)}.items():
+    for name, color in {"red": (220, 30, 30), "sea blue": (20, 60, 200)}.items():
         (folder / name).mkdir()
         for i in range(10):
-            pixels = np.clip(numbers.normal(colour, 20, (40 + 3 * i, 60 - 2 * i, 3)), 0, 255).astype(np.uint8)
+            pixels = np.clip(numbers.normal(color, 20, (40 + 3 * i, 60 - 2 * i, 3)), 0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(folder / name / f"{i}.{('png', 'jpg')[i % 2]}")
     return folder
 

@@ -26,7 +26,7 @@ def standard_promotion():
 
 @pytest.fixture(scope="module")
 def script():
-    if str(SCRIPT.parent) not in sys.path:                 # where a script finds its neighbours
+    if str(SCRIPT.parent) not in sys.path:                 # where a script finds its neighbors
         sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("linear_models", SCRIPT)
     module = importlib.util.module_from_spec(spec)

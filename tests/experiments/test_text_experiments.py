@@ -301,7 +301,7 @@ def test_errors_are_one_line_and_exit_2(tmp_path, stories, minilm):
         (*train, f"--data_dir={tmp_path}/empty"): "has no text: put input.txt or other",
         (*train, "gpt"): "gpt: flags begin with --",
         (*tiny, f"--weights={stories}", "revels " * 60): "the longest prompt has .* tokens; the model sees 40",
-        (*tiny, f"--weights={tmp_path}/mixed"): r"the tokeniser has \d+ tokens, the model \d+: they do not go together",
+        (*tiny, f"--weights={tmp_path}/mixed"): r"the tokenizer has \d+ tokens, the model \d+: they do not go together",
         (*tiny, f"--weights={tmp_path}/no"): "no: no such file",
         ("embed.py",): "no sentence given: python experiments/embed.py",
     }

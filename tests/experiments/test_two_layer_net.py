@@ -18,7 +18,7 @@ OPTIONS = dict(steps=12, batch_size=32, width=16, rate=1.0, seed=0, print_every=
 
 @pytest.fixture(scope="module")
 def script():
-    if str(SCRIPT.parent) not in sys.path:                 # where a script finds its neighbours
+    if str(SCRIPT.parent) not in sys.path:                 # where a script finds its neighbors
         sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("two_layer_net", SCRIPT)
     module = importlib.util.module_from_spec(spec)

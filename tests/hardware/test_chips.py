@@ -1,4 +1,4 @@
-"""The catalogue: rows, names, formulas beside quotes, prices."""
+"""The catalog: rows, names, formulas beside quotes, prices."""
 
 import json
 import math
@@ -57,8 +57,8 @@ def test_names():
 
 
 @pytest.mark.parametrize("look", [hw.chips.__getitem__, hw.chips.find])
-def test_an_unknown_name_names_the_nearest(look):
-    with pytest.raises(KeyError, match="no chip is called 'TPU v5x' in the catalogue; the nearest names are 'TPU v5"):
+def test_an_unknown_name_lists_similar_names(look):
+    with pytest.raises(KeyError, match="the catalog has no chip 'TPU v5x'; the most similar names are 'TPU v5"):
         look("TPU v5x")
 
 
@@ -150,7 +150,7 @@ def test_systems():
     assert board.flops("bf16") == 492e12 and "492" in quote(board, "bf16", 420).explanation
     assert hw.systems["TPU v3 pod"].flops("bf16") == pytest.approx(126e15, rel=0.001)
     assert dgx.flops("bf16") is None
-    with pytest.raises(KeyError, match="no system is called 'DGX-9'"):
+    with pytest.raises(KeyError, match="the catalog has no system 'DGX-9'"):
         hw.systems["DGX-9"]
 
 

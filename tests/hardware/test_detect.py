@@ -58,8 +58,8 @@ def test_an_unknown_chip_is_said_to_be_unknown(kind, platform, expected):
     chip = hw.detect(device(kind, platform))
     assert not chip.known and not chip.peaks and chip.memory_bytes is None and chip.bandwidth is None
     assert (chip.kind, chip.vendor) == expected and chip.name == kind
-    assert f"no chip is called '{kind}' in the catalogue" in chip.notes
-    assert "unknown to the catalogue: no peak rates" in str(chip)
+    assert f"the catalog has no chip '{kind}'" in chip.notes
+    assert "not in the catalog: no peak rates" in str(chip)
 
 
 def cpuinfo(n, flags, *, vendor="GenuineIntel", model="Some CPU", family=6, number=1, threads_per_core=1):
@@ -128,7 +128,7 @@ def test_the_peak_of_a_cpu_is_estimated_from_what_it_says(tmp_path):
     text = cpuinfo(4, AVX2 + " hypervisor", model="Some Xeon @ 3.00GHz", threads_per_core=2)
     chip = cpu_chip(read_cpu(machine(tmp_path, {"proc/cpuinfo": text}), range(4)), devices=8)
     assert chip.known and chip.peaks["fp32"] == 2 * 32 * 3e9 and chip.basis("fp32") == "estimated"
-    assert "which may be off by a factor of two" in chip.notes and chip.jax_devices_per_chip == 8
+    assert "which may be wrong by a factor of two" in chip.notes and chip.jax_devices_per_chip == 8
     assert "bf16" not in chip.peaks and chip.bandwidth is None
 
 
@@ -139,13 +139,13 @@ def test_amx_gives_a_16_bit_peak(tmp_path):
     assert hw.policy(chip, "train").compute == "float32" and hw.policy(chip, "inference").compute == "bfloat16"
 
 
-def test_a_cpu_of_the_catalogue_has_the_share_of_its_open_cores(tmp_path):
+def test_a_cpu_of_the_catalog_has_the_share_of_its_available_cores(tmp_path):
     text = cpuinfo(8, AVX2, model="Intel(R) Core(TM) i7-7700K CPU @ 4.20GHz", threads_per_core=2)
     root = machine(tmp_path, {"proc/cpuinfo": text})
     assert cpu_chip(read_cpu(root, range(8))).peaks["fp32"] == pytest.approx(538e9)
     half = cpu_chip(read_cpu(root, range(4)))
     assert half.name == "Intel Core i7-7700K" and half.peaks["fp32"] == pytest.approx(269e9)
-    assert half.bandwidth == 38.4e9 and "2 of 4 cores are open" in half.notes
+    assert half.bandwidth == 38.4e9 and "2 of 4 cores are available" in half.notes
 
 
 def test_a_machine_that_tells_nothing(tmp_path):

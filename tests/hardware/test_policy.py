@@ -22,7 +22,7 @@ TABLE = [
     ("NVIDIA A100-SXM4-80GB", "bfloat16", False, "bfloat16", "Ampere"),
     ("NVIDIA GeForce RTX 3090", "bfloat16", False, "bfloat16", "Ampere"),
     ("NVIDIA L4", "bfloat16", False, "bfloat16", "Ada"),
-    ("NVIDIA H100 80GB HBM3", "bfloat16", False, "bfloat16", "no loss scaling; fp8 is there on request"),
+    ("NVIDIA H100 80GB HBM3", "bfloat16", False, "bfloat16", "no loss scaling; fp8 is available but never the default"),
     ("NVIDIA B200", "bfloat16", False, "bfloat16", "Blackwell"),
     ("NVIDIA GeForce RTX 5090", "bfloat16", False, "bfloat16", "MXFP8"),
     ("AMD Instinct MI100", "bfloat16", False, "bfloat16", "gfx908"),
@@ -32,7 +32,7 @@ TABLE = [
     ("AMD Radeon RX 7900 XTX", "float16", True, "float16", "RDNA3"),
     ("TPU v2", "bfloat16", False, "bfloat16", "no float16"),
     ("TPU v4", "bfloat16", False, "bfloat16", "no float16"),
-    ("TPU v5 lite", "bfloat16", False, "bfloat16", "int8 runs at twice the rate, on request only"),
+    ("TPU v5 lite", "bfloat16", False, "bfloat16", "int8 runs at twice the rate, never the default"),
     ("TPU v6 lite", "bfloat16", False, "bfloat16", "fp8 runs at bfloat16's rate"),
     ("TPU7x", "bfloat16", False, "bfloat16", "no int8 rate"),
 ]
@@ -60,13 +60,13 @@ def test_nothing_narrower_than_16_bits_for_any_chip():
     ("TPU v9", "bfloat16")])
 def test_a_chip_that_only_its_name_gives_away(kind, compute):
     policy = hw.policy(kind)
-    assert policy.compute == compute and "not in the catalogue, but" in policy.reason
+    assert policy.compute == compute and "not in the catalog, but" in policy.reason
 
 
 def test_an_unknown_chip_computes_in_float32():
     policy = hw.policy("Strange Thing 3000")
     assert policy.compute == jnp.float32
-    assert policy.reason == ("Strange Thing 3000: nothing is known of what it accelerates, and float32 runs everywhere")
+    assert policy.reason == ("Strange Thing 3000: it is not known what it accelerates, and float32 runs everywhere")
 
 
 def test_the_compute_capability_decides_where_the_name_is_new():
@@ -80,7 +80,7 @@ def test_several_chips_share_what_all_run_well():
     assert hw.policy(["TPU v3", "TPU v4"]).compute == jnp.bfloat16
     mixed = hw.policy(["NVIDIA A100-SXM4-40GB", "Tesla T4"])
     assert mixed.compute == jnp.float16 and mixed.loss_scale == 2.0**15
-    assert "A100 SXM4 40GB (Ampere) takes bfloat16; T4 (Turing) takes float16" in mixed.reason
+    assert "A100 SXM4 40GB (Ampere) prefers bfloat16; T4 (Turing) prefers float16" in mixed.reason
     assert hw.policy(["TPU v3", "Tesla T4"]).compute == jnp.float32
     assert hw.policy(jax.local_devices()).compute == jnp.float32
     assert hw.policy([hw.chips["TPU v3"]]) == hw.policy("TPU v3")
@@ -91,9 +91,9 @@ def test_this_machine_says_that_nothing_was_measured():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="mode is 'training'; it is either 'train' or 'inference'"):
+    with pytest.raises(ValueError, match="mode: expected 'train' or 'inference', got 'training'"):
         hw.policy("cpu", "training")
-    with pytest.raises(ValueError, match="policy was given an empty sequence of chips"):
+    with pytest.raises(ValueError, match="policy: expected at least one chip, got an empty sequence"):
         hw.policy([])
 
 
@@ -109,6 +109,6 @@ def test_a_policy_is_a_value():
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 def test_a_type_is_what_the_caller_decided(name):
     policy = hw.policy(name)
-    assert policy.compute == name and policy.param == jnp.float32 and policy.reason == "it was asked for"
+    assert policy.compute == name and policy.param == jnp.float32 and policy.reason == "it was requested"
     assert policy.loss_scale == (2.0**15 if name == "float16" else None)
     assert hw.policy(name, "inference").param == name and hw.policy(name, "inference").loss_scale is None

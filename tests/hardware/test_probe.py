@@ -55,8 +55,8 @@ def test_the_reason_quotes_the_ratios_the_version_and_the_date():
     probe = _probe.Probe(0.73, 1.02, "wall", "0.10.2", "2026-11-21")
     assert _probe.verdict(probe, "train")[2] == (
         "bfloat16 took 0.73 of float32's time for a matrix product and 1.02 for a convolution, forward and backward, "
-        "in the probe of 2026-11-21 with jaxlib 0.10.2; it is chosen at no more than 0.8, and for convolutions at no "
-        "more than 0.9")
+        "in the probe of 2026-11-21 with jaxlib 0.10.2; it is selected up to 0.8, and for convolutions up "
+        "to 0.9")
     why = _probe.verdict(probe._replace(clock="processor"), "inference")[2]
     assert "of float32's processor time (the machine was busy) for" in why and "convolution, forward, in" in why
 
@@ -144,7 +144,7 @@ def test_nothing_is_measured_under_tracing_but_what_is_known_counts(machine):
     for transform in (jax.jit, jax.vmap, jax.grad, jax.make_jaxpr):
         transform(f)(jnp.ones((2,) if transform is jax.vmap else ()))
     assert not machine.runs and {policy.compute.name for policy in seen} == {"float32"}
-    assert seen[0].reason.endswith("(not measured, since JAX is tracing a function: call policy before)")
+    assert seen[0].reason.endswith("(not measured, because JAX is tracing a function; call policy before)")
     known = hw.policy()
     jax.make_jaxpr(f)(1.0)
     assert seen[-1] == known and known.compute == jnp.bfloat16 and len(machine.runs) == 1
@@ -153,9 +153,9 @@ def test_nothing_is_measured_under_tracing_but_what_is_known_counts(machine):
 def test_nothing_is_measured_beside_another_backend_or_in_several_processes(machine, monkeypatch):
     with monkeypatch.context() as other:
         other.setattr(jax, "default_backend", lambda: "gpu")
-        assert hw.policy(jax.local_devices()[0]).reason.endswith("(not measured, since JAX's default backend is gpu)")
+        assert hw.policy(jax.local_devices()[0]).reason.endswith("(not measured, because JAX's default backend is gpu)")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert hw.policy().reason.endswith("(not measured, since all processes have to choose alike)")
+    assert hw.policy().reason.endswith("(not measured, because all processes must select the same dtypes)")
     assert not machine.runs
 
 

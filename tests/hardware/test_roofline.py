@@ -1,4 +1,4 @@
-"""Bounds, tiles, utilisation and measurement."""
+"""Bounds, tiles, utilization and measurement."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def test_precision_highest_takes_six_passes_on_a_tpu():
 def test_an_unknown_chip_has_no_bounds_and_no_mfu():
     report = hw.roofline(net, spec(64, 64), spec(64, 64), chip="NVIDIA Z9")
     assert {row.bound for row in report.scopes} == {"unknown"} and report.total.seconds is None
-    assert report.notes[-1] == "NVIDIA Z9 is not in the catalogue: no bounds. hardware.measure() fills in a row for it"
+    assert report.notes[-1] == "NVIDIA Z9 is not in the catalog, so there are no bounds; call hardware.measure()"
     assert "no peak known" in str(report)
 
 
@@ -72,7 +72,7 @@ def test_arrays_on_another_chip_are_not_measured():
 
 
 def test_nothing_to_measure_is_an_error():
-    with pytest.raises(ValueError, match=r"a function of jax.ShapeDtypeStructs, which hold no values; pass arrays"):
+    with pytest.raises(ValueError, match=r"measure=True needs arrays, got jax.ShapeDtypeStructs"):
         hw.roofline(net, spec(8, 8), spec(8, 8), measure=True)
 
 
@@ -126,17 +126,16 @@ def test_mfu():
 
 def test_mfu_says_why_it_is_unknown():
     unknown = hw.mfu(1e12, 1.0, hw.detect("NVIDIA Z9"))
-    assert str(unknown) == ("MFU unknown: the peak of NVIDIA Z9 is not known to the catalogue; hardware.measure() "
-                            "measures it")
+    assert str(unknown) == ("MFU unknown: the catalog has no peak of NVIDIA Z9; call hardware.measure()")
     v100 = hw.mfu(1e12, 1.0, hw.chips["V100 SXM2 16GB"], "bfloat16")
-    assert v100.why == "no peak of V100 SXM2 16GB is known for bfloat16"
+    assert v100.why == "the peak of V100 SXM2 16GB for bfloat16 is unknown"
     above = hw.mfu(4e14, 1.0, hw.chips["TPU v5e"], "bfloat16")
     assert above.value is None and above.why == (
         "400 TFLOP/s is above the published peak of 197 TFLOP/s (bf16, TPU v5e): the FLOP count or the time is wrong, "
-        "or the work was not done")
+        "or the step did not do all of its work")
     guessed = hw.mfu(1e12, 1.0, hw.chips["Intel Core i7-7700K"])
-    assert "above the derived peak" in guessed.why and guessed.why.endswith("hardware.measure() measures it")
-    with pytest.raises(ValueError, match=r"mfu needs a positive time and at least one device, not 0.0 s on 1"):
+    assert "above the derived peak" in guessed.why and guessed.why.endswith("call hardware.measure()")
+    with pytest.raises(ValueError, match=r"mfu: expected a positive time and devices >= 1, got 0.0 s on 1"):
         hw.mfu(1.0, 0.0, hw.chips["TPU v5e"])
 
 

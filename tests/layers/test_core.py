@@ -180,7 +180,7 @@ def test_numbers_are_the_same_in_every_process():
     assert printed == {f"{here['head']['kernel'].tolist()}\n"}
 
 
-def test_spec_holds_shapes_dtypes_initialisers_and_axes():
+def test_spec_holds_shapes_dtypes_initializers_and_axes():
     params, state = nn.Sequential(nn.Dense(5), nn.BatchNorm(), nn.Stack(nn.Dense(5), 2)).spec(X)
     kernel = params["0"]["kernel"]
     assert (kernel.shape, kernel.dtype, kernel.axes) == ((4, 5), jnp.float32, ("in", "out"))

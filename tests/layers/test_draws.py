@@ -1,4 +1,4 @@
-"""Initial numbers out of shared bits are what the initialiser itself makes, to the bit."""
+"""Initial numbers out of shared bits are what the initializer itself makes, to the bit."""
 
 import functools
 
@@ -40,7 +40,7 @@ def several(key, shape, dtype):
     (init.orthogonal(), (6, 4), True), (twice, (3, 5), True), (init.lecun_normal(), (70, 60), True),
     (init.zeros, (3,), False), (folded, (3, 5), False), (raw, (3, 5), False), (several, (3, 5), False),
 ], ids=["conv", "dense", "one axis", "orthogonal", "twice", "larger", "zeros", "folded", "raw", "several"])
-def test_numbers_are_the_initialisers_own(made, shape, shared, monkeypatch):
+def test_numbers_are_the_initializers_own(made, shape, shared, monkeypatch):
     drawn = []
     bits = _draws._bits
     monkeypatch.setattr(_draws, "_bits", lambda key, size: drawn.append(size) or bits(key, size))

@@ -41,7 +41,7 @@ def test_maxout_makes_an_absolute_value():
     assert nn.Maxout(1)(params, jnp.array([[-2.0], [3.0]])).tolist() == [[2], [3]]
 
 
-def test_maxout_is_initialised_by_its_inputs():
+def test_maxout_is_initialized_by_its_inputs():
     kernel = nn.Maxout(64, 4).init(KEY, jnp.ones((1, 256)))[0]["kernel"]
     np.testing.assert_allclose(kernel.std(), 256 ** -0.5, rtol=0.02)
 
@@ -56,8 +56,8 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
     deviation = (0.3 * 0.7 / x.size) ** 0.5
     assert abs(kept.mean() - 0.7) < 4 * deviation
     assert abs(np.asarray(y).mean() - 1) < 4 * deviation / 0.7
-    neighbours = np.corrcoef(kept[:, :-1].ravel(), kept[:, 1:].ravel())[0, 1]
-    assert abs(neighbours) < 4 / x.size ** 0.5
+    neighbors = np.corrcoef(kept[:, :-1].ravel(), kept[:, 1:].ravel())[0, 1]
+    assert abs(neighbors) < 4 / x.size ** 0.5
 
 
 def test_dropout_broadcasts_one_draw():

@@ -116,7 +116,7 @@ def test_photos_are_prepared_as_the_weights_were_trained(name, cls, resize, size
     image = dataclasses.replace(cls.NAMES[name].image, size=24, resize=resize)
     with np.load(REFERENCE / "vision.npz") as arrays:
         pixels, want = (arrays[f"photo-{name}-{size}/{part}"] for part in ("pixels", "input"))
-    got = image.normalise(image.crop(Image.fromarray(pixels)))
+    got = image.normalize(image.crop(Image.fromarray(pixels)))
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, want, atol=1e-6)
 
@@ -126,8 +126,8 @@ def test_photos_in_other_ways():
 
     photo = Image.fromarray(np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3))
     caffe = models.ResNet.NAMES["keras"].image
-    np.testing.assert_allclose(caffe.normalise(np.array(photo))[1, 2], np.array([20, 19, 18]) - caffe.mean, rtol=1e-6)
-    np.testing.assert_array_equal(caffe.normalise(jnp.array(photo)), caffe.normalise(np.array(photo)))
+    np.testing.assert_allclose(caffe.normalize(np.array(photo))[1, 2], np.array([20, 19, 18]) - caffe.mean, rtol=1e-6)
+    np.testing.assert_array_equal(caffe.normalize(jnp.array(photo)), caffe.normalize(np.array(photo)))
     squashed = models.ViT.NAMES["huggingface"].image.at(2)
     assert squashed.crop(photo).shape == (2, 2, 3) and squashed.crop(photo.convert("L")).shape == (2, 2, 3)
     assert (caffe.at(112).resize, caffe.at(112).size, squashed.resize) == (128, 112, None)

@@ -1,4 +1,4 @@
-"""Tokenisers against those that others wrote, and against files that nobody should trust.
+"""Tokenizers against those that others wrote, and against files that nobody should trust.
 
 tests/reference/tokenizers.json holds what Hugging Face's tokenizers and llama2.c make of the same texts.
 """
@@ -213,7 +213,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
 
 def test_no_tokenizer_there(tmp_path):
     for path in (tmp_path, tmp_path / "vocab.txt", tmp_path / "words.model"):
-        with pytest.raises(FileNotFoundError, match=r"no tokeniser there; one of vocab\.txt, tokenizer\.bin, char"):
+        with pytest.raises(FileNotFoundError, match=r"no tokenizer there; one of vocab\.txt, tokenizer\.bin, char"):
             models.read_tokenizer(path)
 
 

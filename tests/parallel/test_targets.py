@@ -81,7 +81,7 @@ def test_devices_of_this_run():
 @pytest.mark.parametrize(("name", "message"), [
     ([], "plan: there must be at least one device; got an empty list"),
     ("cluster", "or a system such as 'dgx-1'; got 'cluster': no chip is called 'cluster'; slices are of v2, v3, v4, "
-                "v5e, v5p, v6e, tpu7x, nearest in the catalogue: "),
+                "v5e, v5p, v6e, tpu7x, nearest in the catalog: "),
     ("v9:2x2", "no chip is called 'v9'"),
     ("v5e:2x2x2", "plan: slices of TPU v5e have 2 axes, as in 'v5e:2x2'; got 'v5e:2x2x2'"),
     ("h100:1x2x3", "plan: GPUs are MACHINESxGPUS, such as 'h100:4x8', or as many of one machine, 'h100:8'; got "),

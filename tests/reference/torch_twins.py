@@ -139,7 +139,7 @@ def batch_norm(p, x, *, momentum=0.9, epsilon=1e-5, train, mean, var):
     """One step for each x[i], the running statistics carried from one to the next.
 
     PyTorch's momentum is 1 minus fnet's. PyTorch's running variance averages the unbiased variances (divided by
-    n - 1), fnet's, like Flax's and Keras', the biased ones (by n) that both normalise with. The update is linear, so
+    n - 1), fnet's, like Flax's and Keras', the biased ones (by n) that both normalize with. The update is linear, so
     the difference comes out in closed form: after k steps `var = m^k * first + (running_var - m^k * first) * (n-1)/n`.
     The fixture holds both: `state/var`, and PyTorch's own as `torch/running_var`.
     """
@@ -248,7 +248,7 @@ def grouped_attention(p, x, mask=None, lengths=None, positions=None, *, heads, k
 def rotate(p, x, positions, *, base=10000.0, interleaved=False):
     """The rotary embedding as a multiplication of complex numbers (Su et al., 2021, eq. 13, made of d/2 planes).
 
-    x [batch, time, heads, head_dim], positions [batch, time] or [time]. Pairs of features are neighbours in the
+    x [batch, time, heads, head_dim], positions [batch, time] or [time]. Pairs of features are neighbors in the
     paper; GPT-NeoX and its heirs pair feature i with i + head_dim / 2.
     """
     dim = x.shape[-1]

@@ -62,7 +62,7 @@ def logits(name, names, pictures):
     params, state = pretrained.load(model, path)
     prepare = model.NAMES[names].image
     predict = jax.jit(lambda params, state, x: model(params, x, state=state)[0])
-    return {photo: np.asarray(predict(params, state, prepare.normalise(prepare.crop(picture))[None]))[0]
+    return {photo: np.asarray(predict(params, state, prepare.normalize(prepare.crop(picture))[None]))[0]
             for photo, picture in pictures.items()}
 
 
@@ -130,7 +130,7 @@ def mobilenet_v2_twin():
         again.load_state_dict(load_torch(pretrained.save(model, *pretrained.load(model, path), folder, like=path)))
     prepare = model.NAMES["torchvision"].image
     for photo, values in logits("mobilenet_v2", "torchvision", pictures).items():
-        x = torch.from_numpy(prepare.normalise(prepare.crop(pictures[photo]))).permute(2, 0, 1)[None]
+        x = torch.from_numpy(prepare.normalize(prepare.crop(pictures[photo]))).permute(2, 0, 1)[None]
         with torch.no_grad():
             theirs, same = twin(x), torch.equal(twin(x), again(x))
         error = np.abs(values - theirs[0].numpy()).max()

@@ -35,7 +35,7 @@ def first(*names):
 
 
 def stories():
-    """The folder, the model, its parameters, the tokeniser, and model.bin's bytes."""
+    """The folder, the model, its parameters, the tokenizer, and model.bin's bytes."""
     path = weights("stories15m")
     model = pretrained.model("stories15m", path)
     return path, model, pretrained.load(model, path)[0], (path / "model.bin").read_bytes()

@@ -34,7 +34,7 @@ def test_the_first_state():
     assert ft.loss_scale(optax.sgd(1.0), hw.policy("Tesla T4"), initial=8.0).init(PARAMS).scale == 8.0
 
 
-def test_without_a_scale_in_the_policy_the_optimiser_is_the_very_same():
+def test_without_a_scale_in_the_policy_the_optimizer_is_the_very_same():
     inner = optax.sgd(1.0)
     for chip in ("TPU v4", "NVIDIA A100-SXM4-80GB", "cpu", "float32", "bfloat16"):
         assert ft.loss_scale(inner, hw.policy(chip)) is inner
@@ -328,7 +328,7 @@ def test_an_empty_tree():
     assert updates == {"a": None} and scalars(state) == (32768.0, 1, 0)
 
 
-def test_extra_arguments_reach_the_optimiser_inside():
+def test_extra_arguments_reach_the_optimizer_inside():
     inner = optax.GradientTransformationExtraArgs(
         lambda params: (), lambda g, s, params=None, *, factor: (jax.tree.map(lambda x: x * factor, g), s))
     tx = ft.loss_scale(inner, initial=2.0)
@@ -370,7 +370,7 @@ def test_a_loss_of_1e_7_learns_in_float16_only_with_the_scaler():
 
 
 SGD = optax.sgd(1.0)
-TWO = ("the optimiser's state holds 2 loss scales, and one loss has one scale: wrap the whole optimiser in loss_scale, "
+TWO = ("the optimizer's state holds 2 loss scales, and one loss has one scale: wrap the whole optimizer in loss_scale, "
        "once")
 
 
