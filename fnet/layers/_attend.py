@@ -1,8 +1,8 @@
-"""Dot-product attention as a primitive, which becomes what the chip at hand runs fast when the program is compiled.
+"""Dot-product attention as a primitive whose implementation is selected when the program is compiled.
 
-Three primitives: attention itself; its slope, linear in the slopes of query, key and value, which is what attention's
-JVP emits; and the transpose of that, which is what a backward pass runs. Derivatives of the latter two are those of
-the ordinary operations that they stand for.
+There are three primitives: attention itself; its tangent, which attention's JVP emits and which is linear in the
+tangents of query, key and value; and the transpose of that, which a backward pass runs. The derivatives of the last two
+are those of the equivalent ordinary operations.
 """
 
 from __future__ import annotations
@@ -29,31 +29,35 @@ def dot_product_attention(query, key, value, *, mask=None, lengths=None, starts=
 
         out[t, h] = sum_s softmax_s(scale query[t, h] . key[s, g] + mask[t, s]) value[s, g],  g = h // (heads / groups)
 
-    On a CPU, blocks of keys that causal= or window= hide from a block of queries are skipped, forward and backward;
-    elsewhere it is what XLA makes of the formula. `transforms.explain` names which. It is differentiable both ways and
-    any number of times; a backward pass keeps query, key, value and output, under the name "attention" for
-    `jax.checkpoint_policies.save_only_these_names`, and computes the weights again.
+    On a CPU, blocks of keys that `causal` or `window` hides from a whole block of queries are skipped, forward and
+    backward. On a GPU or TPU, a flash attention kernel runs if it supports the arguments; otherwise XLA compiles the
+    formula. `transforms.explain` reports the implementation. Derivatives of any order, forward or reverse, are
+    supported. A backward pass stores query, key, value and output, under the name "attention" for
+    `jax.checkpoint_policies.save_only_these_names`, and recomputes the weights.
 
     Glossary: b batch, t time of the queries, s time of the keys, h heads, g key/value heads, d head_dim.
 
     Args:
         query: [b, t, h, d].
-        key, value: [b, s, g, d], each shared by h / g query heads (Ainslie et al., 2023), in the query's dtype.
-        mask: True where a query may see a key: [t, s], [b, t, s] or [b, h, t, s], any of which may be 1.
-        lengths: integers [b], how many of each row's keys are real; the rest is not seen.
-        starts: integers [b], where among its row's keys the first query stands, for causal and window; None: 0.
-        causal: a query sees no later key.
-        window: with causal, a query sees the last `window` keys, its own included; without, keys less than `window`
-            away (Beltagy et al., 2020).
-        scale: None: 1 / sqrt(d).
+        key, value: [b, s, g, d] in the query's dtype. Each key/value head serves h / g query heads (Ainslie et al.,
+            2023).
+        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any axis may be 1.
+        lengths: integers [b], the number of valid keys in each example. The keys after them are ignored.
+        starts: integers [b], the index of the first query among the keys of its example, used by `causal` and
+            `window`; None: 0.
+        causal: whether a query attends only to keys at its own and earlier positions.
+        window: with `causal`, a query attends to the last `window` keys, including the one at its own position.
+            Otherwise it attends to keys less than `window` positions away (Beltagy et al., 2020). None: no limit.
+        scale: factor of the logits; None: 1 / sqrt(d).
 
     Returns:
-        [b, t, h, d] in the query's dtype; 0 for a query that sees no key. The softmax is taken in float32 at least. A
-        NaN in a key or value reaches the queries that see it; whether it reaches others depends on the form.
+        [b, t, h, d] in the query's dtype; 0 for a query that attends to no key. The softmax is computed in float32, or
+        float64 for float64 inputs. A NaN in a key or value reaches the queries that attend to it; whether it reaches
+        other queries depends on the implementation.
 
     Raises:
-        ValueError: for shapes that do not fit each other.
-        TypeError: for dtypes that do not.
+        ValueError: the shapes do not match, or `window` is less than 1.
+        TypeError: the dtypes differ or are not floating-point.
 
     Source: Vaswani et al. (2017), Attention Is All You Need, section 3.2.
 
@@ -65,17 +69,17 @@ def dot_product_attention(query, key, value, *, mask=None, lengths=None, starts=
     _check(query, key, value)
     (b, t, h, _), s = query.shape, key.shape[1]
     if mask is not None:
-        mask = mask_of(mask, (b, h, t, s), "dot_product_attention: a mask")
+        mask = mask_of(mask, (b, h, t, s), "dot_product_attention: mask")
     lengths, starts = (None if x is None else _integers(x, b, name) for x, name in ((lengths, "lengths"),
                                                                                    (starts, "starts")))
     if window is not None and window < 1:
-        raise ValueError(f"dot_product_attention: a window holds the query's own place at least; got {window}")
+        raise ValueError(f"dot_product_attention: window must be >= 1; got {window}")
     return attend(query, key, value, mask=mask, lengths=lengths, starts=starts, causal=causal, window=window,
                   scale=scale)
 
 
 def attend(query, key, value, *, mask=None, lengths=None, starts=None, causal, window, scale=None) -> jax.Array:
-    """`dot_product_attention` of checked arguments; the mask has four axes."""
+    """`dot_product_attention` of validated arguments, with a mask of four axes."""
     where = {"mask": mask, "lengths": lengths, "starts": starts}
     given = tuple(name for name, x in where.items() if x is not None)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
@@ -86,13 +90,13 @@ def attend(query, key, value, *, mask=None, lengths=None, starts=None, causal, w
 
 
 def mask_of(mask, shape, what) -> jax.Array:
-    """The mask with four axes; `what` begins the message where it does not fit."""
+    """Returns the mask with four axes. `what` begins the error message."""
     mask = jnp.asarray(mask)
     full = (mask.shape[0], 1, *mask.shape[1:]) if mask.ndim == 3 else (1,) * (4 - mask.ndim) + mask.shape
     fits = 2 <= mask.ndim <= 4 and all(have in (1, need) for have, need in zip(full, shape))
     if not fits or mask.dtype != jnp.bool_:
-        raise ValueError(f"{what} is boolean, True where a query may see a key, and [t, s], [b, t, s] or [b, h, t, s] "
-                         f"of {shape}; got {mask.dtype}{list(mask.shape)}")
+        raise ValueError(f"{what} must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] of "
+                         f"{shape}; got {mask.dtype}{list(mask.shape)}")
     return mask.reshape(full)
 
 
@@ -100,34 +104,37 @@ def _check(query, key, value):
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not all(x.ndim == 4 for x in (query, key, value)) or key.shape != value.shape or (
             query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise ValueError("dot_product_attention needs query [batch, time, heads, head_dim] and key and value [batch, "
-                         f"keys, key/value heads, head_dim] of the same batch and head_dim; got {shapes}")
+        raise ValueError("dot_product_attention: expected query [batch, time, heads, head_dim], and key and value "
+                         f"[batch, keys, key/value heads, head_dim] with equal batch and head_dim; got {shapes}")
     if not key.shape[2] or query.shape[2] % key.shape[2]:
-        raise ValueError(f"dot_product_attention: {key.shape[2]} key/value heads do not divide {query.shape[2]} heads")
+        raise ValueError(f"dot_product_attention: {query.shape[2]} heads must be a multiple of {key.shape[2]} "
+                         "key/value heads")
     if not query.dtype == key.dtype == value.dtype or not jnp.issubdtype(query.dtype, jnp.floating):
-        raise TypeError("dot_product_attention takes floating-point query, key and value of one dtype; got "
+        raise TypeError("dot_product_attention: query, key and value must have one floating-point dtype; got "
                         f"{query.dtype}, {key.dtype} and {value.dtype}")
 
 
 def _integers(x, batch, name):
     x = jnp.asarray(x)
     if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"dot_product_attention: {name} are integers [batch] ({batch},); got {x.dtype}{list(x.shape)}")
+        raise ValueError(f"dot_product_attention: {name} must be integers [batch] ({batch},); got "
+                         f"{x.dtype}{list(x.shape)}")
     return x
 
 
-# The primitives. Operands: query, key, value, what `form.given` names, and what the docstrings add. `compute` is the
-# dtype that operands of products are rounded to, `outs` those of the results: autocast sets both.
+# The primitives. Operands: query, key, value, then those that `form.given` names, then those in the docstrings below.
+# `compute` is the dtype to which operands of products are rounded, `outs` has the dtypes of the results. Autocast sets
+# both.
 
 attention_p = Primitive("attention")
-"""-> out; with `residuals` also peak and total, the statistics of the softmax that a backward pass goes by. They are
-nobody's result: no derivative goes through them, nor through the out that a backward pass is given."""
+"""-> out; with `residuals` also peak and total, the softmax statistics that a backward pass needs. They are not
+differentiable results: neither they nor the out that a backward pass receives have derivatives."""
 
-slope_p = Primitive("attention_slope")
-"""..., out, peak, total, the slopes of those of query, key and value that `moving` names -> the slope of out."""
+tangent_p = Primitive("attention_tangent")
+"""..., out, peak, total, the tangents of query, key and value, as far as `moving` names them -> the tangent of out."""
 
 backward_p = Primitive("attention_backward")
-"""..., out, peak, total, the gradient of out -> the gradients of query, key and value."""
+"""..., out, peak, total, the cotangent of out -> the cotangents of query, key and value."""
 
 
 def _attention(blocks, products, *args, form, compute, outs, residuals):
@@ -135,9 +142,9 @@ def _attention(blocks, products, *args, form, compute, outs, residuals):
     return [out.astype(outs[0]), *statistics][:3 if residuals else 1]
 
 
-def _slope(blocks, products, *args, form, compute, outs, moving):
-    where, slopes = args[3:3 + len(form.given)], args[6 + len(form.given):]
-    return [xla.tangent(form, products, blocks, moving, *args[:3], *where, *slopes).astype(outs[0])]
+def _tangent(blocks, products, *args, form, compute, outs, moving):
+    where, tangents = args[3:3 + len(form.given)], args[6 + len(form.given):]
+    return [xla.tangent(form, products, blocks, moving, *args[:3], *where, *tangents).astype(outs[0])]
 
 
 def _backward(blocks, products, *args, form, compute, outs):
@@ -146,8 +153,8 @@ def _backward(blocks, products, *args, form, compute, outs):
 
 
 def _whole(f, *args, **params):
-    """As ordinary operations, the same on every platform. Derivatives of derivatives come from these, and where those
-    of a narrow dtype would be products that XLA:CPU does not have, they are in float32."""
+    """Evaluates `f` as ordinary operations that are the same on every platform. Higher derivatives are derived from
+    these. In float32 instead of a narrow dtype, because XLA:CPU lacks some of the narrow products in them."""
     form, compute = params["form"], params["compute"]
     products = Products(compute, xla.widened(compute), form.precision)
     return f([xla.Span(0, args[0].shape[1], 0, args[1].shape[1])], products, *args, **params)
@@ -160,15 +167,15 @@ def _by_xla(f, *args, **params):
 
 
 def _on_cpu(f, *args, **params):
-    # XLA:CPU has fast products of bfloat16 with float32 sums in two forms only, and fails at run time where it makes
-    # another one of them: see transforms/_lowered.py.
+    # XLA:CPU has fast bfloat16 products with float32 sums in two forms only, and fails at run time if a program has
+    # another one: see transforms/_lowered.py.
     form, compute = params["form"], params["compute"]
     products = Products(compute, compute, form.precision, barred=compute == jnp.bfloat16)
     return f(xla.spans(form, args[0].shape[1], args[1].shape[1]), products, *args, **params)
 
 
 def _by_kernel(platform, primitive, f):
-    """The lowering rule for a platform that has kernels."""
+    """The lowering rule for a platform that has attention kernels."""
     def rule(ctx, *values, form, compute, outs, **params):
         partitioning = _jax.kernels.partitioning(ctx)
         run = functools.partial(_by_xla, f, form=form, compute=compute, outs=outs, **params)
@@ -185,31 +192,31 @@ def _by_kernel(platform, primitive, f):
 
 
 def _explain(primitive, query, key, *_, form, compute, **params) -> str:
-    """Which form an equation takes on this machine, in words."""
+    """Describes the implementation of an equation on this machine."""
     platform = jax.default_backend()
     if platform == "cpu":
         if len(xla.spans(form, query.shape[1], key.shape[1])) > 1:
-            return "keys that the mask hides from a block of queries are skipped"
+            return "keys that are hidden from a whole block of queries are skipped"
         if not form.causal and form.window is None:
-            return "plain XLA, for no key is hidden from all"
+            return "plain XLA, because no key is hidden from all queries"
         if not sized(query.shape[1], key.shape[1]):
-            return "plain XLA, for symbolic times cannot be split into blocks"
-        return "plain XLA, for " + ("what is hidden is known at run time only" if "starts" in form.given
-                                    else "so few queries make one block")
+            return "plain XLA, because symbolic times cannot be split into blocks"
+        return "plain XLA, because " + ("the hidden keys are only known at run time" if "starts" in form.given
+                                        else "so few queries fit into one block")
     if platform == "gpu":
         platform = "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
-    refused = ("there is no kernel for slopes" if primitive is slope_p
+    refused = ("there is no kernel for tangents" if primitive is tangent_p
                else flash.refusal(platform, form, compute, query, key))
     if refused:
-        return f"plain XLA, for {refused}"
+        return f"plain XLA, because {refused}"
     if platform == "cuda":
         return "cuDNN's flash attention"
-    return "splash attention, a Pallas kernel, on one device or inside shard_map; plain XLA where XLA splits it"
+    return "splash attention, a Pallas kernel, on one device or inside shard_map; plain XLA if XLA partitions it"
 
 
 def _refusal(primitive, platform, eqn) -> str | None:
-    """Why there is no kernel for an equation on "cuda" or "tpu"; None if there is one."""
-    if primitive is slope_p:
+    """Returns why no kernel implements an equation on "cuda" or "tpu", or None if one does."""
+    if primitive is tangent_p:
         return "there is no kernel for tangents"
     return flash.refusal(platform, *_form(**eqn.params), *(v.aval for v in eqn.invars[:2]))
 
@@ -219,7 +226,7 @@ def _form(*, form, compute, **_):
 
 
 def _lower(params, compute, out) -> dict | None:
-    """The parameters that change where autocast sets the dtypes; None where the author has set them."""
+    """The parameters that autocast changes to set the dtypes, or None if the user set a precision."""
     if params["compute"] != jnp.float32 or params["form"].precision is not None:
         return None
     return {"compute": compute, "outs": (out,) * len(params["outs"])}
@@ -227,7 +234,7 @@ def _lower(params, compute, out) -> dict | None:
 
 @functools.lru_cache(1024)
 def _types(f, types, params):
-    """The types of the results, from the ordinary operations, which know shardings and what varies over a mesh."""
+    """The abstract results, from the ordinary operations, which propagate shardings and varying mesh axes."""
     return jax.make_jaxpr(functools.partial(_whole, f, **dict(params)))(*types).out_avals
 
 
@@ -243,14 +250,14 @@ def _define(primitive, f):
         refusal=functools.partial(_refusal, primitive), batch_first=True))
     for platform, form in ((None, _by_xla), ("cpu", _on_cpu)):
         mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform)
-    if primitive is not slope_p:
+    if primitive is not tangent_p:
         for platform in ("cuda", "tpu"):
             mlir.register_lowering(primitive, _by_kernel(platform, primitive, f), platform)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
 
 
 def _batch(primitive, args, axes, *, form, **params):
-    """The new axis is folded into the batch."""
+    """Folds the new axis into the batch axis."""
     size = next(x.shape[axis] for x, axis in zip(args, axes) if axis is not None)
     batch = args[0].shape[1 if axes[0] == 0 else 0]
     masks = [3 + i for i, name in enumerate(form.given) if name == "mask"]
@@ -263,7 +270,7 @@ def _batch(primitive, args, axes, *, form, **params):
             continue
         else:
             x = jnp.broadcast_to(x[None], (size, *x.shape))
-        if x.shape[1] != batch:    # a mask for all rows
+        if x.shape[1] != batch:    # a mask shared by all examples
             x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
         folded.append(x.reshape(size * batch, *x.shape[2:]))
     results = primitive.bind(*folded, form=form, **params)
@@ -271,7 +278,7 @@ def _batch(primitive, args, axes, *, form, **params):
 
 
 def _derivative(primitive, f, primals, tangents, **params):
-    """The JVP of a primitive, from `f`, ordinary operations of the same value."""
+    """The JVP of a primitive, computed from `f`, ordinary operations with the same values."""
     moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
     def of(*moved):
@@ -280,23 +287,23 @@ def _derivative(primitive, f, primals, tangents, **params):
             args[i] = x
         return _whole(f, *args, **params)
 
-    slopes = jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
-    return primitive.bind(*primals, **params), slopes
+    out_tangents = jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    return primitive.bind(*primals, **params), out_tangents
 
 
 def _attention_jvp(primals, tangents, *, residuals, **params):
     results = attention_p.bind(*primals, residuals=True, **params)
     out, peak, total = (checkpoint_name(x, "attention") for x in results)
-    slopes = [x for x in tangents[:3] if not isinstance(x, ad.Zero)]
+    nonzero = [x for x in tangents[:3] if not isinstance(x, ad.Zero)]
     moving = tuple(not isinstance(x, ad.Zero) for x in tangents[:3])
     results, zeros = [out, peak, total], [ad.Zero(jax.typeof(x)) for x in (out, peak, total)]
-    if slopes:
-        zeros[0] = slope_p.bind(*primals, out, peak, total, *slopes, moving=moving, **params)[0]
+    if nonzero:
+        zeros[0] = tangent_p.bind(*primals, out, peak, total, *nonzero, moving=moving, **params)[0]
     count = 3 if residuals else 1
     return results[:count], zeros[:count]
 
 
-def _slope_transpose(cotangents, *args, form, compute, outs, moving):
+def _tangent_transpose(cotangents, *args, form, compute, outs, moving):
     count = len(args) - sum(moving)
     if isinstance(cotangents[0], ad.Zero):
         return [None] * len(args)
@@ -309,24 +316,24 @@ def _backward_transpose(cotangents, *args, form, compute, outs):
     moving = tuple(not isinstance(x, ad.Zero) for x in cotangents)
     if not any(moving):
         return [None] * len(args)
-    slopes = [x for x in cotangents if not isinstance(x, ad.Zero)]
+    nonzero = [x for x in cotangents if not isinstance(x, ad.Zero)]
     outs = args[-1].aval.dtype,
-    slope = slope_p.bind(*args[:-1], *slopes, form=form, compute=compute, outs=outs, moving=moving)
-    return [None] * (len(args) - 1) + slope
+    out_tangent = tangent_p.bind(*args[:-1], *nonzero, form=form, compute=compute, outs=outs, moving=moving)
+    return [None] * (len(args) - 1) + out_tangent
 
 
 def _backward_by_definition(blocks, products, *args, form, compute, outs):
-    """`_backward` of query, key, value and the gradient alone, of which out, peak and total are functions."""
+    """`_backward` as a function of query, key, value and the cotangent: it recomputes out, peak and total from them."""
     where = args[3:3 + len(form.given)]
     pull = jax.vjp(lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], *args[:3])[1]
     return [x.astype(dtype) for x, dtype in zip(pull(args[-1].astype(products.wide)), outs)]
 
 
 _define(attention_p, _attention)
-_define(slope_p, _slope)
+_define(tangent_p, _tangent)
 _define(backward_p, _backward)
 ad.primitive_jvps[attention_p] = _attention_jvp
-ad.primitive_jvps[slope_p] = functools.partial(_derivative, slope_p, _slope)
+ad.primitive_jvps[tangent_p] = functools.partial(_derivative, tangent_p, _tangent)
 ad.primitive_jvps[backward_p] = functools.partial(_derivative, backward_p, _backward_by_definition)
-ad.primitive_transposes[slope_p] = _slope_transpose
+ad.primitive_transposes[tangent_p] = _tangent_transpose
 ad.primitive_transposes[backward_p] = _backward_transpose

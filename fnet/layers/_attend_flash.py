@@ -1,6 +1,6 @@
-"""Attention by kernels that never write the weights down: cuDNN's on NVIDIA's GPUs, splash attention on Google's TPUs.
+"""Attention kernels that never store the weights: cuDNN's on NVIDIA GPUs, splash attention on TPUs.
 
-Where a kernel does not take what is asked for, `refusal` says why, and ordinary operations do it.
+If a kernel does not support the arguments, `refusal` returns the reason, and ordinary operations are used.
 """
 
 from __future__ import annotations
@@ -22,27 +22,30 @@ AMPERE, HOPPER = 8.0, 9.0
 
 
 def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole") -> str | None:
-    """Why a platform's kernel does not do this attention, or None where it does.
+    """Returns why a platform's kernel does not support this attention, or None if it does.
 
     Args:
-        q, k: have shapes.
+        platform: "cuda" or "tpu".
+        form: the kind of attention.
+        compute: the dtype of the products.
+        q, k: query and key; only their shapes are used.
         partitioning: as in `fnet._jax.kernels.partitioning`.
     """
     t, s, d = q.shape[1], k.shape[1], q.shape[3]
     if platform not in ("cuda", "tpu"):
         return f"there is no kernel for {platform}"
     if partitioning == "portable":
-        return "a program that is exported, or lowered for several platforms, must not depend on a kernel's library"
+        return "a program that is exported or lowered for several platforms must not depend on a kernel's library"
     if not sized(*q.shape, *k.shape):
-        return "a kernel needs sizes that are known when it is compiled, and these are symbolic"
+        return "a kernel needs concrete sizes, and these are symbolic"
     if partitioning == "unknown" or (partitioning == "split" and platform == "tpu"):
-        return "XLA cannot split a kernel among devices"
+        return "XLA cannot partition a kernel"
     if form.precision is not None:
         return f"a kernel has no precision {form.precision!r}"
     if "starts" in form.given:
-        return "a kernel takes no queries that start at a row's own place"
+        return "a kernel does not support a different first query in each example"
     if not t or not s:
-        return "there is nothing to attend to"
+        return "an axis has length 0"
     return (_cudnn if platform == "cuda" else _splash)(form, compute, t, s, d)
 
 
@@ -50,7 +53,7 @@ def _cudnn(form, compute, t, s, d):
     capability, version = _nvidia()
     largest = 256 if capability >= HOPPER and version >= 90500 else 128
     if compute not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN's flash kernels take 16 bits, not {compute}"
+        return f"cuDNN's flash kernels need a 16-bit dtype, not {compute}"
     if capability < AMPERE:
         return f"cuDNN's flash kernels need compute capability 8.0, not {capability}"
     if version < 80904:
@@ -58,9 +61,9 @@ def _cudnn(form, compute, t, s, d):
     if d % 8 or d > largest:
         return f"cuDNN's flash kernels need a head_dim that is a multiple of 8 up to {largest}, not {d}"
     if form.causal and t != s:
-        return f"cuDNN's causal mask needs as many queries as keys, not {t} and {s}"
+        return f"cuDNN's causal mask needs equal numbers of queries and keys, not {t} and {s}"
     if form.window is not None and (not form.causal or form.given or version < 90200):
-        return "cuDNN's sliding window is causal, without lengths or mask, from cuDNN 9.2 on"
+        return "cuDNN's sliding window needs cuDNN 9.2 and causal=True, without lengths or mask"
     if "mask" in form.given and (t % 2 or s % 2):
         return f"cuDNN's masks need even times, not {t} and {s}"
     return None
@@ -68,21 +71,21 @@ def _cudnn(form, compute, t, s, d):
 
 def _splash(form, compute, t, s, d):
     if compute not in (jnp.bfloat16, jnp.float32):
-        return f"the TPU's kernel takes bfloat16 and float32, not {compute}"
+        return f"the TPU's kernel needs bfloat16 or float32, not {compute}"
     if "mask" in form.given:
-        return "the TPU's kernel takes no mask but causal=, window= and lengths="
+        return "the TPU's kernel supports causal=, window= and lengths=, but no other mask"
     if t % 128 or s % 128 or min(t, s) < 512:
-        return f"the TPU's kernel needs times that are multiples of 128 from 512 on, not {t} and {s}"
+        return f"the TPU's kernel needs times >= 512 that are multiples of 128, not {t} and {s}"
     if d > 256:
-        return f"the TPU's kernel needs a head_dim up to 256, not {d}"
+        return f"the TPU's kernel needs head_dim <= 256, not {d}"
     if form.window is not None and t > s:
-        return "the TPU's kernel takes no window with more queries than keys"
+        return "the TPU's kernel does not support a window with more queries than keys"
     return None
 
 
 @functools.cache
 def _nvidia() -> tuple[float, int]:
-    """(compute capability, cuDNN's version); without a GPU, those of one that has everything but Hopper's own."""
+    """(compute capability, cuDNN version). Without a GPU, those of a GPU with all features except those of Hopper."""
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -91,7 +94,7 @@ def _nvidia() -> tuple[float, int]:
 
 
 def forward(platform: str, form: Form, compute, residuals: bool, partitioning: str, q, k, v, *where):
-    """[out, and with `residuals` peak and total [b, h, t]]."""
+    """Returns [out], with `residuals` [out, peak, total]; peak and total are [b, h, t]."""
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     results = ("bthd", "bht") if residuals else ("bthd",)
     out, *sums = _split(_KERNELS[platform][0], form, tuple(kinds), results, partitioning)(*arrays)
@@ -100,21 +103,21 @@ def forward(platform: str, form: Form, compute, residuals: bool, partitioning: s
 
 
 def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *rest):
-    """The gradients of q, k and v, given ..., out, peak, total and the gradient of out."""
+    """Returns the cotangents of q, k and v. `rest` ends with out, peak, total and the cotangent of out."""
     *where, out, peak, _, gradient = rest
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     blind = _blind(form, mask, lengths)
     kinds = (*kinds, "bht", "bthd", "bthd")
     of_q, of_k, of_v = _split(_KERNELS[platform][1], form, kinds, ("bthd", "bsgd", "bsgd"), partitioning)(
         *arrays, peak, _cast(out, compute), _cast(_silent(blind, gradient), compute))
-    if lengths is not None:    # what padding keys get is the kernel's affair, and 0 in truth
+    if lengths is not None:    # kernels return arbitrary values for padding keys; the cotangent is 0
         real = _real(lengths, k)[:, :, None, None]
         of_k, of_v = (jnp.where(real, x, 0) for x in (of_k, of_v))
     return [_silent(blind, of_q), of_k, of_v]
 
 
 def _operands(form, compute, q, k, v, where):
-    """(arrays for a kernel, their axes, (mask, lengths) or None); a mask takes the lengths in."""
+    """Returns (arrays for a kernel, their axes, (mask, lengths) or None). A mask includes the lengths."""
     given = dict(zip(form.given, where))
     mask, lengths = given.get("mask"), given.get("lengths")
     arrays, kinds = [_cast(x, compute) for x in (q, k, v)], ["bthd", "bsgd", "bsgd"]
@@ -122,7 +125,7 @@ def _operands(form, compute, q, k, v, where):
         if lengths is not None:
             mask, lengths = mask & _real(lengths, k)[:, None, None], None
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
-        # The largest number that cuDNN can take from another one like it.
+        # The largest magnitude for which cuDNN's subtraction of two such numbers is correct.
         lowest = -(2 << 40) if compute == jnp.bfloat16 else -(2 << 14)
         arrays.append(jnp.where(mask, jnp.zeros((), compute), jnp.array(lowest, compute)))
         kinds.append("".join(c if n > 1 else c.upper() for c, n in zip("bh", mask.shape)) + "ts")
@@ -134,12 +137,12 @@ def _operands(form, compute, q, k, v, where):
 
 
 def _real(lengths, k):
-    """Which keys are no padding, [b, s]."""
+    """Which keys are not padding, [b, s]."""
     return jnp.arange(k.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
 
 
 def _blind(form, mask, lengths):
-    """Which queries see no key, broadcastable to [b, h, t], or None for none."""
+    """Which queries attend to no key, broadcastable to [b, h, t], or None if every query attends to one."""
     if mask is not None:
         t, s = mask.shape[2:]
         return ~(mask & jnp.tril(jnp.ones((t, s), bool))[None, None] if form.causal else mask).any(-1)
@@ -147,12 +150,12 @@ def _blind(form, mask, lengths):
 
 
 def _silent(blind, x):
-    """x [b, t, h, d], 0 for queries that see no key."""
+    """x [b, t, h, d], set to 0 for queries that attend to no key."""
     return x if blind is None else jnp.where(blind.swapaxes(1, 2)[..., None], jnp.zeros((), x.dtype), x)
 
 
 def _named(kinds, arrays):
-    """(bias, lengths, what else there is)."""
+    """(bias, lengths, the other arrays)."""
     rest = list(arrays)
     bias = rest.pop(0) if len(kinds) > 3 and kinds[3].endswith("ts") else None
     return bias, rest.pop(0) if "b" in kinds else None, rest
@@ -202,12 +205,12 @@ _KERNELS = {"cuda": (_cudnn_forward, _cudnn_backward), "tpu": (_splash_forward, 
 
 
 def _split(kernel, form, operands, results, partitioning):
-    """`kernel(form, operands, results, *arrays)` as a function of the arrays, which XLA may split along batch and
-    heads; what else is split is gathered first.
+    """`kernel(form, operands, results, *arrays)` as a function that XLA can partition along batch and heads. Arrays
+    split along other axes are gathered first.
 
     Args:
-        operands, results: the axes of each array: b is the batch, h and g are the heads; capitals have length 1.
-        partitioning: "whole" where nothing will be split.
+        operands, results: the axes of each array: b is the batch, h and g are the heads; capital letters have length 1.
+        partitioning: "whole" if nothing is partitioned.
     """
     whole = partitioning == "whole"
     return functools.partial(kernel, form, operands, results) if whole else _splitting(kernel, form, operands, results)

@@ -19,12 +19,12 @@ from fnet.layers._sizes import sized
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What an attention computes, apart from its arrays.
+    """The kind of an attention: everything except its arrays.
 
     Attributes:
         causal, window, scale: as in `dot_product_attention`.
-        given: which of "mask", "lengths" and "starts" stand behind query, key and value, in this order.
-        precision: of the products, as in `jax.default_matmul_precision`; None: the platform's.
+        given: which of "mask", "lengths" and "starts" follow query, key and value, in this order.
+        precision: of the products, as in `jax.default_matmul_precision`; None: the platform's default.
     """
 
     causal: bool
@@ -34,13 +34,13 @@ class Form:
     precision: Any = None
 
     def blind(self, t: int, s: int) -> bool:
-        """Whether a query may exist that sees no key. Two different symbolic sizes may be in any order."""
+        """Whether some query may attend to no key. Different symbolic sizes are compared in either order."""
         more = t > s if sized(t, s) else t != s
         return bool(self.given) or (self.window is not None and more)
 
 
 class Span(NamedTuple):
-    """Queries start .. stop - 1 see no keys but low .. high - 1."""
+    """Queries start .. stop - 1 attend only to keys low .. high - 1."""
 
     start: int
     stop: int
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 def spans(form: Form, t: int, s: int) -> list[Span]:
-    """Splits the queries into up to eight blocks (more with a window), each with the keys that it can see.
+    """Splits the queries into up to eight blocks (more with a window), each with the keys that it can attend to.
 
     Four blocks of a causal mask do 5/8 of the work. Beyond eight blocks, products of few rows cost more than the
     skipped keys save. Symbolic sizes give one block.
@@ -73,13 +73,13 @@ def spans(form: Form, t: int, s: int) -> list[Span]:
 
 
 def widened(dtype):
-    """What sums and softmax of this dtype are taken in."""
+    """The dtype of sums and of the softmax for inputs of this dtype."""
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
 
 class Products(NamedTuple):
-    """How matrix products [b, g, m, k] x [b, g, k, n] are written: operands rounded to `compute`, which the products
-    take as `operand`, sums in `wide`."""
+    """Matrix products [b, g, m, k] x [b, g, k, n]. Operands are rounded to `compute`, the products read them as
+    `operand`, and sums are in `wide`."""
 
     compute: Any
     operand: Any
@@ -93,7 +93,7 @@ class Products(NamedTuple):
     def read(self, x):
         if self.compute == self.operand:
             return _cast(x, self.compute)
-        x = _cast(x, self.operand)    # rounded, but not so its derivative: exactly x + (rounded - x)
+        x = _cast(x, self.operand)    # rounds the value but not the derivative: exactly x + (rounded - x)
         return x + lax.stop_gradient(_cast(_cast(x, self.compute), self.operand) - x)
 
     def rows(self, x, y):
@@ -122,9 +122,9 @@ class Products(NamedTuple):
 
 
 def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where):
-    """(out [b, t, h, d], peak, total), all of `products.wide`.
+    """Returns (out [b, t, h, d], peak, total), all in `products.wide`.
 
-    Weights are normalized after they have met the values: a division of [t, d] numbers, not of [t, s].
+    The division by the sum of the weights follows the product with the values: it divides [t, d] numbers, not [t, s].
     """
     b, t, h, _ = q.shape
     g = k.shape[2]
@@ -150,21 +150,21 @@ def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where)
 
 
 def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest):
-    """The gradients of q, k and v, given ..., out, peak, total and the gradient of out.
+    """Returns the cotangents of q, k and v. `rest` ends with out, peak, total and the cotangent of out.
 
-    Weights are computed again from their statistics, by the operations of the forward pass, which a compiler that has
-    both passes before it does once. With w = weights of sum 1 and a gradient y' of y = w v:
+    The weights are recomputed from their statistics, with the operations of the forward pass. A compiler that sees both
+    passes runs them once. With w = normalized weights and the cotangent y' of y = w v:
 
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
-    sum(w w') is sum(y y') too, which costs less where y is at hand (Dao et al., 2022, FlashAttention, appendix B.4).
-    But in 16 bits y is rounded, and then the sum of logits' is not the 0 that it should be.
+    sum(w w') equals sum(y y'), which costs less if y is available (Dao et al., 2022, FlashAttention, appendix B.4).
+    But in 16 bits y is rounded, and then the sum of logits' is not 0, as it should be.
     """
     *where, _, peak, total, y = rest
     b, t, h, d = q.shape
     g, s = k.shape[2], k.shape[1]
     inverse = 1 / total.astype(products.wide)
-    # Where the range allows, the gradient is divided and not the weights; in float16 it would vanish.
+    # If the range of the dtype allows, the cotangent is divided, not the weights. In float16 it would underflow.
     early = products.compute == jnp.float16
     y = _split(y.astype(products.wide), g)
     if not early:
@@ -176,7 +176,7 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
         if at.low == at.high:
             of_q.append(jnp.zeros((b, g, h // g, at.stop - at.start, d), products.wide))
             continue
-        with jax.named_scope("rematted_computation"):    # the name that jax.checkpoint gives such things
+        with jax.named_scope("rematted_computation"):    # jax.checkpoint's name for recomputation
             logits, seen = _logits(form, products, at, q, k, where)
             weights = jnp.exp(logits - peak[:, :, rows, None].astype(products.wide))
         if early:
@@ -184,14 +184,14 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
         if seen is not None and form.blind(t, s):
             weights = jnp.where(seen, weights, 0)
         part = _merged(y[:, :, :, rows])                               # [b, g, r t, d]
-        slope = products.rows(part, v[:, :, keys]).reshape(weights.shape)
-        mean = (weights * slope).sum(-1, keepdims=True)
+        cotangent = products.rows(part, v[:, :, keys]).reshape(weights.shape)
+        mean = (weights * cotangent).sum(-1, keepdims=True)
         if not early:
             mean = mean * inverse[:, :, rows, None]
-        slope = _grouped(weights * (slope - mean) * form.scale, g)
-        of_q.append(products.mix(slope, k[:, :, keys]).reshape(b, g, h // g, -1, d))
+        cotangent = _grouped(weights * (cotangent - mean) * form.scale, g)
+        of_q.append(products.mix(cotangent, k[:, :, keys]).reshape(b, g, h // g, -1, d))
         pad = ((0, 0), (0, 0), (at.low, s - at.high), (0, 0))
-        of_k.append(jnp.pad(products.sums(slope, _merged(q[:, :, :, rows])), pad))
+        of_k.append(jnp.pad(products.sums(cotangent, _merged(q[:, :, :, rows])), pad))
         of_v.append(jnp.pad(products.sums(_grouped(weights, g), part), pad))
     of_k, of_v = (functools.reduce(jnp.add, parts) if parts else jnp.zeros((b, g, s, d), products.wide)
                   for parts in (of_k, of_v))
@@ -199,18 +199,20 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
 
 def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v, *rest):
-    """The slope of out along the slopes of those of q, k and v that `moving` names."""
-    slopes = iter(rest[len(form.given):])
+    """The tangent of out for the tangents of query, key and value, as far as `moving` names them."""
+    tangents = iter(rest[len(form.given):])
     return jax.jvp(lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[:len(form.given)])[0], (q, k, v),
-                   tuple(_cast(next(slopes), x.dtype) if moves else jnp.zeros_like(x)
+                   tuple(_cast(next(tangents), x.dtype) if moves else jnp.zeros_like(x)
                          for x, moves in zip((q, k, v), moving)))[1]
 
 
 def seen(form: Form, at: Span, shape, where):
-    """Which of the keys of a span each query sees, broadcastable to [b, h, t, s] of that span, or None for all.
+    """Which keys of a span each query attends to, broadcastable to [b, h, t, s] of that span, or None for all.
 
     Args:
-        shape: (t, s) of the whole.
+        form: the kind of attention.
+        at: the span.
+        shape: (t, s) of all queries and keys.
         where: the arrays that `form.given` names.
     """
     given = dict(zip(form.given, where))
@@ -237,7 +239,7 @@ def seen(form: Form, at: Span, shape, where):
 
 
 def _logits(form, products, at, q, k, where):
-    """(logits [b, h, t, s] of a span, which of them are seen)."""
+    """Returns (logits [b, h, t, s] of a span, which keys are attended to)."""
     b, g, r, t, _ = q.shape
     shape = b, g * r, at.stop - at.start, at.high - at.low
     logits = products.rows(_merged(q[:, :, :, at.start:at.stop]), k[:, :, at.low:at.high]).reshape(shape) * form.scale
@@ -250,7 +252,7 @@ def _cast(x, dtype):
 
 
 def _split(x, groups):
-    """[b, t, h, d] -> [b, g, r, t, d]: the query heads of one group stand together, so that keys are never repeated."""
+    """[b, t, h, d] -> [b, g, r, t, d]: groups the query heads of each key/value head, so that keys are not repeated."""
     b, t, h, d = x.shape
     return x.reshape(b, t, groups, h // groups, d).transpose(0, 2, 3, 1, 4)
 

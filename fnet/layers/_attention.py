@@ -22,20 +22,25 @@ from fnet.layers._scope import Scope
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding: turns pairs of features by angles that grow with the position.
+    """Rotary position embedding: rotates pairs of features by angles that are proportional to the position.
 
         angle(position, i) = position * base ** (-2 i / head_dim),  i = 0 .. head_dim / 2 - 1
 
-    Args:
-        base: the slowest pair turns once in about 2 pi base positions.
-        interleaved: pairs are (0, 1), (2, 3), ... as in the paper and llama2.c; otherwise (i, i + head_dim / 2), as in
-            GPT-NeoX and Hugging Face's Llama.
-        scaling: function of the angles per position, float32 [head_dim / 2] in NumPy, for models whose context was
-            extended after training (`models.Llama3Scaling`); None: unchanged.
+    A `Rotary` is called as `rotary(x, positions)` with x [batch, time, heads, head_dim] and positions [batch, time].
+    The result has the shape and dtype of x. Angles are computed in float32.
 
-    Call: x [batch, time, heads, head_dim], positions [batch, time] -> x's shape and dtype; angles in float32.
+    Args:
+        base: the slowest pair completes one rotation in about 2 pi base positions. Default 10,000.
+        interleaved: whether the pairs are (0, 1), (2, 3), ... as in the paper and llama2.c. By default they are
+            (i, i + head_dim / 2), as in GPT-NeoX and in Hugging Face's Llama.
+        scaling: a function of the angles per position, float32 [head_dim / 2] in NumPy, for models whose context was
+            extended after training (`models.Llama3Scaling`). None: unchanged.
 
     Source: Su et al. (2021), RoFormer, eq. 34.
+
+    >>> from fnet import layers as nn
+    >>> nn.Attention(4, causal=True, rotary=nn.Rotary(base=500_000.0)).rotary.base
+    500000.0
     """
 
     base: float = 10000.0
@@ -46,7 +51,7 @@ class Rotary:
     def __call__(self, x, positions):
         dim = x.shape[-1]
         if dim % 2:
-            raise ValueError(f"Rotary turns pairs of features: head_dim must be even; got {dim}")
+            raise ValueError(f"Rotary: head_dim must be even; got {dim}")
         rates = np.float32(self.base) ** (-np.arange(0, dim, 2, dtype=np.float32) / dim)
         rates = rates if self.scaling is None else self.scaling(rates)
         angles = lax.expand_dims(positions.astype(jnp.float32), (2, 3)) * rates[None, None, None]    # [b, t, 1, dim/2]
@@ -61,41 +66,51 @@ class Rotary:
 
 
 class Attention(Layer):
-    """Scaled dot-product attention with several heads.
+    """Multi-head attention with query, key, value and output projections.
 
         out = concat_h softmax(q_h k_h^T / sqrt(head_dim) + mask) v_h
 
     Glossary: b batch, t time of the queries, s time of the keys, f features, h heads, g key/value heads, d head_dim.
 
+    Args:
+        heads: number of query heads.
+        kv_heads: number of key/value heads. Each serves heads / kv_heads query heads (Ainslie et al., 2023). Default:
+            heads.
+        head_dim: features of a head. Default: f / heads.
+        causal: whether a query attends only to keys at its own and earlier positions. Default False.
+        rotary: a `Rotary` for queries and keys. Default None.
+        window: with `causal`, a query attends to the last `window` keys, including the one at its own position.
+            Otherwise it attends to keys less than `window` positions away (Beltagy et al., 2020). Default None: all.
+        use_bias: whether the four projections have a bias. Default True.
+        dropout: the dropout rate of the attention weights. Default 0.
+        kernel_init: initializer of the projections' kernels.
+        out_init: initializer of the output projection's kernel. Default: kernel_init.
+
+    Inputs:
+        x: [b, t, f], floating point.
+        context: [b, s, f'], the source of keys and values for cross-attention. Default: x.
+        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s], [b, 1, t, s] or [b, h, t, s].
+        lengths: integers [b], the number of valid keys in each example. The keys after them are ignored.
+        positions: integers [b, t] or [t], for the rotary embedding. Default: 0, 1, ..., continued after the positions
+            in the cache.
+
+    Output: [b, t, f] in the dtype of x. For a query that attends to no key, the output projection receives 0. The
+    softmax is computed in float32, or float64 for float64 inputs.
+
     Parameters: query/kernel [f, h d], key/kernel and value/kernel [f, g d], out/kernel [h d, f], and biases.
     State of kind "cache", from `model.cache(x)`: cached_key and cached_value [b, max_length, g, d], index [b].
 
-    Args:
-        heads: query heads.
-        kv_heads: key/value heads, each shared by heads / kv_heads query heads (Ainslie et al., 2023); None: heads.
-        head_dim: None: f / heads.
-        causal: a query sees no later key.
-        rotary: a `Rotary` for queries and keys, or None.
-        window: with causal, a query sees the last `window` keys, its own included; without, keys less than `window`
-            away (Beltagy et al., 2020).
-        use_bias: biases in all four projections.
-        dropout: the rate of dropout on the attention weights.
-        kernel_init: of the projections; out_init: of the last of them, None: the same.
-
-    Inputs:
-        x: [b, t, f].
-        context: [b, s, f'], what keys and values are made of; None: x.
-        mask: True where a query may see a key: [t, s], [b, t, s], [b, 1, t, s] or [b, h, t, s].
-        lengths: [b], how many of each row's keys are real; the rest is not seen.
-        positions: [b, t] or [t], for the rotary embedding; None: 0, 1, ..., after what the cache holds.
-
-    Output [b, t, f]; a query that sees no key gives 0 to the last projection. The softmax is taken in float32 at least.
-
-    With a cache in `state`, the keys and values of x are appended to it (`lengths` of them, where given, so that
-    prompts of unequal length are padded on the right), and every query sees what the cache holds of its row. A row
-    that outgrows its cache turns into NaN.
+    With a cache in `state`, the keys and values of x are appended to it, and every query attends to the cached keys of
+    its example. If `lengths` is passed, only that many are appended, so prompts of unequal length can be padded on the
+    right. If an example exceeds the length of the cache, its outputs are NaN.
 
     Source: Vaswani et al. (2017), Attention Is All You Need, section 3.2.
+
+    >>> from fnet import layers as nn
+    >>> attention, x = nn.Attention(4, causal=True), jnp.ones((2, 8, 32))
+    >>> params, _ = attention.init(jax.random.key(0), x)
+    >>> attention(params, x).shape
+    (2, 8, 32)
     """
 
     heads: int
@@ -123,14 +138,14 @@ class Attention(Layer):
         order = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]      # [b, t]
         if self.rotary is not None:
             if context is not None:
-                raise ValueError(f"Attention at {scope}: rotary positions are for self-attention, without context=")
+                raise ValueError(f"Attention at {scope}: rotary= needs self-attention; call it without context=")
             turn = order if positions is None else self._positions(scope, positions, x)
             q, k = self.rotary(q, turn), self.rotary(k, turn)
         if cache is not None:
             k, v, fits = self._append(scope, cache, k, v, lengths)
             lengths = None
         if mask is not None:
-            mask = mask_of(mask, (x.shape[0], self.heads, x.shape[1], k.shape[1]), f"Attention at {scope}: a mask")
+            mask = mask_of(mask, (x.shape[0], self.heads, x.shape[1], k.shape[1]), f"Attention at {scope}: mask")
         where = {"mask": mask, "lengths": lengths, "starts": None if cache is None else start}
         if self.dropout and scope.train:
             y = self._dropped(scope, q, k, v, where)
@@ -144,19 +159,19 @@ class Attention(Layer):
 
     def _sizes(self, scope, x, source):
         if x.ndim != 3 or source.ndim != 3 or x.shape[0] != source.shape[0]:
-            raise ValueError(f"Attention at {scope} needs [batch, time, features]; got {x.shape}"
+            raise ValueError(f"Attention at {scope}: expected [batch, time, features]; got {x.shape}"
                              + ("" if source is x else f" with context {source.shape}"))
         groups = self.kv_heads or self.heads
         if self.heads % groups:
-            raise ValueError(f"Attention at {scope}: {groups} key/value heads do not divide {self.heads} heads")
+            raise ValueError(f"Attention at {scope}: heads={self.heads} must be a multiple of kv_heads={groups}")
         if self.head_dim is None and x.shape[-1] % self.heads:
-            raise ValueError(f"Attention at {scope}: {self.heads} heads do not divide {x.shape[-1]} features; "
-                             "give head_dim")
+            raise ValueError(f"Attention at {scope}: the {x.shape[-1]} features must be a multiple of "
+                             f"heads={self.heads}; or set head_dim")
         if self.window is not None and self.window < 1:
-            raise ValueError(f"Attention at {scope}: a window holds the query's own place at least; got {self.window}")
+            raise ValueError(f"Attention at {scope}: window must be >= 1; got {self.window}")
         dim = self.head_dim or x.shape[-1] // self.heads
         if self.rotary is not None and dim % 2:
-            raise ValueError(f"Attention at {scope}: rotary turns pairs of features, head_dim must be even; got {dim}")
+            raise ValueError(f"Attention at {scope}: head_dim must be even for rotary=; got {dim}")
         return groups, dim
 
     def _project(self, scope, name, x, heads, dim):
@@ -169,19 +184,19 @@ class Attention(Layer):
             return None
         lengths = jnp.asarray(lengths)
         if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-            raise ValueError(f"Attention at {scope}: lengths are integers [batch] {x.shape[:1]}; got "
+            raise ValueError(f"Attention at {scope}: lengths must be integers [batch] {x.shape[:1]}; got "
                              f"{lengths.dtype}{list(lengths.shape)}")
         return lengths
 
     def _positions(self, scope, positions, x):
         positions = jnp.asarray(positions)
         if positions.shape not in (x.shape[:2], x.shape[1:2]):
-            raise ValueError(f"Attention at {scope}: positions are [batch, time] {x.shape[:2]} or [time]; got "
+            raise ValueError(f"Attention at {scope}: positions must be [batch, time] {x.shape[:2]} or [time]; got "
                              f"{positions.shape}")
         return jnp.broadcast_to(positions if positions.ndim == 2 else positions[None], x.shape[:2])
 
     def _cache(self, scope, k):
-        """(keys, values, index) of the cache, or None where the caller passed none."""
+        """Returns (keys, values, index) of the cache, or None if the caller passed none."""
         cache = (scope.state("cached_key", k.shape, zeros, "cache", dtype=k.dtype),
                  scope.state("cached_value", k.shape, zeros, "cache", dtype=k.dtype),
                  scope.state("index", k.shape[:1], zeros, "cache", dtype=jnp.int32))
@@ -189,12 +204,12 @@ class Attention(Layer):
             return None
         held = cache[0].shape
         if held[0] != k.shape[0] or held[2:] != k.shape[2:]:
-            raise ValueError(f"Attention at {scope}: keys {k.shape} do not fit the cache {held}: make it with "
+            raise ValueError(f"Attention at {scope}: keys {k.shape} do not match the cache {held}; create it with "
                              "model.cache for inputs of this batch size")
         return cache
 
     def _append(self, scope, cache, k, v, lengths):
-        """The cache's keys and values with the new ones behind them, and which rows still fit."""
+        """Appends keys and values to the cache. Also returns which examples fit into it."""
         keys, values, index = cache
         new = jnp.full(index.shape, k.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
         rows = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
@@ -206,7 +221,7 @@ class Attention(Layer):
         return keys.astype(k.dtype), values.astype(v.dtype), index + new <= keys.shape[1]
 
     def _dropped(self, scope, q, k, v, where):
-        """[b, t, h, d], with dropout on the weights."""
+        """Attention [b, t, h, d] with dropout on the weights."""
         b, t, heads, dim = q.shape
         groups, s = k.shape[2], k.shape[1]
         where = {name: x for name, x in where.items() if x is not None}

@@ -1,4 +1,4 @@
-"""Layers made of layers: Sequential, Residual, Parallel, Stack and Remat."""
+"""Layers that contain layers: Sequential, Residual, Parallel, Stack and Remat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fnet.layers._scope import Scope, describe
 
 
 class _Children(Layer):
-    """Layers and plain functions by name: positional ones are "0", "1", ..., keyword ones carry their names."""
+    """Named layers and functions: positional children are "0", "1", ..., keyword children have their keyword."""
 
     layers: tuple[Callable, ...]
     names: tuple[str, ...]
@@ -26,8 +26,8 @@ class _Children(Layer):
         object.__setattr__(self, "names", (*map(str, range(len(layers))), *named))
         for name, child in zip(self.names, self.layers):
             if not callable(child):
-                raise TypeError(f"{type(self).__name__}: child {name!r} is {describe(child)}, neither a layer nor a "
-                                "function")
+                raise TypeError(f"{type(self).__name__}: child {name!r} must be a layer or a function; "
+                                f"got {describe(child)}")
 
     def __repr__(self):
         return f"{type(self).__name__}({', '.join(self._shown())})"
@@ -38,15 +38,19 @@ class _Children(Layer):
             yield shown if name == str(number) else f"{name}={shown}"
 
     def _each(self, scope):
-        """(name, the child as a function of its inputs), in order."""
+        """Returns (name, child as a function of its inputs) for each child, in order."""
         for name, child in zip(self.names, self.layers):
             yield functools.partial(child, scope[name]) if isinstance(child, Layer) else child
 
 
 class Sequential(_Children):
-    """One after the other: the first takes the inputs, every other the output before it.
+    """Applies layers one after another: each receives the output of the one before.
 
-    Children may be layers or plain functions of one array.
+    Args:
+        layers: layers, or plain functions of one array. Positional children are named "0", "1", ... (functions
+            included), keyword children by their keywords.
+
+    Inputs: those of the first layer. Output: that of the last layer.
 
     >>> model = Sequential(Dense(16), jax.nn.relu, head=Dense(10))
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((2, 8)))
@@ -65,13 +69,20 @@ class Sequential(_Children):
 
 
 class Residual(_Children):
-    """The input plus what the children make of it in sequence: `y = shortcut(x) + f(x)`.
+    """Adds the input to the output of its children: `y = shortcut(x) + f(x)`.
 
     Args:
-        layers: as in `Sequential`.
-        shortcut: a layer or function for the input's way round, its parameters under "shortcut"; None: the input.
+        layers: as in `Sequential`; f applies them one after another.
+        shortcut: a layer or function that is applied to the input, with parameters under "shortcut". Default: the
+            input is added unchanged.
 
     Source: He et al. (2016), Deep Residual Learning for Image Recognition, eq. 1 and 2.
+
+    >>> from fnet import layers as nn
+    >>> block = nn.Residual(nn.LayerNorm(), nn.Dense(8))
+    >>> params, _ = block.init(jax.random.key(0), jnp.ones((2, 8)))
+    >>> block(params, jnp.ones((2, 8))).shape
+    (2, 8)
     """
 
     _: KW_ONLY
@@ -81,7 +92,7 @@ class Residual(_Children):
         super().__init__(*layers, **named)
         object.__setattr__(self, "shortcut", shortcut)
         if shortcut is not None and not callable(shortcut):
-            raise TypeError(f"Residual: the shortcut is {describe(shortcut)}, neither a layer nor a function")
+            raise TypeError(f"Residual: shortcut must be a layer or a function; got {describe(shortcut)}")
 
     def _shown(self):
         yield from super()._shown()
@@ -95,17 +106,23 @@ class Residual(_Children):
         if self.shortcut is not None:
             x = self.shortcut(scope["shortcut"], x) if isinstance(self.shortcut, Layer) else self.shortcut(x)
         if y.shape != x.shape:
-            raise ValueError(f"Residual at {scope} adds {y.shape} to {x.shape}: give it a shortcut that maps the "
-                             "input to the output's shape")
+            raise ValueError(f"Residual at {scope}: the output {y.shape} and the input {x.shape} must have one shape; "
+                             "pass a shortcut that maps the input to the output's shape")
         return x + y
 
 
 class Parallel(_Children):
-    """Every child on the same inputs, then the outputs put together.
+    """Applies all children to the same inputs, and combines their outputs.
 
     Args:
         layers: as in `Sequential`.
-        combine: a function of two outputs, applied from left to right; the sum by default.
+        combine: a function of two outputs, applied from left to right. Default: addition.
+
+    >>> from fnet import layers as nn
+    >>> model = nn.Parallel(nn.Dense(8), jax.nn.relu, combine=lambda a, b: a * b)
+    >>> params, _ = model.init(jax.random.key(0), jnp.ones((2, 8)))
+    >>> sorted(params)
+    ['0']
     """
 
     _: KW_ONLY
@@ -115,7 +132,7 @@ class Parallel(_Children):
         super().__init__(*layers, **named)
         object.__setattr__(self, "combine", combine)
         if not self.layers:
-            raise ValueError("Parallel needs at least one layer")
+            raise ValueError("Parallel: expected at least one layer, got none")
 
     def _shown(self):
         yield from super()._shown()
@@ -127,18 +144,24 @@ class Parallel(_Children):
 
 
 class Stack(Layer):
-    """`depth` copies of a block one after the other, as one `lax.scan` over stacked parameters.
+    """Applies `depth` copies of a block one after another, as one `lax.scan` over stacked parameters.
 
-    Trace and compile time do not grow with the depth. Every array of the block has a leading axis of length depth
-    ("layers" among its logical axes), and copy i has the numbers of the child str(i) of
-    `Sequential(*[block] * depth)`. The stack adds no name to the path.
+    Trace and compile time do not grow with the depth. Every array of the block gets a leading axis of length depth,
+    whose logical name is "layers". Copy i is initialized like the child str(i) of `Sequential(*[block] * depth)`. The
+    stack adds no name to the path.
 
     Args:
-        block: the layer; its output has the shape and dtype of its first input.
-        depth: how many.
-        unroll: how many copies one iteration of the scan holds, as in `lax.scan`.
+        block: the layer. Its output must have the shape and dtype of its first input.
+        depth: the number of copies.
+        unroll: copies in one iteration of the scan, as in `lax.scan`. Default 1.
 
-    Inputs: x, and whatever else the block takes; the latter goes to every copy alike.
+    Inputs: x, and any further inputs of the block, which are passed to every copy.
+
+    >>> from fnet import layers as nn
+    >>> stack = nn.Stack(nn.Dense(8), 12)
+    >>> params, _ = stack.init(jax.random.key(0), jnp.ones((2, 8)))
+    >>> params["kernel"].shape
+    (12, 8, 8)
     """
 
     block: Layer
@@ -162,15 +185,20 @@ class Stack(Layer):
 
 
 class Remat(Layer):
-    """A block whose intermediate values are computed again in the backward pass instead of kept: `jax.checkpoint`.
+    """A block whose intermediate values are recomputed in the backward pass instead of stored, with `jax.checkpoint`.
 
-    Adds no name to the path and changes no numbers.
+    It adds no name to the path and does not change any result.
 
     Args:
         block: the layer.
-        policy: what to keep all the same, from `jax.checkpoint_policies`; None: nothing.
+        policy: which values to store nevertheless, from `jax.checkpoint_policies`. Default: none.
 
     Source: Chen et al. (2016), Training Deep Nets with Sublinear Memory Cost.
+
+    >>> from fnet import layers as nn
+    >>> model = nn.Stack(nn.Remat(nn.Residual(nn.Dense(8), jax.nn.relu)), 4)
+    >>> model(model.init(jax.random.key(0), jnp.ones((2, 8)))[0], jnp.ones((2, 8))).shape
+    (2, 8)
     """
 
     block: Layer
@@ -193,8 +221,8 @@ class Remat(Layer):
 
 
 def _same(scope, block, x, y):
-    """A block that is stacked gives what it takes."""
+    """Checks that a stacked block returns the shape and dtype of its first input."""
     taken, given = (jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree) for tree in (x, y))
     if taken != given:
-        raise ValueError(f"Stack at {scope}: {type(block).__name__} takes {taken} and gives {given}; a stacked "
-                         "block's output must have its first input's shape and dtype")
+        raise ValueError(f"Stack at {scope}: a block's output must have the shape and dtype of its first input; "
+                         f"{type(block).__name__} maps {taken} to {given}")

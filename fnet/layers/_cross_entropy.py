@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head in pieces, so that logits over a large vocabulary never stand in memory at once."""
+"""Cross entropy of a linear head in chunks, so that the logits over a large vocabulary are never all in memory."""
 
 from __future__ import annotations
 
@@ -10,28 +10,33 @@ from jax import lax
 
 from fnet.layers._sizes import sized
 
-LOGITS = 1 << 25    # at once: 128 MiB in float32
+LOGITS = 1 << 25    # of one chunk: 128 MiB in float32
 
 
 def linear_cross_entropy(x, kernel, labels, *, bias=None, chunk_size: int | None = None):
-    """`optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)`, a stretch of positions at a time.
+    """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in chunks of positions.
 
-    Logits [batch, time, vocab_size] are the largest array of a language model's step: 6.6 GB for 32 texts of 1,024
-    tokens of GPT-2's 50,257, and as much again for their gradient. Here the last axis but one is cut into chunks; each
-    chunk's logits are made, reduced, forgotten, and made again for the gradient: a third more products with the kernel,
-    and on a CPU twice the time. Where whole logits fit into memory they are faster. Sums over the
-    vocabulary are in float32 whatever x's dtype. Any number of derivatives, in either mode.
+    Logits [batch, time, vocab_size] are the largest array in a training step of a language model: 6.6 GB for 32 texts
+    of 1,024 tokens and GPT-2's 50,257 classes, and the same for their gradient. This function splits the time axis into
+    chunks. The logits of a chunk are computed, reduced and discarded, and recomputed for the gradient. This takes a
+    third more products with the kernel, and about twice the time on a CPU, so prefer the plain form if the logits fit
+    into memory. Sums over the vocabulary are in float32 for every input dtype. Derivatives of any order, forward or
+    reverse, are supported.
 
     Args:
-        x: [..., time, features], floating point. The leading axes stay whole, so that a sharded batch stays sharded.
-        kernel: [features, vocab_size]; it is cast to x's dtype. A tied table is `embedding.T`.
-        labels: [..., time], integers in 0 .. vocab_size - 1; the loss of any other is NaN.
+        x: [..., time, features], floating point. The leading axes are not split, so they can be sharded.
+        kernel: [features, vocab_size], cast to the dtype of x. For tied embeddings, pass `embedding.T`.
+        labels: [..., time], integers in 0 .. vocab_size - 1. For other values the loss is NaN.
         bias: [vocab_size], or None.
-        chunk_size: positions of the time axis in a chunk. By default as many as keep a chunk's logits within 128 MiB
-            in float32; where that is all of them, nothing is made twice. While `jax.export` traces symbolic sizes,
-            the default is the whole axis: give a chunk_size for a large vocabulary.
+        chunk_size: positions of the time axis in a chunk. By default, the logits of a chunk take up to 128 MiB in
+            float32. If that includes all positions, nothing is recomputed. While `jax.export` traces symbolic sizes,
+            the default is the whole axis, so set chunk_size for a large vocabulary.
 
-    Returns: losses [..., time] in nats, float32. Weights of padded positions are the caller's.
+    Returns:
+        Losses [..., time] in nats, float32. Padded positions have losses too; weight them with 0.
+
+    Raises:
+        ValueError: the shapes or dtypes of the arguments do not match.
 
     Source: Milakov and Gimelshein (2018), Online normalizer calculation for softmax; Wijmans et al. (2025), Cut Your
     Losses in Large-Vocabulary Language Models.
@@ -42,7 +47,7 @@ def linear_cross_entropy(x, kernel, labels, *, bias=None, chunk_size: int | None
     """
     x, kernel, labels = (jnp.asarray(array) for array in (x, kernel, labels))
     _check(x, kernel, labels, bias, chunk_size)
-    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels    # which holds any vocabulary
+    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels    # int32 holds every vocabulary
     time, vocab_size = x.shape[-2], kernel.shape[1]
     rows = math.prod(x.shape[:-2])
     if chunk_size is None and sized(rows, time):
@@ -59,7 +64,7 @@ def linear_cross_entropy(x, kernel, labels, *, bias=None, chunk_size: int | None
     axis = x.ndim - 2
     chunks = (jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, x.shape[-1]), axis, 0),
               jnp.moveaxis(labels.reshape(*labels.shape[:axis], count, size), axis, 0))
-    chunk = jax.checkpoint(lambda x, labels: _losses(x, kernel, labels, bias), prevent_cse=False)    # a scan has none
+    chunk = jax.checkpoint(lambda x, labels: _losses(x, kernel, labels, bias), prevent_cse=False)    # scan prevents CSE
     losses = lax.map(lambda pair: chunk(*pair), chunks)                        # [count, ..., size]
     losses = jnp.moveaxis(losses, 0, axis).reshape(*labels.shape[:-1], count * size)
     return lax.slice_in_dim(losses, 0, time, axis=axis)
@@ -69,7 +74,7 @@ def _losses(x, kernel, labels, bias):
     logits = lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     if bias is not None:
         logits = logits + lax.expand_dims(bias, range(logits.ndim - 1))
-    # A comparison that is fused into the sum, and not a gather: the gradient of a gather is a scatter.
+    # A comparison fused into the sum instead of a gather, because the gradient of a gather is a scatter.
     tokens = lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     chosen = jnp.where(tokens == labels[..., None], logits, 0).sum(-1)
     valid = (labels >= 0) & (labels < kernel.shape[1])
@@ -77,23 +82,23 @@ def _losses(x, kernel, labels, bias):
 
 
 def _count(time, chunk_size):
-    """The number of chunks: the fewest of at most this size, or a few more where those need no padding."""
+    """The number of chunks: the fewest of at most this size, or a few more if those need no padding."""
     fewest = -(-time // chunk_size)
     return next((count for count in range(fewest, min(fewest + fewest // 2, time) + 1) if time % count == 0), fewest)
 
 
 def _check(x, kernel, labels, bias, chunk_size):
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"linear_cross_entropy needs x [..., time, features] in floating point; got {x.dtype}"
+        raise ValueError(f"linear_cross_entropy: expected floating-point x [..., time, features]; got {x.dtype}"
                          f"{list(x.shape)}")
     if kernel.ndim != 2 or kernel.shape[0] != x.shape[-1] or not jnp.issubdtype(kernel.dtype, jnp.floating):
-        raise ValueError(f"linear_cross_entropy needs a kernel [{x.shape[-1]}, vocab_size] in floating point for x of "
+        raise ValueError(f"linear_cross_entropy: expected a floating-point kernel [{x.shape[-1]}, vocab_size] for x of "
                          f"shape {list(x.shape)}; got {kernel.dtype}{list(kernel.shape)}")
     if labels.shape != x.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(f"linear_cross_entropy needs integer labels {list(x.shape[:-1])} for x of shape "
+        raise ValueError(f"linear_cross_entropy: expected integer labels {list(x.shape[:-1])} for x of shape "
                          f"{list(x.shape)}; got {labels.dtype}{list(labels.shape)}")
     if bias is not None and jnp.shape(bias) != kernel.shape[1:]:
-        raise ValueError(f"linear_cross_entropy needs a bias [{kernel.shape[1]}] for a kernel of shape "
+        raise ValueError(f"linear_cross_entropy: expected a bias [{kernel.shape[1]}] for a kernel of shape "
                          f"{list(kernel.shape)}; got {list(jnp.shape(bias))}")
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"linear_cross_entropy needs a chunk_size of at least 1 position; got {chunk_size}")
+        raise ValueError(f"linear_cross_entropy: chunk_size must be >= 1; got {chunk_size}")

@@ -1,4 +1,4 @@
-"""Dropout: zeros at random while training."""
+"""Dropout."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from fnet.layers._scope import Scope
 
 
 class Dropout(Layer):
-    """Zeros a share of the input at random with `train=True`, and scales the rest by 1 / (1 - rate).
+    """Sets a random fraction of the input to zero with `train=True`, and scales the rest by 1 / (1 - rate).
 
-    Without `train=True`, or with rate 0, the input passes through and no key is needed.
+    Without `train=True`, or with rate 0, the output is the input and no key is needed.
 
     Args:
-        rate: the share to zero, in [0, 1].
-        broadcast: axes along which one draw serves for all, e.g. `(1, 2)` on images drops whole channels.
+        rate: the fraction to set to zero, in [0, 1].
+        broadcast: axes that share one random decision, e.g. `(1, 2)` drops whole channels of images. Default ().
 
-    Source: Srivastava et al. (2014), Dropout.
+    Input and output: an array of any shape.
+
+    Source: Srivastava et al. (2014), Dropout: A Simple Way to Prevent Neural Networks from Overfitting.
+
+    >>> from fnet import layers as nn
+    >>> y = nn.Dropout(0.5)({}, jnp.ones(8), key=jax.random.key(0), train=True)
+    >>> sorted(set(y.tolist()))
+    [0.0, 2.0]
     """
 
     rate: float
@@ -30,7 +37,7 @@ class Dropout(Layer):
 
     def forward(self, scope: Scope, x):
         if not 0 <= self.rate <= 1:
-            raise ValueError(f"Dropout at {scope}: the rate is a share between 0 and 1; got {self.rate}")
+            raise ValueError(f"Dropout at {scope}: rate must be between 0 and 1; got {self.rate}")
         x = floating(x, scope, "Dropout")
         if not scope.train or self.rate == 0:
             return x

@@ -1,4 +1,4 @@
-"""Embed: a table of vectors, one for each token."""
+"""Embed: a table with one vector for each token."""
 
 from __future__ import annotations
 
@@ -15,25 +15,31 @@ from fnet.layers._scope import Scope
 
 
 class Embed(Layer):
-    """A table look-up: `y = embedding[tokens]`.
-
-    Parameters: embedding [vocab_size, features], drawn with standard deviation 0.02 (Radford et al., 2018), which
-    also suits tied logits.
+    """Looks up a vector for each token: `y = embedding[tokens]`.
 
     Args:
-        vocab_size: the number of tokens.
-        features: the length of each vector.
+        vocab_size: number of tokens.
+        features: length of each vector.
+        embedding_init: initializer of the table. Default: normal with standard deviation 0.02 (Radford et al., 2018),
+            which also suits tied logits.
 
-    Input: integers [...], each in 0 .. vocab_size - 1; a token outside gives NaN. Output [..., features], in the
-    table's dtype.
+    Input: integers [...] in 0 .. vocab_size - 1. For other values the output is NaN. Output: [..., features], in the
+    dtype of the table.
 
-    `attend` gives logits over the vocabulary with the same table:
+    Parameters: embedding [vocab_size, features].
+
+    `attend` computes logits over the vocabulary with the same table, and `cross_entropy` computes their losses without
+    storing all logits:
 
         embed, at = nn.Embed(50257, 768), scope["embed"]
         x = embed(at, tokens)                  # [batch, time, features]
         logits = embed.attend(at, x)           # [batch, time, vocab_size]
 
-    and `cross_entropy` the losses of those logits without ever holding them all.
+    >>> from fnet import layers as nn
+    >>> embed = nn.Embed(10, 4)
+    >>> params, _ = embed.init(jax.random.key(0), jnp.zeros((2, 3), int))
+    >>> embed.attend(params, embed(params, jnp.zeros((2, 3), int))).shape
+    (2, 3, 10)
     """
 
     vocab_size: int
@@ -44,21 +50,21 @@ class Embed(Layer):
     def forward(self, scope: Scope, tokens):
         tokens = jnp.asarray(tokens)
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise TypeError(f"Embed at {scope} takes integer tokens; got {tokens.dtype}{list(tokens.shape)}")
-        table = jnp.asarray(self._table(scope))    # params may be NumPy's
+            raise TypeError(f"Embed at {scope}: expected integer tokens; got {tokens.dtype}{list(tokens.shape)}")
+        table = jnp.asarray(self._table(scope))    # params may contain NumPy arrays
         return table.at[tokens].get(mode="fill", wrap_negative_indices=False)
 
     @method
     def attend(self, scope: Scope, x):
-        """Tied logits `x @ embedding.T`: [..., features] to [..., vocab_size], in x's dtype (Press and Wolf, 2017)."""
+        """Computes tied logits `x @ embedding.T`: [..., features] to [..., vocab_size] (Press and Wolf, 2017)."""
         x = floating(x, scope, "Embed.attend")
         if x.shape[-1] != self.features:
-            raise ValueError(f"Embed.attend at {scope} needs [..., {self.features}]; got shape {x.shape}")
+            raise ValueError(f"Embed.attend at {scope}: expected [..., {self.features}]; got shape {x.shape}")
         return linear(x, self._table(scope).T)
 
     @method
     def cross_entropy(self, scope: Scope, x, labels):
-        """Losses [...] in nats of the tied logits of x [..., time, features]: see `nn.linear_cross_entropy`."""
+        """Computes the losses [...] in nats of tied logits for x [..., time, features]: `nn.linear_cross_entropy`."""
         return linear_cross_entropy(floating(x, scope, "Embed.cross_entropy"), self._table(scope).T, labels)
 
     def _table(self, scope):

@@ -1,6 +1,6 @@
-"""Flax modules as layers, and layers as Flax modules: flax.linen and flax.nnx, both ways.
+"""Conversion between Flax modules (flax.linen and flax.nnx) and layers, in both directions.
 
-Flax is imported by the first call, never by `import fnet`.
+Flax is imported by the first call, not by `import fnet`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ if TYPE_CHECKING:
 
 
 def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
-    """A flax.linen module as a layer.
+    """Converts a flax.linen module to a layer.
 
-    params are `variables["params"]` as they are; state holds the other collections by their names:
-    `{"batch_stats": {...}}`. What a module sows is left out. `init` makes them as `module.init` does, from a key of
-    the layer's own. With `train=True` batch statistics move and dropout draws from the model's key (rngs "dropout",
-    and "params" for every other stream).
+    The layer's params are `variables["params"]`. Its state holds the other collections by name:
+    `{"batch_stats": {...}}`. Sown values are discarded. `init` calls `module.init` with a key derived from the layer's
+    path. With `train=True`, batch statistics are updated, and dropout uses the model's key (rngs "dropout", and
+    "params" for all other streams).
 
     Args:
-        module: the module, not bound. Lists in its fields become tuples, dicts FrozenDicts, so that it hashes.
-        train: the module's own argument that says whether this is a training step, as "is_training" or, where it
-            says the opposite, "not frozen". None: found in the signature of its `__call__` (train, training,
-            is_training; deterministic, use_running_average, inference). "": none.
+        module: the module, not bound. In its fields, lists become tuples and dicts become FrozenDicts, so that it can
+            be hashed.
+        train: the name of the module's argument that selects training mode, such as "is_training". If it selects
+            inference mode, write "not frozen". None: found in the signature of `__call__` (train, training,
+            is_training; deterministic, use_running_average, inference). "": there is no such argument.
 
     Returns:
         A layer with the module's inputs.
 
     Raises:
-        TypeError: where `module` is no linen module, or is a class.
-        ValueError: where it is bound to variables already.
+        TypeError: `module` is a class, or not a linen module.
+        ValueError: `module` is bound to variables.
 
     >>> from flax import linen
     >>> from fnet import layers as nn
@@ -51,15 +52,21 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
 
 
 def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
-    """A layer as a flax.linen module.
+    """Converts a layer to a flax.linen module.
 
-    Its `variables["params"]` and `variables["batch_stats"]` are the layer's params and state, under the same names.
-    Call it with `train=True` for a training step, with `mutable=["batch_stats"]` where the layer has state and
-    `rngs={"dropout": key}` where it draws.
+    Its `variables["params"]` and `variables["batch_stats"]` are the layer's params and state, with the same names. For
+    a training step, call it with `train=True`; with `mutable=["batch_stats"]` if the layer has state, and with
+    `rngs={"dropout": key}` if it needs random numbers.
 
     Args:
         layer: the layer.
-        name: the module's name inside a bigger module, as for any linen module.
+        name: the module's name inside another linen module.
+
+    Returns:
+        A flax.linen module with the layer's inputs.
+
+    Raises:
+        TypeError: `layer` is not a layer.
 
     >>> from fnet import layers as nn
     >>> module = nn.to_linen(nn.Sequential(nn.Dense(8), nn.BatchNorm(), nn.Dropout(0.5)))
@@ -75,9 +82,9 @@ def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
 
 
 def linen_variables(variables) -> tuple[dict, dict]:
-    """The variables of a flax.linen module as the `(params, state)` of its layer.
+    """Converts the variables of a flax.linen module to the `(params, state)` of its layer.
 
-    Plain dicts: FrozenDicts are thawed and boxes with logical axes opened. The way back is
+    The results are plain dicts: FrozenDicts are unfrozen, and boxes with logical axes are unboxed. The inverse is
     `{"params": params, **state}`.
 
     >>> from flax import linen
@@ -91,24 +98,24 @@ def linen_variables(variables) -> tuple[dict, dict]:
 
 
 def from_nnx(constructor: Callable[..., nnx.Module], *args, **kwargs) -> Layer:
-    """A flax.nnx module as a layer: `from_nnx(CNN, features=32)` for `CNN(features=32, rngs=...)`.
+    """Converts a flax.nnx module to a layer: `from_nnx(CNN, features=32)` for `CNN(features=32, rngs=...)`.
 
-    params are the module's `nnx.Param`s by their paths, as nested dicts (the numbers of a list's items as strings);
-    state is every other variable, batch statistics among them. `init` constructs the module with
-    `rngs=nnx.Rngs(key)`. Each call makes a module of the arrays that it is given, puts it into train or eval mode,
-    and runs it; streams of random numbers inside begin at the model's key, which is needed wherever the module draws
-    (nnx.RNN does for its first carry, even in eval mode).
+    The layer's params are the module's `nnx.Param`s by path, as nested dicts (items of a list have their index as
+    name). Its state is every other variable, for example batch statistics. `init` constructs the module with
+    `rngs=nnx.Rngs(key)`. Each call creates a module with the arrays that it receives, sets train or eval mode, and runs
+    it. Random streams inside start from the model's key, which is needed whenever the module uses them (nnx.RNN does
+    for its first carry, even in eval mode).
 
     Args:
-        constructor: the module's class, or a function that makes one; given `rngs=` where it takes it.
+        constructor: the module's class, or a function that creates one. It receives `rngs=` if it accepts it.
         args, kwargs: its arguments; hashable, like a layer's fields.
 
     Returns:
         A layer with the module's inputs.
 
     Raises:
-        TypeError: for a module that is made already (take its arrays with `nnx_variables`), and where one holds
-            arrays that are no `nnx.Variable`s.
+        TypeError: `constructor` is a module (convert its arrays with `nnx_variables`), or the module contains arrays
+            that are not `nnx.Variable`s.
 
     >>> from flax import nnx
     >>> layer = from_nnx(nnx.Linear, 4, 3)
@@ -123,15 +130,21 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args, **kwargs) -> Layer:
 
 
 def to_nnx(layer: Layer, *inputs, rngs: nnx.Rngs, **options) -> nnx.Module:
-    """A layer as a flax.nnx module with params and state made from `rngs`.
+    """Converts a layer to a flax.nnx module, with params and state initialized from `rngs`.
 
-    Its arrays are `nnx.Param`s in `module.params` and `nnx.BatchStat`s in `module.state`, under the layer's names. Like
-    every nnx module it is in train mode until `module.eval()`.
+    The arrays are `nnx.Param`s in `module.params` and `nnx.BatchStat`s in `module.state`, with the layer's names. As
+    with every nnx module, it is in train mode until `module.eval()`.
 
     Args:
         layer: the layer.
-        inputs: what its first call takes, read for shapes alone; `options` likewise.
+        inputs: inputs of its first call; only shapes and dtypes are used, as for `options`.
         rngs: the streams "params" and "dropout".
+
+    Returns:
+        A flax.nnx module with the layer's inputs.
+
+    Raises:
+        TypeError: `layer` is not a layer, or `rngs` is not an `nnx.Rngs`.
 
     >>> from flax import nnx
     >>> from fnet import layers as nn
@@ -146,7 +159,7 @@ def to_nnx(layer: Layer, *inputs, rngs: nnx.Rngs, **options) -> nnx.Module:
 
 
 def nnx_variables(module: nnx.Module) -> tuple[dict, dict]:
-    """The arrays of a flax.nnx module, trained perhaps, as the `(params, state)` of its layer.
+    """Returns the arrays of a flax.nnx module as the `(params, state)` of its layer (see `from_nnx`).
 
     >>> from flax import nnx
     >>> module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
@@ -160,15 +173,22 @@ def nnx_variables(module: nnx.Module) -> tuple[dict, dict]:
 
 
 def update_nnx(module: nnx.Module, params: dict, state: dict | None = None) -> None:
-    """Writes `(params, state)`, as `nnx_variables` gives them, into a flax.nnx module.
+    """Writes `(params, state)` of a layer, as returned by `nnx_variables`, into a flax.nnx module.
 
     Args:
-        module: the module, of the same shapes.
-        params: all its parameters.
-        state: all its other variables; None: they stay as they are.
+        module: the module, with arrays of the same shapes.
+        params: all of its parameters.
+        state: all of its other variables. Default: they do not change.
 
     Raises:
-        ValueError: listing every array that is missing, has another shape, or that the module has no place for.
+        ValueError: arrays are missing, have another shape, or are not in the module; the message lists them.
+
+    >>> from flax import nnx
+    >>> module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    >>> params, state = nnx_variables(module)
+    >>> update_nnx(module, jax.tree.map(jnp.zeros_like, params))
+    >>> module(jnp.ones(4)).tolist()
+    [0.0, 0.0, 0.0]
     """
     from fnet.layers import _interop_nnx
 
@@ -178,5 +198,5 @@ def update_nnx(module: nnx.Module, params: dict, state: dict | None = None) -> N
 def _layer(who, layer):
     if not isinstance(layer, Layer):
         what = f"the class {layer.__name__}" if isinstance(layer, type) else describe(layer)
-        raise TypeError(f"{who} takes a layer, e.g. nn.Dense(10); got {what}")
+        raise TypeError(f"{who}: expected a layer, e.g. nn.Dense(10); got {what}")
     return layer

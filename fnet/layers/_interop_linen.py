@@ -1,4 +1,4 @@
-"""flax.linen modules as layers and layers as flax.linen modules. Imports Flax: `_interop` imports it when called."""
+"""Conversion between flax.linen modules and layers. Imports Flax; `_interop` imports this module on first use."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NOT_TRAINING = ("deterministic", "use_running_average", "inference")
 
 def from_linen(module, train):
     if not isinstance(module, linen.Module):
-        what = f"the class {module.__name__}: construct it" if isinstance(module, type) else describe(module)
-        raise TypeError(f"from_linen takes a flax.linen module, e.g. linen.Dense(10); got {what}")
+        what = f"the class {module.__name__}: call it" if isinstance(module, type) else describe(module)
+        raise TypeError(f"from_linen: expected a flax.linen module, e.g. linen.Dense(10); got {what}")
     if module.scope is not None:
-        raise ValueError(f"from_linen takes a module that is not bound; this {type(module).__name__} is: pass "
-                         "module.unbind()[0], and its variables as params and state (inside another linen module, "
-                         "construct it with parent=None)")
+        raise ValueError(f"from_linen: expected a module that is not bound to variables; got a bound "
+                         f"{type(module).__name__}; pass module.unbind()[0], and its variables as params and state "
+                         "(inside another linen module, construct it with parent=None)")
     return LinenLayer(_hashable(module), train=train)
 
 
@@ -36,7 +36,7 @@ def linen_variables(variables):
 
 
 class LinenLayer(Layer):
-    """What `from_linen` makes."""
+    """The result of `from_linen`."""
 
     module: linen.Module
     _: dataclasses.KW_ONLY
@@ -71,7 +71,7 @@ class LinenLayer(Layer):
         return mode(self.module, self.train, inputs, options, train)
 
     def _record(self, inputs, options, train, path=()):
-        # The specs come from Flax's own init, which makes all arrays at once; `scope.pure` asks for them here.
+        # The specs come from Flax's init, which creates all arrays at once. `scope.pure` calls this method.
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
                               if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf, (inputs, options))
         arrays, rebuild = _spec.partition(shapes)
@@ -83,7 +83,7 @@ class LinenLayer(Layer):
             params, state = dict(core.unfreeze(made)), {}
             for name in [name for name in params if name != "params"]:
                 collection = params.pop(name)
-                if _all_dicts(collection):    # what was sown is kept in tuples
+                if _all_dicts(collection):    # sown values are in tuples
                     state[name] = collection
             return params.get("params", {}), state
 
@@ -92,7 +92,7 @@ class LinenLayer(Layer):
 
 
 class FnetLayer(linen.Module):
-    """What `to_linen` makes."""
+    """The result of `to_linen`."""
 
     layer: Layer
 
@@ -117,7 +117,7 @@ class FnetLayer(linen.Module):
 
 
 def mode(module, how, inputs, options, train) -> dict[str, bool]:
-    """The arguments that tell a Flax module whether this is a training step."""
+    """Returns the arguments that tell a Flax module whether this is a training step."""
     if how is not None:
         name = how.removeprefix("not ")
         return {name: train == (name == how)} if name and name not in options else {}
@@ -125,13 +125,13 @@ def mode(module, how, inputs, options, train) -> dict[str, bool]:
     try:
         given = signature.bind_partial(*inputs, **options).arguments
     except TypeError:
-        return {}    # the call itself says what is wrong
+        return {}    # the call itself raises an error
     return {name: train == (name in _TRAINING) for name in (*_TRAINING, *_NOT_TRAINING)
             if name in signature.parameters and name not in given and getattr(module, name, None) is None}
 
 
 def record_of(params, state, whole, path) -> dict[str, dict]:
-    """Spec trees of trees of shapes (boxes with logical axes allowed) that `whole(key) -> (params, state)` makes."""
+    """Returns spec trees for the trees of shapes (possibly boxed) that `whole(key) -> (params, state)` creates."""
 
     def walk(node, names, number, kind):
         if isinstance(node, Mapping):
@@ -139,7 +139,7 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
         axes = getattr(node, "names", None) if isinstance(node, core.meta.AxisMetadata) else None
         leaf = core.meta.unbox(node)
         if not hasattr(leaf, "shape"):
-            raise TypeError(f"{quote((*path, *names))} is {describe(leaf)}: a layer's {kind} are arrays in dicts")
+            raise TypeError(f"{quote((*path, *names))}: a layer's {kind} must be arrays in dicts; got {describe(leaf)}")
 
         def init(key, shape, dtype):
             return _spec.get(whole(key)[number], names).astype(dtype)
@@ -152,12 +152,12 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
 
 
 def hold(scope, record, params, state, owner):
-    """Says what of `record` params and state do not hold, in the words of every layer."""
+    """Raises the error of `Scope.param` or `Scope.state` if params or state lack an array of `record`."""
     for kind, tree in (("params", params), ("state", state)):
         for names, leaf in _spec.leaves(record[kind]):
             path = (*scope._place.path, *names)
             if tree is None:
-                raise ValueError(f"{owner} needs the state {quote(path)} {leaf.shape}: pass state=, the second result "
+                raise ValueError(f"{owner} needs the state {quote(path)} {leaf.shape}; pass state=, the second result "
                                  "of model.init")
             held = _spec.get(tree, names)
             if getattr(held, "shape", None) != leaf.shape:
@@ -174,7 +174,7 @@ def _all_dicts(tree):
 
 
 def _hashable(value: Any):
-    """The same with tuples for lists and FrozenDicts for dicts, in a module's fields too."""
+    """Replaces lists by tuples and dicts by FrozenDicts, in a module's fields as well."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return tuple(map(_hashable, value))
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""flax.nnx modules as layers and layers as flax.nnx modules. Imports Flax: `_interop` imports it when called."""
+"""Conversion between flax.nnx modules and layers. Imports Flax; `_interop` imports this module on first use."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fnet.layers._scope import Scope, describe
 def from_nnx(constructor, args, kwargs):
     if isinstance(constructor, nnx.Module):
         name = type(constructor).__name__
-        raise TypeError(f"from_nnx takes a constructor and its arguments, from_nnx({name}, ...), and got a {name} that "
-                        "is made already: take its arrays with nnx_variables(module)")
+        raise TypeError(f"from_nnx: expected a constructor and its arguments, from_nnx({name}, ...); got a {name} that "
+                        "is already constructed; convert its arrays with nnx_variables(module)")
     if not callable(constructor):
-        raise TypeError(f"from_nnx takes a constructor and its arguments, from_nnx(nnx.Linear, 4, 3); got "
+        raise TypeError(f"from_nnx: expected a constructor and its arguments, from_nnx(nnx.Linear, 4, 3); got "
                         f"{describe(constructor)}")
     return NnxLayer(constructor, args, kwargs)
 
 
 class NnxLayer(Layer):
-    """What `from_nnx` makes."""
+    """The result of `from_nnx`."""
 
     constructor: Callable
     arguments: tuple[Any, ...] = ()
@@ -59,7 +59,7 @@ class NnxLayer(Layer):
             if path not in before or variable.get_value() is before[path]:
                 continue
             if isinstance(variable, nnx.RngCount) and key is None:
-                scope.key()    # says that there is none
+                scope.key()    # raises the error for a missing key
             if isinstance(variable, (nnx.RngState, nnx.Param)) or (
                     isinstance(variable, nnx.BatchStat) and not scope.train):
                 continue
@@ -70,12 +70,12 @@ class NnxLayer(Layer):
         return y
 
     def _record(self, inputs, options, train, path=()):
-        _abstract(self)    # refuses what has no place in the trees
+        _abstract(self)    # raises an error for arrays outside of variables
         return {**_record(self), "cache": {}}
 
 
 class FnetModule(nnx.Module):
-    """What `to_nnx` makes."""
+    """The result of `to_nnx`."""
 
     def __init__(self, layer, params, state, stream):
         self.layer = layer
@@ -96,7 +96,7 @@ class FnetModule(nnx.Module):
 
 def to_nnx(layer, inputs, options, rngs):
     if not isinstance(rngs, nnx.Rngs):
-        raise TypeError(f"to_nnx: rngs= are the streams of random numbers, nnx.Rngs(0); got {describe(rngs)}")
+        raise TypeError(f"to_nnx: expected rngs=nnx.Rngs(0), the random streams; got {describe(rngs)}")
     params, state = layer.init(rngs.params(), *inputs, **options)
     return FnetModule(layer, params, state, rngs.dropout.fork())
 
@@ -105,7 +105,7 @@ def nnx_variables(module):
     if isinstance(module, FnetModule):
         return _plain(module.params), _plain(module.state)
     if not isinstance(module, nnx.Module):
-        raise TypeError(f"nnx_variables takes a flax.nnx module; got {describe(module)}")
+        raise TypeError(f"nnx_variables: expected a flax.nnx module; got {describe(module)}")
     params, state = {}, {}
     for path, variable in _variables(module):
         *above, name = _names(path)
@@ -120,7 +120,7 @@ def update_nnx(module, params, state):
     held = nnx_variables(module)
     wrong = _differences("params", held[0], params) + ([] if state is None else _differences("state", held[1], state))
     if wrong:
-        raise ValueError(f"update_nnx: {len(wrong)} arrays do not fit this {type(module).__name__}: {'; '.join(wrong)}")
+        raise ValueError(f"update_nnx: {len(wrong)} arrays do not match {type(module).__name__}: {'; '.join(wrong)}")
     parts = ((module.params, params), (module.state, state)) if isinstance(module, FnetModule) else ((module, None),)
     for node, tree in parts:
         for path, variable in _variables(node):
@@ -130,7 +130,7 @@ def update_nnx(module, params, state):
 
 
 def _variables(module):
-    """(path, variable) of all but the streams of random numbers, and arrays that are no variables."""
+    """Returns the (path, variable) pairs except random streams, and the arrays that are not variables."""
     return [(path, variable) for path, variable in nnx.to_flat_state(nnx.state(module))
             if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState)]
 
@@ -141,12 +141,12 @@ def _construct(layer, key):
         keywords["rngs"] = nnx.Rngs(key)
     module = layer.constructor(*layer.arguments, **keywords)
     if not isinstance(module, nnx.Module):
-        raise TypeError(f"{layer!r}: the constructor made {describe(module)}, no flax.nnx module")
+        raise TypeError(f"{layer!r}: expected a constructor of a flax.nnx module; it returned {describe(module)}")
     return module
 
 
 def _takes_rngs(constructor):
-    # nnx's metaclass takes anything: what a class wants stands in its __init__.
+    # nnx's metaclass accepts any arguments, so read the signature of the class's __init__.
     function = constructor.__init__ if isinstance(constructor, type) else constructor
     parameters = () if function is object.__init__ else inspect.signature(function).parameters.values()
     return any(p.name == "rngs" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -154,17 +154,17 @@ def _takes_rngs(constructor):
 
 @functools.lru_cache(256)
 def _abstract(layer):
-    """(the module's graph, its variables by path, with shapes for values)."""
+    """Returns (the module's graph definition, its variables by path, with shapes for values)."""
     module = nnx.eval_shape(lambda: _construct(layer, jax.random.key(0)))
     graph, variables = nnx.split(module)
     leaves = list(nnx.to_flat_state(variables))
-    # While tracing, nnx takes arrays that are no variables for static attributes.
+    # While tracing, nnx treats arrays that are not variables as static attributes.
     loose = [(*path, name) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)
              for name, value in vars(node).items() if isinstance(value, jax.core.Tracer)]
     loose += [path for path, leaf in leaves if not isinstance(leaf, nnx.Variable)]
     if loose:
-        raise TypeError(f"{layer!r}: {'/'.join(_names(loose[0]))!r} is an array outside of any variable: hold it as "
-                        "nnx.Variable(array), so that it has a place in the layer's state")
+        raise TypeError(f"{layer!r}: {'/'.join(_names(loose[0]))!r} is an array outside of a variable; store it as "
+                        "nnx.Variable(array), so that it is part of the layer's state")
     return graph, leaves
 
 
@@ -175,7 +175,7 @@ def _record(layer):
 
 
 def _random(variable, path, key):
-    """Where a stream of random numbers inside a module begins."""
+    """Returns the initial value of a random stream's variable."""
     shape = variable.get_value().shape
     if isinstance(variable, nnx.RngCount):
         return jnp.zeros(shape, variable.get_value().dtype)

@@ -23,15 +23,15 @@ ones = initializers.ones
 class Dense(Layer):
     """An affine map of the last axis: `y = x @ kernel + bias`.
 
-    Parameters: kernel [in, features], bias [features].
-
     Args:
-        features: the length of the output's last axis.
-        use_bias: whether to add the bias.
-        kernel_init, bias_init: as in `jax.nn.initializers`.
-        axes: logical names of the kernel's two axes, hints for sharding.
+        features: length of the output's last axis.
+        use_bias: whether to add the bias. Default True.
+        kernel_init, bias_init: initializers, as in `jax.nn.initializers`. Defaults: LeCun normal, zeros.
+        axes: logical names of the kernel's two axes, hints for sharding. Default ("in", "out").
 
-    Input [..., in], output [..., features], in the input's dtype.
+    Input: [..., in], floating point. Output: [..., features], in the input's dtype.
+
+    Parameters: kernel [in, features], bias [features].
 
     >>> params, _ = Dense(3).init(jax.random.key(0), jnp.ones((2, 4)))
     >>> Dense(3)(params, jnp.ones((2, 4))).shape
@@ -52,7 +52,7 @@ class Dense(Layer):
 
     @method
     def cross_entropy(self, scope: Scope, x, labels):
-        """Losses [...] in nats, with the outputs for x [..., time, in] as logits: see `nn.linear_cross_entropy`."""
+        """Computes losses [...] in nats with the outputs for x [..., time, in] as logits: `nn.linear_cross_entropy`."""
         x = floating(x, scope, "Dense.cross_entropy")
         kernel, bias = self._params(scope, x)
         return linear_cross_entropy(x, kernel, labels, bias=bias)
@@ -63,11 +63,25 @@ class Dense(Layer):
 
 
 class Maxout(Layer):
-    """The maximum of `pieces` affine maps (Goodfellow et al., 2013, Maxout Networks, eq. 1).
+    """The maximum of several affine maps.
+
+        y[f] = max_p (x @ kernel[:, f, p] + bias[f, p])
+
+    Args:
+        features: length of the output's last axis.
+        pieces: number of affine maps.
+        use_bias, kernel_init, bias_init: as in `Dense`.
+
+    Input: [..., in], floating point. Output: [..., features], in the input's dtype.
 
     Parameters: kernel [in, features, pieces], bias [features, pieces].
 
-    Input [..., in], output [..., features].
+    Source: Goodfellow et al. (2013), Maxout Networks, eq. 1.
+
+    >>> from fnet import layers as nn
+    >>> maxout = nn.Maxout(3, pieces=2)
+    >>> maxout(maxout.init(jax.random.key(0), jnp.ones((2, 4)))[0], jnp.ones((2, 4))).shape
+    (2, 3)
     """
 
     features: int
@@ -89,27 +103,27 @@ class Maxout(Layer):
 
 
 def floating(x, scope: Scope, name: str):
-    """`x` as an array of real or complex floating point; anything else is an error that names the place."""
+    """Returns `x` as a floating-point array (real or complex). Other dtypes raise an error that names the layer."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"{name} at {scope} takes floating-point input; got {x.dtype}{list(x.shape)}: convert it "
-                        "first, e.g. x.astype(jnp.float32) / 255 for images")
+        raise TypeError(f"{name} at {scope}: expected floating-point input; got {x.dtype}{list(x.shape)}; convert it, "
+                        "e.g. x.astype(jnp.float32) / 255 for images")
     if not x.ndim:
-        raise ValueError(f"{name} at {scope} needs at least one axis; got a scalar")
+        raise ValueError(f"{name} at {scope}: expected at least one axis; got a scalar")
     return x
 
 
 def wide(x):
-    """`x` in float32 where its own dtype is narrower: what statistics are taken in."""
+    """Returns `x` in float32 if its dtype is narrower: the dtype in which statistics are computed."""
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 def align(vector, x):
-    """`vector` in x's dtype with leading axes of length 1, so that it broadcasts over x's trailing ones."""
+    """Returns `vector` in x's dtype, with leading axes of length 1, so that it broadcasts over x's trailing axes."""
     return lax.expand_dims(vector, range(x.ndim - vector.ndim)).astype(x.dtype)
 
 
-# Inlined when traced; in eager mode one dispatch instead of one for each operation.
+# Inlined when traced. In eager mode, one dispatch instead of one for each operation.
 @functools.partial(jax.jit, inline=True)
 def linear(x, kernel):
     return lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))

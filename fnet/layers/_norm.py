@@ -1,4 +1,4 @@
-"""Normalization: LayerNorm, RMSNorm, GroupNorm and BatchNorm. Statistics are taken in float32 at least."""
+"""Normalization: LayerNorm, RMSNorm, GroupNorm and BatchNorm. Statistics are computed in float32 or float64."""
 
 from __future__ import annotations
 
@@ -17,13 +17,25 @@ from fnet.layers._scope import Scope
 
 
 class LayerNorm(Layer):
-    """Each position to mean 0 and variance 1 over its last axis, then scale and shift.
+    """Normalizes each position to mean 0 and variance 1 over the last axis, then scales and shifts.
 
         y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias
+
+    Args:
+        epsilon: added to the variance. Default 1e-5.
+        use_scale: whether to multiply by scale. Default True.
+        use_bias: whether to add bias. Default True.
+
+    Input and output: [..., features], floating point.
 
     Parameters: scale [features], bias [features].
 
     Source: Ba, Kiros and Hinton (2016), Layer Normalization.
+
+    >>> from fnet import layers as nn
+    >>> params, _ = nn.LayerNorm().init(jax.random.key(0), jnp.ones((2, 4)))
+    >>> nn.LayerNorm()(params, jnp.array([[1.0, 3.0], [5.0, 5.0]]).repeat(2, 1)).round(3).tolist()
+    [[-1.0, -1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
     """
 
     _: KW_ONLY
@@ -37,13 +49,25 @@ class LayerNorm(Layer):
 
 
 class RMSNorm(Layer):
-    """Each position to root mean square 1 over its last axis, then scale (no shift by default).
+    """Normalizes each position to root mean square 1 over the last axis, then scales.
 
         y = x / sqrt(mean(x²) + epsilon) * scale
+
+    Args:
+        epsilon: added to the mean square. Default 1e-6.
+        use_scale: whether to multiply by scale. Default True.
+        use_bias: whether to add bias. Default False.
+
+    Input and output: [..., features], floating point.
 
     Parameters: scale [features], and bias [features] with `use_bias=True`.
 
     Source: Zhang and Sennrich (2019), Root Mean Square Layer Normalization.
+
+    >>> from fnet import layers as nn
+    >>> params, _ = nn.RMSNorm().init(jax.random.key(0), jnp.ones((2, 4)))
+    >>> nn.RMSNorm()(params, jnp.full((1, 4), -3.0)).round(3).tolist()
+    [[-1.0, -1.0, -1.0, -1.0]]
     """
 
     _: KW_ONLY
@@ -57,15 +81,26 @@ class RMSNorm(Layer):
 
 
 class GroupNorm(Layer):
-    """Each example to mean 0 and variance 1 over space and each group of channels, then scale and shift.
+    """Normalizes each example to mean 0 and variance 1 over space and a group of channels, then scales and shifts.
 
-    `GroupNorm(1)` takes all channels together; as many groups as channels make it instance normalization.
+    `GroupNorm(1)` normalizes over all channels. `GroupNorm(channels)` is instance normalization.
+
+    Args:
+        groups: number of channel groups; it must divide the number of channels.
+        epsilon: added to the variance. Default 1e-5.
+        use_scale: whether to multiply by scale. Default True.
+        use_bias: whether to add bias. Default True.
+
+    Input and output: [batch, *space, channels], floating point.
 
     Parameters: scale [channels], bias [channels].
 
-    Input [batch, *space, channels].
-
     Source: Wu and He (2018), Group Normalization.
+
+    >>> from fnet import layers as nn
+    >>> norm, x = nn.GroupNorm(2), jnp.ones((1, 8, 8, 4))
+    >>> norm(norm.init(jax.random.key(0), x)[0], x).shape
+    (1, 8, 8, 4)
     """
 
     groups: int
@@ -78,8 +113,8 @@ class GroupNorm(Layer):
         x = floating(x, scope, "GroupNorm")
         channels = x.shape[-1]
         if x.ndim < 2 or channels % self.groups:
-            raise ValueError(f"GroupNorm at {scope}: {self.groups} groups must divide the {channels} channels of an "
-                             f"input [batch, ..., channels]; got shape {x.shape}")
+            raise ValueError(f"GroupNorm at {scope}: expected [batch, ..., channels] with channels a multiple of "
+                             f"groups={self.groups}; got shape {x.shape}")
         scale, bias = _affine(self, scope, (channels,))
         y = wide(x).reshape(x.shape[0], -1, self.groups, channels // self.groups)    # [batch, space, groups, within]
         mean = y.mean((1, 3), keepdims=True)
@@ -89,26 +124,39 @@ class GroupNorm(Layer):
 
 
 class BatchNorm(Layer):
-    """Each channel to mean 0 and variance 1 over the batch and space, then scale and shift.
+    """Normalizes each channel to mean 0 and variance 1 over the batch and space, then scales and shifts.
 
         y = (x - mean) / sqrt(var + epsilon) * scale + bias
 
-    With `train=True` mean and variance are the batch's own, and the state moves towards them,
-    `mean <- momentum * mean + (1 - momentum) * batch_mean`; otherwise they are the state's. The variance is the
-    biased one (divided by n) in both places, as in Flax and Keras; PyTorch's running variance is divided by n - 1.
+    With `train=True`, mean and variance are those of the batch, and the running statistics in the state are updated:
+    `mean <- momentum * mean + (1 - momentum) * batch_mean`. Otherwise, the running statistics are used. The variance is
+    the biased one (divided by n) in both cases, as in Flax and Keras. PyTorch's running variance is divided by n - 1.
+
+    Args:
+        momentum: the weight of the old running statistics in each update (1 minus PyTorch's momentum). Default 0.9.
+        epsilon: added to the variance. Default 1e-5.
+        use_scale: whether to multiply by scale. Default True.
+        use_bias: whether to add bias. Default True.
+        axis_name: a mapped axis (of `pmap`, `vmap` or `shard_map`) over which the statistics are computed as well.
+            Under `jit` over a mesh, the statistics are always global. Default None.
+
+    Inputs:
+        x: [batch, ..., channels], floating point.
+        weight: the weight of each example, [batch] or any shape that broadcasts to x without its channels. Weight 0
+            excludes padding from the statistics. Default: 1.
+
+    Output: the shape and dtype of x.
 
     Parameters: scale [channels], bias [channels]. State: mean [channels], var [channels], float32.
 
-    Args:
-        momentum: how much of the running statistics stays at each step (PyTorch's momentum is 1 minus this).
-        epsilon: added to the variance.
-        axis_name: a mapped axis (`pmap`, `vmap`, `shard_map`) to take the statistics over as well. Under `jit` over
-            a mesh they are global without it.
-
-    Input x [batch, ..., channels]; weight: [batch] or broadcastable to x without its channels, counts rows (0: a row of
-    padding, which leaves the statistics alone).
-
     Source: Ioffe and Szegedy (2015), Batch Normalization.
+
+    >>> from fnet import layers as nn
+    >>> norm, x = nn.BatchNorm(), jnp.ones((4, 3))
+    >>> params, state = norm.init(jax.random.key(0), x)
+    >>> y, state = norm(params, x, state=state, train=True)
+    >>> state["mean"]
+    Array([0.1, 0.1, 0.1], dtype=float32)
     """
 
     _: KW_ONLY
@@ -122,7 +170,7 @@ class BatchNorm(Layer):
     def forward(self, scope: Scope, x, weight=None):
         x = floating(x, scope, "BatchNorm")
         if x.ndim < 2:
-            raise ValueError(f"BatchNorm at {scope} needs [batch, ..., channels]; got shape {x.shape}")
+            raise ValueError(f"BatchNorm at {scope}: expected [batch, ..., channels]; got shape {x.shape}")
         channels = x.shape[-1:]
         mean, var = scope.state("mean", channels, zeros), scope.state("var", channels, ones)
         scale, bias = _affine(self, scope, channels, self.scale_init)
@@ -140,7 +188,7 @@ class BatchNorm(Layer):
         return _scale_shift(y, None, bias).astype(x.dtype)
 
     def _statistics(self, scope, x, weight):
-        """Mean and (biased) variance of the batch.  [channels], [channels]"""
+        """Mean and (biased) variance of the batch, both [channels]."""
         axes = range(x.ndim - 1)
         if weight is None:
             if self.axis_name is None:
@@ -150,11 +198,11 @@ class BatchNorm(Layer):
             return mean, lax.pmean(jnp.square(x - align(mean, x)).mean(axes), self.axis_name)
         weight = jnp.asarray(weight).astype(x.dtype)
         if weight.ndim > x.ndim - 1 or weight.shape != x.shape[:weight.ndim]:
-            raise ValueError(f"BatchNorm at {scope}: weight {weight.shape} must be the first axes of the input "
-                             f"{x.shape} without its channels")
+            raise ValueError(f"BatchNorm at {scope}: weight must have the input's shape without channels "
+                             f"{x.shape[:-1]}, or its first axes; got {weight.shape}")
         weight = lax.expand_dims(weight, range(weight.ndim, x.ndim))      # [batch, 1, ..., 1]
         x = jnp.where(weight == 0, jnp.zeros_like(x), x)                  # 0 times NaN is NaN
-        each = math.prod(x.shape[:-1]) // weight.size                     # positions that one weight speaks for
+        each = math.prod(x.shape[:-1]) // weight.size                     # positions with one common weight
         count = weight.sum() * each
 
         def total(values):
@@ -166,16 +214,17 @@ class BatchNorm(Layer):
 
 
 def _own(x):
-    """`x`, in float32 at least, as a value of its own, so that its gradient is summed up before it meets others'.
+    """Returns `x`, in float32 if its dtype is narrower, as a separate value whose gradient is summed up first.
 
-    A norm's gradient ends in the broadcast of a mean. Added last to the gradient of a residual stream, it makes a sum
-    that XLA:CPU computes anew wherever it is read, and with it those of all blocks behind: twice a ViT's step.
+    A norm's gradient ends in the broadcast of a mean. If that is added last to the gradient of a residual stream,
+    XLA:CPU recomputes the sum for every use, and with it the sums of all later blocks. This doubles the time of a ViT's
+    step.
     """
     return jnp.copy(wide(x))
 
 
 def _affine(norm, scope, shape, scale_init=ones):
-    """The parameters scale and bias, or None for one that is not used."""
+    """The parameters scale and bias; None for one that is not used."""
     scale = scope.param("scale", shape, scale_init, ("norm",)) if norm.use_scale else None
     bias = scope.param("bias", shape, zeros, ("norm",)) if norm.use_bias else None
     return scale, bias
@@ -187,7 +236,7 @@ def _scale_shift(y, scale, bias):
     return y if bias is None else y + align(bias, y)
 
 
-# Inlined when traced; in eager mode one dispatch instead of one for each operation.
+# Inlined when traced. In eager mode, one dispatch instead of one for each operation.
 @functools.partial(jax.jit, inline=True, static_argnames=("epsilon", "center"))
 def _normalize(x, scale, bias, *, epsilon, center):
     y = _own(x) if center else wide(x)

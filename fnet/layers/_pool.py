@@ -1,4 +1,4 @@
-"""Pooling: the maximum or mean over windows, or over all of space; and Flatten."""
+"""Pooling: the maximum or mean over windows or over all positions; and Flatten."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from fnet.layers._scope import Scope
 
 
 class MaxPool(Layer):
-    """The maximum over each window.
+    """Computes the maximum over each window.
 
     Args:
-        window: one number for all dimensions or one for each.
-        strides: steps of the window; None: the window, so that windows do not overlap.
-        padding: "VALID" (windows that fit), "SAME", or explicit as in `Conv`; padding never wins.
+        window: size of the window, one number for all dimensions or one for each.
+        strides: step of the window. Default: the window, so that windows do not overlap.
+        padding: "VALID" (default; no padding), "SAME", or explicit as in `Conv`. Padding never is the maximum.
 
-    Input [batch, *space, channels], output [batch, *space', channels].
+    Input: [batch, *space, channels], real numbers. Output: [batch, *space', channels], in the input's dtype.
+
+    >>> from fnet import layers as nn
+    >>> nn.MaxPool(2)({}, jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0].tolist()
+    [[5.0, 7.0], [13.0, 15.0]]
     """
 
     window: int | tuple[int, ...]
@@ -34,19 +38,23 @@ class MaxPool(Layer):
     def forward(self, scope: Scope, x):
         x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"MaxPool at {scope} takes real numbers; got {x.dtype}{list(x.shape)}")
+            raise TypeError(f"MaxPool at {scope}: expected real numbers; got {x.dtype}{list(x.shape)}")
         lowest = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
         return _windows(self, scope, x, np.array(lowest, x.dtype), lax.max)[0]
 
 
 class AvgPool(Layer):
-    """The mean over each window.
+    """Computes the mean over each window, in float32 or float64.
 
     Args:
         window, strides, padding: as in `MaxPool`.
-        count_padding: whether padding counts as zeros in the mean (PyTorch's default) or not (Keras' and this one's).
+        count_padding: whether padding counts as zeros in the mean, as in PyTorch. Default False, as in Keras.
 
-    Input [batch, *space, channels], output [batch, *space', channels]; the mean is taken in float32 at least.
+    Input: [batch, *space, channels], floating point. Output: [batch, *space', channels], in the input's dtype.
+
+    >>> from fnet import layers as nn
+    >>> nn.AvgPool(2)({}, jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0].tolist()
+    [[2.5, 4.5], [10.5, 12.5]]
     """
 
     window: int | tuple[int, ...]
@@ -68,27 +76,37 @@ class AvgPool(Layer):
 
 
 class GlobalAvgPool(Layer):
-    """The mean over all of space: [batch, *space, channels] to [batch, channels], taken in float32 at least."""
+    """Computes the mean over all positions, [batch, *space, channels] to [batch, channels], in float32 or float64.
+
+    >>> from fnet import layers as nn
+    >>> nn.GlobalAvgPool()({}, jnp.arange(8.0).reshape(1, 2, 2, 2)).tolist()
+    [[3.0, 4.0]]
+    """
 
     def forward(self, scope: Scope, x):
         x = floating(x, scope, "GlobalAvgPool")
         if x.ndim < 3:
-            raise ValueError(f"GlobalAvgPool at {scope} needs [batch, *space, channels]; got shape {x.shape}")
+            raise ValueError(f"GlobalAvgPool at {scope}: expected [batch, *space, channels]; got shape {x.shape}")
         return wide(x).mean(range(1, x.ndim - 1)).astype(x.dtype)
 
 
 class Flatten(Layer):
-    """All axes but the first in one: [batch, ...] to [batch, features]."""
+    """Merges all axes except the first: [batch, ...] to [batch, features].
+
+    >>> from fnet import layers as nn
+    >>> nn.Flatten()({}, jnp.ones((2, 4, 4, 3))).shape
+    (2, 48)
+    """
 
     def forward(self, scope: Scope, x):
         x = jnp.asarray(x)
         if not x.ndim:
-            raise ValueError(f"Flatten at {scope} needs [batch, ...]; got a scalar")
+            raise ValueError(f"Flatten at {scope}: expected [batch, ...]; got a scalar")
         return jnp.reshape(x, (x.shape[0], math.prod(x.shape[1:])))
 
 
 def _windows(pool, scope, x, start, reduce):
-    """(reduced windows, the window, whether anything was padded)."""
+    """Returns (the reduced windows, the size of the window, whether anything was padded)."""
     who = type(pool).__name__
     strides = pool.window if pool.strides is None else pool.strides
     window, strides, _ = geometry(who, scope, x, pool.window, strides)
@@ -98,6 +116,6 @@ def _windows(pool, scope, x, start, reduce):
     if any(pad >= size for size, pair in zip(window, padding) for pad in pair):
         raise ValueError(f"{who} at {scope}: padding {list(padding)} must be smaller than the window {window}")
     if any(low + size + high < k for k, size, (low, high) in zip(window, x.shape[1:-1], padding)):
-        raise ValueError(f"{who} at {scope}: the window {window} does not fit into the input's {x.shape[1:-1]}")
+        raise ValueError(f"{who} at {scope}: the window {window} is larger than the input {x.shape[1:-1]}")
     y = lax.reduce_window(x, start, reduce, (1, *window, 1), (1, *strides, 1), ((0, 0), *padding, (0, 0)))
     return y, window, any(pad for pair in padding for pad in pair)

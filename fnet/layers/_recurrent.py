@@ -1,4 +1,4 @@
-"""Recurrent layers: RNN, LSTM and GRU, over ragged batches, in one direction or both."""
+"""Recurrent layers RNN, LSTM and GRU, for batches of sequences with different lengths, in one or both directions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _orthogonal = initializers.orthogonal()
 
 
 def orthogonal_gates(key, shape, dtype=jnp.float32):
-    """An orthogonal matrix for every gate, side by side: [features, gates * features].
+    """An initializer with one orthogonal matrix for each gate, side by side: [features, gates * features].
 
     Source: Saxe, McClelland and Ganguli (2014), Exact solutions to the nonlinear dynamics of learning in deep linear
     neural networks.
@@ -33,7 +33,7 @@ def orthogonal_gates(key, shape, dtype=jnp.float32):
 
 
 def open_forget_gate(key, shape, dtype=jnp.float32):
-    """0, and 1 for the forget gate, the second of the four.
+    """An initializer with 1 for the forget gate, the second of the four, and 0 elsewhere.
 
     Source: Gers, Schmidhuber and Cummins (2000), Learning to Forget; Jozefowicz, Zaremba and Sutskever (2015), An
     Empirical Exploration of Recurrent Network Architectures, which measured it.
@@ -42,9 +42,10 @@ def open_forget_gate(key, shape, dtype=jnp.float32):
 
 
 class _Recurrent(Layer):
-    """What RNN, LSTM and GRU share: a projection of all inputs for each gate, then a scan with one dot for each step.
+    """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one product in each step.
 
-    The gates' projections are arrays of their own: sliced out of one, XLA:CPU computes a step's gates number by number.
+    Each gate has a projected array of its own. If gates were slices of one array, XLA:CPU would compute the elementwise
+    part of a step one number at a time.
     """
 
     gates: typing.ClassVar[int] = 1
@@ -63,23 +64,23 @@ class _Recurrent(Layer):
 
     @method
     def scan(self, scope: Scope, x, carry=None, *, lengths=None):
-        """The outputs and the carry that the next steps go on from.
+        """Computes the outputs and the final carry, from which the next steps can continue.
 
             y, carry = lstm.scan(params, prompt, lengths=lengths)
-            y, carry = lstm.scan(params, token[:, None], carry)        # one step more
+            y, carry = lstm.scan(params, token[:, None], carry)        # one more step
 
         Args:
             x: [batch, time, features_in].
-            carry: where to begin, as it came back from a call or from `zero_carry`; None: zeros.
-            lengths: [batch] integers, the steps of each row that count; None: all of them.
+            carry: the initial carry, from an earlier call or from `zero_carry`. Default: zeros.
+            lengths: integers [batch], the number of valid steps in each example. Default: all.
 
         Returns:
-            `(outputs, carry)`: outputs as from calling the layer, and each row's carry after its own last step (for
-            the direction backward, its first), in float32 at least.
+            `(outputs, carry)`: the outputs of the layer, and the carry after the last valid step of each example (in
+            the backward direction, after the first), in float32 or float64.
         """
         x = floating(x, scope, type(self).__name__)
         if x.ndim != 3:
-            raise ValueError(f"{type(self).__name__} at {scope} takes an input [batch, time, features]; got shape "
+            raise ValueError(f"{type(self).__name__} at {scope}: expected input [batch, time, features]; got shape "
                              f"{x.shape}")
         valid = None if lengths is None else _valid(lengths, x, self, scope)
         carry = self._begin(carry, x, scope)
@@ -91,10 +92,10 @@ class _Recurrent(Layer):
         return jnp.concatenate(outputs, -1), dict(zip(("forward", "backward"), after))
 
     def zero_carry(self, batch: int, dtype=jnp.float32):
-        """The carry before the first step: zeros.
+        """Returns the carry before the first step: zeros.
 
-        RNN, GRU: hidden [batch, features]. LSTM: `(hidden, cell)`, both [batch, features]. In two directions: a dict
-        of one "forward" and one "backward".
+        RNN, GRU: hidden [batch, features]. LSTM: `(hidden, cell)`, both [batch, features]. If bidirectional: a dict
+        with one carry for "forward" and one for "backward".
         """
         one = self._one_carry(jnp.zeros((batch, self.features), dtype))
         return {"forward": one, "backward": one} if self.bidirectional else one
@@ -109,7 +110,7 @@ class _Recurrent(Layer):
             return zero
         if jax.tree.structure(carry) != jax.tree.structure(zero) or any(
                 jnp.shape(given) != leaf.shape for given, leaf in zip(jax.tree.leaves(carry), jax.tree.leaves(zero))):
-            raise ValueError(f"{type(self).__name__} at {scope} carries {_shapes(zero)} from step to step; got "
+            raise ValueError(f"{type(self).__name__} at {scope}: expected a carry of shape {_shapes(zero)}; got "
                              f"{_shapes(carry)}")
         return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype), carry)
 
@@ -124,12 +125,12 @@ class _Recurrent(Layer):
         return _scan(self, arrays, x, carry, valid, reverse)
 
     def _more(self, scope):
-        """Further parameters of one direction."""
+        """Creates further parameters of one direction."""
         return {}
 
 
 class _OneWay(Layer):
-    """One direction of a bidirectional layer, at a place of its own."""
+    """One direction of a bidirectional layer, with a scope of its own."""
 
     layer: _Recurrent
 
@@ -142,24 +143,31 @@ class RNN(_Recurrent):
 
     Glossary: b batch, t time, i input features, f features.
 
-    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]; with `bidirectional=True` these below "forward" and
-    "backward".
-
     Args:
-        features: how many hidden units, f.
-        bidirectional: whether to run over time both ways, from each row's own first and last step.
-        activation: instead of tanh.
-        use_bias: whether there is a bias.
-        kernel_init: LeCun's normal distribution (its variance 1 / i does not depend on the number of gates).
-        recurrent_init: an orthogonal matrix, so that norms neither grow nor shrink over time.
-        unroll: steps in one iteration of the scan.
+        features: number of hidden units, f.
+        bidirectional: whether to run in both directions, from the first and from the last valid step of each example.
+            Default False.
+        activation: the activation function. Default tanh.
+        use_bias: whether to add a bias. Default True.
+        kernel_init: initializer of the kernel. Default: LeCun normal (its variance 1 / i is the same for all gates).
+        recurrent_init: initializer of the recurrent kernel. Default: an orthogonal matrix for each gate, which
+            preserves norms over time.
+        bias_init: initializer of the bias.
+        unroll: steps in one iteration of the scan. Default 1.
 
-    Input [b, t, i], with `lengths=` [b] where rows are shorter than t: the numbers are those of each row by itself,
-    outputs past a row's end are 0, and padding counts for nothing, NaN and gradients included. Output [b, t, f], or
-    [b, t, 2 f], forward first. `scan` gives the carry as well and takes it, for going on step by step.
+    Inputs:
+        x: [b, t, i], floating point.
+        lengths: integers [b], the number of valid steps in each example. Each example gives the same result as by
+            itself: outputs after its end are 0, and its padding has no effect, even if it is NaN. Default: t.
 
-    16-bit inputs are multiplied in their dtype; the gates and the carry are float32, because a carry that is rounded
-    to 16 bits at each step loses the small changes.
+    Output: [b, t, f], or [b, t, 2 f] if bidirectional (forward first). `scan` also accepts and returns the carry, to
+    continue step by step.
+
+    Inputs in 16-bit dtypes are multiplied in their dtype. The gates and the carry are float32, because rounding the
+    carry to 16 bits in each step would lose small changes.
+
+    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. If bidirectional, they are under "forward" and
+    "backward".
 
     Source: Elman (1990), Finding Structure in Time.
 
@@ -187,14 +195,17 @@ class LSTM(_Recurrent):
         c[t] = sigmoid(f) * c[t-1] + sigmoid(i) * tanh(g)
         h[t] = sigmoid(o) * tanh(c[t])
 
-    Parameters: kernel [i, 4 f], recurrent_kernel [f, 4 f], bias [4 f], the gates in PyTorch's order: input, forget,
-    cell, output. PyTorch's two biases are one here, their sum.
+    Args:
+        features, bidirectional, use_bias, kernel_init, recurrent_init, unroll: as in `RNN`.
+        bias_init: initializer of the bias. Default: 1 for the forget gate and 0 elsewhere, as in Keras. With 0, half of
+            the memory would be lost in each step at the start of training. (Flax: 0. PyTorch: random, around 0.)
 
-    Options, inputs and outputs as in `RNN`. The carry is `(hidden, cell)`. The bias begins at 1 for the forget gate
-    and 0 elsewhere, as in Keras: with 0 half of the memory is gone at every step before anything is learned (Flax
-    begins at 0, PyTorch at random around 0).
+    Inputs and output: as in `RNN`. The carry is `(hidden, cell)`.
 
-    Source: Hochreiter and Schmidhuber (1997), Long Short-Term Memory; the forget gate: Gers, Schmidhuber and Cummins
+    Parameters: kernel [i, 4 f], recurrent_kernel [f, 4 f], bias [4 f]. The gates have PyTorch's order: input, forget,
+    cell, output. The bias is the sum of PyTorch's two biases.
+
+    Source: Hochreiter and Schmidhuber (1997), Long Short-Term Memory. Forget gate: Gers, Schmidhuber and Cummins
     (2000), Learning to Forget.
 
     >>> x, lstm = jnp.ones((2, 5, 3)), LSTM(4)
@@ -224,19 +235,22 @@ class LSTM(_Recurrent):
 
 
 class GRU(_Recurrent):
-    """Gated recurrent unit, in the form of PyTorch and cuDNN: the reset gate acts after the recurrent dot.
+    """Gated recurrent unit, in the form of PyTorch and cuDNN: the reset gate scales the recurrent product.
 
         r, z = split(x[t] @ kernel[:, :2f] + h[t-1] @ recurrent_kernel[:, :2f] + bias[:2f])
         n = tanh(x[t] @ kernel[:, 2f:] + bias[2f:] + sigmoid(r) * (h[t-1] @ recurrent_kernel[:, 2f:] + recurrent_bias))
         h[t] = (1 - sigmoid(z)) * n + sigmoid(z) * h[t-1]
 
-    Parameters: kernel [i, 3 f], recurrent_kernel [f, 3 f], bias [3 f], the gates in PyTorch's order: reset, update,
-    new; and recurrent_bias [f], the bias of the new gate's recurrent dot, which the reset gate scales. PyTorch's two
-    biases of the gates r and z are one here, their sum.
+    Args:
+        features, bidirectional, use_bias, kernel_init, recurrent_init, bias_init, unroll: as in `RNN`.
 
-    Options, inputs and outputs as in `RNN`. The carry is the hidden state.
+    Inputs and output: as in `RNN`. The carry is the hidden state.
 
-    Source: Cho et al. (2014), Learning Phrase Representations using RNN Encoder-Decoder; this form: Chung et al.
+    Parameters: kernel [i, 3 f], recurrent_kernel [f, 3 f], bias [3 f], recurrent_bias [f]. The gates have PyTorch's
+    order: reset, update, new. recurrent_bias is the bias of the new gate's recurrent product. For the gates r and z,
+    bias is the sum of PyTorch's two biases.
+
+    Source: Cho et al. (2014), Learning Phrase Representations using RNN Encoder-Decoder. This form: Chung et al.
     (2014), Empirical Evaluation of Gated Recurrent Neural Networks on Sequence Modeling.
 
     >>> x = jnp.ones((2, 5, 3))
@@ -261,18 +275,18 @@ class GRU(_Recurrent):
         return carry
 
 
-# Compiled once for each layer and shape in eager mode too, where a scan's closure would be new at every call.
+# Jitted, so that eager calls compile once for each layer and shape. The closure of an eager scan is new in each call.
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 5))
 def _scan(layer, arrays, x, carry, valid, reverse):
     x = x.swapaxes(0, 1)    # [time, batch, features_in]
     if valid is not None:
-        x = jnp.where(valid, x, 0)    # NaN in padding would reach the kernel's gradient
+        x = jnp.where(valid, x, 0)    # otherwise NaN in padding reaches the kernel's gradient
     apart = functools.partial(jnp.split, indices_or_sections=layer.gates, axis=-1)
     each = [apart(arrays[name]) for name in ("kernel", "bias") if name in arrays]
     projected = [affine(x, *gate) if "bias" in arrays else linear(x, *gate) for gate in zip(*each)]
 
     def recur(hidden):
-        # The kernel is cast within the step, so that its gradient is summed over time in its own dtype.
+        # The kernel is cast within the step, so that its gradient is summed over time in the kernel's dtype.
         return apart(wide(linear(hidden.astype(x.dtype), arrays["recurrent_kernel"])))
 
     def step(carry, inputs):
@@ -289,12 +303,12 @@ def _scan(layer, arrays, x, carry, valid, reverse):
 
 
 def _valid(lengths, x, layer, scope):
-    """Which steps count: [time, batch, 1]."""
+    """Which steps are valid: [time, batch, 1]."""
     lengths = jnp.asarray(lengths)
     if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"{type(layer).__name__} at {scope}: lengths are [batch] integers, here {x.shape[:1]}; got "
+        raise ValueError(f"{type(layer).__name__} at {scope}: lengths must be integers [batch] {x.shape[:1]}; got "
                          f"{lengths.dtype}{list(lengths.shape)}")
-    steps = lax.broadcasted_iota(jnp.int32, (x.shape[1], x.shape[0], 1), 0)    # narrow lengths could not count them
+    steps = lax.broadcasted_iota(jnp.int32, (x.shape[1], x.shape[0], 1), 0)    # lengths.dtype may be too narrow
     return steps < lengths[None, :, None].astype(jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""Scope: the place in a model's trees where a layer's arrays live, handed to `forward` as an ordinary argument."""
+"""Scope: the node of a model's trees that holds a layer's arrays. `forward` receives it as an ordinary argument."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _CLASHES = {"scope": ("scope", "param", "state"), "param": ("param", "scope"), "
 
 
 class Run:
-    """One call of a model from outside: what was passed in, and what came up on the way."""
+    """The state of one call of a model: its arguments, and what the layers record and update."""
 
     __slots__ = ("base", "blocked", "here", "key", "record", "stateful", "trace", "train", "wrote")
 
     def __init__(self, *, stateful, key=None, train=False, record=None, base=(), blocked=False):
-        self.stateful = stateful    # whether state= was given
+        self.stateful = stateful    # whether state= was passed
         self.key = key
         self.train = train
         self.record = record        # {"params": {}, "state": {}, "cache": {}} while a spec is traced
-        self.base = len(base)       # how many names of every path stand above this run's trees
-        self.here = base            # the path of the layer that runs now
-        self.blocked = blocked      # the key was withheld: the call stands inside a jax transform
+        self.base = len(base)       # length of the path of this run's root
+        self.here = base            # the path of the layer that is running
+        self.blocked = blocked      # whether key() must fail, because the call is inside a jax transform
         self.trace = _jax.trace_state()
-        self.wrote = []             # places with new state
+        self.wrote = []             # the Places with updated state
 
 
 class Place:
-    """A node of the trees of one run: the same for everybody who comes to that path."""
+    """A node of the trees of one run. All scopes with the same path share it."""
 
     __slots__ = ("_key", "children", "draws", "params", "parent", "path", "run", "state", "written")
 
@@ -53,13 +53,13 @@ class Place:
         return found
 
     def key(self):
-        """The run's key, folded along the path; None where the run has none."""
+        """The run's key, folded along the path, or None if the run has no key."""
         if self._key is None and self.run.key is not None:
             self._key = self.run.key if self.parent is None else _spec.fold(self.parent.key(), self.path[-1])
         return self._key
 
     def read(self, name, spec):
-        """The parameter `name`, held to its spec; while recording, zeros in its stead."""
+        """Returns the parameter `name` after checking its shape; while recording, zeros."""
         if self.run.record is not None:
             return self.record("params", name, spec)
         held = self.params.get(name) if isinstance(self.params, Mapping) else self.params
@@ -73,13 +73,13 @@ class Place:
             node = node.setdefault(part, {})
         known = node.setdefault(name, spec)
         if isinstance(known, Mapping) or known.shape != spec.shape:
-            raise ValueError(f"{quote((*self.path, name))} is asked for as {spec.shape} and was "
-                             f"{'a scope' if isinstance(known, Mapping) else known.shape} before in the same model: "
-                             "share a scope only between layers of one shape, or give the second its own name")
+            raise ValueError(f"{quote((*self.path, name))}: expected shape {spec.shape}, but in the same model it was "
+                             f"{'a scope' if isinstance(known, Mapping) else f'{known.shape}'} before; share a scope "
+                             "only between layers of one shape, or use another name")
         return jnp.zeros(spec.shape, spec.dtype)
 
     def record_tree(self, kind, tree):
-        """Records a whole spec tree below this place; returns its zeros."""
+        """Records a whole spec tree below this node; returns zeros of its shapes."""
         return {
             name: self.child(name).record_tree(kind, node) if isinstance(node, Mapping)
             else self.record(kind, name, node)
@@ -87,27 +87,27 @@ class Place:
         }
 
     def misfit(self, kind, name, needed, held) -> ValueError:
-        """What to say where the caller's tree holds nothing of the shape that this input needs."""
-        verb = "hold" if kind == "params" else "holds"
+        """The error for a tree of the caller that lacks an array of the shape that this input needs."""
         path = (*self.path, name)
+        expected = f"{quote(path)}: expected shape {needed} for this input"
         if held is not None:
-            return ValueError(f"{quote(path)}: this input needs {needed}, {kind} {verb} {describe(held)}")
+            return ValueError(f"{expected}, got {describe(held)} in {kind}")
         place = self
         while not isinstance(getattr(place, kind), Mapping) and place.parent is not None:
             place = place.parent
         tree = getattr(place, kind)
         names = sorted(map(str, tree)) if isinstance(tree, Mapping) else []
         near = difflib.get_close_matches(path[len(place.path)], names, 1)
-        there = f"{quote(place.path)} holds {', '.join(names) or 'nothing'}"
+        there = f"{quote(place.path)} contains {', '.join(names) or 'nothing'}"
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return ValueError(f"{quote(path)}: this input needs {needed}, {kind} {verb} none ({there}{hint})")
+        return ValueError(f"{expected}, but {kind} has no such array ({there}{hint})")
 
 
 class Scope:
-    """Where a layer finds its arrays: an explicit argument of `forward`, valid for one call of one layer.
+    """The node of the parameter tree that holds a layer's arrays: an argument of `forward`, valid for one call.
 
-    The whole vocabulary is: `scope["name"]`, the place of a child; `param`, `state`, `update`, `key`, `train` and
-    `pure`. A Scope knows nothing global, and keeping it in a variable shares what lives there:
+    The complete interface is: `scope["name"]` (the scope of a child), `param`, `state`, `update`, `key`, `train` and
+    `pure`. A Scope uses no global state. To share the arrays of a child, keep its scope in a variable:
 
         shared = scope["embed"]
         x = embed(shared, tokens)
@@ -126,7 +126,7 @@ class Scope:
         return quote(self._place.path)
 
     def __getitem__(self, name: str) -> Scope:
-        """The place of the child `name`."""
+        """Returns the scope of the child `name`. Each name may be used once in a call."""
         self._use(name, "scope")
         return Scope(self._place.child(name), self._owner)
 
@@ -136,39 +136,47 @@ class Scope:
         return self._place.run.train
 
     def param(self, name: str, shape, init, axes=None) -> jax.Array:
-        """The parameter `name` of this layer.
+        """Returns the parameter `name` of this layer.
 
         Args:
-            name: its last name in the parameter tree.
-            shape: the shape this input needs.
-            init: `init(key, shape, dtype)`, as in `jax.nn.initializers`; used by `Layer.init` alone.
-            axes: a logical name (or None) for each axis, a hint for sharding; nothing else reads it.
+            name: the last segment of its path in the parameter tree.
+            shape: the shape that this input needs.
+            init: `init(key, shape, dtype)`, as in `jax.nn.initializers`; only `Layer.init` calls it.
+            axes: a logical name (or None) for each axis, a hint for sharding without other effects.
 
         Returns:
-            The array as the caller's `params` hold it (made in float32 by `init`), never cast.
+            The array from the caller's `params`, without a cast. `Layer.init` creates it in float32.
 
         Raises:
-            ValueError: where params hold nothing of that name and shape.
+            ValueError: `params` has no array of this name and shape.
+
+        >>> from fnet import layers as nn
+        >>> @nn.layer
+        ... def scale(scope, x):
+        ...     return x * scope.param("scale", (), jax.nn.initializers.ones)
+        >>> scale().init(jax.random.key(0), jnp.ones((2, 3)))[0]
+        {'scale': Array(1., dtype=float32)}
         """
         self._use(name, "param")
         place, shape = self._place, tuple(shape)
         if axes is not None and len(axes) != len(shape):
-            raise ValueError(f"{quote((*place.path, name))}: axes {tuple(axes)} name {len(axes)} axes of shape {shape}")
+            raise ValueError(f"{quote((*place.path, name))}: expected one name for each axis of shape {shape}, got "
+                             f"axes={tuple(axes)}")
         return place.read(name, ParamSpec(shape, jnp.float32, init, None if axes is None else tuple(axes)))
 
     def state(self, name: str, shape, init, kind: str = "stats", *, dtype=jnp.float32) -> jax.Array | None:
-        """The state `name` of this layer, as `update` left it or the caller passed it in.
+        """Returns the state `name` of this layer: the last value passed to `update`, or the caller's.
 
         Args:
-            name: its last name in the state tree.
+            name: the last segment of its path in the state tree.
             shape: its shape.
-            init: `init(key, shape, dtype)`.
-            kind: "stats" is made by `Layer.init` and has to be passed in; "cache" is made by `Layer.cache` alone:
-                where none is passed, None comes back, and where one is, its shape is the caller's affair.
-            dtype: its dtype when it is made.
+            init: `init(key, shape, dtype)`, as in `jax.nn.initializers`.
+            kind: "stats" is created by `Layer.init` and is required. "cache" is created by `Layer.cache` and is
+                optional: the result is None if the caller passes none, and its shape is not checked.
+            dtype: the dtype with which it is created.
 
         Raises:
-            ValueError: where "stats" are needed and none of that name and shape were passed.
+            ValueError: kind is "stats", and the caller passed no state of this name and shape.
         """
         self._use(name, "state")
         place, run, shape = self._place, self._place.run, tuple(shape)
@@ -181,20 +189,20 @@ class Scope:
         if kind == "cache":
             return held
         if not run.stateful:
-            raise ValueError(f"{self._owner} needs the state {quote((*place.path, name))} {shape}: pass state=, "
+            raise ValueError(f"{self._owner} needs the state {quote((*place.path, name))} {shape}; pass state=, "
                              "the second result of model.init")
         if getattr(held, "shape", None) != shape:
             raise place.misfit("state", name, shape, held)
         return held
 
     def update(self, name: str, value) -> None:
-        """Makes `value` the new state `name`; for a subtree (see `pure`), a dict of new values.
+        """Sets the state `name` to `value`. For a subtree (see `pure`), `value` is a dict of new values.
 
-        The caller gets it back in the dtype that was passed in.
+        The caller receives it in the dtype of the state that was passed in.
 
         Raises:
-            RuntimeError: inside a jax transform that was entered in `forward`, where the value could not get out.
-            ValueError: for a name that was not declared with `state`, or a value of another shape.
+            RuntimeError: called inside a jax transform that was entered in `forward`; the value could not leave it.
+            ValueError: `name` was not declared with `state`, or `value` has another shape.
         """
         place = self._place
         self._same_trace(f"update({name!r})")
@@ -202,34 +210,32 @@ class Scope:
             return
         held = place.state.get(name) if isinstance(place.state, Mapping) else None
         if held is None:
-            raise ValueError(f"{self._owner} updates the state {quote((*place.path, name))}, which the state passed in "
-                             "does not hold: declare it with scope.state")
+            raise ValueError(f"{self._owner} updates the state {quote((*place.path, name))}, which is missing in the "
+                             "state that was passed in; declare it with scope.state")
         if not place.written:
             place.run.wrote.append(place)
         place.written[name] = _like(held, value, (*place.path, name))
 
     def key(self) -> jax.Array:
-        """A fresh random key, from the caller's `key=` folded along this path; another one at each call.
+        """Returns a new random key in each call: the caller's `key=`, folded along this path.
 
         Raises:
-            RuntimeError: inside a jax transform that was entered in `forward`: there it would be the same every time.
-            ValueError: where the caller passed no key.
+            RuntimeError: called inside a jax transform that was entered in `forward`; every call of the transformed
+                function would return the same key.
+            ValueError: the caller passed no key.
         """
         place = self._place
         self._same_trace("key()")
         if place.run.record is not None:
             return jax.random.key(0)
         if place.run.key is None:
-            raise ValueError(f"{self._owner} at {quote(place.path)} draws random numbers: pass key=jax.random.key(...) "
+            raise ValueError(f"{self._owner} at {quote(place.path)} needs random numbers; pass key=jax.random.key(...) "
                              "to the model")
         place.draws += 1
         return jax.random.fold_in(place.key(), place.draws)
 
     def pure(self, layer, *inputs, copies: int | None = None, **options):
-        """`layer`, at this place, as a pure function: the way into JAX's own transforms.
-
-        Glossary: with `copies`, every array of params, state and key has a leading axis of that length, and copy
-        `i` has the numbers of a child named `str(i)`.
+        """Returns `layer`, with this scope's parameters, as a pure function for use with JAX's own transforms.
 
             f, params, state, key = scope.pure(self.block, x)
             y, state = jax.checkpoint(f)(params, x, state=state, key=key)
@@ -237,21 +243,22 @@ class Scope:
                 scope.update(name, state[name])
 
         Args:
-            layer: the layer; it shares this place's path and names.
-            inputs: example inputs (of one copy), read for their shapes alone; `options` likewise.
-            copies: how many of it live here, stacked; None: one.
+            layer: the layer; it has the path and the names of this scope.
+            inputs: example inputs (of one copy); only their shapes and dtypes are used, as for `options`.
+            copies: the number of stacked copies of the layer. Every array of params, state and key then has a leading
+                axis of this length, and copy `i` is initialized like a child named `str(i)`. Default: no such axis.
 
         Returns:
             `(f, params, state, key)` with `f(params, *inputs, state=None, key=None, train=None, **options) ->
-            (y, state)`. State and key are None where the caller gave none; train=None means the caller's.
+            (y, state)`. State and key are None if the caller passed none. `train=None` means the caller's value.
         """
         place, run = self._place, self._place.run
         recording = run.record is not None
         if not hasattr(layer, "_record"):
-            raise TypeError(f"{self._owner} at {self} takes a layer; got {describe(layer)}: wrap a function in "
+            raise TypeError(f"{self._owner} at {self}: expected a layer, got {describe(layer)}; wrap a function in "
                             "nn.Sequential")
         if copies is not None and copies < 0:
-            raise ValueError(f"{self._owner} at {self}: the number of copies can't be negative; got {copies}")
+            raise ValueError(f"{self._owner} at {self}: the number of copies must be >= 0; got {copies}")
         if recording:
             record = layer._record(inputs, options, run.train, place.path)
             if copies is not None:
@@ -281,20 +288,20 @@ class Scope:
 
     def _use(self, name, kind):
         if not isinstance(name, str) or not name or "/" in name:
-            raise TypeError(f"a name in {self!r} is a non-empty string without '/'; got {name!r}")
+            raise TypeError(f"{self!r}: expected a name that is a non-empty string without '/'; got {name!r}")
         now = _jax.trace_state()
         for other in _CLASHES[kind]:
             if self._names.get((other, name)) == now:
                 place = quote((*self._place.path, name))
-                raise ValueError(f"{place} is used twice in one call of {self._owner}: give the second another name, "
-                                 f"or, to share it, keep its scope in a variable (shared = scope[{name!r}])")
+                raise ValueError(f"{place} is used twice in one call of {self._owner}; use another name, or, to share "
+                                 f"its parameters, keep the scope in a variable (shared = scope[{name!r}])")
         self._names[kind, name] = now
 
     def _same_trace(self, what):
         run = self._place.run
         if run.blocked or _jax.trace_state() != run.trace:
             raise RuntimeError(f"{self._owner} at {quote(self._place.path)} calls scope.{what} inside a jax transform "
-                               "(scan, cond, vmap, jit, ...): take the layer through it with scope.pure")
+                               "(scan, cond, vmap, jit, ...); use scope.pure")
 
 
 def quote(path) -> str:
@@ -302,7 +309,7 @@ def quote(path) -> str:
 
 
 def describe(value) -> str:
-    """A value as an error names it: an array by its shape, a dict by its names, anything else by its type."""
+    """Describes a value in an error: an array by its shape, a dict by its names, anything else by its type."""
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(sorted(map(str, value)))}"
     shape = None if isinstance(value, ParamSpec) else getattr(value, "shape", None)
@@ -313,22 +320,23 @@ def describe(value) -> str:
 
 
 def _like(held, value, path):
-    """`value`, held to the structure, shapes and dtypes of `held`."""
+    """Returns `value` with the dtypes of `held`, after checking that structure and shapes are equal."""
     if isinstance(held, Mapping):
         if not isinstance(value, Mapping) or set(value) != set(held):
             given = sorted(value) if isinstance(value, Mapping) else type(value).__name__
-            raise ValueError(f"{quote(path)}: the new state has {given}, the state passed in {sorted(held)}")
+            raise ValueError(f"{quote(path)}: expected a new state with {sorted(held)}, as passed in, got {given}")
         return {name: _like(held[name], value[name], (*path, name)) for name in held}
     value = jnp.asarray(value)
     if value.shape != jnp.shape(held):
-        raise ValueError(f"{quote(path)}: the new state is {value.shape}, the state passed in {jnp.shape(held)}")
+        raise ValueError(f"{quote(path)}: expected a new state of shape {jnp.shape(held)}, as passed in, got "
+                         f"{value.shape}")
     return value.astype(jnp.result_type(held)) if value.dtype != jnp.result_type(held) else value
 
 
 def written(place: Place):
-    """The state at a place: exactly what came in, with the values that were updated there and below.
+    """The state of a node: the state passed in, with all values that were updated at this node and below.
 
-    None where none came in; {} where the caller's state has nothing at this place.
+    None if no state was passed in; {} if the caller's state has nothing at this node.
     """
     if not place.run.stateful:
         return None
@@ -352,5 +360,5 @@ def _check_copies(kind, tree, count, path, owner):
     for below, leaf in _spec.leaves(tree or {}):
         shape = jnp.shape(leaf)
         if shape[:1] != (count,):
-            raise ValueError(f"{quote((*path, *below))}: {count} copies of {owner} need ({count}, ...), {kind} hold "
-                             f"{shape}")
+            raise ValueError(f"{quote((*path, *below))}: expected shape ({count}, ...) for {count} copies of {owner}, "
+                             f"got {shape} in {kind}")

@@ -1,4 +1,4 @@
-"""Sizes of arrays that `jax.export` traces: an int, or a symbolic size that stands for many."""
+"""Sizes of arrays that `jax.export` traces: an int, or a symbolic size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 
 
 def sized(*sizes) -> bool:
-    """Whether all of these sizes are known, i.e. none is symbolic."""
+    """Whether all of these sizes are known, that is, none is symbolic."""
     return all(isinstance(size, int) for size in sizes)
 
 
@@ -14,15 +14,15 @@ def at_most(who: str, size, limit: int) -> bool:
     """Whether a size is at most `limit`.
 
     Args:
-        who: begins the message of the error.
+        who: the beginning of the error message.
         size: an int or a symbolic size.
         limit: the largest size allowed.
 
     Raises:
-        ValueError: for a symbolic size whose constraints do not decide it.
+        ValueError: the size is symbolic, and its constraints do not decide the question.
     """
     try:
         return size <= limit
     except jax.errors.InconclusiveDimensionOperation:
-        raise ValueError(f"{who}: the symbolic size {size} must be at most {limit}, which its constraints do not say: "
+        raise ValueError(f"{who}: the symbolic size {size} must be at most {limit}, but is not constrained; "
                          f"call jax.export.symbolic_shape with constraints=('{size} <= {limit}',)") from None

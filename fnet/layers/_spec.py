@@ -1,4 +1,4 @@
-"""What an array of a model will be, and how it is made from a key: ParamSpec, Spec and the key derivation."""
+"""Specs of a model's arrays (ParamSpec, Spec), and how arrays are created from a key."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from fnet.layers import _draws
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """What one array of a model will be: the leaf of a spec tree.
+    """The description of one array of a model: a leaf of a spec tree.
 
-    It is no pytree node, so `jax.tree.map` over a spec tree sees it as a leaf, and it has `shape` and `dtype`, so
-    that `jax.eval_shape` and friends take it where they take a `jax.ShapeDtypeStruct`.
+    It is not a pytree node, so `jax.tree.map` over a spec tree treats it as a leaf. It has `shape` and `dtype`, so
+    `jax.eval_shape` and similar functions accept it in place of a `jax.ShapeDtypeStruct`.
 
     Attributes:
         shape: the array's shape.
         dtype: its dtype.
         init: `init(key, shape, dtype)`, as in `jax.nn.initializers`.
-        axes: one logical name (or None) for each axis, a hint for sharding; None: no hints.
+        axes: one logical name (or None) for each axis, a hint for sharding. None: no hints.
+
+    >>> from fnet import layers as nn
+    >>> spec = nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32"))
+    >>> spec.params["kernel"].shape
+    (4, 3)
     """
 
     shape: tuple[int, ...]
@@ -33,8 +38,8 @@ class ParamSpec:
     axes: tuple[str | None, ...] | None = None
 
     def make(self, keys, path, making):
-        """The array. `keys[i]` is the key folded along `path[:i]`."""
-        # Compiled by itself, an initializer rounds as it does inside a larger program: init == jit(init), to the bit.
+        """Creates the array. `keys[i]` is the key folded along `path[:i]`."""
+        # An initializer that is compiled by itself rounds as inside a larger program: init == jit(init), bit for bit.
         if making.staged:
             return jax.jit(self.init, static_argnums=(1, 2))(keys[-1], self.shape, self.dtype)
         return _draws.compiled(self.init, keys[-1], self.shape, self.dtype)
@@ -42,9 +47,9 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Copies(ParamSpec):
-    """`shape[0]` copies of `each`, made as children "0", "1", ... of the place `depth` names above the array.
+    """`shape[0]` copies of `each`, created as children "0", "1", ... of the node `depth` names above the array.
 
-    Hence a stacked layer's parameters are its unrolled twin's, stacked.
+    So the parameters of a stacked layer are the stacked parameters of the unrolled layers.
     """
 
     each: ParamSpec = None
@@ -64,7 +69,7 @@ class Copies(ParamSpec):
 
 @dataclasses.dataclass(frozen=True)
 class Part(ParamSpec):
-    """One leaf of a tree that `whole(key)` makes at once, at the place `depth` names above the leaf."""
+    """One leaf of a tree that `whole(key)` creates at once, at the node `depth` names above the leaf."""
 
     whole: Callable = None
     depth: int = 0
@@ -78,36 +83,36 @@ class Part(ParamSpec):
 
 
 class Making(NamedTuple):
-    """What lives for one `init`: whether it is part of a larger program, and what each `Part.whole` made."""
+    """The data of one `init`: whether it is part of a larger program, and the results of each `Part.whole`."""
 
     staged: bool
     wholes: dict
 
 
 class Spec(NamedTuple):
-    """What a model's `init` will make: two trees of `ParamSpec`."""
+    """The result of `Layer.spec`: `params` and `state`, two nested dicts of `ParamSpec`."""
 
     params: dict
     state: dict
 
 
 def digest(name: str) -> np.uint32:
-    """32 bits of a name, the same in every process (Python's own hash is not)."""
+    """32 bits derived from a name, equal in every process (unlike Python's `hash`)."""
     return np.uint32(zlib.crc32(name.encode()))
 
 
 def numbers(count: int) -> np.ndarray:
-    """The digests of "0", "1", ..., one for each of `count` copies."""    # [count]
+    """The digests of "0", "1", ..., one for each of `count` copies: [count]."""
     return np.array([digest(str(i)) for i in range(count)], np.uint32)
 
 
 def fold(key, name: str):
-    """The key of the child `name` of the place that `key` belongs to."""
+    """The key of the child `name` of the node that `key` belongs to."""
     return jax.random.fold_in(key, digest(name))
 
 
 def make(tree: Mapping, key) -> dict:
-    """The arrays of a tree of `ParamSpec`s, every one from the key folded along its path."""
+    """Creates the arrays of a tree of `ParamSpec`s, each from the key folded along its path."""
     making = Making(isinstance(key, jax.core.Tracer), {})
 
     def walk(node, keys, path):
@@ -122,7 +127,7 @@ def make(tree: Mapping, key) -> dict:
 
 
 def copies(tree: Mapping, count: int) -> dict:
-    """The spec tree of `count` stacked copies of what `tree` describes."""
+    """The spec tree of `count` stacked copies of `tree`."""
 
     def walk(node, depth):
         if isinstance(node, Mapping):
@@ -134,7 +139,7 @@ def copies(tree: Mapping, count: int) -> dict:
 
 
 def get(tree, path):
-    """The node at `path`, or None where there is none."""
+    """The node at `path`, or None if there is none."""
     for name in path:
         if not isinstance(tree, Mapping) or name not in tree:
             return None
@@ -143,7 +148,7 @@ def get(tree, path):
 
 
 def leaves(tree, path=()):
-    """(path, leaf) of every leaf of a tree of mappings, depth first."""
+    """Yields (path, leaf) for every leaf of a tree of mappings, depth first."""
     if isinstance(tree, Mapping):
         for name, child in tree.items():
             yield from leaves(child, (*path, str(name)))
@@ -152,9 +157,9 @@ def leaves(tree, path=()):
 
 
 def partition(tree):
-    """The arrays among a tree's leaves, and the function that puts such arrays back.
+    """Returns the arrays among a tree's leaves, and a function that puts arrays into their places.
 
-    What is no array (None, a bool, a string, a function) stays Python's: layers may branch on it.
+    Other leaves (None, bools, strings, functions) stay Python values, so that layers can branch on them.
     """
     values, structure = jax.tree.flatten(tree)
     where = [i for i, value in enumerate(values) if hasattr(value, "shape") and hasattr(value, "dtype")]

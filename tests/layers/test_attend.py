@@ -74,7 +74,7 @@ def every_derivative(attention, arrays, along, weight, options):
     gradient = jax.grad(loss, (0, 1, 2))
     square = lambda *x: sum(jnp.square(g).sum() for g in gradient(*x))
     slope = lambda *x: (jax.jvp(attend, x, along)[1] * weight).sum()
-    return {"slope": jax.jvp(attend, arrays, along), "gradient": gradient(*arrays),
+    return {"tangent": jax.jvp(attend, arrays, along), "gradient": gradient(*arrays),
             "forward over reverse": jax.jvp(gradient, arrays, along)[1],
             "reverse over reverse": jax.grad(square, (0, 1, 2))(*arrays),
             "reverse over forward": jax.grad(slope, (0, 1, 2))(*arrays)}
@@ -97,7 +97,7 @@ def test_is_the_formula_and_its_derivatives(name):
         close(ours, theirs, 1e-12)
 
 
-def test_derivatives_of_some_arguments_and_of_the_gradient_by_the_slope():
+def test_derivatives_of_some_arguments_and_of_the_gradient_by_the_tangent():
     with jax.enable_x64(True):
         arrays, along, weight, options = problem("causal of few keys", jnp.float64)
         close(*(jax.jit(functools.partial(one_sided_derivatives, f, options=options))(arrays, along, weight)
@@ -297,28 +297,29 @@ def test_small_gradients_of_float16_survive():
     np.testing.assert_allclose(np.asarray(gradient, np.float32), 2e-5, rtol=0.02)     # 2 query heads to a key head
 
 
-# What does not fit
+# Invalid arguments
 
 Q, K = jnp.ones((2, 5, 4, 3)), jnp.ones((2, 7, 2, 3))
 
 
 @pytest.mark.parametrize(("call", "error", "text"), [
     (lambda: dot_product_attention(Q[0], K, K), ValueError,
-     "dot_product_attention needs query [batch, time, heads, head_dim] and key and value [batch, keys, key/value "
-     "heads, head_dim] of the same batch and head_dim; got query (5, 4, 3), key (2, 7, 2, 3), value (2, 7, 2, 3)"),
+     "dot_product_attention: expected query [batch, time, heads, head_dim], and key and value [batch, keys, key/value "
+     "heads, head_dim] with equal batch and head_dim; got query (5, 4, 3), key (2, 7, 2, 3), value (2, 7, 2, 3)"),
     (lambda: dot_product_attention(Q, K[:, :, :1].repeat(3, 2), K[:, :, :1].repeat(3, 2)), ValueError,
-     "dot_product_attention: 3 key/value heads do not divide 4 heads"),
+     "dot_product_attention: 4 heads must be a multiple of 3 key/value heads"),
     (lambda: dot_product_attention(Q, K, K.astype(jnp.bfloat16)), TypeError,
-     "dot_product_attention takes floating-point query, key and value of one dtype; got float32, float32 and bfloat16"),
+     "dot_product_attention: query, key and value must have one floating-point dtype; got float32, float32 and "
+     "bfloat16"),
     (lambda: dot_product_attention(Q, K, K, mask=jnp.ones((5, 5), bool)), ValueError,
-     "dot_product_attention: a mask is boolean, True where a query may see a key, and [t, s], [b, t, s] or [b, h, t, "
-     "s] of (2, 4, 5, 7); got bool[5, 5]"),
+     "dot_product_attention: mask must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] of "
+     "(2, 4, 5, 7); got bool[5, 5]"),
     (lambda: dot_product_attention(Q, K, K, lengths=jnp.ones(3, jnp.int32)), ValueError,
-     "dot_product_attention: lengths are integers [batch] (2,); got int32[3]"),
+     "dot_product_attention: lengths must be integers [batch] (2,); got int32[3]"),
     (lambda: dot_product_attention(Q, K, K, starts=jnp.ones(2)), ValueError,
-     "dot_product_attention: starts are integers [batch] (2,); got float32[2]"),
+     "dot_product_attention: starts must be integers [batch] (2,); got float32[2]"),
     (lambda: dot_product_attention(Q, K, K, window=0), ValueError,
-     "dot_product_attention: a window holds the query's own place at least; got 0"),
+     "dot_product_attention: window must be >= 1; got 0"),
 ], ids=["rank", "heads", "dtype", "mask", "lengths", "starts", "window"])
 def test_errors_say_what_is_needed(call, error, text):
     with pytest.raises(error) as raised:

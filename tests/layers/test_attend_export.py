@@ -83,7 +83,7 @@ def test_one_program_for_every_scope():
 def test_explain_names_symbolic_sizes():
     t, = export.symbolic_shape("t")
     attend = functools.partial(dot_product_attention, causal=True)
-    assert "plain XLA, for symbolic times cannot be split into blocks" in str(
+    assert "plain XLA, because symbolic times cannot be split into blocks" in str(
         explain(autocast(attend, "bfloat16"), *[spec(2, t, 2, 4)] * 3))
 
 
@@ -92,9 +92,9 @@ def test_why_a_kernel_is_refused():
     form, q = xla.Form(True, None, 1.0), spec(b, 512, 2, 64, dtype=jnp.bfloat16)
     for platform in "cuda", "tpu":
         assert flash.refusal(platform, form, jnp.bfloat16, q, q) == (
-            "a kernel needs sizes that are known when it is compiled, and these are symbolic")
+            "a kernel needs concrete sizes, and these are symbolic")
         assert flash.refusal(platform, form, jnp.bfloat16, q, q, "portable") == (
-            "a program that is exported, or lowered for several platforms, must not depend on a kernel's library")
+            "a program that is exported or lowered for several platforms must not depend on a kernel's library")
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])

@@ -95,21 +95,21 @@ def refused(platform, compute=jnp.bfloat16, t=512, s=512, d=64, **form):
 @pytest.mark.parametrize(("platform", "options", "words"), [
     ("rocm", {}, "there is no kernel for rocm"),
     ("cuda", {"precision": "highest"}, "a kernel has no precision 'highest'"),
-    ("cuda", {"given": ("starts",)}, "a kernel takes no queries that start at a row's own place"),
-    ("tpu", {"s": 0}, "there is nothing to attend to"),
-    ("cuda", {"compute": jnp.float32}, "cuDNN's flash kernels take 16 bits, not float32"),
+    ("cuda", {"given": ("starts",)}, "a kernel does not support a different first query in each example"),
+    ("tpu", {"s": 0}, "an axis has length 0"),
+    ("cuda", {"compute": jnp.float32}, "cuDNN's flash kernels need a 16-bit dtype, not float32"),
     ("cuda", {"d": 65}, "cuDNN's flash kernels need a head_dim that is a multiple of 8 up to 128, not 65"),
     ("cuda", {"d": 256}, "cuDNN's flash kernels need a head_dim that is a multiple of 8 up to 128, not 256"),
-    ("cuda", {"s": 511}, "cuDNN's causal mask needs as many queries as keys, not 512 and 511"),
+    ("cuda", {"s": 511}, "cuDNN's causal mask needs equal numbers of queries and keys, not 512 and 511"),
     ("cuda", {"window": 3, "causal": False},
-     "cuDNN's sliding window is causal, without lengths or mask, from cuDNN 9.2 on"),
+     "cuDNN's sliding window needs cuDNN 9.2 and causal=True, without lengths or mask"),
     ("cuda", {"given": ("mask",), "t": 511, "s": 511}, "cuDNN's masks need even times, not 511 and 511"),
-    ("tpu", {"compute": jnp.float16}, "the TPU's kernel takes bfloat16 and float32, not float16"),
-    ("tpu", {"given": ("mask",)}, "the TPU's kernel takes no mask but causal=, window= and lengths="),
+    ("tpu", {"compute": jnp.float16}, "the TPU's kernel needs bfloat16 or float32, not float16"),
+    ("tpu", {"given": ("mask",)}, "the TPU's kernel supports causal=, window= and lengths=, but no other mask"),
     ("tpu", {"t": 640, "s": 600},
-     "the TPU's kernel needs times that are multiples of 128 from 512 on, not 640 and 600"),
-    ("tpu", {"d": 320}, "the TPU's kernel needs a head_dim up to 256, not 320"),
-    ("tpu", {"t": 1024, "window": 8}, "the TPU's kernel takes no window with more queries than keys"),
+     "the TPU's kernel needs times >= 512 that are multiples of 128, not 640 and 600"),
+    ("tpu", {"d": 320}, "the TPU's kernel needs head_dim <= 256, not 320"),
+    ("tpu", {"t": 1024, "window": 8}, "the TPU's kernel does not support a window with more queries than keys"),
 ])
 def test_refusals_say_why(platform, options, words):
     assert refused(platform) is None or platform == "rocm"
@@ -124,7 +124,7 @@ def test_what_the_gpu_is_counts(gpu, d, words, monkeypatch):
     assert refused("cuda", d=d) == words
 
 
-# What is done around the kernels
+# Masks and lengths around the kernels
 
 def problem(options, dtype):
     q, k, v = arrays(dtype)

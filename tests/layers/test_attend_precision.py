@@ -63,9 +63,9 @@ def test_what_the_author_keeps_in_float32_stays():
 
 
 @pytest.mark.parametrize(("options", "time", "words"), [
-    ({"causal": True}, 70, "keys that the mask hides from a block of queries are skipped"),
-    ({"causal": True}, 20, "plain XLA, for so few queries make one block"),
-    ({}, 70, "plain XLA, for no key is hidden from all"),
+    ({"causal": True}, 70, "keys that are hidden from a whole block of queries are skipped"),
+    ({"causal": True}, 20, "plain XLA, because so few queries fit into one block"),
+    ({}, 70, "plain XLA, because no key is hidden from all queries"),
 ])
 def test_explain_names_the_form(options, time, words):
     model = nn.Attention(4, **options)

@@ -144,13 +144,14 @@ def test_models(model):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (dict(x=X[0, 0]), r"needs x \[..., time, features\] in floating point; got float32\[8\]"),
-    (dict(x=LABELS[..., None]), r"in floating point; got int32\[2, 12, 1\]"),
-    (dict(kernel=KERNEL.T), r"needs a kernel \[8, vocab_size\] .* x of shape \[2, 12, 8\]; got float32\[37, 8\]"),
-    (dict(labels=LABELS[:, :3]), r"needs integer labels \[2, 12\] .*; got int32\[2, 3\]"),
-    (dict(labels=X[..., 0]), r"needs integer labels \[2, 12\] .*; got float32\[2, 12\]"),
-    (dict(bias=BIAS[1:]), r"needs a bias \[37\] for a kernel of shape \[8, 37\]; got \[36\]"),
-    (dict(chunk_size=0), "needs a chunk_size of at least 1 position; got 0"),
+    (dict(x=X[0, 0]), r"expected floating-point x \[..., time, features\]; got float32\[8\]"),
+    (dict(x=LABELS[..., None]), r"expected floating-point x .*; got int32\[2, 12, 1\]"),
+    (dict(kernel=KERNEL.T),
+     r"expected a floating-point kernel \[8, vocab_size\] for x of shape \[2, 12, 8\]; got float32\[37, 8\]"),
+    (dict(labels=LABELS[:, :3]), r"expected integer labels \[2, 12\] .*; got int32\[2, 3\]"),
+    (dict(labels=X[..., 0]), r"expected integer labels \[2, 12\] .*; got float32\[2, 12\]"),
+    (dict(bias=BIAS[1:]), r"expected a bias \[37\] for a kernel of shape \[8, 37\]; got \[36\]"),
+    (dict(chunk_size=0), "chunk_size must be >= 1; got 0"),
 ])
 def test_errors(change, message):
     arguments = dict(x=X, kernel=KERNEL, labels=LABELS) | change

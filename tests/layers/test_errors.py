@@ -1,4 +1,4 @@
-"""Wrong inputs, tried as a new user would: each gives one sentence that says what was given, and what to do."""
+"""Wrong inputs of new users: each raises a one-line error that states what was given and expected, and what to do."""
 
 import dataclasses
 import re
@@ -138,58 +138,61 @@ class NoForward(nn.Layer):
     pass
 
 
-FLOATS = "convert it first, e.g. x.astype(jnp.float32) / 255 for images"
+FLOATS = "convert it, e.g. x.astype(jnp.float32) / 255 for images"
 FIRST = "is called with a Scope inside a model and with a dict of parameters outside, as its first argument; got"
-TWICE = "give the second another name, or, to share it, keep its scope in a variable"
+TWICE = "use another name, or, to share its parameters, keep the scope in a variable"
 RESERVED = ("the model's own word: rename it, or ask the scope (scope.key(), scope.state(...), scope.train)")
 FIELDS = "a layer's fields are numbers, strings, functions, layers and tuples of them; arrays live in params"
-PURE = "inside a jax transform (scan, cond, vmap, jit, ...): take the layer through it with scope.pure"
-MASK = ("Attention at the root: a mask is boolean, True where a query may see a key, and [t, s], [b, t, s] or "
-        "[b, h, t, s] of (2, 2, 4, 4); got ")
+PURE = "inside a jax transform (scan, cond, vmap, jit, ...); use scope.pure"
+MASK = ("Attention at the root: mask must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] of "
+        "(2, 2, 4, 4); got ")
 
 ERRORS = {
     # shapes and dtypes
     "last dimension": (
         lambda: MLP(PARAMS, jnp.ones((2, 7))),
-        ValueError, "'0/kernel': this input needs (7, 5), params hold (4, 5)"),
+        ValueError, "'0/kernel': expected shape (7, 5) for this input, got (4, 5) in params"),
     "channels": (
         lambda: nn.Conv(4, 3)({"kernel": jnp.ones((3, 3, 3, 4)), "bias": jnp.ones(4)}, jnp.ones((2, 8, 8, 1))),
-        ValueError, "'kernel': this input needs (3, 3, 1, 4), params hold (3, 3, 3, 4)"),
+        ValueError, "'kernel': expected shape (3, 3, 1, 4) for this input, got (3, 3, 3, 4) in params"),
     "integer images": (
         init(nn.Conv(4, 3), jnp.ones((2, 8, 8, 3), jnp.uint8)),
-        TypeError, f"Conv at the root takes floating-point input; got uint8[2, 8, 8, 3]: {FLOATS}"),
+        TypeError, f"Conv at the root: expected floating-point input; got uint8[2, 8, 8, 3]; {FLOATS}"),
     "integers": (
         lambda: MLP(PARAMS, jnp.ones((2, 4), jnp.int32)),
-        TypeError, f"Dense at '0' takes floating-point input; got int32[2, 4]: {FLOATS}"),
+        TypeError, f"Dense at '0': expected floating-point input; got int32[2, 4]; {FLOATS}"),
     "integers in norm": (
         init(nn.LayerNorm(), jnp.ones((2, 4), jnp.int32)),
-        TypeError, f"LayerNorm at the root takes floating-point input; got int32[2, 4]: {FLOATS}"),
+        TypeError, f"LayerNorm at the root: expected floating-point input; got int32[2, 4]; {FLOATS}"),
     "integers in mean": (
         lambda: nn.AvgPool(2)({}, jnp.ones((2, 4, 4, 1), jnp.int32)),
-        TypeError, f"AvgPool at the root takes floating-point input; got int32[2, 4, 4, 1]: {FLOATS}"),
+        TypeError, f"AvgPool at the root: expected floating-point input; got int32[2, 4, 4, 1]; {FLOATS}"),
     "booleans in max": (
         lambda: nn.MaxPool(2)({}, jnp.ones((2, 4, 4, 1), bool)),
-        TypeError, "MaxPool at the root takes real numbers; got bool[2, 4, 4, 1]"),
+        TypeError, "MaxPool at the root: expected real numbers; got bool[2, 4, 4, 1]"),
     "scalar": (
         init(nn.Dense(4), jnp.float32(1)),
-        ValueError, "Dense at the root needs at least one axis; got a scalar"),
+        ValueError, "Dense at the root: expected at least one axis; got a scalar"),
     # params
     "parameter missing": (
         lambda: MLP({"0": PARAMS["0"]}, ROWS),
-        ValueError, "'head/kernel': this input needs (5, 3), params hold none (the root holds 0)"),
+        ValueError, "'head/kernel': expected shape (5, 3) for this input, but params has no such array (the root "
+                    "contains 0)"),
     "parameter misspelled": (
         lambda: MLP({"0": PARAMS["0"], "heads": PARAMS["head"]}, ROWS),
-        ValueError, "'head/kernel': this input needs (5, 3), params hold none (the root holds 0, heads; "
-                    "did you mean 'heads'?)"),
+        ValueError, "'head/kernel': expected shape (5, 3) for this input, but params has no such array (the root "
+                    "contains 0, heads; did you mean 'heads'?)"),
     "bias missing": (
         lambda: MLP({"0": PARAMS["0"], "head": {"kernel": PARAMS["head"]["kernel"]}}, ROWS),
-        ValueError, "'head/bias': this input needs (3,), params hold none ('head' holds kernel)"),
+        ValueError, "'head/bias': expected shape (3,) for this input, but params has no such array ('head' "
+                    "contains kernel)"),
     "params of another model": (
         lambda: MLP(PARAMS["0"], ROWS),
-        ValueError, "'0/kernel': this input needs (4, 5), params hold none (the root holds bias, kernel)"),
+        ValueError, "'0/kernel': expected shape (4, 5) for this input, but params has no such array (the root "
+                    "contains bias, kernel)"),
     "a spec for params": (
         lambda: MLP(MLP.spec(ROWS).params, ROWS),
-        ValueError, "'0/kernel': this input needs (4, 5), params hold a ParamSpec"),
+        ValueError, "'0/kernel': expected shape (4, 5) for this input, got a ParamSpec in params"),
     "check": (
         lambda: MLP.check({"0": PARAMS["0"], "head": {"kernel": jnp.ones((4, 4))}, "extra": {"w": jnp.ones(3)}}, ROWS),
         ValueError, "Sequential: 3 of its arrays do not fit: 'head/kernel' needs (5, 3), params hold (4, 4); "
@@ -208,23 +211,24 @@ ERRORS = {
         TypeError, f"Sequential {FIRST} an array (2, 4)"),
     "stack of another depth": (
         lambda: nn.Stack(nn.Dense(4), 2)(STACK.init(KEY, ROWS)[0], ROWS),
-        ValueError, "'kernel': 2 copies of Dense need (2, ...), params hold (3, 4, 4)"),
+        ValueError, "'kernel': expected shape (2, ...) for 2 copies of Dense, got (3, 4, 4) in params"),
     # state, key, train
     "state forgotten": (
         lambda: NORM(NORM_PARAMS, ROWS),
-        ValueError, "BatchNorm needs the state '1/mean' (4,): pass state=, the second result of model.init"),
+        ValueError, "BatchNorm needs the state '1/mean' (4,); pass state=, the second result of model.init"),
     "state empty": (
         lambda: NORM(NORM_PARAMS, ROWS, state={}),
-        ValueError, "'1/mean': this input needs (4,), state holds none (the root holds nothing)"),
+        ValueError, "'1/mean': expected shape (4,) for this input, but state has no such array (the root contains "
+                    "nothing)"),
     "state of another shape": (
         lambda: NORM(NORM_PARAMS, ROWS, state={"1": {"mean": jnp.ones(3), "var": jnp.ones(4)}}),
-        ValueError, "'1/mean': this input needs (4,), state holds (3,)"),
+        ValueError, "'1/mean': expected shape (4,) for this input, got (3,) in state"),
     "state no dict": (
         lambda: MLP(PARAMS, ROWS, state=(1,)),
         TypeError, "Sequential: state= is the dict that model.init returned second, or {}; got a tuple"),
     "key forgotten": (
         lambda: DROP(DROP.init(KEY, ROWS)[0], ROWS, train=True),
-        ValueError, "Dropout at '1' draws random numbers: pass key=jax.random.key(...) to the model"),
+        ValueError, "Dropout at '1' needs random numbers; pass key=jax.random.key(...) to the model"),
     "a seed for a key": (
         lambda: DROP({}, ROWS, train=True, key=0),
         TypeError, "Sequential: the key is a jax.random.key(seed); got 0"),
@@ -247,25 +251,26 @@ ERRORS = {
     # scopes
     "name twice": (
         init(name_twice(), ROWS),
-        ValueError, f"'a' is used twice in one call of name_twice: {TWICE} (shared = scope['a'])"),
+        ValueError, f"'a' is used twice in one call of name_twice; {TWICE} (shared = scope['a'])"),
     "parameter twice": (
         init(param_twice(), ROWS),
-        ValueError, f"'w' is used twice in one call of param_twice: {TWICE} (shared = scope['w'])"),
+        ValueError, f"'w' is used twice in one call of param_twice; {TWICE} (shared = scope['w'])"),
     "parameter named like a scope": (
         init(name_and_scope(), ROWS),
-        ValueError, f"'a' is used twice in one call of name_and_scope: {TWICE} (shared = scope['a'])"),
+        ValueError, f"'a' is used twice in one call of name_and_scope; {TWICE} (shared = scope['a'])"),
     "children of one name": (
         init(nn.Sequential(nn.Dense(3), **{"0": nn.Dense(4)}), ROWS),
-        ValueError, f"'0' is used twice in one call of Sequential: {TWICE} (shared = scope['0'])"),
+        ValueError, f"'0' is used twice in one call of Sequential; {TWICE} (shared = scope['0'])"),
     "a scope shared between shapes": (
         init(shared_between_shapes(), ROWS),
-        ValueError, "'a/kernel' is asked for as (5, 4) and was (4, 5) before in the same model: share a scope only "
-                    "between layers of one shape, or give the second its own name"),
+        ValueError, "'a/kernel': expected shape (5, 4), but in the same model it was (4, 5) before; share a scope "
+                    "only between layers of one shape, or use another name"),
     "name a number": (
-        init(named(name=0), ROWS), TypeError, "a name in Scope(the root) is a non-empty string without '/'; got 0"),
+        init(named(name=0), ROWS), TypeError, "Scope(the root): expected a name that is a non-empty string without "
+                                              "'/'; got 0"),
     "name with a slash": (
         init(named(name="a/b"), ROWS),
-        TypeError, "a name in Scope(the root) is a non-empty string without '/'; got 'a/b'"),
+        TypeError, "Scope(the root): expected a name that is a non-empty string without '/'; got 'a/b'"),
     "key in scan": (
         lambda: key_in_scan()({}, ROWS, key=KEY),
         RuntimeError, f"key_in_scan at the root calls scope.key() {PURE}"),
@@ -280,13 +285,14 @@ ERRORS = {
         RuntimeError, f"BatchNorm at 'norm' calls scope.update('mean') {PURE}"),
     "update undeclared": (
         lambda: undeclared()({}, ROWS, state={}),
-        ValueError, "undeclared updates the state 'n', which the state passed in does not hold: declare it with "
-                    "scope.state"),
+        ValueError, "undeclared updates the state 'n', which is missing in the state that was passed in; declare "
+                    "it with scope.state"),
     "update of another shape": (
         lambda: misshaped()({}, ROWS, state={"n": jnp.ones(4)}),
-        ValueError, "'n': the new state is (2, 4), the state passed in (4,)"),
+        ValueError, "'n': expected a new state of shape (4,), as passed in, got (2, 4)"),
     "axes": (
-        init(too_many_axes(), ROWS), ValueError, "'w': axes ('a', 'b') name 2 axes of shape (4,)"),
+        init(too_many_axes(), ROWS), ValueError, "'w': expected one name for each axis of shape (4,), got "
+                                                 "axes=('a', 'b')"),
     # classes
     "input named key": (
         input_named_key, TypeError, f"Noise.forward: an input can't be named 'key', {RESERVED}"),
@@ -315,124 +321,126 @@ ERRORS = {
     # layers of layers
     "child a number": (
         lambda: nn.Sequential(nn.Dense(3), 3),
-        TypeError, "Sequential: child '1' is an int, neither a layer nor a function"),
+        TypeError, "Sequential: child '1' must be a layer or a function; got an int"),
     "shortcut a number": (
         lambda: nn.Residual(nn.Dense(3), shortcut=3),
-        TypeError, "Residual: the shortcut is an int, neither a layer nor a function"),
+        TypeError, "Residual: shortcut must be a layer or a function; got an int"),
     "residual of two shapes": (
         init(nn.Residual(nn.Dense(5)), ROWS),
-        ValueError, "Residual at the root adds (2, 5) to (2, 4): give it a shortcut that maps the input to the "
-                    "output's shape"),
-    "parallel of nothing": (lambda: nn.Parallel(), ValueError, "Parallel needs at least one layer"),
+        ValueError, "Residual at the root: the output (2, 5) and the input (2, 4) must have one shape; pass a "
+                    "shortcut that maps the input to the output's shape"),
+    "parallel of nothing": (lambda: nn.Parallel(), ValueError, "Parallel: expected at least one layer, got none"),
     "stack of two shapes": (
         init(nn.Stack(nn.Dense(5), 2), ROWS),
-        ValueError, "Stack at the root: Dense takes float32[2, 4] and gives float32[2, 5]; a stacked block's output "
-                    "must have its first input's shape and dtype"),
+        ValueError, "Stack at the root: a block's output must have the shape and dtype of its first input; Dense "
+                    "maps float32[2, 4] to float32[2, 5]"),
     "stack of fewer than none": (
         init(nn.Stack(nn.Dense(4), -1), ROWS),
-        ValueError, "Stack at the root: the number of copies can't be negative; got -1"),
+        ValueError, "Stack at the root: the number of copies must be >= 0; got -1"),
     "stack of a function": (
         init(nn.Stack(abs, 2), ROWS),
-        TypeError, "Stack at the root takes a layer; got a builtin_function_or_method: wrap a function in "
+        TypeError, "Stack at the root: expected a layer, got a builtin_function_or_method; wrap a function in "
                    "nn.Sequential"),
     # convolution, pooling, embedding, norms
     "conv on rows": (
         init(nn.Conv(4, 3), ROWS),
-        ValueError, "Conv at the root needs [batch, *space, channels]; got shape (2, 4)"),
+        ValueError, "Conv at the root: expected [batch, *space, channels]; got shape (2, 4)"),
     "conv without batch": (
         init(nn.Conv(4, (3, 3)), IMAGES[0]),
-        ValueError, "Conv at the root needs 4 axes for window (3, 3); got shape (8, 8, 3): add the batch axis with "
+        ValueError, "Conv at the root: expected 4 axes for window (3, 3); got shape (8, 8, 3); add a batch axis: "
                     "x[None]"),
     "conv strides": (
         init(nn.Conv(4, 3, (1, 2, 3)), IMAGES),
-        ValueError, "Conv at the root: strides (1, 2, 3) has 3 numbers for 2 dimensions"),
+        ValueError, "Conv at the root: expected 2 numbers for strides, one for each dimension; got (1, 2, 3)"),
     "conv padding": (
         init(nn.Conv(4, 3, padding="same"), IMAGES),
-        ValueError, "Conv at the root: padding is 'SAME', 'VALID', 'CAUSAL' (one dimension) or explicit; got 'same' "
-                    "for 2 dimensions"),
+        ValueError, "Conv at the root: padding must be 'SAME', 'VALID', 'CAUSAL' (one dimension) or explicit; got "
+                    "'same' for 2 dimensions"),
     "conv explicit padding": (
         init(nn.Conv(4, 3, padding=[1]), IMAGES),
-        ValueError, "Conv at the root: explicit padding is a number or a (before, after) pair for each of 2 "
+        ValueError, "Conv at the root: explicit padding must be a number or a (before, after) pair for each of 2 "
                     "dimensions; got (1,)"),
     "conv groups": (
         init(nn.Conv(4, 3, groups=2), IMAGES),
-        ValueError, "Conv at the root: 2 groups must divide the input's 3 channels and the 4 features"),
+        ValueError, "Conv at the root: the input's 3 channels and features=4 must be multiples of groups=2"),
     "conv window too large": (
         init(nn.Conv(4, 9, padding="VALID"), IMAGES),
-        ValueError, "Conv at the root: the window (9, 9) does not fit into the input's (8, 8)"),
+        ValueError, "Conv at the root: the window (9, 9) is larger than the input (8, 8)"),
     "transposed conv causal": (
         init(nn.ConvTranspose(4, 3, padding="CAUSAL"), TIMES),
-        ValueError, "ConvTranspose at the root: padding is 'SAME', 'VALID' or explicit; got 'CAUSAL'"),
+        ValueError, "ConvTranspose at the root: padding must be 'SAME', 'VALID' or explicit; got 'CAUSAL'"),
     "transposed conv groups": (
         init(nn.ConvTranspose(4, 3, groups=2), IMAGES),
-        ValueError, "ConvTranspose at the root: 2 groups must divide the input's 3 channels and the 4 features"),
+        ValueError, "ConvTranspose at the root: the input's 3 channels and features=4 must be multiples of "
+                    "groups=2"),
     "pool window too large": (
         lambda: nn.MaxPool(9)({}, IMAGES),
-        ValueError, "MaxPool at the root: the window (9, 9) does not fit into the input's (8, 8)"),
+        ValueError, "MaxPool at the root: the window (9, 9) is larger than the input (8, 8)"),
     "pool padding too large": (
         lambda: nn.MaxPool(2, padding=2)({}, IMAGES),
         ValueError, "MaxPool at the root: padding [(2, 2), (2, 2)] must be smaller than the window (2, 2)"),
     "global pool on rows": (
         lambda: nn.GlobalAvgPool()({}, ROWS),
-        ValueError, "GlobalAvgPool at the root needs [batch, *space, channels]; got shape (2, 4)"),
+        ValueError, "GlobalAvgPool at the root: expected [batch, *space, channels]; got shape (2, 4)"),
     "flatten a scalar": (
-        lambda: nn.Flatten()({}, 1.0), ValueError, "Flatten at the root needs [batch, ...]; got a scalar"),
+        lambda: nn.Flatten()({}, 1.0), ValueError, "Flatten at the root: expected [batch, ...]; got a scalar"),
     "embed floats": (
-        init(nn.Embed(3, 4), ROWS), TypeError, "Embed at the root takes integer tokens; got float32[2, 4]"),
+        init(nn.Embed(3, 4), ROWS), TypeError, "Embed at the root: expected integer tokens; got float32[2, 4]"),
     "attend to another length": (
         lambda: nn.Embed(3, 4).attend({"embedding": jnp.ones((3, 4))}, jnp.ones((2, 5))),
-        ValueError, "Embed.attend at the root needs [..., 4]; got shape (2, 5)"),
+        ValueError, "Embed.attend at the root: expected [..., 4]; got shape (2, 5)"),
     "dropout rate": (
         lambda: nn.Dropout(1.5)({}, ROWS),
-        ValueError, "Dropout at the root: the rate is a share between 0 and 1; got 1.5"),
+        ValueError, "Dropout at the root: rate must be between 0 and 1; got 1.5"),
     "group norm groups": (
         init(nn.GroupNorm(3), ROWS),
-        ValueError, "GroupNorm at the root: 3 groups must divide the 4 channels of an input [batch, ..., channels]; "
+        ValueError, "GroupNorm at the root: expected [batch, ..., channels] with channels a multiple of groups=3; "
                     "got shape (2, 4)"),
     "batch norm without batch": (
         init(nn.BatchNorm(), ROWS[0]),
-        ValueError, "BatchNorm at the root needs [batch, ..., channels]; got shape (4,)"),
+        ValueError, "BatchNorm at the root: expected [batch, ..., channels]; got shape (4,)"),
     "batch norm weight": (
         lambda: nn.BatchNorm()(NORM_PARAMS["1"], ROWS, jnp.ones(3), state=NORM_STATE["1"], train=True),
-        ValueError, "BatchNorm at the root: weight (3,) must be the first axes of the input (2, 4) without its "
-                    "channels"),
+        ValueError, "BatchNorm at the root: weight must have the input's shape without channels (2,), or its first "
+                    "axes; got (3,)"),
     # attention
     "attention on rows": (
-        init(nn.Attention(2), ROWS), ValueError, "Attention at the root needs [batch, time, features]; got (2, 4)"),
+        init(nn.Attention(2), ROWS), ValueError, "Attention at the root: expected [batch, time, features]; got (2, "
+                                                 "4)"),
     "attention to another batch": (
         init(nn.Attention(2), TIMES, jnp.ones((3, 4, 4))),
-        ValueError, "Attention at the root needs [batch, time, features]; got (2, 4, 4) with context (3, 4, 4)"),
+        ValueError, "Attention at the root: expected [batch, time, features]; got (2, 4, 4) with context (3, 4, 4)"),
     "attention heads": (
         init(nn.Attention(3), TIMES),
-        ValueError, "Attention at the root: 3 heads do not divide 4 features; give head_dim"),
+        ValueError, "Attention at the root: the 4 features must be a multiple of heads=3; or set head_dim"),
     "attention key heads": (
         init(nn.Attention(4, kv_heads=3), TIMES),
-        ValueError, "Attention at the root: 3 key/value heads do not divide 4 heads"),
+        ValueError, "Attention at the root: heads=4 must be a multiple of kv_heads=3"),
     "attention window": (
         init(nn.Attention(2, window=0), TIMES),
-        ValueError, "Attention at the root: a window holds the query's own place at least; got 0"),
+        ValueError, "Attention at the root: window must be >= 1; got 0"),
     "attention rotary context": (
         init(nn.Attention(2, rotary=nn.Rotary()), TIMES, TIMES),
-        ValueError, "Attention at the root: rotary positions are for self-attention, without context="),
+        ValueError, "Attention at the root: rotary= needs self-attention; call it without context="),
     "attention rotary odd": (
         init(nn.Attention(4, rotary=nn.Rotary()), TIMES),
-        ValueError, "Attention at the root: rotary turns pairs of features, head_dim must be even; got 1"),
+        ValueError, "Attention at the root: head_dim must be even for rotary=; got 1"),
     "rotary odd": (
         lambda: nn.Rotary()(jnp.ones((1, 2, 1, 3)), jnp.ones((1, 2), jnp.int32)),
-        ValueError, "Rotary turns pairs of features: head_dim must be even; got 3"),
+        ValueError, "Rotary: head_dim must be even; got 3"),
     "attention positions": (
         init(nn.Attention(2, rotary=nn.Rotary()), TIMES, positions=jnp.ones(3, jnp.int32)),
-        ValueError, "Attention at the root: positions are [batch, time] (2, 4) or [time]; got (3,)"),
+        ValueError, "Attention at the root: positions must be [batch, time] (2, 4) or [time]; got (3,)"),
     "attention lengths": (
         init(nn.Attention(2), TIMES, lengths=jnp.ones(2)),
-        ValueError, "Attention at the root: lengths are integers [batch] (2,); got float32[2]"),
+        ValueError, "Attention at the root: lengths must be integers [batch] (2,); got float32[2]"),
     "attention mask shape": (
         init(nn.Attention(2), TIMES, mask=jnp.ones((4, 5), bool)), ValueError, MASK + "bool[4, 5]"),
     "attention mask dtype": (init(nn.Attention(2), TIMES, mask=jnp.ones((4, 4))), ValueError, MASK + "float32[4, 4]"),
     "attention mask scalar": (init(nn.Attention(2), TIMES, mask=jnp.array(True)), ValueError, MASK + "bool[]"),
     "attention cache": (
         lambda: CAUSAL(CAUSAL.init(KEY, TIMES)[0], jnp.ones((3, 1, 4)), state=CAUSAL.cache(TIMES)),
-        ValueError, "Attention at the root: keys (3, 1, 2, 2) do not fit the cache (2, 4, 2, 2): make it with "
+        ValueError, "Attention at the root: keys (3, 1, 2, 2) do not match the cache (2, 4, 2, 2); create it with "
                     "model.cache for inputs of this batch size"),
 }
 
@@ -458,5 +466,6 @@ def test_errors_carry_the_whole_path():
     model = nn.Sequential(encoder=nn.Residual(nn.Dense(4), inner=nn.Stack(nn.Sequential(nn.Dense(4), nn.Dense(4)), 2)))
     params, _ = model.init(KEY, ROWS)
     params["encoder"]["inner"]["1"]["bias"] = jnp.ones((2, 5))
-    with pytest.raises(ValueError, match=re.escape("'encoder/inner/1/bias': this input needs (4,), params hold (5,)")):
+    message = "'encoder/inner/1/bias': expected shape (4,) for this input, got (5,) in params"
+    with pytest.raises(ValueError, match=re.escape(message)):
         model(params, ROWS)

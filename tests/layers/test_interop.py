@@ -217,25 +217,27 @@ def test_linen_layer_of_lists_is_a_value():
 
 def test_linen_layer_errors():
     layer, params, state = linen_layer()
-    with raises(TypeError, "from_linen takes a flax.linen module, e.g. linen.Dense(10); got the class Dense: "
-                           "construct it"):
+    with raises(TypeError, "from_linen: expected a flax.linen module, e.g. linen.Dense(10); got the class "
+                           "Dense: call it"):
         nn.from_linen(linen.Dense)
-    with raises(TypeError, "from_linen takes a flax.linen module, e.g. linen.Dense(10); got a Dense"):
+    with raises(TypeError, "from_linen: expected a flax.linen module, e.g. linen.Dense(10); got a Dense"):
         nn.from_linen(nn.Dense(3))
-    with raises(ValueError, "from_linen takes a module that is not bound; this Dense is: pass module.unbind()[0], and "
-                            "its variables as params and state (inside another linen module, construct it with "
-                            "parent=None)"):
+    with raises(ValueError, "from_linen: expected a module that is not bound to variables; got a bound Dense; pass "
+                            "module.unbind()[0], and its variables as params and state (inside another linen module, "
+                            "construct it with parent=None)"):
         nn.from_linen(linen.Dense(3).bind({"params": {}}))
-    with raises(ValueError, "from_linen(LinenCNN) needs the state 'batch_stats/BatchNorm_0/mean' (3,): pass state=, "
+    with raises(ValueError, "from_linen(LinenCNN) needs the state 'batch_stats/BatchNorm_0/mean' (3,); pass state=, "
                             "the second result of model.init"):
         layer(params, X)
-    with raises(ValueError, "LinenLayer at the root draws random numbers: pass key=jax.random.key(...) to the model"):
+    with raises(ValueError, "LinenLayer at the root needs random numbers; pass key=jax.random.key(...) to the model"):
         layer(params, X, state=state, train=True)
-    with raises(ValueError, "'Conv_0/kernel': this input needs (3, 3, 1, 3), params hold (3, 3, 2, 3)"):
+    with raises(ValueError, "'Conv_0/kernel': expected shape (3, 3, 1, 3) for this input, got (3, 3, 2, 3) in params"):
         layer(params, X[..., :1], state=state)
-    with raises(ValueError, "'Dense_0/kernel': this input needs (3, 5), params hold none ('Dense_0' holds bias)"):
+    with raises(ValueError, "'Dense_0/kernel': expected shape (3, 5) for this input, but params has no such array "
+                            "('Dense_0' contains bias)"):
         layer({**params, "Dense_0": {"bias": jnp.ones(5)}}, X, state=state)
-    with raises(ValueError, "'batch_stats/BatchNorm_0/mean': this input needs (3,), state holds none"):
+    with raises(ValueError, "'batch_stats/BatchNorm_0/mean': expected shape (3,) for this input, but state has no such "
+                            "array"):
         layer(params, X, state={})
 
     class Tupled(linen.Module):
@@ -243,7 +245,7 @@ def test_linen_layer_errors():
         def __call__(self, x):
             return x * self.param("pair", lambda key: (jnp.ones(()), 2.0))[1]
 
-    with raises(TypeError, "'pair' is a tuple: a layer's params are arrays in dicts"):
+    with raises(TypeError, "'pair': a layer's params must be arrays in dicts; got a tuple"):
         nn.from_linen(Tupled()).init(jax.random.key(0), X)
 
 
@@ -253,7 +255,7 @@ def test_linen_layer_draws_inside_transforms_only_through_pure():
         return jax.vmap(lambda row: nn.from_linen(linen.Dropout(0.5))(scope["drop"], row))(x)
 
     with raises(RuntimeError, "LinenLayer at 'drop' calls scope.key() inside a jax transform (scan, cond, vmap, jit, "
-                              "...): take the layer through it with scope.pure"):
+                              "...); use scope.pure"):
         mapped()({}, X, key=KEY, train=True)
     np.testing.assert_array_equal(mapped()({}, X), X)
 
@@ -321,7 +323,7 @@ def test_layer_in_a_linen_model_trains_with_flax_train_state():
     assert last < first
     with pytest.raises(Exception, match='collection "batch_stats" is immutable'):
         Outer().apply(variables, X, train=True, rngs={"dropout": KEY})
-    with raises(ValueError, "Dropout at 'drop' draws random numbers: pass key=jax.random.key(...) to the model"):
+    with raises(ValueError, "Dropout at 'drop' needs random numbers; pass key=jax.random.key(...) to the model"):
         Outer().apply(variables, X, train=True, mutable=["batch_stats"])
 
 
@@ -400,7 +402,7 @@ def test_nnx_layer_draws_from_the_models_key():
     np.testing.assert_array_equal(wide({}, x), x)
     pair = nn.Sequential(wide, wide)
     assert differ(pair({}, x, key=KEY, train=True), y)
-    with raises(ValueError, "NnxLayer at the root draws random numbers: pass key=jax.random.key(...) to the model"):
+    with raises(ValueError, "NnxLayer at the root needs random numbers; pass key=jax.random.key(...) to the model"):
         wide({}, x, train=True)
 
 
@@ -456,8 +458,8 @@ def test_nnx_layer_with_constants_counters_and_draws():
     assert new["calls"] == 1
     close(new, nn.nnx_variables(module)[1])
     for hold in (jnp.square, numpys):
-        with raises(TypeError, "'constant' is an array outside of any variable: hold it as nnx.Variable(array), so "
-                               "that it has a place in the layer's state"):
+        with raises(TypeError, "'constant' is an array outside of a variable; store it as nnx.Variable(array), so that "
+                               "it is part of the layer's state"):
             nn.from_nnx(Arrays, hold=hold).init(jax.random.key(0), x)
 
 
@@ -488,24 +490,26 @@ def test_nnx_layer_is_a_value_and_its_errors():
     assert layer == nn.from_nnx(NnxCNN, features=3) != nn.from_nnx(NnxCNN, features=4)
     assert repr(layer) == "from_nnx(NnxCNN, features=3)"
     assert pickle.loads(pickle.dumps(layer)) == layer
-    with raises(TypeError, "from_nnx takes a constructor and its arguments, from_nnx(NnxCNN, ...), and got a NnxCNN "
-                           "that is made already: take its arrays with nnx_variables(module)"):
+    with raises(TypeError, "from_nnx: expected a constructor and its arguments, from_nnx(NnxCNN, ...); got a NnxCNN "
+                           "that is already constructed; convert its arrays with nnx_variables(module)"):
         nn.from_nnx(loaded(params, state))
-    with raises(TypeError, "from_nnx takes a constructor and its arguments, from_nnx(nnx.Linear, 4, 3); got an int"):
+    with raises(TypeError, "from_nnx: expected a constructor and its arguments, from_nnx(nnx.Linear, 4, 3); got an "
+                           "int"):
         nn.from_nnx(3)
-    with raises(TypeError, "from_nnx(sorted_names, 'b'): the constructor made a dict of b, no flax.nnx module"):
+    with raises(TypeError, "from_nnx(sorted_names, 'b'): expected a constructor of a flax.nnx module; it returned a "
+                           "dict of b"):
         nn.from_nnx(sorted_names, "b").init(jax.random.key(0), X)
-    with raises(ValueError, "from_nnx(NnxCNN, features=3) needs the state 'norm/mean' (3,): pass state=, the second "
+    with raises(ValueError, "from_nnx(NnxCNN, features=3) needs the state 'norm/mean' (3,); pass state=, the second "
                             "result of model.init"):
         layer(params, X)
-    with raises(ValueError, "'layers/1/kernel': this input needs (3, 5), params hold (2, 5)"):
+    with raises(ValueError, "'layers/1/kernel': expected shape (3, 5) for this input, got (2, 5) in params"):
         layer({**params, "layers": {**params["layers"], "1": {"kernel": jnp.ones((2, 5)), "bias": jnp.ones(5)}}}, X,
               state=state)
-    with raises(ValueError, "update_nnx: 2 arrays do not fit this NnxCNN: 'norm/bias' (3,) is missing; "
+    with raises(ValueError, "update_nnx: 2 arrays do not match NnxCNN: 'norm/bias' (3,) is missing; "
                             "'norm/offset' (3,) is used by nothing"):
         norm = {"scale": params["norm"]["scale"], "offset": params["norm"]["bias"]}
         nn.update_nnx(loaded(params, state), {**params, "norm": norm})
-    with raises(TypeError, "nnx_variables takes a flax.nnx module; got a dict of layers, norm"):
+    with raises(TypeError, "nnx_variables: expected a flax.nnx module; got a dict of layers, norm"):
         nn.nnx_variables(params)
 
 
@@ -557,12 +561,12 @@ def test_layer_in_an_nnx_model():
     nn.update_nnx(fresh, *nn.nnx_variables(module.body))
     fresh.eval()
     close(fresh(X), module.body(X))
-    with raises(TypeError, "to_nnx: rngs= are the streams of random numbers, nnx.Rngs(0); got an int"):
+    with raises(TypeError, "to_nnx: expected rngs=nnx.Rngs(0), the random streams; got an int"):
         nn.to_nnx(CNN, X, rngs=0)
     for convert, options in ((nn.to_nnx, {"rngs": nnx.Rngs(0)}), (nn.to_linen, {})):
-        with raises(TypeError, f"{convert.__name__} takes a layer, e.g. nn.Dense(10); got the class Dense"):
+        with raises(TypeError, f"{convert.__name__}: expected a layer, e.g. nn.Dense(10); got the class Dense"):
             convert(nn.Dense, **options)
-        with raises(TypeError, f"{convert.__name__} takes a layer, e.g. nn.Dense(10); got a Dense"):
+        with raises(TypeError, f"{convert.__name__}: expected a layer, e.g. nn.Dense(10); got a Dense"):
             convert(linen.Dense(3), **options)
 
 

@@ -265,24 +265,24 @@ def test_eager_calls_compile_once():
 
 @pytest.mark.parametrize(("call", "error", "text"), [
     (lambda layer, p, x: layer(p, x[0]), ValueError,
-     "LSTM at the root takes an input [batch, time, features]; got shape (6, 3)"),
+     "LSTM at the root: expected input [batch, time, features]; got shape (6, 3)"),
     (lambda layer, p, x: layer(p, x.astype(jnp.int32)), TypeError,
-     "LSTM at the root takes floating-point input; got int32[4, 6, 3]"),
+     "LSTM at the root: expected floating-point input; got int32[4, 6, 3]"),
     (lambda layer, p, x: layer(p, x, lengths=jnp.ones(4)), ValueError,
-     "LSTM at the root: lengths are [batch] integers, here (4,); got float32[4]"),
+     "LSTM at the root: lengths must be integers [batch] (4,); got float32[4]"),
     (lambda layer, p, x: layer(p, x, lengths=3), ValueError,
-     "LSTM at the root: lengths are [batch] integers, here (4,); got int32[]"),
+     "LSTM at the root: lengths must be integers [batch] (4,); got int32[]"),
     (lambda layer, p, x: layer.scan(p, x, jnp.zeros((4, 5))), ValueError,
-     "LSTM at the root carries ((4, 5), (4, 5)) from step to step; got (4, 5)"),
+     "LSTM at the root: expected a carry of shape ((4, 5), (4, 5)); got (4, 5)"),
     (lambda layer, p, x: layer.scan(p, x, layer.zero_carry(3)), ValueError,
-     "LSTM at the root carries ((4, 5), (4, 5)) from step to step; got ((3, 5), (3, 5))"),
+     "LSTM at the root: expected a carry of shape ((4, 5), (4, 5)); got ((3, 5), (3, 5))"),
     (lambda layer, p, x: layer(p, x[..., :2]), ValueError,
-     "'kernel': this input needs (2, 20), params hold (3, 20)"),
+     "'kernel': expected shape (2, 20) for this input, got (3, 20) in params"),
 ])
 def test_errors(call, error, text):
     with pytest.raises(error, match=re.escape(text)):
         call(*made("LSTM"))
     two_ways, params, x = made("GRU", bidirectional=True)
     with pytest.raises(ValueError, match=re.escape(
-            "GRU at the root carries {forward: (4, 5), backward: (4, 5)} from step to step; got (4, 5)")):
+            "GRU at the root: expected a carry of shape {forward: (4, 5), backward: (4, 5)}; got (4, 5)")):
         two_ways.scan(params, x, jnp.zeros((4, 5)))
