@@ -23,6 +23,7 @@ from fnet.layers._embed import Embed
 from fnet.layers._interop import from_linen, from_nnx, linen_variables, nnx_variables, to_linen, to_nnx, update_nnx
 from fnet.layers._linear import Dense, Maxout
 from fnet.layers._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from fnet.layers._partition import combine, partition
 from fnet.layers._pool import AvgPool, Flatten, GlobalAvgPool, MaxPool
 from fnet.layers._recurrent import GRU, LSTM, RNN
 from fnet.layers._scope import Scope
@@ -32,6 +33,6 @@ __all__ = [
     "GRU", "LSTM", "RNN", "Attention", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv",
     "Dropout", "Embed", "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel",
     "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack",
-    "dot_product_attention", "from_linen", "from_nnx", "layer", "linear_cross_entropy", "linen_variables", "method",
-    "nnx_variables", "to_linen", "to_nnx", "update_nnx",
+    "combine", "dot_product_attention", "from_linen", "from_nnx", "layer", "linear_cross_entropy", "linen_variables",
+    "method", "nnx_variables", "partition", "to_linen", "to_nnx", "update_nnx",
 ]

@@ -1,0 +1,98 @@
+"""A tree of parameters in two parts, by path: those to be trained, and the others."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_map_with_path
+
+
+def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
+    """The parameters whose paths match, and the others, for training a part of a model.
+
+        trainable, frozen = nn.partition(params, "head")
+        grads = jax.grad(lambda trainable: loss(nn.combine(trainable, frozen)))(trainable)
+
+    Both trees have the structure of `params`, with None in place of the leaves of the other. JAX counts None as no
+    leaf, so gradients, optimizer states and checkpoints of `trainable` hold nothing of what is frozen.
+
+    Args:
+      params: a tree of arrays, or of their shapes (`jax.ShapeDtypeStruct`), traced or not.
+      pattern: a regular expression, or several. It applies to a leaf if it matches the leaf's path, such as
+        "block1/conv2/kernel", or a prefix of it, such as "block1", completely. Layers of a Stack have one path and
+        cannot be told apart.
+
+    Returns:
+      (trainable, frozen). Leaves that have no gradient (integers, bools, keys) are frozen, whether they match or not.
+
+    Raises:
+      ValueError: a pattern that is no regular expression, or that matches no leaf with a gradient.
+
+    Example:
+      >>> params = {"body": {"kernel": jnp.ones((2, 2))}, "head": {"kernel": jnp.ones((2, 1)), "bias": jnp.zeros(1)}}
+      >>> trainable, frozen = partition(params, ["head/kernel", ".*/bias"])
+      >>> jax.tree.map(jnp.shape, trainable)
+      {'body': {'kernel': None}, 'head': {'bias': (1,), 'kernel': (2, 1)}}
+    """
+    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+    compiled = {}
+    for each in patterns:
+        try:
+            compiled[each] = re.compile(each)
+        except re.error as error:
+            raise ValueError(f"partition: the pattern {each!r} is no regular expression: {error}") from None
+    matched, paths = set(), []
+
+    def trains(path, leaf):
+        parts = keystr(path, simple=True, separator="/").split("/")
+        if not jnp.issubdtype(getattr(leaf, "dtype", None) or jnp.result_type(leaf), jnp.inexact):
+            return False
+        prefixes = ["/".join(parts[:i + 1]) for i in range(len(parts))]
+        paths.append(prefixes[-1])
+        found = [each for each, regex in compiled.items() if any(map(regex.fullmatch, prefixes))]
+        matched.update(found)
+        return bool(found)
+
+    selected = tree_map_with_path(trains, params)
+    for each in patterns:
+        if each not in matched:
+            near = difflib.get_close_matches(each, paths, 3, 0.3) or paths[:3]
+            raise ValueError(f"partition: the pattern {each!r} matches no parameter that has a gradient; nearest: "
+                             f"{', '.join(map(repr, near)) or 'there is none'}")
+    trainable = jax.tree.map(lambda chosen, leaf: leaf if chosen else None, selected, params)
+    frozen = jax.tree.map(lambda chosen, leaf: None if chosen else leaf, selected, params)
+    return trainable, frozen
+
+
+def combine(*parts: Any) -> Any:
+    """The tree of parameters whose parts `partition` returned.
+
+    Args:
+      parts: trees of one structure; of each leaf, all but one are None.
+
+    Raises:
+      ValueError: the structures differ, or two parts hold the same leaf.
+
+    Example:
+      >>> params = {"body": jnp.ones(2), "head": jnp.zeros(2)}
+      >>> jax.tree.map(jnp.shape, combine(*partition(params, "head")))
+      {'body': (2,), 'head': (2,)}
+    """
+    def one(path, *leaves):
+        held = [leaf for leaf in leaves if leaf is not None]
+        if len(held) > 1:
+            raise ValueError(f"combine: '{keystr(path, simple=True, separator='/')}' is in {len(held)} of the parts: "
+                             "pass the two trees that partition returned")
+        return held[0] if held else None
+
+    is_leaf = lambda x: x is None
+    structures = [jax.tree.structure(part, is_leaf=is_leaf) for part in parts]
+    for structure in structures[1:]:
+        if structure != structures[0]:
+            raise ValueError("combine: expected trees of one structure, got\n  " + "\n  ".join(map(str, structures)))
+    return tree_map_with_path(one, *parts, is_leaf=is_leaf)
