@@ -7,6 +7,7 @@ The step is a pure function that the user writes and reads, `(state, batch) -> (
 from fnet.training import _datasets as datasets
 from fnet.training._augment import cutout, random_affine, random_crop, random_flip, random_shift
 from fnet.training._batches import Batches
+from fnet.training._callbacks import StepEnd
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
 from fnet.training._csv import read_csv
@@ -16,6 +17,7 @@ from fnet.training._iterators import from_iterator
 from fnet.training._load import Snapshot, load, restore
 from fnet.training._logs import Logger, LogWarning, read_metrics
 from fnet.training._loop import fit
+from fnet.training._media import Histogram, Image, Text
 from fnet.training._metrics import Mean, Total, confusion, evaluator, mean
 from fnet.training._nonfinite import Diverged
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
@@ -37,6 +39,8 @@ __all__ = [
     "ConfigError",
     "Diverged",
     "EarlyStop",
+    "Histogram",
+    "Image",
     "Interrupted",
     "LogWarning",
     "Logger",
@@ -45,6 +49,8 @@ __all__ = [
     "Progress",
     "ResumeWarning",
     "Snapshot",
+    "StepEnd",
+    "Text",
     "Total",
     "TrainState",
     "Windows",

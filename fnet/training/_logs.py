@@ -10,11 +10,13 @@ import socket
 import struct
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fnet.training._media import MEDIA, hyperparameters
 
 METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 
@@ -59,7 +61,8 @@ class Logger:
     """Writes scalars, by step, to `workdir/metrics.jsonl` and to TensorBoard's event files.
 
     Each line of metrics.jsonl is one object with "step" and what was measured there; NaN and
-    infinity are written as null. Arrays (a confusion matrix) go into neither.
+    infinity are written as null. Arrays (a confusion matrix) go into neither; `Histogram`, `Image` and `Text` go to
+    TensorBoard.
 
     Args:
       workdir: the run's folder.
@@ -69,6 +72,9 @@ class Logger:
       tensorboard: False for metrics.jsonl alone.
       again: names of evaluations that `step` will run again: their lines of that step are removed as well.
     """
+
+    hyperparameters: Mapping[str, Any] | None = None       # shown by TensorBoard, set before the first line
+    compared: Sequence[str] = ()                           # with them: the metrics that runs are compared by
 
     def __init__(self, workdir: str | Path, *, step: int = 0, tensorboard: bool = True, again: Collection[str] = ()):
         self.workdir = Path(workdir)
@@ -97,13 +103,17 @@ class Logger:
         Raises:
           OSError: it cannot be written, naming the file.
         """
-        scalars = {k: float(v) for k, v in values.items() if np.ndim(v) == 0}
+        media = {name: value for name, value in values.items() if isinstance(value, MEDIA)}
+        scalars = {k: float(v) for k, v in values.items() if k not in media and np.ndim(v) == 0}
         row = {k: v if np.isfinite(v) else None for k, v in scalars.items()}
-        _written(self._file, (json.dumps({"step": step} | row) + "\n").encode())
+        if row or not media:
+            _written(self._file, (json.dumps({"step": step} | row) + "\n").encode())
         if self._tensorboard:
             if self._events is None:
                 self._events = _Events(self.workdir / EVENTS, self._step + 1)
-            self._events.write(step, scalars)
+                if self.hyperparameters:
+                    self._events.summarize(self._step, hyperparameters(self.hyperparameters, self.compared))
+            self._events.write(step, scalars | media)
 
     def close(self) -> None:
         self._file.close()
@@ -125,10 +135,18 @@ class _Events:
         # What an earlier process wrote of steps that are done again is not shown.
         self._event(step=first, session_log=SessionLog(status=SessionLog.START))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
 
-        shown = [Summary.Value(tag=re.sub(r"[^-/\w.]", "_", name), simple_value=v) for name, v in values.items()]
+        shown = []
+        for name, value in values.items():
+            tag = re.sub(r"[^-/\w.]", "_", name)
+            shown += value.summaries(tag) if isinstance(value, MEDIA) else [Summary.Value(tag=tag, simple_value=value)]
+        self.summarize(step, shown)
+
+    def summarize(self, step: int, shown: Sequence[Any]) -> None:
+        from tensorboardX.proto.summary_pb2 import Summary
+
         self._event(step=step, summary=Summary(value=shown))
 
     def close(self) -> None:

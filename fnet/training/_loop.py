@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.parallel import Plan
+from fnet.training._callbacks import StepEnd
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._config import save_config
 from fnet.training._early_stop import EarlyStop
@@ -49,6 +50,7 @@ def fit(
     restore_best: bool = False,
     notes: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    on_step: Callable[[StepEnd], Any] | Sequence[Callable[[StepEnd], Any]] = (),
     tensorboard: bool = True,
     jit: bool = True,
     tune: bool = True,
@@ -72,7 +74,8 @@ def fit(
         runs; the log says how much of the time the loop still waited ("time/data").
       steps: how many there will be in all, those of earlier calls on this workdir included.
       workdir: the run's folder: config.json, metrics.jsonl, tensorboard/ and checkpoints/. None keeps nothing.
-      evaluate: functions of the state by name; they return what `evaluator(...)` returns.
+      evaluate: functions of the state by name; they return what `evaluator(...)` returns, and may add `Histogram`,
+        `Image` and `Text`.
       every: evaluate after every so many steps and after the last; None: after the last alone.
       log_every: steps between two fetches of the training metrics.
       save_every: steps between two checkpoints; None: as `every`. The last step is always saved.
@@ -94,6 +97,8 @@ def fit(
       restore_best: return the state that was best by `best` or `early_stop` instead of the last one.
       notes: what else of the run each checkpoint is to remember, JSON's types, such as {"policy": str(policy)}.
       progress: a `Progress` that shows the run, or None for silence.
+      on_step: a function, or several, called with a `StepEnd` after each step, for logs of your own. If one raises, the
+        state is saved and `fit` raises the same.
       tensorboard: write TensorBoard's event files as well.
       jit: False runs everything op by op, for a debugger.
       tune: rewrite the step into what this chip's compiler runs fast (`transforms.tune`), same numbers up to rounding.
@@ -135,6 +140,9 @@ def fit(
       3.0
     """
     _check_functions(step, batches, state, {} if evaluate is None else evaluate)
+    on_step = tuple(on_step) if isinstance(on_step, Sequence) else (on_step,)
+    if not all(map(callable, on_step)):
+        raise TypeError(f"fit(..., on_step=): expected a function of a StepEnd, or several; got {on_step!r}")
     steps, every, log_every, save_every, keep_every = _counts(
         state, steps=steps, every=every, log_every=log_every, save_every=save_every, keep_every=keep_every)
     if early_stop is not None and best is None:
@@ -158,17 +166,21 @@ def fit(
                                       mode=best_mode)
         run = Run(step, state, batches, seen=seen, steps=steps, evaluate=evaluate or {}, every=every or steps,
                   save_every=save_every or every or steps, log_every=log_every, best=best and (best, best_mode),
-                  early_stop=early_stop, progress=progress, nonfinite=nonfinite, debug=debug, notes=notes, tune=tune,
-                  plan=plan)
+                  early_stop=early_stop, progress=progress, on_step=on_step, nonfinite=nonfinite, debug=debug,
+                  notes=notes, tune=tune, plan=plan)
         if checkpoints is not None:
             run.checkpoints = stack.enter_context(checkpoints)
             sample = run.example if run.alone else None    # each process may have rows of its own
             begun_with = {"config": configured, "steps": steps, "data": identity(batches, run.at, sample)}
             _begin(run, workdir, begun_with, config, restart=restart)
             if jax.process_index() == 0:
-                run.logs = lambda: Logger(workdir, step=run.at, tensorboard=tensorboard,
-                                          again=run.evaluate if run.loop["due"] else ())
-                run.logger = run.logs()
+                def logs():
+                    logger = Logger(workdir, step=run.at, tensorboard=tensorboard,
+                                    again=run.evaluate if run.loop["due"] else ())
+                    logger.hyperparameters, logger.compared = configured, sorted(run.watched())
+                    return logger
+
+                run.logs, run.logger = logs, logs()
                 stack.callback(lambda: run.logger.close())
         run.train()
         return _best(run) if restore_best else run.state

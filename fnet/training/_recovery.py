@@ -97,6 +97,6 @@ def _blame(run, bad, kept):
             batch = feed()
             if i == bad - 1:
                 before = jax.tree.map(jnp.copy, state), batch
-            state, _, watch = run.advance(state, run.fresh(), watch, batch)
+            state, _, watch, _ = run.advance(state, run.fresh(), watch, batch)
         return _nonfinite.first_layer(run.step, (state, feed()), before)
     return "A signal ended the replay"

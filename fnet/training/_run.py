@@ -6,23 +6,24 @@ import collections
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 
 from fnet import transforms
 from fnet.parallel import Plan
-from fnet.training import _contract, _metrics, _nonfinite, _provenance, _recovery
+from fnet.training import _advance, _contract, _metrics, _nonfinite, _provenance, _recovery
+from fnet.training._callbacks import StepEnd
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._clock import Clock
 from fnet.training._early_stop import EarlyStop, better
 from fnet.training._fingerprint import ResumeWarning
 from fnet.training._iterators import GUARANTEES
 from fnet.training._logs import Logger
+from fnet.training._media import MEDIA
 from fnet.training._prefetch import Prefetch
 from fnet.training._progress import Progress, duration
 from fnet.training._reading import CheckpointError
@@ -52,8 +53,8 @@ class Run:
 
     def __init__(self, step, state, batches, *, seen: Signals, steps: int, evaluate: Mapping[str, Any], every: int,
                  save_every: int, log_every: int, best: tuple[str, str] | None, early_stop: EarlyStop | None,
-                 progress: Progress | None, nonfinite: str, debug: bool, notes: Mapping[str, Any], tune: bool,
-                 plan: Plan | None):
+                 progress: Progress | None, on_step: Sequence[Callable[[StepEnd], Any]], nonfinite: str, debug: bool,
+                 notes: Mapping[str, Any], tune: bool, plan: Plan | None):
         self.seen, self.alone = seen, jax.process_count() == 1
         self.spread = Spread(plan)
         self.state = self.spread.state(state)
@@ -61,7 +62,7 @@ class Run:
         self.at = self.begun = int(state.step)
         self.step, self.batches, self.steps, self.evaluate = step, batches, steps, evaluate
         self.every, self.save_every, self.log_every = every, save_every, log_every
-        self.best, self.early_stop, self.progress = best, early_stop, progress
+        self.best, self.early_stop, self.progress, self.on_step = best, early_stop, progress, on_step
         self.nonfinite, self.debug, self.tune = nonfinite, debug, tune
         self.example = self.first()
         self.zeros = _metrics.zeros(_contract.metrics_of(step, self.state, self.spread.shapes(lambda: self.example)))
@@ -183,23 +184,9 @@ class Run:
         self.flying: collections.deque = collections.deque()
 
     def compile(self) -> None:
-        keeps, places = self.nonfinite == "skip", jax.tree.map(_place, self.state)
-        step = self.spread.step(self.step)
-        self.exempt = exempt = _nonfinite.exempt(self.state)
-
-        def advance(state, total, watch, batch):
-            new, metrics = step(state, batch)
-            # Placed as it was: XLA would choose another sharding, and a resumed run begins with this one.
-            new = jax.tree.map(lambda x, place: x if place is None else jax.lax.with_sharding_constraint(x, place),
-                               new, places)
-            metrics = _metrics.as_metrics(metrics)
-            sound, watch = _nonfinite.look(watch, state, new, metrics, skip=keeps, exempt=exempt)
-            more = _metrics.add(total, metrics)
-            if keeps:
-                new, more = _nonfinite.kept(sound, new, state), _nonfinite.kept(sound, more, total)
-            return new, more, watch
-
-        advance = jax.jit(advance, donate_argnums=(0, 1))
+        self.exempt = _nonfinite.exempt(self.state)
+        advance = _advance.function(self.spread.step(self.step), self.state, keeps=self.nonfinite == "skip",
+                                    exempt=self.exempt, metrics=bool(self.on_step))
         if self.tune:
             advance = transforms.tune(advance, rules=self.tune if isinstance(self.tune, dict) else None)
             self.facts["tune"] = _provenance.chosen(advance)
@@ -207,7 +194,7 @@ class Run:
 
     def advance_once(self) -> None:
         batch, total = self.next_batch(), self.loop.pop("metrics")
-        self.state, self.loop["metrics"], self.watch = self.advance(self.state, total, self.watch, batch)
+        self.state, self.loop["metrics"], self.watch, metrics = self.advance(self.state, total, self.watch, batch)
         self.at += 1
         self.flying.append(self.watch["bad"])
         if len(self.flying) > _IN_FLIGHT:
@@ -219,7 +206,9 @@ class Run:
             clock.start(self.at)
             self.waited = self.prefetch.waited
             self.say(f"compiled in {duration(clock.compiled)}, the first step included")
-        last = self.at == self.steps
+        for function in self.on_step:
+            self.call(function, metrics)
+        last = self.at == self.steps or bool(self.loop["stopped"])
         logs, measures = (self.at % often == 0 or last for often in (self.log_every, self.every))
         if (logs or measures) and _recovery.broken(self):
             return
@@ -233,6 +222,21 @@ class Run:
             self.save()
         if self.progress is not None:
             self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
+
+    def call(self, function: Callable[[StepEnd], Any], metrics: Any) -> None:
+        """Calls one of the user's functions after a step. If it raises, the state is saved first."""
+        try:
+            function(StepEnd(self.at, self.state, metrics, self.write, self.stop))
+        except BaseException:
+            self.rescue()
+            raise
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        if self.logger is not None:
+            self.logger.write(self.at, values)
+
+    def stop(self) -> None:
+        self.loop["stopped"] = np.array(True)
 
     def next_batch(self) -> Any:
         try:
@@ -391,13 +395,6 @@ class Run:
         )
 
 
-def _place(x: jax.Array) -> NamedSharding | None:
-    """The sharding that an array is to keep, if it is spread over devices and JAX does not see to it already."""
-    place = x.sharding
-    if not isinstance(place, NamedSharding) or place.num_devices == 1 or AxisType.Explicit in place.mesh.axis_types:
-        return None
-    return place
-
-
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}
+    return {name: float(value) for name, value in values.items()
+            if np.ndim(value) == 0 and not isinstance(value, MEDIA)}

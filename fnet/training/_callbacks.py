@@ -1,0 +1,52 @@
+"""What the user's functions are called with after each step of `fit`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from fnet.training import _metrics
+from fnet.training._media import MEDIA
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEnd:
+    """A step of `fit` that has just been dispatched; the argument of `on_step`.
+
+    Fields:
+      step: how many steps have been made.
+      state: the state after it. The next step reuses its memory: copy what is to be kept (`jax.device_get`).
+    """
+
+    step: int
+    state: Any
+    _metrics: Any = dataclasses.field(repr=False)
+    _write: Callable[[Mapping[str, Any]], None] = dataclasses.field(repr=False)
+    _stop: Callable[[], None] = dataclasses.field(repr=False)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What the step returned as metrics, by name. Reading them waits for the device."""
+        return _metrics.results(self._metrics)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Writes values at this step: numbers to metrics.jsonl and TensorBoard; `Histogram`, `Image` and `Text` to
+        TensorBoard. Without a workdir it does nothing.
+
+        Raises:
+          TypeError: a value of another kind.
+        """
+        for name, value in values.items():
+            number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, np.number)
+            if not number and not isinstance(value, bool | np.bool_ | MEDIA):
+                raise TypeError(f"log: '{name}' is a {type(value).__name__}: expected a number, tr.Histogram(values), "
+                                "tr.Image(pixels) or tr.Text(text)")
+        self._write(values)
+
+    def stop(self) -> None:
+        """Ends the run after this step, whose state is saved. It is then finished, as after an early stop."""
+        self._stop()
