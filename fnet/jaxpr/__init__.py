@@ -1,6 +1,6 @@
 """Jaxprs: what is in them, and how they are rewritten. Shared by all transforms and analyses.
 
-- `Scope`, `scope_of`, `scope_of_operation`: where an equation, or an operation of a compiled program, belongs.
+- `Scope`, `scopes_in`, `scope_of_operation`: where an equation, or an operation of a compiled program, belongs.
 - `traits`, `describe`, `product`, ...: what a primitive is, and typed access to the parameters of equations.
 - `bodies`, `equations`, `scan`: the jaxprs inside equations.
 - `rewrite`, `Interpreter`: evaluation under the control of a rule.
@@ -39,7 +39,7 @@ from fnet.jaxpr._primitives import POINTWISE, Description, Traits, describe, des
 from fnet.jaxpr._replicated import may_differ
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
 from fnet.jaxpr._scopes import Scope, marks
-from fnet.jaxpr._scopes import of_equation as scope_of
+from fnet.jaxpr._scopes import in_jaxpr as scopes_in
 from fnet.jaxpr._scopes import of_operation as scope_of_operation
 from fnet.jaxpr._static_leaves import boxed, is_array, results_boxed, statics, unboxed
 from fnet.jaxpr._traced import Traced
@@ -94,8 +94,8 @@ __all__ = [
     "results_boxed",
     "rewrite",
     "scan",
-    "scope_of",
     "scope_of_operation",
+    "scopes_in",
     "selects_largest",
     "statics",
     "touched",

@@ -48,8 +48,9 @@ def read(jaxpr: Any, outer: Scope = TOP) -> Frame:
         return None if isinstance(atom, _jax.Literal) else env[atom]
 
     def run(jaxpr: Any, env: dict[Any, int | None], outer: Scope) -> None:
+        scope_of = _scopes.in_jaxpr(jaxpr, outer)
         for eqn in jaxpr.eqns:
-            at = _scopes.of_equation(eqn, outer)
+            at = scope_of(eqn)
             ins = tuple(look(env, atom) for atom in eqn.invars)
             inside = bodies(eqn)
             if len(inside) == 1 and inside[0].kind == "call":

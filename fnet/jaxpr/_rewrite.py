@@ -126,6 +126,7 @@ class Interpreter:
         plan, names = self.plan(jaxpr, wanted), _jax.current_names()
         env = dict(zip(jaxpr.constvars, map(Value, consts)))
         env.update(zip(jaxpr.invars, args))
+        scope_of = _scopes.in_jaxpr(jaxpr, outer)
         last, stacks, i = _last_uses(jaxpr), {}, 0
         # Consecutive equations of one source line share their context, which is entered once.
         for (stack, *_), group in itertools.groupby(jaxpr.eqns, _jax.origin):
@@ -134,7 +135,7 @@ class Interpreter:
                 stacks[stack] = _jax.name_stack(group[0])
             with _jax.equation_context(group[0], names):
                 for eqn in group:
-                    at = _scopes.of_equation(eqn, outer, stacks[stack])
+                    at = scope_of(eqn, stacks[stack])
                     inputs = [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in eqn.invars]
                     outputs = self.equation(eqn, at, inputs, plan)
                     if outputs is NotImplemented:

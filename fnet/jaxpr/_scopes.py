@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fnet import _jax
@@ -28,10 +29,13 @@ class Scope(NamedTuple):
     Attributes:
         path: the named scopes, joined by "/"; "" outside of all.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
+        transposes: how often this place was transposed since the last differentiated jax.checkpoint around it. In loops,
+            calls and branches, each transposition may have written the scopes of a jax.checkpoint twice.
     """
 
     path: str = ""
     phase: str = FORWARD
+    transposes: int = 0
 
     def joined(self, inner: Scope) -> Scope:
         """The scope `inner` inside this one."""
@@ -40,19 +44,58 @@ class Scope(NamedTuple):
         path = f"{self.path}/{inner.path}" if self.path and inner.path else self.path or inner.path
         phases = self.phase, inner.phase
         phase = RECOMPUTED if RECOMPUTED in phases else BACKWARD if BACKWARD in phases else FORWARD
-        return Scope(path, phase)
+        return Scope(path, phase, self.transposes + inner.transposes)
 
 
 TOP = Scope()
 
 
-def of_equation(eqn: Any, outer: Scope = TOP, stack: str | None = None) -> Scope:
-    """The scope of an equation in a jaxpr that is itself at `outer`. `stack` is its name stack, if known."""
-    stack = _jax.name_stack(eqn) if stack is None else stack
-    if not stack:
-        return outer
-    repeated = eqn.primitive.name in _REMATS and bool(eqn.params.get("differentiated"))
-    return outer.joined(_parsed(stack, repeated))
+def in_jaxpr(jaxpr: Any, outer: Scope = TOP) -> Callable[..., Scope]:
+    """The function from an equation of a jaxpr, which is itself at `outer`, to the equation's scope.
+
+    Its optional second argument is the equation's name stack, if known.
+    """
+    doubled = {}
+    for eqn in jaxpr.eqns:
+        differentiated = _differentiates(eqn)
+        if outer.transposes or differentiated:
+            doubled |= _doubled(_jax.name_stack(eqn), differentiated, outer.transposes)
+    doubled = tuple(sorted(doubled.items(), key=lambda item: -len(item[0])))
+
+    def of_equation(eqn: Any, stack: str | None = None) -> Scope:
+        stack = _jax.name_stack(eqn) if stack is None else stack
+        at = outer.joined(_parsed(stack, doubled)) if stack else outer
+        return at._replace(transposes=0) if at.transposes and _differentiates(eqn) else at
+
+    return of_equation
+
+
+def _differentiates(eqn) -> bool:
+    """Whether an equation is a jax.checkpoint that has been differentiated. The scopes inside it are written once."""
+    return eqn.primitive.name in _REMATS and bool(eqn.params.get("differentiated"))
+
+
+@functools.lru_cache(1 << 14)
+def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """The names at which a jax.checkpoint was differentiated, if this name stack shows them written twice, with the
+    names as the program has them. `transposes`: of the enclosing equations.
+
+    This is a guess where a program repeats names itself, in nested checkpoints in a loop, under second derivatives.
+    """
+    tokens = _tokens(stack)
+    names = tuple(name for name, mark in tokens if not mark)
+    if _RECOMPUTED in names:
+        names = names[:names.index(_RECOMPUTED)]
+    elif not differentiated:
+        return {}
+    once = _undoubled(names, transposes + tokens.count(("transpose", True)))
+    return {names: once} if once != names and _once(tokens) == tokens else {}
+
+
+def _undoubled(names: tuple[str, ...], times: int) -> tuple[str, ...]:
+    """Names that were written twice up to `times` times, once."""
+    half = len(names) // 2
+    return _undoubled(names[:half], times - 1) if times and half and names[:half] == names[half:] else names
 
 
 def marks(eqn: Any) -> frozenset[str]:
@@ -80,23 +123,33 @@ def of_operation(op_name: str) -> Scope:
             inner = found[2]
         if _STRUCTURE.fullmatch(inner):
             part.append(name.replace(inner, "", 1))
-            scope, part = scope.joined(_parsed("/".join(part), inner in ("checkpoint", "remat2", "remat"))), []
+            checkpoint = inner in ("checkpoint", "remat2", "remat")
+            scope, part = _extended(scope, "/".join(part), checkpoint), []
+            if checkpoint:
+                scope = scope._replace(transposes=0)
         else:
             part.append(name)
-    return scope.joined(_parsed("/".join(part), False))
+    return _extended(scope, "/".join(part), False)._replace(transposes=0)
+
+
+def _extended(scope: Scope, stack: str, differentiated: bool) -> Scope:
+    return scope.joined(_parsed(stack, tuple(_doubled(stack, differentiated, scope.transposes).items())))
 
 
 @functools.lru_cache(1 << 14)
-def _parsed(stack: str, repeated: bool) -> Scope:
-    """A name stack as a scope. `repeated`: it belongs to a jax.checkpoint that has been differentiated."""
+def _parsed(stack: str, doubled: tuple = ()) -> Scope:
+    """A name stack as a scope. `doubled`: pairs of leading names and what to read in their place."""
     written = _tokens(stack)
     tokens = _once(written)
-    names = [name for name, mark in tokens if not mark]
-    half = len(names) // 2
-    if repeated and half and names[:half] == names[half:] and tokens == written:
-        names = names[:half]    # inside loops, calls and branches the marks are on the outer equation
-    phase = RECOMPUTED if _RECOMPUTED in names else BACKWARD if ("transpose", True) in tokens else FORWARD
-    return Scope("/".join(name for name in names if name != _RECOMPUTED), phase)
+    names = tuple(name for name, mark in tokens if not mark)
+    transposes = written.count(("transpose", True))
+    if tokens == written:
+        for twice, once in doubled:
+            if names[:len(twice)] == twice:
+                names = once + names[len(twice):]
+                break
+    phase = RECOMPUTED if _RECOMPUTED in names else BACKWARD if transposes else FORWARD
+    return Scope("/".join(name for name in names if name != _RECOMPUTED), phase, transposes)
 
 
 def _tokens(stack: str) -> tuple[tuple[str, bool], ...]:

@@ -114,7 +114,7 @@ class _Autocast(Interpreter):
     def depends(self, at):
         if self.rows is not None:
             return object()    # every call is explained
-        return at.path if self.rules else None
+        return at if self.rules else None
 
     def saveable(self, policy):
         return policy if policy is None or isinstance(policy, Saveable) else Saveable(policy)
