@@ -27,12 +27,14 @@ class Modules:
 
     Attributes:
         arrays: of their variables. structure: of the state that they make up (static).
-        graph: the structure of the modules (static).
+        graph: the structure of the modules and their attributes that are not variables (static).
+        changed: whether a function has changed `graph` (static).
     """
 
     arrays: list
     structure: Any = dataclasses.field(metadata={"static": True})
     graph: Any = dataclasses.field(metadata={"static": True})
+    changed: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def _kinds() -> tuple:
@@ -79,15 +81,54 @@ def updates(new: Any, modules: Modules | None) -> Modules | None:
     """
     if modules is None:
         return None
-    arrays, structure = jax.tree.flatten(sys.modules["flax.nnx"].state(new))
+    graph, state = sys.modules["flax.nnx"].split(new)
+    arrays, structure = jax.tree.flatten(state)
     if structure != modules.structure:
         raise TypeError("a transformed function may update the variables of an nnx module, but not add or remove them: "
                         f"before the call they were {modules.structure}, after it {structure}. Create all variables "
                         "first, for example by calling the module once")
-    return dataclasses.replace(modules, arrays=arrays)
+    return Modules(arrays, structure, graph, graph != modules.graph)
 
 
-def apply(found: tuple, updated: Modules | None) -> None:
-    """Writes updated variables into the caller's modules."""
-    if updated is not None:
-        sys.modules["flax.nnx"].update(found, jax.tree.unflatten(updated.structure, updated.arrays))
+def returned(result: Any, new: Any) -> Any:
+    """A result with placeholders in place of those modules of the call that it contains."""
+    if not new:
+        return result
+    numbers = {id(module): number for number, module in enumerate(new)}
+    return jax.tree.map(lambda x: _Slot(numbers[id(x)]) if id(x) in numbers else x, result,
+                        is_leaf=lambda x: id(x) in numbers)
+
+
+def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
+    """The result, with the caller's modules in their places; writes what the function changed into them."""
+    if updated is None:
+        return result
+    nnx, state = sys.modules["flax.nnx"], jax.tree.unflatten(updated.structure, updated.arrays)
+    nnx.update(found, state)
+    if updated.changed:
+        _copy_attributes(found, nnx.merge(updated.graph, state), _kinds()[0], set())
+    is_slot = lambda x: isinstance(x, _Slot)
+    return jax.tree.map(lambda x: found[x.number] if is_slot(x) else x, result, is_leaf=is_slot)
+
+
+def _copy_attributes(old, new, kind, seen) -> None:
+    """Gives modules the attributes of others that are not variables, recursively."""
+    is_module = lambda x: isinstance(x, kind)
+    pairs = zip(*(jax.tree.leaves(tree, is_leaf=is_module) for tree in (old, new)), strict=True)
+    for a, b in pairs:
+        if not is_module(b) or id(b) in seen:
+            continue
+        seen.add(id(b))
+        before, after = ({name: x for name, x in vars(module).items() if not name.startswith("_pytree__")}
+                         for module in (a, b))
+        for name in before.keys() - after.keys():
+            delattr(a, name)
+        for name, value in after.items():
+            if not any(isinstance(x, _kinds()) or hasattr(x, "shape")
+                       for x in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, _kinds()))):
+                setattr(a, name, value)
+            elif name in before and jax.tree.structure(before[name], is_leaf=is_module) == jax.tree.structure(
+                    value, is_leaf=is_module):
+                _copy_attributes(before[name], value, kind, seen)
+            else:
+                setattr(a, name, value)

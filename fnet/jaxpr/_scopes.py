@@ -29,8 +29,8 @@ class Scope(NamedTuple):
     Attributes:
         path: the named scopes, joined by "/"; "" outside of all.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
-        transposes: how often this place was transposed since the last differentiated jax.checkpoint around it. In loops,
-            calls and branches, each transposition may have written the scopes of a jax.checkpoint twice.
+        transposes: how often this place was transposed since the last differentiated jax.checkpoint around it. In
+            loops, calls and branches, each transposition may have written the scopes of a jax.checkpoint twice.
     """
 
     path: str = ""

@@ -34,8 +34,11 @@ class Traced:
             tree, modules = jax.tree.unflatten(structure, filled)
             (args, kwargs), new = _mutable.insert(tree, modules)
             result = f(*args, **kwargs)
-            results, self._structure = jax.tree.flatten((result, _mutable.updates(new, modules)))
+            results, self._structure = jax.tree.flatten(
+                (_mutable.returned(result, new), _mutable.updates(new, modules)))
             self._results = [None if isinstance(x, _TRACED) else _Constant(x) for x in results]
+            for x in results:
+                _check(x)
             return [x for x in results if isinstance(x, _TRACED)]
 
         flat.__signature__, flat.__wrapped__ = inspect.signature(flat), f    # JAX's errors name f and its line
@@ -47,8 +50,21 @@ class Traced:
         rest = iter(arrays)
         filled = [next(rest) if constant is None else constant.value for constant in self._results]
         result, state = jax.tree.unflatten(self._structure, filled)
-        _mutable.apply(self._modules, state)
-        return result
+        return _mutable.apply(result, self._modules, state)
+
+
+def _check(x: Any) -> None:
+    """Raises TypeError for a result with traced arrays inside that jax.tree does not find."""
+    if isinstance(x, _TRACED) or is_array(x):
+        return
+    inside = list(getattr(x, "__dict__", {}).values())
+    if function := inspect.isfunction(x):
+        inside += inspect.getclosurevars(x).nonlocals.values()
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(inside)):
+        what = f"the function {x.__qualname__!r}, which closes over" if function else f"a {type(x).__name__} with"
+        raise TypeError(f"a transformed function must return arrays, or trees that JAX knows; it returned {what} arrays "
+                        "that were computed inside. Return the arrays themselves, or register the class with "
+                        "jax.tree_util.register_dataclass")
 
 
 class _Constant:

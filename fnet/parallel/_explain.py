@@ -82,7 +82,7 @@ def _sent(plan) -> list[str]:
 
 def _costs(plan) -> list[str]:
     time, units = plan.chosen.time, _cost.units(plan.shapes)
-    if time.seconds is None:
+    if not time.seconds:    # unknown, or a step that reads nothing
         return []
     parts = [f"{name} {seconds_text(each)}" for name, each in zip(("compute", "memory", "links"), time)]
     said = [f"a step at the chips' peaks (estimated): {seconds_text(time.seconds)}, bound by {time.bound} "

@@ -75,6 +75,9 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
             a step that does not return the state as it was given, or where nothing fits: then it names what takes
             most.
     """
+    for name, function in (("step", step), ("init", init)):
+        if not callable(function):
+            raise TypeError(f"plan: {name} must be a function; got {function!r}")
     chips = target(devices)
     axes = _mesh.sizes(chips, mesh)
     places = _mesh.make(chips, axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from fnet.hardware import Chip, Policy
@@ -72,12 +73,15 @@ def explain(f: Callable, *args, **kwargs) -> Explanation | Tuning:
         print(ft.explain(step, params, batch))
 
     Args:
-        f: the result of `autocast`, also under `jit`, or of `tune`; of both, the outer one is explained.
+        f: the result of `autocast`, also under `jit` or `functools.partial`, or of `tune`; of both, the outer one is
+            explained.
         args, kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
         ValueError: where neither has wrapped `f`.
     """
+    while isinstance(f, functools.partial):
+        f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
     inner = f
     while not hasattr(inner, "autocast") and not hasattr(inner, "tuned"):
         if not hasattr(inner, "__wrapped__"):

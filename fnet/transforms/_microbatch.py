@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fnet.jaxpr import wraps
@@ -46,12 +47,16 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         A function with f's signature and output structure.
 
     Raises:
-        TypeError: if a batched argument is a `jax.Ref`.
+        TypeError: if a batched argument is a `jax.Ref`, or `weight` is not a function.
         ValueError: if the batched arguments have no common number of rows, n does not divide it, an output is neither
             floating point nor integer, or a weight is not a real scalar or has side effects.
     """
-    if not isinstance(n, int) or n < 1:
+    if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
         raise ValueError(f"microbatch needs a positive number of slices; got {n!r}")
+    if weight is not None and not callable(weight):
+        raise TypeError("microbatch: weight= is a function of f's arguments that returns the weight of a slice; "
+                        f"got {weight!r}")
+    n = int(n)
 
     @wraps(f)
     def sliced(*args, **options):

@@ -228,10 +228,10 @@ def _check_axes(name, axes):
 
 
 def _positions(name, positions) -> tuple[int, ...]:
-    positions = (positions,) if isinstance(positions, int) else tuple(positions)
-    if any(i < 0 for i in positions):
-        raise ValueError(f"pmap: {name} are positions counted from 0; got {positions}")
-    return positions
+    numbers = tuple(positions) if isinstance(positions, (tuple, list, range, set, frozenset)) else (positions,)
+    if not all(isinstance(i, (int, np.integer)) and i >= 0 for i in numbers):
+        raise ValueError(f"pmap: {name} must be positions of arguments, counted from 0; got {positions!r}")
+    return numbers
 
 
 def _broadcast(prefix, tree, message) -> list:

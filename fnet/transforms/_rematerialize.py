@@ -16,6 +16,7 @@ from jax import lax
 from fnet import _jax
 from fnet.jaxpr import INLINED, Interpreter, Scope, Value, has_shardings, inline, marks, nbytes, scan, wraps
 
+_SYMBOLIC = 1024
 _WORTH = 0.8    # of what is kept must go at least so much less, or a jaxpr is left alone
 
 
@@ -267,8 +268,8 @@ def _pair(jaxpr, sink, uses):
             continue
         needs = {inner.invars.index(v) for v in piece.invars if v in set(inner.invars)}
         saved = [i - its_consts for i in sorted(needs) if its_consts <= i < its_consts + its_carry]
-        before = sum(nbytes(source.outvars[its_carry + i].aval) for _, i in stacked)
-        after = length * sum(nbytes(inner.invars[its_consts + i].aval) for i in saved)
+        before = sum(_bytes(source.outvars[its_carry + i].aval) for _, i in stacked)
+        after = length * sum(_bytes(inner.invars[its_consts + i].aval) for i in saved)
         if after < _WORTH * before and (best is None or before - after > best[0]):
             best = before - after, _Pair(source, [i for _, i in stacked], [place for place, _ in stacked], saved)
     return best and best[1]
@@ -284,6 +285,12 @@ def _piece(jaxpr, outvars, eqns=None) -> _Piece:
             made.update(eqn.outvars)
             wanted.update(dict.fromkeys(v for v in eqn.invars if not isinstance(v, _jax.Literal)))
     return _Piece(found[::-1], [v for v in wanted if v not in made], list(outvars))
+
+
+def _bytes(aval) -> int:
+    """The bytes of an array, to decide what is computed again; symbolic sizes count as `_SYMBOLIC`."""
+    shape = tuple(size if isinstance(size, int) else _SYMBOLIC for size in getattr(aval, "shape", ()))
+    return nbytes(aval if shape == getattr(aval, "shape", ()) else jax.ShapeDtypeStruct(shape, aval.dtype))
 
 
 class _Cut(NamedTuple):
@@ -316,13 +323,13 @@ def _cut_run(jaxpr, eqns, uses, backward) -> dict:
         kept = 0
         for v in eqn.outvars:
             readers = uses.get(v, ())
-            kept += nbytes(v.aval) if any(id(each) in backward for each in readers if each is not None) else 0
+            kept += _bytes(v.aval) if any(id(each) in backward for each in readers if each is not None) else 0
             elsewhere = [each for each in readers if each is None or (id(each) not in backward and id(each) not in at)]
             last = len(eqns) if elsewhere else max((at[id(each)] for each in readers if id(each) in at), default=i)
             last_use[v] = last
             if last > i:
-                crossing[i] += nbytes(v.aval)
-                crossing[last] -= nbytes(v.aval)
+                crossing[i] += _bytes(v.aval)
+                crossing[last] -= _bytes(v.aval)
         weight.append(kept)
     for i in range(1, len(crossing)):
         crossing[i] += crossing[i - 1]

@@ -129,7 +129,8 @@ class _Program:
             def functional(args, kwargs, modules):
                 given = args, kwargs
                 (args, kwargs), new = mutable.insert(unboxed(given), modules)
-                return self._boxed(step(*args, **kwargs), given), mutable.updates(new, modules)
+                result = mutable.returned(step(*args, **kwargs), new)
+                return self._boxed(result, given), mutable.updates(new, modules)
         elif plain:
             functional = wraps(step)(lambda *args, **kwargs: self._boxed(step(*args, **kwargs)))
         inner = jax.jit(functional) if plain else step
@@ -144,7 +145,7 @@ class _Program:
         result = compiled(*args, **kwargs)
         if not self._direct:
             result, state = result
-            mutable.apply(found, state)
+            result = mutable.apply(result, found, state)
         return unboxed(result) if self._statics else result
 
     def trace(self, args, kwargs):

@@ -94,13 +94,27 @@ def test_a_leaf_without_a_hash_is_an_error(put):
         put({"a": [{1}]})
 
 
+class Pair:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("result", [Pair, lambda x: {"a": Pair([x])}, lambda x: [lambda: x]],
+                         ids=["object", "in a tree", "closure"])
+def test_results_with_hidden_arrays_are_an_error(result):
+    with pytest.raises(TypeError, match="arrays that were computed inside. Return the arrays themselves"):
+        Traced(lambda x: result(2 * x), (X,), {})
+    assert evaluated(Traced(lambda x: Pair(1), (X,), {})).x == 1
+    assert evaluated(Traced(lambda x: lambda: 1, (X,), {}))() == 1
+
+
 # nnx modules.
 
 def test_without_modules_nothing_changes():
     tree = {"x": X, "f": jnp.sin}
     assert mutable.extract(tree) == (tree, None, ()) and mutable.insert(tree, None) == (tree, None)
     assert mutable.updates(None, None) is None
-    mutable.apply((), None)
+    assert mutable.apply(3, (), None) == 3 and mutable.returned(X, None) is X
 
 
 def test_modules_as_arrays_and_back():
@@ -113,7 +127,7 @@ def test_modules_as_arrays_and_back():
     assert new["a"] is new["b"][1] is not count and new["c"] == 3
     new["a"][...] += 1
     assert count[...] == 1
-    mutable.apply(found, mutable.updates(copies, modules))
+    assert mutable.apply(None, found, mutable.updates(copies, modules)) is None
     assert count[...] == 2
     same(other[...], X)
 

@@ -382,6 +382,19 @@ def test_errors(call, message):
         call()
 
 
+def test_functions_are_needed():
+    with pytest.raises(TypeError, match="plan: step must be a function; got None"):
+        parallel.plan(None, INIT, ROWS)
+    with pytest.raises(TypeError, match=r"plan: init must be a function; got \{\}"):
+        parallel.plan(STEP, {}, ROWS)
+
+
+def test_a_step_that_reads_nothing():
+    plan = parallel.plan(lambda state, batch: (state, {}), lambda key: {"a": jnp.ones(3)}, np.ones((8, 2)),
+                         devices="h100:8", compile=False)
+    assert "inf" not in plan.explain()
+
+
 def test_what_is_no_array():
     with pytest.raises(TypeError, match=re.escape("plan: batch['name'] is a str; the leaves of a batch are arrays")):
         parallel.plan(STEP, INIT, {"x": ROWS, "name": "a"})

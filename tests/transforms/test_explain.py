@@ -1,5 +1,7 @@
 """explain: what autocast makes of each equation, as rows and as a table."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -67,6 +69,11 @@ def test_the_table_has_the_policy_and_a_line_for_each_scope_and_reason():
     assert any(line.startswith("(no scope)") and "exp" in line for line in lines)
     scopes = [line.split("  ")[0] for line in lines[3:]]
     assert all(scopes.index(s) + scopes.count(s) > i for i, s in enumerate(scopes))    # a scope's lines stand together
+
+
+def test_bound_arguments_are_explained():
+    f = functools.partial(ft.autocast(loss, "bfloat16"), PARAMS)
+    assert str(ft.explain(f, X)) == str(ft.explain(ft.autocast(loss, "bfloat16"), PARAMS, X))
 
 
 def test_what_autocast_has_not_wrapped_is_an_error():

@@ -281,9 +281,11 @@ def test_shard_replicate_unreplicate():
     (lambda: ft.pmap(lambda x: {"y": x[0]}, out_axes={"y": -3})(X), "pmap: result ['y'] of '<lambda>' has shape (4,) "
      "on each device and 2 axes when stacked; out_axes=-3 is out of range"),
     (lambda: ft.pmap(jnp.sin, in_axes=-4)(X), "pmap: argument 0 has shape (8, 3, 4); its axis -4 needs one slice for"),
-    (lambda: ft.pmap(jnp.sin, static_argnums=-1), "pmap: static_argnums are positions counted from 0; got (-1,)"),
-    (lambda: ft.pmap(jnp.sin, donate_argnums=(0, -1)), "pmap: donate_argnums are positions counted from 0; got "
-     "(0, -1)"),
+    (lambda: ft.pmap(jnp.sin, static_argnums=-1),
+     "pmap: static_argnums must be positions of arguments, counted from 0; got -1"),
+    (lambda: ft.pmap(jnp.sin, donate_argnums=(0, -1)),
+     "pmap: donate_argnums must be positions of arguments, counted from 0; got (0, -1)"),
+    (lambda: ft.pmap(jnp.sin, donate_argnums="a"), "counted from 0; got 'a'"),
     (lambda: ft.pmap(jnp.sin, devices=[]), "pmap needs at least one device; got devices=[]"),
     (lambda: ft.shard({"x": X[:6]}),
      "shard: ['x'] has shape (6, 3, 4), and its rows do not divide among 8 devices: give it a multiple of 8 rows"),

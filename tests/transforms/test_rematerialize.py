@@ -133,6 +133,21 @@ def test_a_compiled_step_needs_less():
     assert after < 0.5 * before, (before, after)
 
 
+def test_symbolic_sizes():
+    def loss(w, x):
+        for _ in range(8):
+            x = jnp.tanh(jnp.tanh(x @ w) + x)
+        return x.sum()
+
+    rows, = jax.export.symbolic_shape("rows")
+    w, types = jnp.eye(3) / 2, (jax.ShapeDtypeStruct((3, 3), jnp.float32), jax.ShapeDtypeStruct((rows, 3), jnp.float32))
+    step = ft.rematerialize(jax.grad(loss))
+    exported = jax.export.export(jax.jit(step))(*types)
+    assert "optimization_barrier" in exported.mlir_module()
+    x = jax.random.normal(jax.random.key(0), (5, 3))
+    np.testing.assert_allclose(exported.call(w, x), jax.grad(loss)(w, x), rtol=1e-5)
+
+
 def test_what_keeps_little_is_left_alone():
     loss = lambda w, x: jnp.square(x @ w).mean()
     w, x = jnp.ones((16, 4)), jnp.ones((8, 16))

@@ -184,6 +184,34 @@ def test_shared_variables_stay_shared():
     close(of(lambda f: ft.tune(f, "cpu")), of(lambda f: f))
 
 
+@pytest.mark.parametrize("name", WRAPS)
+def test_attributes_and_results_are_those_of_nnx_jit(name):
+    class Holder(nnx.Module):
+        def __init__(self, *, rngs):
+            self.model, self.mode = Model(rngs=rngs), "train"
+            self.layers = nnx.List([nnx.Dropout(0.5, rngs=rngs)])
+
+    def evaluate(holder, x):
+        holder.eval()
+        holder.mode = "eval"
+        return holder.model(x), {"holder": holder}
+
+    def run(wrap):
+        holder = Holder(rngs=nnx.Rngs(0))
+        call = wrap(evaluate)
+        for _ in range(2):    # compiled by the first call
+            holder.train()
+            y, returned = call(holder, jnp.ones((8, 4)))
+            assert returned["holder"] is holder
+        model = holder.model
+        return y, model.calls[...], (holder.mode, model.drop.deterministic, model.norm.use_running_average,
+                                     holder.layers[0].deterministic)
+
+    (y, calls, modes), (expected, *_) = run(WRAPS[name]), run(nnx.jit)
+    close(y, expected, 1e-6)
+    assert calls == 2 and modes == ("eval", True, True, True)
+
+
 def test_new_variables_are_an_error():
     def grows(model, x):
         model.extra = nnx.Variable(x)
