@@ -6,18 +6,19 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from fnet.training import _folder, _leaves, _manifest, _structure
+from fnet.training import _leaves, _storage, _structure
+from fnet.training._folder import Folder
+from fnet.training._lease import Lease
 from fnet.training._lock import Lock, Locked
-from fnet.training._reading import CheckpointError, Reading, reason
+from fnet.training._objects import Objects
+from fnet.training._reading import CheckpointError, Reading, named, reason
 from fnet.training._snapshot import snapshot
 from fnet.training._writing import write
 
@@ -25,12 +26,14 @@ from fnet.training._writing import write
 class Checkpoints(Reading):
     """The checkpoints of one run: saved in the background, the last few and the best one kept.
 
-    A checkpoint is a folder named by its step: safetensors files and a manifest with a checksum of every leaf, every
-    file and itself. It is written under another name and renamed when all of it is on the disk, so that a process that
-    is killed, whenever, leaves the checkpoint before it in force. Reading verifies every byte.
+    A checkpoint is a folder named by its step: safetensors files and a manifest with a checksum of every shard, every
+    file and itself. In a local folder it is written under another name and renamed when all of it is on the disk; in an
+    object store its manifest is written last. A process that is killed at any moment leaves the checkpoint before it
+    valid. Reading verifies every byte that it uses.
 
     Args:
-      folder: where the step folders go; made when needed. Saving locks it for this process.
+      folder: where the step folders go, a path or a URL (s3://bucket/prefix, gs://, az://); made when needed. Saving
+        locks it for this process.
       keep: how many of the latest to keep.
       keep_every: keep every checkpoint whose step is a multiple of this as well.
       best: name of a metric given to `save`; the checkpoint with the best value is kept as well.
@@ -40,17 +43,19 @@ class Checkpoints(Reading):
       ValueError: keep < 1, keep_every < 1, or another mode.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 3, keep_every: int | None = None, best: str | None = None,
-                 mode: str = "max"):
+    def __init__(self, folder: str | os.PathLike, *, keep: int = 3, keep_every: int | None = None,
+                 best: str | None = None, mode: str = "max"):
         if keep < 1:
             raise ValueError(f"keep={keep}: at least the last checkpoint has to be kept")
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every={keep_every}: it counts steps, at least 1")
         if mode not in ("max", "min"):
             raise ValueError(f"mode='{mode}': the best value is the 'max' or the 'min'")
-        self.folder = Path(folder).absolute()
+        where = _storage.location(folder)
+        self._where = Objects(where) if isinstance(where, _storage.StorePath) else Folder(where.absolute())
+        self.folder = self._where.folder
         self._keep, self._keep_every, self._best, self._mode = keep, keep_every, best, mode
-        self._lock: Lock | None = None
+        self._lock: Lock | Lease | None = None
         self._saving: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self._values: dict[int, float] = {}
@@ -79,15 +84,17 @@ class Checkpoints(Reading):
             self._held()
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = Lock(self.folder)
+            self._lock = self._where.lock()
         except Locked as error:
             raise CheckpointError(f"{self.folder}: another run is using this folder ({error}): wait for it, end "
                                   "it, or choose another folder") from None
+        except _storage.StorageError as error:
+            raise CheckpointError(f"{error}. Nothing can be saved there") from None
         except OSError as error:
             raise CheckpointError(f"{self.folder}: nothing can be saved here ({reason(error)}): name another folder, "
                                   "or make this one writable") from None
-        _folder.tidy(self.folder)
+        with named(self.folder):
+            self._where.tidy()
 
     def clear(self) -> None:
         """Removes all checkpoints.
@@ -97,12 +104,10 @@ class Checkpoints(Reading):
         """
         self.wait()
         self.lock()
-        if foreign := _folder.foreign(self.folder):
+        if foreign := self._where.foreign():
             raise CheckpointError(f"{self.folder} holds files that are not of checkpoints ({', '.join(foreign[:5])}), "
                                   "so nothing was removed: remove the folder yourself, or choose another workdir")
-        for entry in os.scandir(self.folder):
-            if entry.is_dir():
-                shutil.rmtree(entry.path)
+        self._where.clear()
         self._values.clear()
 
     def _held(self) -> None:
@@ -178,17 +183,21 @@ class Checkpoints(Reading):
 
     def _save(self, head: dict[str, Any], entries: dict[str, Any], copies: Mapping[str, Any], sound: Any) -> None:
         step = head["step"]
-        partial = _folder.partial(self.folder, step)
         try:
-            if (sound is None or bool(sound)) and write(partial, head, entries, copies, self._hurry):
-                self._held()
-                _folder.commit(self.folder, step)
-                self._values[step] = head["metrics"].get(self._best, math.nan)
-                self._prune()
+            if sound is not None and not bool(sound):
+                return
+            content = write(self._where, head, entries, copies, self._hurry)
+            if content is None:                            # the first process commits it
+                return
+            self._where.commit(step, content, self._held)
+            self._values[step] = head["metrics"].get(self._best, math.nan)
         except BaseException as error:
             self._failed(step, error)
-            if jax.process_index() == 0 and (self._lock is None or self._lock.holds()):
-                shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                if jax.process_index() == 0 and (self._lock is None or self._lock.holds()):
+                    self._where.discard(step)
+            return
+        self._prune(step)
 
     def _amend(self, before: threading.Thread | None, step: int, metrics: dict[str, float], notes: dict[str, Any]
                ) -> None:
@@ -200,9 +209,9 @@ class Checkpoints(Reading):
                 content = self._manifest(step)
                 content["metrics"] |= metrics
                 content["notes"] |= notes
-                _manifest.write_manifest(self.folder / str(step), content)
+                self._where.amend(step, content)
                 self._values[step] = content["metrics"].get(self._best, math.nan)
-                self._prune()
+                self._prune(step)
         except BaseException as error:
             self._failed(step, error)
 
@@ -210,18 +219,27 @@ class Checkpoints(Reading):
         if isinstance(error, CheckpointError):
             self._error = error
             return
-        kept = [before for before in self.steps() if before != step]
+        try:
+            steps = self.steps()
+        except CheckpointError:                            # what is known without the store
+            steps = sorted(self._values)
+        kept = [before for before in steps if before != step]
         kept = f"the checkpoint of step {kept[-1]} is whole" if kept else "there is none before it"
         why = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         self._error = CheckpointError(f"{self.folder}: step {step} could not be saved ({why}); {kept}")
 
-    def _prune(self) -> None:
-        steps = self.steps()
-        kept = {*steps[-self._keep:], self.best()}
-        for step in steps:
-            if step not in kept and not (self._keep_every and step % self._keep_every == 0):
-                _folder.remove(self.folder, step)
-                self._values.pop(step, None)
+    def _prune(self, saved: int) -> None:
+        try:
+            steps = self.steps()
+            kept = {*steps[-self._keep:], self.best()}
+            for step in steps:
+                if step not in kept and not (self._keep_every and step % self._keep_every == 0):
+                    self._where.remove(step)
+                    self._values.pop(step, None)
+        except BaseException as error:
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            self._error = CheckpointError(f"{self.folder}: step {saved} was saved, but older checkpoints could not be "
+                                          f"removed ({why})")
 
 
 def _finite(metrics: Mapping[str, Any] | None) -> dict[str, float]:

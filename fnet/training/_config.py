@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from fnet.training._storage import StorePath, location
+
 Config = TypeVar("Config")
 CONFIG = "config.json"
 LENGTHS = ("steps", "epochs")      # fields that say how long a run is: it may be made longer
@@ -62,19 +64,19 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
     return cls(**checked)
 
 
-def load_config(cls: type[Config], path: str | Path) -> Config:
-    """The configuration in a JSON file.
+def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
+    """The configuration in a JSON file, local or in an object store.
 
     Raises:
       ConfigError: no such file, not a JSON object, or what `from_dict` raises.
     """
-    path = Path(path)
+    path = location(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError) as error:          # not JSON, not text, or nested without end
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -82,25 +84,29 @@ def load_config(cls: type[Config], path: str | Path) -> Config:
     return from_dict(cls, values, source=str(path))
 
 
-def save_config(config: Any, workdir: str | Path) -> Path:
+def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
     """Writes `workdir/config.json` and returns its path.
 
     A run of `fit(config=)` does this itself, once no other run can have the folder.
 
     Args:
       config: a dataclass, or a dict of JSON types.
-      workdir: the run's folder, created if necessary.
+      workdir: the run's folder, created if necessary, or its URL.
     """
-    folder = Path(workdir)
+    folder = location(workdir)
     values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
     folder.mkdir(parents=True, exist_ok=True)
     new, path = folder / f"{CONFIG}.new", folder / CONFIG
-    new.write_text(json.dumps(values, indent=2) + "\n")
+    text = json.dumps(values, indent=2) + "\n"
+    if isinstance(path, StorePath):
+        path.write_text(text)
+        return path
+    new.write_text(text)
     os.replace(new, path)
     return path
 
 
-def same_config(config: Any, workdir: str | Path, *, but: tuple[str, ...] = ()) -> None:
+def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...] = ()) -> None:
     """Makes sure that a run is resumed as it was begun, if it was begun. `fit(config=)` does this, too.
 
     Args:
@@ -112,7 +118,7 @@ def same_config(config: Any, workdir: str | Path, *, but: tuple[str, ...] = ()) 
     Raises:
       ConfigError: naming each field that differs, with both values.
     """
-    path = Path(workdir) / CONFIG
+    path = location(workdir) / CONFIG
     if not path.exists():
         return
     old = dataclasses.asdict(load_config(type(config), path))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._reading import CheckpointError
+from fnet.training._storage import location
 from fnet.training._workdir import CHECKPOINTS
 
 
@@ -39,13 +40,13 @@ class Snapshot:
         return self.params if self.ema is None else self.ema
 
 
-def load(workdir: str | Path, which: str | int = "last") -> Snapshot:
+def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
     """The best, the last or any other saved state of a run, without the code that created it.
 
     Every byte is verified. Nothing is executed: files are JSON and arrays.
 
     Args:
-      workdir: the folder that `fit(workdir=)` was given.
+      workdir: the folder or URL that `fit(workdir=)` was given.
       which: "best", by the metric that `fit(best=)` or `early_stop` named; "last"; or the number of a step.
 
     Returns:
@@ -69,11 +70,11 @@ def load(workdir: str | Path, which: str | int = "last") -> Snapshot:
                     config=notes.get("fit", {}).get("config"), metrics=manifest["metrics"], ema=found.get("ema"))
 
 
-def restore(workdir: str | Path, like: Any, which: str | int = "last", *, cast: bool = False) -> Any:
+def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *, cast: bool = False) -> Any:
     """The full state of a run (parameters, optimizer, counters) in the structure and placement of `like`.
 
     Args:
-      workdir: the folder that `fit(workdir=)` was given.
+      workdir: the folder or URL that `fit(workdir=)` was given.
       like: a state of the same structure, such as `TrainState.create(...)`; its arrays may be jax.ShapeDtypeStruct.
       which: "best", "last" or a step, as for `load`.
       cast: whether a leaf of another dtype is converted to that of `like`.
@@ -92,7 +93,7 @@ def restore(workdir: str | Path, like: Any, which: str | int = "last", *, cast: 
 def _opened(workdir, which):
     if which not in ("best", "last") and (type(which) is bool or not isinstance(which, int)):
         raise ValueError(f"which={which!r}: use 'best', 'last' or the number of a step")
-    return Checkpoints(Path(workdir) / CHECKPOINTS)
+    return Checkpoints(location(workdir) / CHECKPOINTS)
 
 
 def _step(checkpoints: Checkpoints, which: str | int) -> int | None:

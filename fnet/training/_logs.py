@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import struct
 import time
@@ -16,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from fnet.training import _append
 from fnet.training._media import MEDIA, hyperparameters
+from fnet.training._storage import StorageError, StorePath, location
 
 METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 
@@ -25,28 +26,31 @@ class LogWarning(UserWarning):
     """Lines of metrics.jsonl could not be read; the file was kept under another name."""
 
 
-def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
+def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, one dict each; [] where there is none.
 
     A last line that a killed process left half written is left out.
 
+    Args:
+      workdir: the folder or URL that `fit(workdir=)` was given.
+
     Raises:
       ValueError: another line is not a JSON object with an integer "step".
     """
-    path = Path(workdir) / METRICS
-    if not path.exists():
-        return []
-    rows, wrong, last = _parsed(path)
-    for number, line in wrong.items():
-        if number < last:
-            raise ValueError(f"{path}, line {number} is not JSON with an integer 'step', remove it: {line[:80]!r}")
+    rows = []
+    for path in _append.parts(location(workdir) / METRICS):
+        more, wrong, last = _parsed(path.read_bytes())
+        for number, line in wrong.items():
+            if number < last:
+                raise ValueError(f"{path}, line {number} is not JSON with an integer 'step', remove it: {line[:80]!r}")
+        rows += more
     return rows
 
 
-def _parsed(path: Path) -> tuple[list[dict[str, Any]], dict[int, str], int]:
+def _parsed(raw: bytes) -> tuple[list[dict[str, Any]], dict[int, str], int]:
     """(the rows, the lines that are none by number, the number of the last line)."""
     rows, wrong, number = [], {}, 0
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(raw.splitlines(), 1):
         try:
             row = json.loads(line.decode())
             if not isinstance(row, dict) or type(row["step"]) is not int:
@@ -65,7 +69,8 @@ class Logger:
     TensorBoard.
 
     Args:
-      workdir: the run's folder.
+      workdir: the run's folder or URL. In an object store each line is there when `write` returns: the object is
+        written again with each line, and from 256 KiB on another one (metrics.jsonl.0001).
       step: the step from which the run is resumed. Lines of later steps, which a killed process wrote after its last
         checkpoint, are removed, because they will be written again. Damaged lines are removed too, with a `LogWarning`;
         the file with them is kept as metrics.jsonl.damaged.
@@ -76,26 +81,28 @@ class Logger:
     hyperparameters: Mapping[str, Any] | None = None       # shown by TensorBoard, set before the first line
     compared: Sequence[str] = ()                           # with them: the metrics that runs are compared by
 
-    def __init__(self, workdir: str | Path, *, step: int = 0, tensorboard: bool = True, again: Collection[str] = ()):
-        self.workdir = Path(workdir)
+    def __init__(self, workdir: str | os.PathLike, *, step: int = 0, tensorboard: bool = True,
+                 again: Collection[str] = ()):
+        self.workdir = location(workdir)
         self.workdir.mkdir(parents=True, exist_ok=True)
         self._tensorboard = tensorboard
         self._events: Any = None
         self._step = step
         path = self.workdir / METRICS
-        if path.exists():
-            rows, wrong, last = _parsed(path)
-            if torn := wrong.keys() - {last}:
-                kept = path.with_suffix(".jsonl.damaged")
-                shutil.copyfile(path, kept)
-                warnings.warn(f"{path}: {len(torn)} damaged lines were left out, the first of them line {min(torn)}; "
-                              f"the file is kept as {kept.name}", LogWarning, stacklevel=3)
-            repeated = lambda row: row["step"] == step and any(name.partition("/")[0] in again for name in row)
-            rows = [row for row in rows if row["step"] <= step and not repeated(row)] if step else []
-            new = path.with_suffix(".jsonl.new")
-            new.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(new, path)
-        self._file = path.open("ab", buffering=0)
+        _append.rewrite(path, lambda raw: self._kept(path, raw, step, again))
+        self._file = _append.appending(path)
+
+    def _kept(self, path: Path | StorePath, raw: bytes, step: int, again: Collection[str]) -> bytes:
+        """The lines from which the run is resumed."""
+        rows, wrong, last = _parsed(raw)
+        if torn := wrong.keys() - {last}:
+            kept = path.parent / f"{path.name}.damaged"
+            kept.write_bytes(raw)
+            warnings.warn(f"{path}: {len(torn)} damaged lines were left out, the first of them line {min(torn)}; "
+                          f"the file is kept as {kept.name}", LogWarning, stacklevel=6)
+        repeated = lambda row: row["step"] == step and any(name.partition("/")[0] in again for name in row)
+        rows = [row for row in rows if row["step"] <= step and not repeated(row)] if step else []
+        return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """One line, with the operating system when this returns.
@@ -125,10 +132,9 @@ class _Events:
     """TensorBoard's file, in tensorboardX's formats. Its SummaryWriter would write in a thread, which on a full disk
     leaves tracebacks where the run has one sentence."""
 
-    def __init__(self, folder: Path, first: int):
+    def __init__(self, folder: Path | StorePath, first: int):
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        self._file = (folder / name).open("ab", buffering=0)
+        self._file = _append.appending(folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}")
         self._event(file_version="brain.Event:2")
         from tensorboardX.proto.event_pb2 import SessionLog
 
@@ -167,5 +173,7 @@ def _written(file: Any, data: bytes) -> None:
     try:
         while data:
             data = data[file.write(data):]
+    except StorageError:
+        raise
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(file.name)) from None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from fnet.training._progress import Progress
 from fnet.training._recovery import NONFINITE
 from fnet.training._run import Run
 from fnet.training._signals import signals
+from fnet.training._storage import location
 from fnet.training._workdir import CHECKPOINTS, remove_logs
 
 
@@ -33,7 +34,7 @@ def fit(
     batches: Callable[[int], Any],
     *,
     steps: int,
-    workdir: str | Path | None = None,
+    workdir: str | os.PathLike | None = None,
     evaluate: Mapping[str, Callable[[Any], Mapping[str, Any]]] | None = None,
     every: int | None = None,
     log_every: int = 100,
@@ -73,7 +74,9 @@ def fit(
       batches: `batches(i)` is the batch of step i, such as `Batches`. A thread calls it, for the next steps while one
         runs; the log says how much of the time the loop still waited ("time/data").
       steps: how many there will be in all, those of earlier calls on this workdir included.
-      workdir: the run's folder: config.json, metrics.jsonl, tensorboard/ and checkpoints/. None keeps nothing.
+      workdir: the run's folder: config.json, metrics.jsonl, tensorboard/ and checkpoints/. A path, or a URL of an
+        object store (s3://bucket/run, gs://, az://; `pip install 'fnet[cloud]'`). None keeps nothing.
+      evaluate: functions of the state by name; they return what `evaluator(...)` returns.
       evaluate: functions of the state by name; they return what `evaluator(...)` returns, and may add `Histogram`,
         `Image` and `Text`.
       every: evaluate after every so many steps and after the last; None: after the last alone.
@@ -162,7 +165,7 @@ def fit(
         seen = stack.enter_context(signals())
         checkpoints = None
         if workdir is not None:
-            checkpoints = Checkpoints(Path(workdir) / CHECKPOINTS, keep=keep, keep_every=keep_every, best=best,
+            checkpoints = Checkpoints(location(workdir) / CHECKPOINTS, keep=keep, keep_every=keep_every, best=best,
                                       mode=best_mode)
         run = Run(step, state, batches, seen=seen, steps=steps, evaluate=evaluate or {}, every=every or steps,
                   save_every=save_every or every or steps, log_every=log_every, best=best and (best, best_mode),

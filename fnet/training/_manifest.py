@@ -1,8 +1,9 @@
-"""What a checkpoint's folder holds: files of arrays, and the manifest that vouches for every byte of them.
+"""The files of a checkpoint: safetensors files of arrays, and the manifest, which has a checksum of every byte.
 
-The arrays of a process stand in one safetensors file, which any framework reads. `manifest.json` names the step, each
-file with its size and CRC-32, each leaf with its dtype, shape, place and CRC-32, and ends with a BLAKE2b of itself.
-CRC-32 finds every flip within 32 neighbouring bits, at twice BLAKE2b's speed; the manifest is short.
+Each process writes its arrays to one safetensors file, which any framework reads. `manifest.json` lists the step, each
+file with its size and CRC-32, each shard of each leaf with its dtype, shape, index, offset and CRC-32, and ends with a
+BLAKE2b of itself. CRC-32 detects every error within 32 neighboring bits, at twice BLAKE2b's speed; the manifest is
+short.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from fnet.training._leaves import DTYPES
+from fnet.training._storage import Reader, StorePath
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "fnet checkpoint", 1
-FILE = re.compile(r"arrays-\d{1,6}\.safetensors")
+FILE = re.compile(r"arrays-\d{1,6}(-[0-9a-f]{16})?\.safetensors")
 _SEAL = b'"blake2b": "%s"}\n'
 _LIMIT = 1 << 28      # bytes of a manifest: a million leaves
 _SAFETENSORS = {
@@ -40,11 +42,11 @@ class Damaged(Exception):
     """A checkpoint that is not what was written; the message says which file or leaf."""
 
 
-def write_arrays(path: Path, arrays: list[tuple[str, np.ndarray]]) -> tuple[dict, list[dict]]:
-    """Writes a safetensors file and sees it onto the disk.
+def write_arrays(path: Path | StorePath, arrays: list[tuple[str, np.ndarray]]) -> tuple[dict, list[dict]]:
+    """Writes a safetensors file and syncs it to the disk, or writes it as an object.
 
     Returns:
-      The file's entry in the manifest, and each array's place in it: {"at": [begin, end], "crc32"}.
+      The file's entry in the manifest, and each array's location in it: {"at": [begin, end], "crc32"}.
     """
     header, places, at = {}, [], 0
     for name, array in arrays:
@@ -58,7 +60,7 @@ def write_arrays(path: Path, arrays: list[tuple[str, np.ndarray]]) -> tuple[dict
     head += b" " * (-len(head) % 8)
     head = len(head).to_bytes(8, "little") + head
     begin, total = len(head), zlib.crc32(head)
-    with path.open("wb") as file:
+    with _sink(path) as file:
         file.write(head)
         for _, array in arrays:
             raw = raw_bytes(array)
@@ -67,9 +69,28 @@ def write_arrays(path: Path, arrays: list[tuple[str, np.ndarray]]) -> tuple[dict
             places.append({"at": [begin, begin + len(raw)], "crc32": own})
             file.write(raw)
             begin += len(raw)
+    return {"bytes": begin, "crc32": total}, places
+
+
+@contextlib.contextmanager
+def _sink(path: Path | StorePath) -> Iterator[Any]:
+    if isinstance(path, StorePath):
+        buffers = _Buffers()
+        yield buffers
+        path.write_parts(buffers.parts)
+        return
+    with path.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": begin, "crc32": total}, places
+
+
+class _Buffers:
+    def __init__(self):
+        self.parts: list[Any] = []
+
+    def write(self, raw: Any) -> None:
+        self.parts.append(raw)
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:
@@ -109,14 +130,19 @@ for _ in range(31):
     _POWERS.append(_times(_POWERS[-1], _POWERS[-1]))
 
 
-def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes manifest.json under another name, and renames it when it is on the disk."""
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest, with its checksum."""
     content = {name: value for name, value in content.items() if name not in ("format", "version", "blake2b")}
     body = json.dumps({"format": FORMAT, "version": VERSION, **content}, allow_nan=False).encode()
     body = body[:-1] + b", "
+    return body + _SEAL % hashlib.blake2b(body, digest_size=32).hexdigest().encode()
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Writes manifest.json under another name, syncs it to the disk and renames it."""
     new = folder / f".{MANIFEST}.new"
     with new.open("wb") as file:
-        file.write(body + _SEAL % hashlib.blake2b(body, digest_size=32).hexdigest().encode())
+        file.write(sealed(content))
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, folder / MANIFEST)
@@ -124,7 +150,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sees the names in a folder onto the disk."""
+    """Syncs the names in a folder to the disk."""
     with contextlib.suppress(PermissionError):      # Windows opens no folders
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -133,14 +159,14 @@ def sync_folder(folder: Path) -> None:
             os.close(number)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, once its seal and everything that it says make sense.
+def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
+    """The manifest of a checkpoint, after its checksum and its consistency have been checked.
 
     Raises:
-      Damaged: there is none, or it is not what was written.
-      PermissionError: it may not be read.
+      Damaged: it is missing, or is not what was written.
+      OSError: it may not be read, or the object store cannot be reached.
     """
-    with _opened(folder / MANIFEST) as (file, size):
+    with opened(folder / MANIFEST) as (file, size):
         if size > _LIMIT:
             raise Damaged(f"{MANIFEST} has {size} bytes, more than any has")
         raw = file.read(size)
@@ -213,8 +239,22 @@ def _check(content):
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, int]]:
-    """(a regular file opened for reading, its size); no link and no pipe, which may lead anywhere or wait for ever."""
+def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
+    """(a regular file or an object, opened for reading; its size). Links and pipes are refused: a link may lead
+    anywhere, and a pipe may never end.
+
+    Raises:
+      Damaged: it is missing, or a local file cannot be read.
+      OSError: it may not be read, or the object store cannot be reached. This says nothing about the object.
+    """
+    if isinstance(path, StorePath):
+        try:
+            if (known := path.meta()) is None:
+                raise FileNotFoundError
+            yield Reader(path, known.size), known.size
+        except FileNotFoundError:
+            raise Damaged(f"{path.name} is missing") from None
+        return
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
                          | getattr(os, "O_BINARY", 0))
@@ -235,10 +275,13 @@ def _opened(path: Path) -> Iterator[tuple[Any, int]]:
 
 
 class _Whole:
-    """A raw file whose reads are whole: as many bytes as asked for, or those to the end."""
+    """A raw file whose reads are complete: as many bytes as requested, or all up to the end."""
 
     def __init__(self, file):
         self._file = file
+
+    def seek(self, at: int) -> None:
+        self._file.seek(at)
 
     def read(self, size: int) -> bytearray:
         raw = bytearray(size)
@@ -251,20 +294,20 @@ class _Whole:
         return got
 
 
-def read_leaves(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Every leaf as an array (Python numbers: as bytes), each byte of each file held to its checksum.
+def read_leaves(folder: Path | StorePath, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Every leaf as an array (Python numbers: as bytes). Every byte of every file is verified.
 
     Raises:
       Damaged: naming the file or the leaf.
+      OSError: as `opened`.
     """
     arrays: dict[str, Any] = {}
     for name, entry in content["files"].items():
         pieces = [(*piece["at"], path, piece) for path, leaf in content["leaves"].items()
                   for piece in leaf["pieces"] if piece["file"] == name]
         pieces.sort(key=lambda piece: piece[:2])
-        with _opened(folder / name) as (file, size):
-            if size != entry["bytes"]:
-                raise Damaged(f"{name} has {size} bytes, it was written with {entry['bytes']}")
+        with opened(folder / name) as (file, size):
+            check_size(name, size, entry)
             total, at, wrong = 0, 0, None
             for begin, end, path, piece in pieces:
                 if begin < at:
@@ -293,13 +336,24 @@ def _skip(file, count, total):
     return total
 
 
+def check_size(name: str, size: int, entry: Mapping[str, Any]) -> None:
+    if size != entry["bytes"]:
+        raise Damaged(f"{name} has {size} bytes, it was written with {entry['bytes']}")
+
+
+def typed(raw: np.ndarray, leaf: Mapping[str, Any]) -> np.ndarray:
+    """Bytes as a row of the leaf's dtype."""
+    dtype = DTYPES[leaf["dtype"]]
+    if dtype.isbuiltin != 1:
+        return raw.view(dtype)
+    return raw.view(dtype.newbyteorder("<")).astype(dtype.newbyteorder("="), copy=False)
+
+
 def _place(arrays, path, leaf, piece, raw):
     if "python" in leaf:
         arrays[path] = raw
         return
-    dtype = DTYPES[leaf["dtype"]]
-    dtype = dtype.newbyteorder("<") if dtype.isbuiltin == 1 else dtype
-    raw = raw.view(dtype).astype(dtype.newbyteorder("="), copy=False) if dtype.isbuiltin == 1 else raw.view(dtype)
+    raw = typed(raw, leaf)
     if "index" not in piece:
         arrays[path] = raw.reshape(leaf["shape"])
         return

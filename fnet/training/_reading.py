@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from fnet.training import _folder, _leaves, _manifest, _structure
+from fnet.training import _leaves, _manifest, _shards, _structure
+from fnet.training._folder import Folder
 from fnet.training._manifest import Damaged
+from fnet.training._objects import Objects
+from fnet.training._storage import StorageError, StorePath
 
 
 class CheckpointError(RuntimeError):
@@ -26,7 +29,8 @@ class CheckpointWarning(UserWarning):
 class Reading:
     """What `Checkpoints` does that needs no right to write, except for setting damaged steps aside."""
 
-    folder: Path
+    folder: Path | StorePath
+    _where: Folder | Objects
     _best: str | None
     _mode: str
     _values: dict[int, float]
@@ -36,11 +40,13 @@ class Reading:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, ascending; unfinished ones and those set aside do not count."""
-        return _folder.steps(self.folder)
+        with named(self.folder):
+            return self._where.steps()
 
     def damaged(self) -> list[str]:
         """The names of folders that were found damaged and set aside."""
-        return _folder.damaged(self.folder)
+        with named(self.folder):
+            return self._where.damaged()
 
     def latest(self) -> int | None:
         """The last step saved, or None."""
@@ -75,7 +81,8 @@ class Reading:
 
         Args:
           target: a tree like the saved one; arrays may be jax.ShapeDtypeStruct. Their shardings decide where things go,
-            on however many devices the run was before. Every process reads all files, to verify them.
+            on however many devices and processes the run was before. In a run of several processes, each one reads
+            and verifies the shards that its devices need.
           step: None for the newest good one.
           cast: whether a leaf of another dtype is converted to the target's.
           part: the path of the subtree that `target` is like, such as "state"; "" for all that was saved.
@@ -98,23 +105,67 @@ class Reading:
         """
         return self._newest(step, self._plain)
 
-    def _newest(self, step: int | None, read: Callable[[int], Any]) -> Any:
-        if step is not None or jax.process_count() > 1:
-            step = self._agreed(step)
+    def _newest(self, step: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
+        """What is made of a step, or of the newest good one. `read` reads and verifies, what it returns makes the tree.
+        """
+        if jax.process_count() > 1:
+            return self._together(step, read)
+        if step is not None:
             try:
-                return read(step)
+                return read(self._there(step))()
             except Damaged as error:
                 raise CheckpointError(self._named(step, error)) from None
         failed: list[str] = []
         for step in reversed(self.steps()):
             try:
-                tree = read(step)
+                tree = read(step)()
             except Damaged as error:
                 failed.append(self._set_aside(step, error))
                 continue
             self._warn(failed, step)
             return tree
         raise self._none_good(failed)
+
+    def _together(self, wanted: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
+        """`_newest` in several processes: the first one chooses the step, and all of them have to read it well."""
+        me, failed, tried = jax.process_index(), [], []
+        while True:
+            step = self._there(wanted) if wanted is not None else self._candidate(tried)
+            if step < 0:
+                raise self._none_good(failed)
+            make, problem = None, None
+            try:
+                make = read(step)
+            except Exception as error:                     # the others must not wait for this process
+                problem = error
+            came = _shards.together(problem)
+            if problem is not None and not isinstance(problem, Damaged):
+                raise problem
+            if (came > 1).any():
+                raise CheckpointError(f"{self.folder / str(step)}: process {int(came.argmax())} could not read this "
+                                      "checkpoint; its own message says why")
+            if not came.any():
+                self._warn(failed, step)
+                return make()
+            why = problem or Damaged(f"as process {int(came.argmax())} found")
+            if wanted is not None:
+                raise CheckpointError(self._named(step, why)) from None
+            tried.append(step)
+            failed.append(self._set_aside(step, why) if me == 0 else f"step {step} is damaged ({why})")
+
+    def _candidate(self, tried: list[int]) -> int:
+        """The newest step that the first process sees and that has not been tried; -1 for none."""
+        if jax.process_index() > 0:
+            if (step := _shards.first_says(0)) == -2:
+                raise CheckpointError(f"{self.folder}: the first process could not list the checkpoints; its own "
+                                      "message says why")
+            return step
+        try:
+            step = max((step for step in self.steps() if step not in tried), default=-1)
+        except BaseException:
+            _shards.first_says(-2)
+            raise
+        return _shards.first_says(step)
 
     def verify(self, step: int | None = None) -> int:
         """Reads a checkpoint, the newest if None, and returns its step.
@@ -125,7 +176,7 @@ class Reading:
         """
         step = self._there(step)
         try:
-            _manifest.read_leaves(self.folder / str(step), self._manifest(step))
+            self._arrays(self.folder / str(step), self._manifest(step))
         except Damaged as error:
             raise CheckpointError(self._named(step, error)) from None
         return step
@@ -140,12 +191,10 @@ class Reading:
         return step
 
     def _manifest(self, step: int) -> dict[str, Any]:
-        try:
+        with named(self.folder / str(step)):
             return _manifest.read_manifest(self.folder / str(step))
-        except PermissionError as error:
-            raise CheckpointError(f"{self.folder / str(step)} cannot be read ({reason(error)})") from None
 
-    def _read(self, step: int, target: Any, cast: bool, part: str) -> Any:
+    def _read(self, step: int, target: Any, cast: bool, part: str) -> Callable[[], Any]:
         folder, content = self.folder / str(step), self._manifest(step)
         inside = f"{part}/" if part else ""
         saved = {path.removeprefix(inside): leaf for path, leaf in content["leaves"].items() if path.startswith(inside)}
@@ -153,53 +202,40 @@ class Reading:
         wanted = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
         if lines := _leaves.mismatches(saved, wanted, cast=cast):
             raise CheckpointError(f"{folder}: this checkpoint is of something else:\n  " + "\n  ".join(lines))
-        arrays = self._arrays(folder, content)
-        restored = [_leaves.number(saved[path]["python"], arrays[inside + path].tobytes()) if "python" in saved[path]
-                    else _leaves.like(leaf, arrays[inside + path], saved[path]) for path, leaf in leaves.items()]
-        return jax.tree.unflatten(jax.tree.structure(target), restored)
+        if jax.process_count() > 1:
+            with named(folder):
+                arrays = _shards.read(folder, content, {inside + path: leaf for path, leaf in leaves.items()})
+        else:
+            arrays = self._arrays(folder, content)
 
-    def _plain(self, step: int) -> tuple[dict[str, Any], Any]:
+        def made():
+            restored = [_leaves.number(saved[path]["python"], arrays[inside + path].tobytes())
+                        if "python" in saved[path] else _leaves.like(leaf, arrays[inside + path], saved[path])
+                        for path, leaf in leaves.items()]
+            return jax.tree.unflatten(jax.tree.structure(target), restored)
+
+        return made
+
+    def _plain(self, step: int) -> Callable[[], tuple[dict[str, Any], Any]]:
         folder, content = self.folder / str(step), self._manifest(step)
         arrays = self._arrays(folder, content)
         leaves = {path: _leaves.plain(arrays[path], leaf) for path, leaf in content["leaves"].items()}
         if "tree" not in content:
-            return content, _structure.nested(leaves)
+            return lambda: (content, _structure.nested(leaves))
         try:
-            return content, _structure.build(content["tree"], leaves)
+            tree = _structure.build(content["tree"], leaves)
+            return lambda: (content, tree)
         except (ValueError, KeyError, RecursionError) as error:
             raise Damaged(f"{_manifest.MANIFEST} makes no sense ({type(error).__name__}: {error})") from None
 
-    def _arrays(self, folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-        try:
+    def _arrays(self, folder: Path | StorePath, content: Mapping[str, Any]) -> dict[str, Any]:
+        with named(folder):
             return _manifest.read_leaves(folder, content)
-        except PermissionError as error:
-            raise CheckpointError(f"{folder} cannot be read ({reason(error)})") from None
-
-    def _agreed(self, step: int | None) -> int:
-        """The step that all processes restore: that of the first one, which has read all of it."""
-        if jax.process_count() == 1 or step is not None:
-            return self._there(step)
-        from jax.experimental import multihost_utils
-
-        chosen, failed = -1, []
-        if jax.process_index() == 0:
-            for step in reversed(self.steps()):
-                try:
-                    _manifest.read_leaves(self.folder / str(step), self._manifest(step))
-                    chosen = step
-                    break
-                except Damaged as damage:
-                    failed.append(self._set_aside(step, damage))
-        chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
-        if chosen < 0:
-            raise self._none_good(failed)
-        self._warn(failed, chosen)
-        return chosen
 
     def _set_aside(self, step: int, why: Damaged) -> str:
         try:      # not where another run writes, nor where nothing can be written
             self.lock()
-            name = _folder.set_aside(self.folder, step)
+            name = self._where.set_aside(step)
         except (CheckpointError, OSError):
             return f"step {step} is damaged ({why})"
         return f"step {step} is damaged ({why}) and was set aside as {name}"
@@ -225,10 +261,25 @@ class Reading:
         if step not in self._values:
             try:
                 self._values[step] = self._manifest(step)["metrics"].get(self._best, math.nan)
-            except (Damaged, CheckpointError):
+            except Damaged:
+                return math.nan
+            except CheckpointError:
+                if isinstance(self.folder, StorePath):     # unreachable for now: it may well be the best
+                    raise
                 return math.nan
         return self._values[step]
 
 
 def reason(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def named(folder: Path | StorePath) -> Iterator[None]:
+    """Turns an OSError of the body into a CheckpointError that names the folder."""
+    try:
+        yield
+    except StorageError as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({reason(error)})") from None

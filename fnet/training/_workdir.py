@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
+from fnet.training import _append
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._config import CONFIG
 from fnet.training._logs import EVENTS, METRICS
+from fnet.training._storage import StorePath, location
 
 CHECKPOINTS = "checkpoints"
 
 
-def clear(workdir: str | Path) -> None:
+def clear(workdir: str | os.PathLike) -> None:
     """Removes the run in `workdir`: its checkpoints, logs and config.json, and no other file.
 
     To begin a run anew, `fit(..., restart=True)` is safer: it removes the old run only when everything else about the
     new one has been checked.
 
     Args:
-      workdir: the run's folder; it need not exist.
+      workdir: the run's folder or URL; it need not exist.
 
     Raises:
       CheckpointError: a run is using it, or checkpoints/ holds files that are not of checkpoints. Nothing is removed
         then.
     """
-    folder = Path(workdir) / CHECKPOINTS
+    folder = location(workdir) / CHECKPOINTS
+    if isinstance(folder, StorePath):
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.clear()
+            remove_logs(workdir)
+        return
     if not folder.is_dir():
         remove_logs(workdir)
         return
@@ -36,12 +43,17 @@ def clear(workdir: str | Path) -> None:
         folder.rmdir()
 
 
-def remove_logs(workdir: str | Path) -> None:
+def remove_logs(workdir: str | os.PathLike) -> None:
     """Removes metrics.jsonl, config.json and TensorBoard's files."""
-    for name in (METRICS, CONFIG):
-        (Path(workdir) / name).unlink(missing_ok=True)
-    events = Path(workdir) / EVENTS
-    if events.is_dir() and not events.is_symlink():
+    folder = location(workdir)
+    for path in (*_append.parts(folder / METRICS), folder / CONFIG):
+        path.unlink(missing_ok=True)
+    events = folder / EVENTS
+    if isinstance(events, StorePath):
+        for name in events.keys():
+            if name.startswith("events.out.tfevents."):
+                (events / name).unlink(missing_ok=True)
+    elif events.is_dir() and not events.is_symlink():
         for file in events.glob("events.out.tfevents.*"):
             file.unlink()
         if not any(events.iterdir()):

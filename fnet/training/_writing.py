@@ -3,72 +3,67 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from fnet.training import _manifest
+from fnet.training._folder import Folder
+from fnet.training._objects import Objects
 from fnet.training._snapshot import pieces
 
-_PATIENCE = 600.0      # seconds for the other processes of a run to write their part, on the folder that all see
+_PATIENCE = 600.0      # seconds for the other processes of a run to write their part
 
 
-def write(partial: Path, head: Mapping[str, Any], entries: Mapping[str, Any], copies: Mapping[str, Any],
-          hurry: threading.Event) -> bool:
-    """Fills the folder `partial` with this process's arrays and, in the first process, with the manifest of them all.
+def write(steps: Folder | Objects, head: Mapping[str, Any], entries: Mapping[str, Any], copies: Mapping[str, Any],
+          hurry: threading.Event) -> dict[str, Any] | None:
+    """Writes this process's shards of a step and, in the first process, waits for those of the others.
 
     Args:
+      steps: where.
       head: of the manifest: step, metrics, notes.
-      entries: of the leaves, without their places.
+      entries: of the leaves, without their pieces.
       copies: what `snapshot` made.
-      hurry: set where the run has failed, so that nobody is waited for.
+      hurry: set where the run has failed, so that it does not wait long.
 
     Returns:
-      Whether the folder is whole and this process is to give it its name.
+      The manifest, which is to be committed; None in the other processes, once that has been done.
     """
-    processes, me = jax.process_count(), jax.process_index()
+    processes, me, step = jax.process_count(), jax.process_index(), head["step"]
+    partial = steps.partial(step)
     partial.mkdir(exist_ok=processes > 1)
-    name, made = f"arrays-{me}.safetensors", pieces(copies)
+    name, made = steps.arrays(me), pieces(copies)
     file, places = _manifest.write_arrays(partial / name, [(piece.name, piece.array) for piece in made])
     mine: dict[str, Any] = {"files": {name: file}, "leaves": {}}
     for piece, place in zip(made, places):
         index = {} if piece.index is None else {"index": piece.index}
         mine["leaves"].setdefault(piece.path, []).append({"file": name, **place, **index})
-    if processes > 1:
-        part = partial / f".part-{me}.json"
-        part.with_suffix(".new").write_text(json.dumps(mine))
-        os.replace(part.with_suffix(".new"), part)
-        if me > 0:
-            _wait(lambda: not partial.exists(), hurry, "the first process did not give the checkpoint its name")
-            return False
-        mine = _gathered(partial, hurry)
+    if me > 0:
+        steps.write_part(step, me, json.dumps(mine))
+        _wait(lambda: steps.taken(step, me), steps.poll, hurry, "the first process did not commit the checkpoint")
+        return None
+    for process in range(1, processes):
+        parts = []
+
+        def written(process=process, parts=parts):
+            parts[:] = [steps.take_part(step, process)]
+            return parts[0] is not None
+
+        _wait(written, steps.poll, hurry, "not all processes wrote their part")
+        part = json.loads(parts[0])
+        mine["files"] |= part["files"]
+        for path, more in part["leaves"].items():
+            mine["leaves"].setdefault(path, []).extend(more)
     leaves = {path: {**entry, "pieces": mine["leaves"][path]} for path, entry in entries.items()}
-    _manifest.write_manifest(partial, {**head, "files": mine["files"], "leaves": leaves})
-    return True
+    return {**head, "files": mine["files"], "leaves": leaves}
 
 
-def _gathered(partial, hurry):
-    """What all processes wrote."""
-    parts = [partial / f".part-{number}.json" for number in range(jax.process_count())]
-    _wait(lambda: all(part.exists() for part in parts), hurry, "not all processes wrote their part")
-    whole: dict[str, Any] = {"files": {}, "leaves": {}}
-    for part in parts:
-        read = json.loads(part.read_text())
-        whole["files"] |= read["files"]
-        for path, places in read["leaves"].items():
-            whole["leaves"].setdefault(path, []).extend(places)
-        part.unlink()
-    return whole
-
-
-def _wait(done, hurry, what):
+def _wait(done, pause, hurry, what):
     began = time.monotonic()
     while not done():
         if time.monotonic() - began > (2 if hurry.is_set() else _PATIENCE):
             raise TimeoutError(f"{what} in time")
-        time.sleep(0.02)
+        time.sleep(pause)

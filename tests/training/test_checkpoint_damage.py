@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fnet import training as tr
-from fnet.training import _checkpoint, _manifest, _writing
+from fnet.training import _folder, _manifest, _writing
 
 TREE = {"a": jnp.ones((2, 3)), "b": jnp.arange(64, dtype=jnp.float32), "empty": jnp.zeros((0, 2)), "n": 7}
 
@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
     def read_only(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(_checkpoint, "Lock", read_only)
+    monkeypatch.setattr(_folder, "Lock", read_only)
     with pytest.raises(tr.CheckpointError, match=r"nothing can be saved here \(Read-only file system\): name another"):
         tr.Checkpoints(tmp_path).save(1, TREE)
 
