@@ -2,9 +2,9 @@
 
     python tests/s3_server.py
 
-POST /-/faults with a JSON list replaces the faults: {"method": "PUT", "match": "manifest", "skip": 1, "count": 2} and one
-of "status": 503, "reset": "before" (the connection is closed without an answer) or "reset": "after" (the request is
-carried out, and the connection closed). GET /-/requests returns what was requested since the last call.
+POST /-/faults with a JSON list replaces the faults: {"method": "PUT", "match": "manifest", "skip": 1, "count": 2} and
+one of "status": 503, "reset": "before" (the connection is closed without an answer) or "reset": "after" (the request
+is carried out, and the connection closed). GET /-/requests returns what was requested since the last call.
 """
 
 import contextlib

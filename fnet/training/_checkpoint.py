@@ -81,7 +81,7 @@ class Checkpoints(Reading):
         if jax.process_index() > 0:
             return
         if self._lock is not None:
-            self._held()
+            self._held(ask=False)
             return
         try:
             self._lock = self._where.lock()
@@ -110,9 +110,10 @@ class Checkpoints(Reading):
         self._where.clear()
         self._values.clear()
 
-    def _held(self) -> None:
-        if self._lock is not None and not self._lock.holds():
-            raise CheckpointError(f"{self.folder}: this folder was removed or replaced while the run was using it; "
+    def _held(self, *, ask: bool = True) -> None:
+        """Raises if the folder is another run's. An object store is only asked where that does not hold up the loop."""
+        if self._lock is not None and not (self._lock.holds() if ask else self._lock.kept()):
+            raise CheckpointError(f"{self.folder}: this folder was removed or replaced, or another run took it over; "
                                   "nothing more is written there. Start the run again")
 
     def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None,
@@ -155,7 +156,7 @@ class Checkpoints(Reading):
         Raises:
           CheckpointError: the folder is not this run's any more. What goes wrong later is raised as for `save`.
         """
-        self._held()
+        self._held(ask=False)
         if jax.process_index() == 0:
             arguments = self._saving, step, _finite(metrics), _json(notes)
             self._saving = threading.Thread(target=self._amend, args=arguments, name=f"amend {step}")

@@ -39,10 +39,10 @@ class Lease:
         self._me = {"owner": secrets.token_hex(8), **_process()}
         self._data = json.dumps(self._me).encode()
         self._meta = self._take()
-        self._done = threading.Event()
+        self._done, self._lost = threading.Event(), threading.Event()
         self._free = weakref.finalize(self, _free, self._path, self._me["owner"], self._done, os.getpid())
-        threading.Thread(target=_renew, args=(self._path, self._me, self._meta, self._done), name="lease",
-                         daemon=True).start()
+        threading.Thread(target=_renew, args=(self._path, self._me, self._meta, self._done, self._lost),
+                         name="lease", daemon=True).start()
 
     def _take(self) -> Meta:
         first, deadline = None, 0.0
@@ -87,6 +87,10 @@ class Lease:
         except FileNotFoundError:
             return False
 
+    def kept(self) -> bool:
+        """`holds`, as far as it is known without asking the store."""
+        return not (self._done.is_set() or self._lost.is_set())
+
     def release(self) -> None:
         self._free()
 
@@ -100,7 +104,7 @@ def _free(path, owner, done, pid):
             path.unlink(missing_ok=True)
 
 
-def _renew(path, me, meta, done):
+def _renew(path, me, meta, done, lost):
     beat = 0
     while not done.wait(BEAT):
         beat += 1
@@ -110,10 +114,12 @@ def _renew(path, me, meta, done):
             if renewed is None:                            # of another run now, or removed; or an answer was lost
                 raw, meta = path.versioned()
                 if _parsed(raw).get("owner") != me["owner"]:
+                    lost.set()
                     return
             else:
                 meta = renewed
         except FileNotFoundError:
+            lost.set()
             return
         except StorageError:                               # tried again at the next beat
             continue

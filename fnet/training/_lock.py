@@ -65,6 +65,8 @@ class Lock:
         except (OSError, ValueError):                      # gone, or released
             return False
 
+    kept = holds                                           # nobody has to be asked
+
     def release(self) -> None:
         _HELD.discard(self)
         self._file.close()

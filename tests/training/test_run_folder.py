@@ -148,7 +148,7 @@ def test_a_run_whose_folder_was_replaced_writes_nothing_into_the_new_one(tmp_pat
             fit(tmp_path / "run", 2, config={"rate": 2})
         return batches(i)
 
-    with pytest.raises(tr.CheckpointError, match="this folder was removed or replaced while the run was using it"):
+    with pytest.raises(tr.CheckpointError, match="this folder was removed or replaced, or another run"):
         fit(tmp_path / "run", 6, replacing, save_every=2, config={"rate": 1})
     assert steps_of(tmp_path / "run") == [2] and tr.load(tmp_path / "run").config == {"rate": 2}
 
