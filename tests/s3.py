@@ -22,7 +22,7 @@ class Server:
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
         self.environment = {"AWS_ENDPOINT_URL": self.url, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y",
-                            "AWS_REGION": "us-east-1", "NO_PROXY": "127.0.0.1,localhost"}
+                            "AWS_REGION": "us-east-1"}
         self._send("PUT", "/bucket")
 
     def faults(self, *faults):

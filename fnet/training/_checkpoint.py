@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fnet.training import _leaves, _storage, _structure
+from fnet.training import _leaves, _shards, _storage, _structure
 from fnet.training._folder import Folder
 from fnet.training._lease import Lease
 from fnet.training._lock import Lock, Locked
@@ -60,6 +60,7 @@ class Checkpoints(Reading):
         self._error: CheckpointError | None = None
         self._values: dict[int, float] = {}
         self._hurry = threading.Event()
+        self._shared = False
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -110,6 +111,24 @@ class Checkpoints(Reading):
         self._where.clear()
         self._values.clear()
 
+    def _ready(self) -> None:
+        """Locks the folder; before the first save, every process waits until the first one has locked and tidied it."""
+        if self._shared or jax.process_count() == 1:
+            self.lock()
+            return
+        problem = None
+        try:
+            self.lock()
+        except CheckpointError as error:
+            problem = error
+        failed = _shards.first_says(problem is not None)
+        if problem is not None:
+            raise problem
+        if failed:
+            raise CheckpointError(f"{self.folder}: the first process could not lock this folder; its own message says "
+                                  "why")
+        self._shared = True
+
     def _held(self, *, ask: bool = True) -> None:
         """Raises if the folder is another run's. An object store is only asked where that does not hold up the loop."""
         if self._lock is not None and not (self._lock.holds() if ask else self._lock.kept()):
@@ -137,7 +156,7 @@ class Checkpoints(Reading):
         leaves = _leaves.paths(tree)
         entries = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
         self.wait()
-        self.lock()
+        self._ready()
         head = {"step": int(step), "notes": _json(notes), "metrics": _finite(metrics),
                 "tree": _structure.describe(tree)}
         arguments = head, entries, snapshot(leaves), sound

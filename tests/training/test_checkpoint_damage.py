@@ -273,5 +273,6 @@ def test_a_save_waits_for_nobody_in_vain(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(tr.CheckpointError, match=r"step 2 could not be saved \(.*not all processes wrote their part"):
         with tr.Checkpoints(tmp_path) as checkpoints:
+            checkpoints._shared = True                     # it has been locked before
             checkpoints.save(2, TREE)
     assert tr.Checkpoints(tmp_path).steps() == [1]
