@@ -61,6 +61,22 @@ def test_name_stack_stands_in_equations():
     assert str(eqn.source_info.name_stack) == "outer/inner", MOVED.format("eqn.source_info.name_stack")
 
 
+def test_each_entry_into_a_scope_has_an_identity():
+    def f(x):
+        for _ in range(2):
+            with jax.named_scope("a"):
+                x = jnp.sin(x)
+                with jax.named_scope("b"):
+                    x = jnp.cos(x)
+        return x
+
+    for g in (f, jax.vmap(f), jax.grad(lambda x: f(x).sum())):
+        eqns = [eqn for eqn in jax.make_jaxpr(g)(jnp.ones(2)).jaxpr.eqns if eqn.primitive.name in ("sin", "cos")]
+        entries = [_jax.scope_entries(eqn) for eqn in eqns]
+        assert {tuple(name for name, _ in each) for each in entries} == {("a",), ("a", "b")}, MOVED.format("NameStack")
+        assert len({each[0] for each in entries}) == 2, MOVED.format("the identity of scopes")
+
+
 def test_equations_are_written_down_again_as_they_are(monkeypatch):
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2.0)(1.0)
     monkeypatch.setattr(_tracing, "bind", lambda *_: pytest.fail(MOVED.format("DynamicJaxprTrace or trace_ctx")))

@@ -37,3 +37,10 @@ def hoisted(params: dict, closed: Any) -> tuple[dict, list]:
     first = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
     changes = {name: (value,) * count + tuple(params[name]) for name, value in first.items()}
     return {**changes, "jaxpr": close(consts_as_inputs(closed))}, list(closed.consts)
+
+
+def widened(params: dict, closed: Any, outputs: int) -> tuple[dict, list]:
+    """`hoisted`, for a jaxpr with this many more outputs than the equation has."""
+    changes, consts = hoisted(params, closed)
+    more = {"out_shardings": UNSPECIFIED, "out_layouts": None}
+    return {**changes, **{name: (*params[name], *(value,) * outputs) for name, value in more.items()}}, consts

@@ -13,6 +13,7 @@ from fnet._jax._features import private
 
 _core = private("jax._src.core", "rewriting of programs")
 _source_info = private("jax._src.source_info_util", "named scopes of rewritten programs")
+_Scope = private("jax._src.source_info_util.Scope", "sites of untagged scopes")
 _DynamicJaxprTrace = private("jax._src.interpreters.partial_eval.DynamicJaxprTrace", "fast retracing")
 _DynamicJaxprTracer = private("jax._src.interpreters.partial_eval.DynamicJaxprTracer", "fast retracing")
 _LinearizeTrace = private("jax._src.interpreters.ad.LinearizeTrace", "cached linearization")
@@ -48,6 +49,12 @@ def varies_over(x) -> frozenset:
 def name_stack(eqn: Any) -> str:
     """The named scopes and transformation marks of an equation, such as "transpose(jvp(block))/fc"."""
     return str(eqn.source_info.name_stack)
+
+
+def scope_entries(eqn: Any) -> tuple[tuple[str, int], ...]:
+    """(name, identity) of the named scopes of an equation, outermost first. Each entry into a named scope has an
+    identity of its own, which all equations inside share."""
+    return tuple((entry.name, id(entry)) for entry in eqn.source_info.name_stack.stack if isinstance(entry, _Scope))
 
 
 def origin(eqn: Any) -> tuple:

@@ -4,6 +4,7 @@
 - `traits`, `describe`, `product`, ...: what a primitive is, and typed access to the parameters of equations.
 - `bodies`, `equations`, `scan`: the jaxprs inside equations.
 - `rewrite`, `Interpreter`: evaluation under the control of a rule.
+- `tag`, `find_sites`, `Inspector`: values with a name, taken out of a program or replaced.
 - `read`: a jaxpr as flat frames; `cost`, `touched`, `nbytes`: what an equation costs; `batch_axes`.
 """
 
@@ -35,19 +36,24 @@ from fnet.jaxpr._equations import (
     selects_largest,
 )
 from fnet.jaxpr._frames import Frame, Op, read
-from fnet.jaxpr._primitives import POINTWISE, Description, Traits, describe, description, traits, unsupported
+from fnet.jaxpr._inspect import Inspector
+from fnet.jaxpr._primitives import POINTWISE, Description, Inside, Traits, describe, description, traits, unsupported
 from fnet.jaxpr._replicated import may_differ
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
 from fnet.jaxpr._scopes import Scope, marks
 from fnet.jaxpr._scopes import in_jaxpr as scopes_in
 from fnet.jaxpr._scopes import of_operation as scope_of_operation
+from fnet.jaxpr._sites import Level, Site
+from fnet.jaxpr._sites import find as find_sites
 from fnet.jaxpr._static_leaves import boxed, is_array, results_boxed, statics, unboxed
+from fnet.jaxpr._tags import BLOCK, is_tag, tag, tagging
 from fnet.jaxpr._traced import Traced
 from fnet.jaxpr._values import Value, bind, plain, restore
 from fnet.jaxpr._wrapping import Compiled, wraps
 
 __all__ = [
     "BILINEAR",
+    "BLOCK",
     "CALLS",
     "CONVOLUTION",
     "DOT",
@@ -57,9 +63,13 @@ __all__ = [
     "Description",
     "Evaluator",
     "Frame",
+    "Inside",
+    "Inspector",
     "Interpreter",
+    "Level",
     "Op",
     "Scope",
+    "Site",
     "Traced",
     "Traits",
     "Value",
@@ -75,9 +85,11 @@ __all__ = [
     "donated",
     "equations",
     "explicit",
+    "find_sites",
     "has_shardings",
     "inline",
     "is_array",
+    "is_tag",
     "marks",
     "may_differ",
     "mutable",
@@ -98,6 +110,8 @@ __all__ = [
     "scopes_in",
     "selects_largest",
     "statics",
+    "tag",
+    "tagging",
     "touched",
     "traits",
     "unboxed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -121,6 +121,14 @@ def unsupported() -> tuple[str, ...]:
 
 # Descriptions of fnet's own primitives.
 
+class Inside(NamedTuple):
+    """A value inside a primitive: `compute(eqn, arrays)`, and `replace(eqn, arrays, value)`, the outputs for another
+    value."""
+
+    compute: Callable
+    replace: Callable
+
+
 @dataclasses.dataclass(frozen=True)
 class Description:
     """What fnet knows of one of its own primitives.
@@ -135,6 +143,7 @@ class Description:
         stands_for: `stands_for(params)`: (the bilinear primitive that it computes, its parameters, the dtype that its
             operands are rounded to).
         batch_first: the first axis of all operands and results is the batch.
+        inside: {name: `Inside`}: values that it computes on the way, as sites for `transforms.capture`.
     """
 
     traits: Traits
@@ -144,6 +153,7 @@ class Description:
     refusal: Callable | None = None
     stands_for: Callable | None = None
     batch_first: bool = False
+    inside: Mapping[str, Inside] = dataclasses.field(default_factory=dict)
 
 
 _DESCRIPTIONS: dict[Any, Description] = {}

@@ -47,10 +47,14 @@ class Traced:
 
     def result(self, arrays: list) -> Any:
         """f's result, made of the jaxpr's outputs; nnx modules among the arguments are updated."""
+        result, state = self.tree(arrays)
+        return _mutable.apply(result, self._modules, state)
+
+    def tree(self, arrays: list) -> tuple[Any, Any]:
+        """(f's result, the new state of the nnx modules)"""
         rest = iter(arrays)
         filled = [next(rest) if constant is None else constant.value for constant in self._results]
-        result, state = jax.tree.unflatten(self._structure, filled)
-        return _mutable.apply(result, self._modules, state)
+        return jax.tree.unflatten(self._structure, filled)
 
 
 def _check(x: Any) -> None:

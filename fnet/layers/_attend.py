@@ -225,6 +225,20 @@ def _form(*, form, compute, **_):
     return form, compute
 
 
+def _weights(eqn, arrays):
+    """The attention weights [b, h, t, s], which no form of the primitive keeps."""
+    form, compute = _form(**eqn.params)
+    where = arrays[3:3 + len(form.given)]
+    return xla.weights(form, Products(compute, xla.widened(compute), form.precision), *arrays[:2], *where)
+
+
+def _reweighted(eqn, arrays, weights):
+    """The outputs for other weights."""
+    form, compute = _form(**eqn.params)
+    y = xla.mixed(Products(compute, xla.widened(compute), form.precision), weights, arrays[2])
+    return [y.astype(eqn.outvars[0].aval.dtype)]
+
+
 def _lower(params, compute, out) -> dict | None:
     """The parameters that autocast changes to set the dtypes, or None if the user set a precision."""
     if params["compute"] != jnp.float32 or params["form"].precision is not None:
@@ -247,7 +261,8 @@ def _define(primitive, f):
         jaxpr.Traits("product", memory="heavy"), lower=_lower, explain=functools.partial(_explain, primitive),
         plain=lambda eqn: jax.make_jaxpr(functools.partial(_by_xla, f, **eqn.params))(
             *(v.aval for v in eqn.invars)).jaxpr,
-        refusal=functools.partial(_refusal, primitive), batch_first=True))
+        refusal=functools.partial(_refusal, primitive), batch_first=True,
+        inside={"weights": jaxpr.Inside(_weights, _reweighted)} if primitive is attention_p else {}))
     for platform, form in ((None, _by_xla), ("cpu", _on_cpu)):
         mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform)
     if primitive is not tangent_p:

@@ -149,6 +149,23 @@ def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where)
     return _join(_concatenate(y, 3)), _concatenate(peak, 2), _concatenate(total, 2)
 
 
+def weights(form: Form, products: Products, q, k, *where):
+    """The weights [b, h, t, s] of `products.wide`, which `forward` does not normalize; 0 for hidden keys."""
+    g = k.shape[2]
+    at = Span(0, q.shape[1], 0, k.shape[1])
+    logits, seen = _logits(form, products, at, _split(q, g), _split(k, g)[:, :, 0], where)
+    weights = jax.nn.softmax(logits)
+    return jnp.where(seen, weights, 0) if seen is not None and form.blind(q.shape[1], k.shape[1]) else weights
+
+
+def mixed(products: Products, weights, v):
+    """The output [b, t, h, d] for these weights [b, h, t, s]."""
+    b, h, t, _ = weights.shape
+    g = v.shape[2]
+    y = products.mix(_grouped(weights, g), _split(v, g)[:, :, 0])
+    return _join(y.reshape(b, g, h // g, t, v.shape[-1]))
+
+
 def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest):
     """Returns the cotangents of q, k and v. `rest` ends with out, peak, total and the cotangent of out.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fnet.jaxpr import tag
 from fnet.layers._attend import attend, mask_of
 from fnet.layers._attend_xla import Form, Span, seen
 from fnet.layers._core import Layer
@@ -237,7 +238,7 @@ class Attention(Layer):
         weights = jax.nn.softmax(logits)
         if mask is not None and form.blind(t, s):
             weights = jnp.where(mask, weights, 0)
-        weights = Dropout(self.dropout)(scope["dropout"], weights)
+        weights = Dropout(self.dropout)(scope["dropout"], tag(weights, "weights"))
         weights = weights.astype(v.dtype).reshape(b, groups, -1, s)
         y = lax.dot_general(weights, v, (((3,), (2,)), batch))                                 # [b, g, h/g t, d]
         return y.reshape(b, heads, t, dim).transpose(0, 2, 1, 3)

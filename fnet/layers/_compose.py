@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY
 import jax
 from jax import lax
 
+from fnet.jaxpr import BLOCK, tag
 from fnet.layers import _spec
 from fnet.layers._core import Layer
 from fnet.layers._scope import Scope, describe
@@ -176,7 +177,7 @@ class Stack(Layer):
             params, state, key = copy
             y, state = f(params, x, *inputs, state=state, key=key, **options)
             _same(scope, self.block, x, y)
-            return y, state
+            return tag(y, BLOCK), state
 
         x, state = lax.scan(body, x, (params, state, keys), length=self.depth, unroll=self.unroll)
         for name in state or ():

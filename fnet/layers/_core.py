@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
+from fnet.jaxpr import tag
 from fnet.layers import _spec
 from fnet.layers._scope import Place, Run, Scope, describe, quote, written
 from fnet.layers._spec import Spec
@@ -233,7 +234,7 @@ def _call(layer, function, where, inputs, options):
         try:
             if new:
                 with jax.named_scope("/".join(new)):
-                    return function(layer, Scope(place, name), *inputs, **options)
+                    return tag(function(layer, Scope(place, name), *inputs, **options))
             return function(layer, Scope(place, name), *inputs, **options)
         finally:
             run.here = outer

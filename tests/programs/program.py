@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-TRANSFORMS = ("rewrite", "autocast", "autocast32", "autocast16", "tune", "microbatch", "rematerialize")
+TRANSFORMS = ("rewrite", "autocast", "autocast32", "autocast16", "tune", "microbatch", "rematerialize",
+              "intervene")
 CHECKS = ("value", "again", "jit", "vmap", "gradient", "gradient inside", "leaks", "cuda", "tpu")
 EVENTS: list = []    # what host callbacks and Python side effects of a program have recorded
 

@@ -1,0 +1,205 @@
+"""Evaluation of a program with values taken out of it, or replaced, at its sites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fnet import _jax
+from fnet.jaxpr._calls import bodies, scan
+from fnet.jaxpr._enter import ENTER, inline
+from fnet.jaxpr._rewrite import Interpreter
+from fnet.jaxpr._scopes import TOP
+from fnet.jaxpr._sites import Level, Site
+from fnet.jaxpr._tags import tag_of, tag_p, tagging
+from fnet.jaxpr._values import Value, arrays_of, bind
+
+
+class Inspector(Interpreter):
+    """Evaluates a program with sites.
+
+    Args:
+        level: of the whole program.
+        captured: the sites whose values are wanted.
+        selected: {site: the iteration of each scan around it that is wanted, or None for all}.
+        changes: {site: change(leaves, indices) -> leaves}: new values for sites; indices are those of the scans.
+        offsets: {site: arrays, or None for leaves without}: what `change(leaves, indices, offsets)` of a site receives
+            in addition; each has a leading axis for each scan.
+    """
+
+    def __init__(self, level: Level, captured: Sequence[Site] = (), changes: Mapping[Site, Callable] | None = None,
+                 offsets: Mapping[Site, list] | None = None, selected: Mapping[Site, tuple] | None = None):
+        super().__init__()
+        self._level, self._captured, self._changes = level, frozenset(captured), dict(changes or {})
+        self._offsets, self._selected = dict(offsets or {}), dict(selected or {})
+        self._wanted = self._captured | self._changes.keys()
+        self._keep = tagging.value    # an inspection of this program's result needs the tags, too
+        self._indices: tuple = ()
+        self._depth = 0    # of scans
+        self._found: dict[Site, list] = {}
+        self._held: dict[Site, dict[int, Value]] = {}
+
+    def __call__(self, closed: Any, arrays: Sequence) -> tuple[list, dict[Site, list]]:
+        """(the outputs, {site: its leaves})"""
+        self._found = {}
+        outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,))
+        return arrays_of(outputs), self._found
+
+    def depends(self, at):
+        return None    # bodies without wanted sites are evaluated alike everywhere
+
+    def plan(self, jaxpr, wanted):
+        level = wanted[0] if wanted else None
+        return level if level is not None and not self._wanted.isdisjoint(level.sites) else None
+
+    def equation(self, eqn, at, inputs, plan):
+        found = tag_of(eqn)
+        made = [(k, site, leaf) for k, site, leaf in plan.made.get(id(eqn), ()) if site in self._wanted] if plan else ()
+        complete = [site for site in plan.complete.get(id(eqn), ()) if site in self._wanted] if plan else ()
+        if found is not None:
+            x = inputs[0].x
+            outputs = [Value(tag_p.bind(x, call=found[0], index=found[1]) if self._keep and not made else x)]
+        elif plan is None:
+            return NotImplemented
+        else:
+            inner = plan.inner.get(id(eqn))
+            if inner is not None and not self._wanted.isdisjoint(inner.sites):
+                outputs = self._enter(eqn, at, inputs, inner)
+            elif not made and not complete:
+                return NotImplemented
+            else:
+                outputs = self._within(eqn, at, inputs, [site for site in complete if site.compute])
+        if made:
+            outputs = [Value(y.x) for y in outputs]    # which a change of the site replaces
+        for k, site, leaf in made:
+            self._held.setdefault(site, {})[leaf] = outputs[k]
+        for site in complete:
+            if not site.compute:
+                self._complete(site, self._held.pop(site), found)
+        return outputs
+
+    def _within(self, eqn, at, inputs, sites):
+        """An equation with sites inside it."""
+        arrays, outputs = arrays_of(inputs), None
+        for site in sites:
+            values = {0: Value(site.compute(eqn, arrays))}
+            self._complete(site, values, None)
+            if site in self._changes:
+                outputs = list(map(Value, site.replace(eqn, arrays, values[0].x)))
+        return self.default(eqn, at, inputs, (None,) * len(eqn.outvars)) if outputs is None else outputs
+
+    def _complete(self, site, values, found):
+        leaves = [values[i].x for i in site.leaves]
+        if site in self._changes:
+            more = [self._offsets[site]] if site in self._offsets else []
+            leaves = self._changes[site](leaves, self._indices, *more)
+        if site in self._captured:
+            self._found[site] = leaves
+        for i, x in zip(site.leaves, leaves):
+            values[i].x = tag_p.bind(x, call=found[0], index=i) if self._keep and found is not None else x
+
+    def default(self, eqn, at, inputs, wanted):
+        return self._scan(eqn, at, inputs, None) if eqn.primitive.name == "scan" else super().default(
+            eqn, at, inputs, wanted)
+
+    # Bodies with wanted sites: the values of captured sites are further outputs.
+
+    def _enter(self, eqn, at, inputs, level):
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._scan(eqn, at, inputs, level)
+        if name in ("jit", "pjit", "remat2", "checkpoint"):
+            return self._call(eqn, at, inputs, level)
+        if name in ENTER and ENTER[name] is not inline:    # its derivative is its own, so it is evaluated as it is
+            self._body(bodies(eqn)[0].closed, at, level)(*arrays_of(inputs))
+            return super().default(eqn, at, inputs, (None,) * len(eqn.outvars))
+        closed = bodies(eqn)[0].closed
+        return self.evaluate(closed.jaxpr, closed.consts, inputs, at, (level,))
+
+    def _body(self, closed, at, level):
+        """A jaxpr as a function of arrays, which fills `_found`."""
+        return lambda *arrays: arrays_of(self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), at,
+                                                       (level,)))
+
+    def _apart(self, body, level):
+        """`body` with the leaves of the captured sites behind its outputs."""
+        sites = [site for site in level.sites if site in self._captured] if level else []
+
+        def run(*arrays):
+            outer, self._found = self._found, {}
+            try:
+                outputs = body(*arrays)
+                return [*outputs, *(x for site in sites for x in self._found[site])]
+            finally:
+                self._found = outer
+
+        def collect(leaves):
+            rest = iter(leaves)
+            self._found.update((site, [next(rest) for _ in site.leaves]) for site in sites)
+
+        return run, collect, sites
+
+    def _call(self, eqn, at, inputs, level):
+        body = bodies(eqn)[0]
+        run, collect, sites = self._apart(self._body(body.closed, at, level), level)
+        closed = jax.make_jaxpr(run)(*(jax.typeof(value.x) for value in inputs))
+        if eqn.primitive.name in ("jit", "pjit"):
+            changes, consts = _jax.widened(eqn.params, closed, sum(len(site.leaves) for site in sites))
+        else:
+            changes, consts = {"jaxpr": _jax.consts_as_inputs(closed)}, closed.consts
+        outputs = bind(eqn, [*consts, *arrays_of(inputs)], **changes)
+        collect([y.x for y in outputs[len(eqn.outvars):]])
+        return outputs[:len(eqn.outvars)]
+
+    def _scan(self, eqn, at, inputs, level):
+        """Stacked outputs that are the same array, which tags in a differentiated scan would make two, become one.
+        What is wanted of one iteration alone is carried, not stacked."""
+        parts, depth = scan(eqn), self._depth
+        consts, carry, slices = map(arrays_of, parts.split(inputs))
+        run, collect, sites = self._apart(self._body(parts.closed, at, level), level)
+        changed = [site for site in level.sites if site in self._changes] if level else []
+        picks = [self._pick(site, depth) for site in sites for _ in site.leaves]
+        indexed = changed or any(pick is not None for pick in picks)
+        counter = jnp.arange(parts.length, dtype=jnp.int32) if indexed else None
+        offsets = {number: self._offsets[site] for number, site in enumerate(changed) if site in self._offsets}
+        count, place = len(eqn.outvars), []
+
+        def step(carried, xs):
+            (carried, picked), (sliced, index, offset) = carried, xs
+            outer = self._indices, self._offsets, self._depth
+            self._indices = self._indices if index is None else (*self._indices, index)
+            self._offsets = {**self._offsets, **{changed[number]: x for number, x in offset.items()}}
+            self._depth += 1
+            try:
+                outputs = run(*consts, *carried, *sliced)
+            finally:
+                self._indices, self._offsets, self._depth = outer
+            found = outputs[count:]
+            picked = [jnp.where(index == i, x, old) for i, x, old in zip(
+                [i for i in picks if i is not None], [x for i, x in zip(picks, found) if i is not None], picked)]
+            stacked = [*outputs[parts.carry:count], *(x for i, x in zip(picks, found) if i is None)]
+            different = {id(x): x for x in stacked}
+            order = {key: number for number, key in enumerate(different)}
+            place[:] = [order[id(x)] for x in stacked]
+            return (outputs[:parts.carry], picked), list(different.values())
+
+        zeros = [jnp.zeros(shape, dtype) for site in sites if self._pick(site, depth) is not None
+                 for shape, dtype in self._within_scan(site, depth)]
+        (carried, picked), stacked = lax.scan(step, (carry, zeros), (slices, counter, offsets), **parts.options)
+        stacked = [stacked[i] for i in place]
+        rest, chosen = iter(stacked[count - parts.carry:]), iter(picked)
+        collect([next(rest) if i is None else next(chosen) for i in picks])
+        return [*map(Value, carried), *map(Value, stacked[:count - parts.carry])]
+
+    def _pick(self, site, depth):
+        """The one iteration of the scan at this depth that is wanted of a site, or None."""
+        return self._selected.get(site, (None,) * (depth + 1))[depth]
+
+    def _within_scan(self, site, depth):
+        """(shape, dtype) of a site's leaves in one iteration of the scan at this depth."""
+        lengths = [length for i, (_, length) in enumerate(site.scans) if i > depth and self._pick(site, i) is None]
+        return [((*lengths, *site.types[i].shape), site.types[i].dtype) for i in site.leaves]

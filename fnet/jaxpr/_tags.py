@@ -1,0 +1,93 @@
+"""Tags: identity operations that mark values for inspection, in a program that is traced for inspection alone.
+
+Tags exist only while `tagging` is on, which is a part of the key of JAX's caches of traced functions. Other programs
+contain no tags, so that they cost nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from fnet._jax import Primitive
+from fnet.jaxpr._primitives import Description, Traits, describe
+
+tagging = jax.make_user_context(False)
+"""Whether `tag` marks values: `with tagging(True): ...`, `tagging.value`."""
+
+BLOCK = "[:]"    # the name of the output of each block of a stack
+
+
+class Tagged:
+    """One call of `tag`.
+
+    Attributes:
+        name: as passed to `tag`.
+        structure: the tree of the value, with None in place of leaves that are not arrays.
+    """
+
+    __slots__ = ("__weakref__", "name", "structure")
+
+    def __init__(self, name: str | None, structure: Any):
+        self.name, self.structure = name, structure
+
+    def __repr__(self) -> str:
+        return self.name or "output"
+
+
+tag_p = Primitive("site")
+
+
+def tag(value: Any, name: str | None = None) -> Any:
+    """Names a value, so that `transforms.capture` and `transforms.intervene` can address it.
+
+    A layer's outputs are tagged by the layer. Plain functions tag the values that they want to be seen. The value is
+    returned unchanged, and compiled programs do not contain the tag.
+
+    Args:
+        value: a tree of arrays.
+        name: the last name of the site, below the path of the named scopes; None: the site is the scope itself.
+
+    >>> def f(x):
+    ...     return jnp.sin(tag(x * 2, "doubled"))
+    >>> ft.capture(f, "doubled")(jnp.ones(2))[1]["doubled"].tolist()
+    [2.0, 2.0]
+    """
+    if not tagging.value:
+        return value
+    leaves, structure = jax.tree.flatten(value)
+    is_array = [isinstance(x, jax.Array) for x in leaves]    # a traced jax.Ref is none
+    call = Tagged(name, jax.tree.structure(jax.tree.unflatten(structure, [0 if a else None for a in is_array])))
+    index = iter(range(len(leaves)))
+    return jax.tree.unflatten(structure, [tag_p.bind(x, call=call, index=next(index)) if a else x
+                                          for x, a in zip(leaves, is_array)])
+
+
+def tag_of(eqn: Any) -> tuple[Tagged, int] | None:
+    """(the call of `tag`, which of its arrays) of an equation that is a tag."""
+    return (eqn.params["call"], eqn.params["index"]) if is_tag(eqn) else None
+
+
+def is_tag(eqn: Any) -> bool:
+    """Whether an equation is a tag, which computes nothing."""
+    return eqn.primitive is tag_p
+
+
+def _jvp(primals, tangents, **params):
+    return tag_p.bind(*primals, **params), tangents[0]
+
+
+def _batch(args, axes, **params):
+    return tag_p.bind(jnp.moveaxis(args[0], axes[0], 0), **params), 0    # the new axis of a captured value is its first
+
+
+tag_p.def_impl(lambda x, **_: x)
+tag_p.def_abstract_eval(lambda x, **_: x)
+ad.primitive_jvps[tag_p] = _jvp
+ad.primitive_transposes[tag_p] = lambda cotangent, x, **_: [cotangent]
+batching.primitive_batchers[tag_p] = _batch
+mlir.register_lowering(tag_p, lambda ctx, x, **_: [x])
+describe(tag_p, Description(Traits("alias", "exact", "free")))

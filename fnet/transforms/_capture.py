@@ -1,0 +1,335 @@
+"""Values inside a function by the name of their site: listed, captured, replaced, and their cotangents."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fnet.jaxpr import Inspector, Site, Traced, find_sites, tagging, wraps
+from fnet.transforms._patterns import Match, matches
+
+
+def sites(f: Callable) -> Callable:
+    """A function of f's arguments that lists the sites of `f`: the values that `capture` and `intervene` can address.
+
+        print(ft.sites(model)(params, x))
+
+    A site is the output of a layer, named by its path; the output of any other named scope; a value that `tag` names;
+    or the weights of an attention. Flax, Haiku and Equinox name scopes, too: flax.nnx after `name_scopes`, Equinox by
+    types (`eqx.nn.Linear#1`). A path that is used several times has sites `path#0`, `path#1`, ... In a scan, as that of
+    `layers.Stack`, a value has a leading axis of iterations; `path[:]` is the output of each block of the stack at
+    `path`.
+
+    Returns:
+        A function that returns `Sites`, a tuple of `SiteInfo` in the order of computation. It runs nothing; its
+        arguments may be `jax.ShapeDtypeStruct`s.
+
+    >>> def f(x):
+    ...     with jax.named_scope("double"):
+    ...         x = x * 2
+    ...     return jnp.sin(x)
+    >>> print(sites(f)(jnp.ones(3)))
+    double  float32[3]
+    """
+
+    @wraps(f)
+    def listed(*args, **kwargs):
+        return Sites(SiteInfo(site.name, site.value, tuple(length for _, length in site.scans), site.obstacle)
+                     for site in _Program(f, args, kwargs).level.sites)
+
+    return listed
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteInfo:
+    """A site of a function.
+
+    Attributes:
+        name: its name.
+        value: the type of the captured value, a tree of `jax.ShapeDtypeStruct`.
+        scans: the lengths of the scans around it, which are the first axes of the captured value.
+        inside: None, or why its value cannot be captured: "a while loop", "a branch of cond", ...
+    """
+
+    name: str
+    value: Any
+    scans: tuple[int, ...] = ()
+    inside: str | None = None
+
+    def __str__(self):
+        types = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(self.value))
+        return f"{self.name}  {types}" + (f"  (inside {self.inside}: not available)" if self.inside else "")
+
+
+class Sites(tuple):
+    """The sites of a function; `str()` has a line for each."""
+
+    __slots__ = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(site.name for site in self)
+
+    def __str__(self):
+        return "\n".join(map(str, self))
+
+
+def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
+    """`f`, which also returns values of its sites.
+
+        logits, seen = ft.capture(model, "blocks/attention")(params, x)
+
+    Args:
+        f: any function: a model, a loss, a gradient, a training step.
+        pattern: the name of a site, a regular expression that matches whole names, or a sequence of these.
+            "blocks[3]/mlp" is the value in one layer of a stack. (Sites: see `sites`.)
+
+    Returns:
+        A function with f's arguments that returns (f's result, {name: value}). A value is exactly what the layer
+        returned; in a scan it has a leading axis of iterations; under `vmap` of f, a leading axis for the batch if it
+        depends on the batch. Of a function that contains its derivative, values are those of the forward pass. The
+        names and values that are not requested cost nothing, neither time nor memory, in a compiled program.
+
+    Raises:
+        ValueError: for a pattern that matches no site, or a site inside a while loop or a branch of cond.
+
+    >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
+    >>> params, _ = model.init(jax.random.key(0), jnp.ones((3, 5)))
+    >>> y, seen = capture(model, "hidden")(params, jnp.ones((3, 5)))
+    >>> {name: value.shape for name, value in seen.items()}
+    {'hidden': (3, 4)}
+    """
+    patterns = _patterns("capture", pattern)
+
+    @wraps(f)
+    def captured(*args, **kwargs):
+        program = _Program(f, args, kwargs)
+        found = program.matches("capture", patterns)
+        uses = collections.Counter(match.site for match in found)
+        single = {match.site: match.indices for match in found if uses[match.site] == 1 and _numbers(match.site)}
+        result, leaves = program.run(Inspector(program.level, uses, selected=single))
+        return result, {match.name: _value(match, leaves[match.site], () if match.site in single else match.indices)
+                        for match in found}
+
+    return captured
+
+
+def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
+    """`f` with other values at some of its sites.
+
+        y = ft.intervene(model, {"blocks[3]/mlp": lambda value, index: 0 * value})(params, x)
+
+    Everything that reads the value of the site reads the new value. What only the old value needs is not computed in a
+    compiled program. `vmap(intervene(f, ...))` applies a change to each example, `intervene(vmap(f), ...)` to the
+    batch.
+
+    Args:
+        f: any function. To differentiate it, differentiate the result: `grad(intervene(f, ...))`.
+        changes: {pattern: change}; patterns as in `capture`. `change(value, index)` returns a tree of the value's
+            structure, shapes and dtypes. `index` has the number of the iteration for each scan around the site,
+            outermost first: (), or (layer,) in a stack. Several changes of a site are applied in order.
+
+    Returns:
+        A function with f's arguments and results.
+
+    Raises:
+        ValueError: as `capture`, and for sites in a part of `f` that has been differentiated, or inside a function with
+            its own derivative, since the derivative would be that of the original value.
+        TypeError: for a new value of another structure, shape or dtype.
+
+    >>> def f(x):
+    ...     return jnp.sin(tag(x * 2, "doubled"))
+    >>> intervene(f, {"doubled": lambda value, index: jnp.zeros_like(value)})(jnp.ones(2)).tolist()
+    [0.0, 0.0]
+    """
+    if not isinstance(changes, Mapping) or not all(map(callable, changes.values())):
+        raise TypeError("intervene: changes are {pattern: change}, with change(value, index) -> value; got "
+                        f"{changes!r}")
+    _patterns("intervene", list(changes))
+
+    @wraps(f)
+    def intervened(*args, **kwargs):
+        program = _Program(f, args, kwargs)
+        steps: dict[Site, list] = {}
+        for pattern, change in changes.items():
+            for match in program.matches("intervene", [pattern]):
+                _check_original("intervene", match.site)
+                steps.setdefault(match.site, []).append((match, change))
+        every = {site: _changed(site, todo) for site, todo in steps.items()}
+        return program.run(Inspector(program.level, changes=every))[0]
+
+    return intervened
+
+
+def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bool = False) -> Callable:
+    """The derivatives of a scalar function with respect to the values of its sites.
+
+        loss, slopes = ft.capture_cotangents(loss, "blocks/attention")(params, batch)
+
+    Args:
+        f: a function that returns a floating-point scalar, not its gradient.
+        pattern: as in `capture`.
+        has_aux: whether f returns (scalar, anything else).
+
+    Returns:
+        A function with f's arguments that returns (f's result, {name: cotangent}). A cotangent has the structure and
+        shapes of the captured value, with None for leaves that are not floating-point.
+
+    Raises:
+        TypeError: if f returns no scalar. ValueError: as `intervene`.
+
+    >>> def f(x):
+    ...     return jnp.sum(tag(x * 2, "doubled") ** 2)
+    >>> capture_cotangents(f, "doubled")(jnp.ones(2))[1]["doubled"].tolist()
+    [4.0, 4.0]
+    """
+    patterns = _patterns("capture_cotangents", pattern)
+
+    @wraps(f)
+    def captured(*args, **kwargs):
+        program = _Program(f, args, kwargs)
+        found = program.matches("capture_cotangents", patterns)
+        for match in found:
+            _check_original("capture_cotangents", match.site)
+        chosen = dict.fromkeys(match.site for match in found)
+
+        def shifted(offsets):
+            each = dict(zip(chosen, offsets))
+            outputs, _ = program.evaluate(Inspector(program.level, changes=dict.fromkeys(chosen, _shift), offsets=each))
+            return _scalar(program.traced.tree(outputs)[0], has_aux), outputs
+
+        (_, outputs), slopes = jax.value_and_grad(shifted, has_aux=True)([_offsets(site) for site in chosen])
+        slopes = {site: [x for i, x in enumerate(leaves) if i in site.leaves] for site, leaves in zip(chosen, slopes)}
+        return program.traced.result(outputs), {
+            match.name: _value(match, slopes[match.site], match.indices) for match in found}
+
+    return captured
+
+
+class _Program:
+    """A function traced with tags."""
+
+    def __init__(self, f, args, kwargs):
+        with tagging(True):
+            self.traced = Traced(f, args, kwargs)
+        self.level = find_sites(self.traced.closed.jaxpr)
+
+    def matches(self, who, patterns) -> list[Match]:
+        found = [match for pattern in patterns for match in matches(who, pattern, self.level.sites)]
+        return list({(match.site, match.indices): match for match in found}.values())
+
+    def evaluate(self, inspector) -> tuple[list, dict]:
+        return inspector(self.traced.closed, self.traced.arrays)
+
+    def run(self, inspector) -> tuple[Any, dict]:
+        outputs, leaves = self.evaluate(inspector)
+        return self.traced.result(outputs), leaves
+
+
+def _patterns(who, pattern) -> list[str]:
+    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+    for each in patterns:
+        if not isinstance(each, str):
+            raise TypeError(f"{who}: a pattern is a string, such as 'blocks/attention'; got a {type(each).__name__}")
+    return patterns
+
+
+def _value(match, leaves, indices) -> Any:
+    """The tree of a site's leaves, at the iterations `indices`."""
+    site, rest = match.site, iter(leaves)
+    where = tuple(slice(None) if i is None else i for i in indices)
+    whole = all(i is None for i in indices)
+    return jax.tree.unflatten(site.structure, [
+        None if t is None or (x := next(rest)) is None else x if whole else x[where] for t in site.types])
+
+
+def _numbers(site) -> bool:
+    """Whether a site has no random keys, which cannot be selected by a number."""
+    return not any(t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types)
+
+
+def _scalar(result, has_aux):
+    """The scalar to differentiate."""
+    kind = "a pair (floating-point scalar, anything else)" if has_aux else "a floating-point scalar"
+    value = result
+    if has_aux:
+        value = result[0] if isinstance(result, tuple) and len(result) == 2 else None
+    if not isinstance(value, jax.Array) or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        what = f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else f"a {type(result).__name__}"
+        raise TypeError(f"capture_cotangents: with has_aux={has_aux} the function must return {kind}; it returned "
+                        f"{what}")
+    return value
+
+
+def _check_original(who, site) -> None:
+    if site.differentiated:
+        raise ValueError(f"{who}: the site {site.name!r} is in a part of the function that has been differentiated: "
+                         "the backward pass is that of the original value. Apply it to the function before "
+                         f"differentiation: grad({who}(f, ...))")
+    if site.custom:
+        raise ValueError(f"{who}: the site {site.name!r} is inside a function with its own derivative (custom_jvp or "
+                         "custom_vjp), which is that of the original value")
+
+
+def _changed(site, steps) -> Callable:
+    """All changes of a site: from its leaves and the indices of the scans to new leaves."""
+
+    def change(leaves, indices):
+        rest = iter(leaves)
+        value = jax.tree.unflatten(site.structure, [None if t is None else next(rest) for t in site.types])
+        for match, function in steps:
+            value = _one_change(match, function, value, indices)
+        return jax.tree.leaves(value)
+
+    return change
+
+
+def _one_change(match, function, value, indices):
+    def apply(value):
+        new = function(value, indices)
+        _check_same(match, value, new)
+        return jax.tree.map(jnp.asarray, new)
+
+    chosen = [index == i for index, i in zip(indices, match.indices) if i is not None]
+    if not chosen:
+        return apply(value)
+    return lax.cond(jnp.stack(chosen).all(), apply, lambda value: value, value)
+
+
+def _check_same(match, old, new) -> None:
+    types = [jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree) for tree in (old, new)]
+    if types[0] != types[1]:
+        raise TypeError(f"intervene: the change of {match.name!r} must return {types[0]}, as the original value; it "
+                        f"returned {types[1]}")
+
+
+@jax.custom_jvp
+def _shifted(x, offset):
+    """x + offset for an offset of 0, whose derivative alone matters."""
+    return x
+
+
+@_shifted.defjvp
+def _shifted_jvp(primals, tangents):
+    return _shifted(*primals), tangents[0] + tangents[1]
+
+
+def _shift(leaves, indices, offsets):
+    rest = iter(leaves)
+    shifted = []
+    for offset in offsets:
+        x = next(rest)
+        shifted.append(x if offset is None else _shifted(x, offset))
+    return shifted
+
+
+def _offsets(site) -> list:
+    lengths = tuple(length for _, length in site.scans)
+    return [jnp.zeros((*lengths, *t.shape), t.dtype) if jnp.issubdtype(t.dtype, jnp.inexact) else None
+            for t in (site.types[i] for i in site.leaves)]

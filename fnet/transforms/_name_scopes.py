@@ -1,0 +1,72 @@
+"""Names for the submodules of flax.nnx modules, which name no scopes themselves."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import jax
+
+from fnet.jaxpr import tag
+
+
+def name_scopes(module: Any) -> Any:
+    """A flax.nnx module whose submodules run under named scopes, by the paths of their attributes.
+
+        named = ft.name_scopes(module)
+        print(ft.sites(named)(x))
+
+    All tools of fnet that go by path (`capture`, rules of `autocast`, counts, ...) then work on nnx modules: the
+    submodule `module.blocks[0].attention` is "blocks/0/attention", as in its state. A submodule with several attributes
+    has the name of the first.
+
+    Args:
+        module: a `flax.nnx.Module`. Equinox, Haiku and Flax Linen name their scopes themselves.
+
+    Returns:
+        A copy that shares all variables with the original: updates of one are seen in the other.
+
+    Raises:
+        TypeError: for anything but an nnx module.
+    """
+    nnx = sys.modules.get("flax.nnx")    # no nnx module exists before flax.nnx is imported
+    if nnx is None or not isinstance(module, nnx.Module):
+        raise TypeError(f"name_scopes: expected a flax.nnx.Module, got a {type(module).__name__}; other libraries name "
+                        "their scopes themselves")
+    return _copied(module, "", nnx.Module, {})
+
+
+def _copied(value, name, kind, copies):
+    """The value with all modules in it copied. `name`: its path below the innermost module that is called."""
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, _below(name, str(i)), kind, copies) for i, item in enumerate(value))
+    if type(value) is dict:
+        return {key: _copied(item, _below(name, str(key)), kind, copies) for key, item in value.items()}
+    if not isinstance(value, kind):
+        return value
+    if id(value) not in copies:
+        called = bool(name) and callable(value)
+        copy = copies[id(value)] = object.__new__(_named(type(value), name) if called else type(value))
+        for key, item in vars(value).items():
+            private = key.startswith("_pytree__")
+            vars(copy)[key] = item if private else _copied(item, key if called or not name else _below(name, key), kind,
+                                                           copies)
+    return copies[id(value)]
+
+
+def _below(name, key):
+    return f"{name}/{key}" if name else key
+
+
+@functools.lru_cache(4096)
+def _named(cls: type, name: str) -> type:
+    """A subclass whose calls run under the named scope."""
+
+    @functools.wraps(cls.__call__)
+    def __call__(self, *args, **kwargs):
+        with jax.named_scope(name):
+            return tag(cls.__call__(self, *args, **kwargs))
+
+    return type(cls)(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__,
+                                            "__qualname__": cls.__qualname__})

@@ -1,0 +1,121 @@
+"""Patterns that name sites: "head", r"block\\d+/conv", "blocks[3]/mlp"."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fnet.jaxpr import BLOCK, Site
+
+_INDEX = re.compile(r"\[(-?\d+)\]")
+
+
+class Match(NamedTuple):
+    """A site that a pattern names.
+
+    Attributes:
+        site: the site.
+        name: as the pattern names it: that of the site, with the indices of the pattern.
+        indices: for each scan around the site the iteration that is meant, or None for all.
+    """
+
+    site: Site
+    name: str
+    indices: tuple[int | None, ...]
+
+
+def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
+    """The sites that a pattern names.
+
+    Args:
+        who: the function that asks, for errors.
+
+    Raises:
+        TypeError: if the pattern is no string.
+        ValueError: if it matches nothing, is ambiguous, or names a site that has no single value.
+    """
+    if not isinstance(pattern, str):
+        raise TypeError(f"{who}: a pattern is a string, such as 'blocks/attention'; got a {type(pattern).__name__}")
+    sites = list(sites)
+    try:
+        whole = [Match(site, site.name, (None,) * len(site.scans)) for site in sites if _fits(pattern, site)]
+    except re.error as error:
+        raise ValueError(f"{who}: the pattern {pattern!r} is not a regular expression ({error})") from None
+    indexed = _indexed(who, pattern, sites) if _INDEX.search(pattern) else []
+    if whole and indexed and not any(match.site.name == pattern for match in whole):
+        raise ValueError(f"{who}: the pattern {pattern!r} is ambiguous: as a regular expression it matches "
+                         f"{whole[0].name!r}, as an index {indexed[0].name!r}; write \\[ for an index or (1|2) for a "
+                         "choice")
+    found = whole or indexed
+    if not found:
+        names = [site.name for site in sites if site.obstacle is None]
+        near = difflib.get_close_matches(pattern, names, 4, 0.3) or names[:4]
+        raise ValueError(f"{who}: the pattern {pattern!r} matches no site; nearest: "
+                         f"{', '.join(map(repr, near)) or 'the function has no named scopes'}. ft.sites(f)(*args) "
+                         "lists all sites")
+    for match in found:
+        if match.site.obstacle:
+            raise ValueError(f"{who}: the site {match.site.name!r} is inside {match.site.obstacle}, where it has no "
+                             f"single value; apply {who} to the function inside, or use another pattern")
+    return found
+
+
+def _fits(pattern, site) -> bool:
+    return pattern in (site.name, site.path) or any(
+        re.fullmatch(pattern, name) is not None for name in {site.name, site.path})
+
+
+def _indexed(who, pattern, sites) -> list[Match]:
+    """Matches of a pattern with indices, such as "blocks[3]/mlp" or "blocks[3]"."""
+    plain = _INDEX.sub("", pattern)
+    given, shift = [], 0    # (the part of the pattern before the index, without indices; the index)
+    for found in _INDEX.finditer(pattern):
+        given.append((plain[:found.start() - shift], int(found[1])))
+        shift += len(found[0])
+    matched = []
+    for site in sites:
+        name = site.name.removesuffix(BLOCK)
+        try:
+            fits = plain in (name, site.path.removesuffix(BLOCK)) or re.fullmatch(plain, name) is not None
+        except re.error:    # the brackets were a part of an expression
+            return []
+        if fits and (indices := _assigned(given, site)) is not None:
+            for (path, length), index in zip(site.scans, indices):
+                if index is not None and not -length <= index < length:
+                    raise ValueError(f"{who}: the pattern {pattern!r} has the index {index}, and the scan at {path!r} "
+                                     f"has {length} iterations")
+            indices = tuple(None if i is None else i % length for (_, length), i in zip(site.scans, indices))
+            matched.append(Match(site, _written(name, site, indices), indices))
+    return matched
+
+
+def _assigned(given, site) -> tuple | None:
+    """The index of each scan around a site; None if the pattern has an index that belongs to no scan."""
+    indices: list[int | None] = [None] * len(site.scans)
+    for before, index in given:
+        depth = before.count("/") + 1
+        here = "/".join(site.path.removesuffix(BLOCK).split("/")[:depth])
+        free = [i for i, (path, _) in enumerate(site.scans) if indices[i] is None]
+        exact = [i for i in free if site.scans[i][0] == here]
+        above = [i for i in free if not site.scans[i][0] or here.startswith(site.scans[i][0] + "/")]
+        if not exact and not above:
+            return None
+        indices[(exact or above)[0]] = index
+    return tuple(indices)
+
+
+def _written(name, site, indices) -> str:
+    """The site's name with its indices behind the paths of the scans, or at the end."""
+    parts, rest = name.split("/"), ""
+    behind = [""] * len(parts)
+    for (path, _), index in zip(site.scans, indices):
+        if index is None:
+            continue
+        depth = len(path.split("/")) if path else 0
+        if 0 < depth <= len(parts):
+            behind[depth - 1] += f"[{index}]"
+        else:
+            rest += f"[{index}]"
+    return "/".join(part + index for part, index in zip(parts, behind)) + rest
