@@ -18,6 +18,7 @@ from fnet.training._load import Snapshot, load, restore
 from fnet.training._logs import Logger, LogWarning, read_metrics
 from fnet.training._loop import fit
 from fnet.training._media import Histogram, Image, Text
+from fnet.training._memory import OutOfMemory
 from fnet.training._metrics import Mean, Total, confusion, evaluator, mean
 from fnet.training._nonfinite import Diverged
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
@@ -45,6 +46,7 @@ __all__ = [
     "LogWarning",
     "Logger",
     "Mean",
+    "OutOfMemory",
     "PeerLost",
     "Progress",
     "ResumeWarning",

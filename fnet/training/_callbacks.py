@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from fnet.training import _metrics
 from fnet.training._media import MEDIA
+
+if TYPE_CHECKING:
+    from fnet.training._run import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,3 +53,20 @@ class StepEnd:
     def stop(self) -> None:
         """Ends the run after this step, whose state is saved. It is then finished, as after an early stop."""
         self._stop()
+
+
+def call(run: Run, metrics: Any) -> None:
+    """Calls the user's functions after a step. If one raises, the state is saved first."""
+    def write(values):
+        if run.logger is not None:
+            run.logger.write(run.at, values)
+
+    def stop():
+        run.loop["stopped"] = np.array(True)
+
+    try:
+        for function in run.on_step:
+            function(StepEnd(run.at, run.state, metrics, write, stop))
+    except BaseException:
+        run.rescue()
+        raise

@@ -122,6 +122,7 @@ def fit(
       CheckpointError: no checkpoint can be read, or they are of another model or optimizer; one cannot be written;
         another run is using the workdir, or has replaced it.
       ConfigError: the run in `workdir` was begun with another config, other data or more steps.
+      OutOfMemory: the device has too little memory, naming the largest arrays and an estimate of the largest batch.
       PeerLost: another process of the run is gone.
       TypeError: a step or batches that are no functions, a state without `step`, or a step that changes the structure,
         a shape or a dtype of the state.

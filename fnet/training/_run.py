@@ -15,8 +15,17 @@ import numpy as np
 
 from fnet import transforms
 from fnet.parallel import Plan
-from fnet.training import _advance, _contract, _metrics, _nonfinite, _provenance, _recovery
-from fnet.training._callbacks import StepEnd
+from fnet.training import (
+    _advance,
+    _callbacks,
+    _contract,
+    _memory,
+    _metrics,
+    _nonfinite,
+    _provenance,
+    _recompile,
+    _recovery,
+)
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._clock import Clock
 from fnet.training._early_stop import EarlyStop, better
@@ -53,7 +62,7 @@ class Run:
 
     def __init__(self, step, state, batches, *, seen: Signals, steps: int, evaluate: Mapping[str, Any], every: int,
                  save_every: int, log_every: int, best: tuple[str, str] | None, early_stop: EarlyStop | None,
-                 progress: Progress | None, on_step: Sequence[Callable[[StepEnd], Any]], nonfinite: str, debug: bool,
+                 progress: Progress | None, on_step: Sequence[Callable], nonfinite: str, debug: bool,
                  notes: Mapping[str, Any], tune: bool, plan: Plan | None):
         self.seen, self.alone = seen, jax.process_count() == 1
         self.spread = Spread(plan)
@@ -79,6 +88,8 @@ class Run:
         self.watch = self.spread.whole(_nonfinite.start(0))
         self.facts = _provenance.facts(self.state) | {"plan": str(self.spread)} | dict(notes)
         self.rollbacks: collections.Counter[int] = collections.Counter()
+        self.batch_kinds, self.state_kinds = _recompile.Arguments("batch"), _recompile.Arguments("state")
+        self.busy: str | None = None                       # with what, when it is no step
 
     def first(self) -> Any:
         """The first batch, for its shapes and its digest. A source that hangs is left at a signal."""
@@ -138,6 +149,11 @@ class Run:
         try:
             self.until_done()
         except jax.errors.JaxRuntimeError as error:
+            if _memory.exhausted(error) and self.batch_kinds.last is not None:
+                first = "the first step" if self.clock.compiled is None else f"the step, near step {self.at},"
+                doing = self.busy or first
+                raise _memory.error(error, doing, self.step, self.state, self.batch_kinds.shapes(),
+                                    self.spread.plan) from error
             if self.alone:
                 raise
             kept = self.checkpoints and self.checkpoints.latest()
@@ -194,6 +210,7 @@ class Run:
 
     def advance_once(self) -> None:
         batch, total = self.next_batch(), self.loop.pop("metrics")
+        _recompile.notice(self, batch)
         self.state, self.loop["metrics"], self.watch, metrics = self.advance(self.state, total, self.watch, batch)
         self.at += 1
         self.flying.append(self.watch["bad"])
@@ -206,8 +223,7 @@ class Run:
             clock.start(self.at)
             self.waited = self.prefetch.waited
             self.say(f"compiled in {duration(clock.compiled)}, the first step included")
-        for function in self.on_step:
-            self.call(function, metrics)
+        _callbacks.call(self, metrics)
         last = self.at == self.steps or bool(self.loop["stopped"])
         logs, measures = (self.at % often == 0 or last for often in (self.log_every, self.every))
         if (logs or measures) and _recovery.broken(self):
@@ -222,21 +238,6 @@ class Run:
             self.save()
         if self.progress is not None:
             self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
-
-    def call(self, function: Callable[[StepEnd], Any], metrics: Any) -> None:
-        """Calls one of the user's functions after a step. If it raises, the state is saved first."""
-        try:
-            function(StepEnd(self.at, self.state, metrics, self.write, self.stop))
-        except BaseException:
-            self.rescue()
-            raise
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        if self.logger is not None:
-            self.logger.write(self.at, values)
-
-    def stop(self) -> None:
-        self.loop["stopped"] = np.array(True)
 
     def next_batch(self) -> Any:
         try:
@@ -306,12 +307,13 @@ class Run:
 
     def measure(self) -> dict[str, Any]:
         jax.block_until_ready(self.state)
+        values = {}
         with self.clock.pause(), self.seen.interrupting(self.alone):
-            values = {
-                f"{name}/{metric}": value
-                for name, function in self.evaluate.items()
-                for metric, value in _contract.evaluated(name, function(self.state)).items()
-            }
+            for name, function in self.evaluate.items():
+                self.busy = f"the evaluation '{name}'"
+                measured = _contract.evaluated(name, function(self.state))
+                values |= {f"{name}/{metric}": value for metric, value in measured.items()}
+        self.busy = None
         if self.logger is not None:
             self.logger.write(self.at, values)
         return values

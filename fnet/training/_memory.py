@@ -1,0 +1,99 @@
+"""A step that runs out of memory: its largest arrays by path, and the largest batch that fits, estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fnet import hardware as hw
+from fnet.parallel import Plan
+from fnet.parallel._estimate import Estimate, Split, estimate
+from fnet.parallel._planner import ROOM
+from fnet.training import _leaves
+
+_SHOWN = 6
+_GUESSES = 6
+
+
+class OutOfMemory(MemoryError):
+    """The step needs more memory than its device has."""
+
+
+def exhausted(error: BaseException) -> bool:
+    """Whether XLA raised this because memory ran out, at compile time or at run time."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def error(reason: BaseException, doing: str, step: Callable, state: Any, batch: Any, plan: Plan | None) -> OutOfMemory:
+    """What to raise in place of XLA's error, which does not name what holds the memory.
+
+    Args:
+      reason: XLA's error.
+      doing: what ran out of memory, such as "step 12".
+      step, state, batch: as `fit` takes them; shapes are enough.
+      plan: of several devices, or None.
+    """
+    lines = [f"{doing} ran out of memory ({str(reason).strip().splitlines()[0][:160]})"]
+    device = next(iter(next(x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)).sharding.device_set))
+    memory = hw.detect(device).per_device.memory_bytes
+    shapes = jax.tree.map(_shape, (state, batch))
+    largest = [(x.size * x.dtype.itemsize, f"{x.dtype.name}{list(x.shape)} {name}{path}")
+               for name, tree in (("", shapes[0]), ("batch/", shapes[1]))
+               for path, x in _leaves.paths(tree).items() if not _leaves.is_key(x)]
+    if plan is None:
+        try:
+            lines += _needs(step, *shapes, memory, largest)
+        except Exception as failed:                        # the report must not hide the error that it is about
+            lines.append(f"  (what it needs cannot be estimated: {type(failed).__name__})")
+    largest.sort(key=lambda held: -held[0])
+    lines.append("  largest arrays" + (" of the state and batch, all devices together:" if plan else ":"))
+    lines += [f"    {_gib(size):>9}  {what}" for size, what in largest[:_SHOWN]]
+    lines.append("Use a smaller batch, ft.microbatch, ft.rematerialize, or more devices (parallel.plan)")
+    return OutOfMemory("\n".join(lines))
+
+
+def _needs(step, state, batch, memory, largest) -> list[str]:
+    """Lines on the peak and the largest batch; adds the activations at the peak to `largest`."""
+    rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=0)
+    found = _estimated(step, state, batch)
+    largest += [(held.bytes, f"{held.what}{f', {held.line}' if held.line else ''} (estimated)")
+                for held in found.largest if held.line != "an argument"]
+    has = f", and the device has {_gib(memory)}" if memory else ""
+    lines = [f"  the step needs {_gib(found.peak)} (estimated){has}"]
+    if not memory or rows < 2:
+        return lines
+    room = ROOM * memory
+    if found.peak <= room:
+        return [*lines, "  which would fit: other arrays or programs hold memory of the device"]
+    fits, fails, needs = 0, rows, {rows: found.peak}
+    guess = rows // 2
+    for _ in range(_GUESSES):
+        needs[guess] = peak = _estimated(step, state, _resized(batch, rows, guess)).peak
+        fits, fails = (guess, fails) if peak <= room else (fits, guess)
+        if fails - fits <= 1 or peak > 0.97 * room >= 0.97 * peak:
+            break
+        (low, at_low), (high, at_high) = sorted(needs.items())[:2]
+        slope = max(1.0, (at_high - at_low) / (high - low))
+        guess = min(max(int(low + (room - at_low) / slope), fits + 1), fails - 1)
+    which = f"{fits} (estimated)" if fits else "none: not even a batch of 1 fits (estimated)"
+    return [*lines, f"  the largest batch that fits: {which}; this batch has {rows}"]
+
+
+def _estimated(step, state, batch) -> Estimate:
+    closed = jax.make_jaxpr(step)(state, batch)
+    return estimate(closed, [Split()] * len(closed.jaxpr.invars), {"data": 1})
+
+
+def _resized(batch, rows, to):
+    resized = lambda x: jax.ShapeDtypeStruct((to, *x.shape[1:]), x.dtype) if x.shape[:1] == (rows,) else x
+    return jax.tree.map(resized, batch)
+
+
+def _shape(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**29 else f"{size / 2**20:,.1f} MiB"
