@@ -27,6 +27,7 @@ from fnet.training._reading import CheckpointError, CheckpointWarning
 from fnet.training._run import Interrupted, PeerLost
 from fnet.training._split import split
 from fnet.training._state import TrainState
+from fnet.training._train import train
 from fnet.training._windows import Windows, read_tokens, stretches
 from fnet.training._workdir import clear
 
@@ -83,4 +84,5 @@ __all__ = [
     "schedule",
     "split",
     "stretches",
+    "train",
 ]

@@ -1,0 +1,112 @@
+"""train: the step and the evaluation of supervised training, written for `fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from fnet import transforms as ft
+from fnet.layers import Layer
+from fnet.training._loop import fit
+from fnet.training._metrics import Mean, evaluator, mean
+from fnet.training._state import TrainState
+
+
+def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], jax.Array],
+          optimizer: optax.GradientTransformation, *, epochs: float | None = None, steps: int | None = None,
+          validation: Any = None, metrics: Mapping[str, Callable[[Any, Any], jax.Array]] | None = None,
+          inputs: str = "x", targets: str = "y", seed: int = 0, ema: float | None = None, every: int | None = None,
+          **options: Any) -> Any:
+    """Trains a model to map inputs to targets, with `fit` and all of its options.
+
+    Minimizes the mean of loss(model(params, x), y) over the examples. For anything else, write a step for `fit`.
+
+    Args:
+      model: called as `model(params, x, state=, key=, train=)`; initialized from `seed`.
+      data: batches (x, y), or dicts with `inputs` and `targets`: a `Batches`, a `from_iterator`, or a function.
+      loss: of the model's outputs and the targets: one value for each example, such as
+        `optax.softmax_cross_entropy_with_integer_labels`.
+      optimizer: an Optax gradient transformation.
+      epochs, steps: how long to train, one of the two.
+      validation: a data set with the structure of the batches. Its loss and metrics are "validation/loss" and so on.
+      metrics: further functions like `loss`, by name, such as {"accuracy": lambda logits, y: logits.argmax(-1) == y}.
+      inputs, targets: their names, where batches are dicts.
+      seed: of the initial parameters and of dropout.
+      ema: decay of a moving average of the parameters, which is then what is evaluated.
+      every: evaluate after so many steps; None: after each epoch.
+      options: of `fit`, such as workdir, early_stop, restore_best, progress and config.
+
+    Returns:
+      What `fit` returns: the last `TrainState`, or with restore_best the best one.
+
+    Raises:
+      TypeError: data that is no function of the step, or a batch that has no inputs and targets.
+      ValueError: both or none of epochs and steps; a loss or metric without one value for each example.
+      Others: as `fit`.
+
+    Example:
+      >>> import numpy as np
+      >>> x = np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32)
+      >>> batches = fnet.training.Batches((x, x @ np.array([[2.0], [3.0]], np.float32)), 16)
+      >>> state = train(fnet.layers.Dense(1), batches, optax.squared_error, optax.sgd(0.1), epochs=50)
+      >>> state.params["kernel"].round(2).tolist()
+      [[2.0], [3.0]]
+    """
+    if not callable(data):
+        raise TypeError(f"train: data is a function of the step, got a {type(data).__name__}: pass "
+                        "tr.Batches(data, batch_size)")
+    if (epochs is None) == (steps is None):
+        raise ValueError(f"train: give epochs or steps, one of the two; got epochs={epochs}, steps={steps}")
+    functions = {"loss": loss, **(metrics or {})}
+    key = jax.random.key(seed)
+
+    def parts(batch):
+        if isinstance(batch, Mapping):
+            if not {inputs, targets} <= batch.keys():
+                raise TypeError(f"train: expected batches with '{inputs}' and '{targets}', got {sorted(batch)}: pass "
+                                "inputs= and targets=, their names")
+            return batch[inputs], batch[targets], batch.get("weight")
+        if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+            count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            raise TypeError(f"train: expected batches (x, y), or dicts with '{inputs}' and '{targets}', got a "
+                            f"{type(batch).__name__}{count}")
+        return (*batch, None)[:3]
+
+    def measured(outputs, y, weight=None):
+        return {name: _per_example(name, function(outputs, y), y, weight) for name, function in functions.items()}
+
+    def step(state, batch):
+        x, y, _ = parts(batch)
+
+        def objective(params):
+            outputs, new = model(params, x, state=state.state, key=jax.random.fold_in(key, state.step), train=True)
+            return loss(outputs, y).mean(), (outputs, new)
+
+        (_, (outputs, new)), grads = ft.value_and_grad(objective, has_aux=True)(state.params)
+        return state.apply(optimizer, grads, state=new), measured(outputs, y)
+
+    def measure(state, batch):
+        x, y, weight = parts(batch)
+        outputs, _ = model(state.averaged, x, state=state.state)
+        return measured(outputs, y, weight)
+
+    params, variables = model.init(key, parts(data(0))[0])
+    state = TrainState.create(params, optimizer, state=variables, ema=ema)
+    if steps is None or (every is None and hasattr(data, "steps")):
+        every = every or data.steps(1)
+        steps = data.steps(epochs) if steps is None else steps
+    if validation is not None:
+        held_out = evaluator(measure, validation, getattr(data, "batch_size", 256))
+        options["evaluate"] = {"validation": held_out, **options.get("evaluate", {})}
+    return fit(step, state, data, steps=steps, every=every, **options)
+
+
+def _per_example(name: str, values: jax.Array, y: Any, weight: jax.Array | None) -> Mean:
+    rows = len(jax.tree.leaves(y)[0])
+    if not values.shape or values.shape[0] != rows:
+        raise ValueError(f"train: '{name}' must return one value for each of {rows} examples, got shape "
+                         f"{values.shape}: leave out its mean")
+    return mean(values.reshape(rows, -1).astype("float32").mean(1), weight)

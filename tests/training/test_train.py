@@ -1,0 +1,92 @@
+"""train: the same numbers as a step written by hand for fit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fnet import layers as nn
+from fnet import training as tr
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(50, 4)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(np.int32) + (X[:, 1] > 0)
+MODEL = nn.Sequential(nn.Dense(8), nn.BatchNorm(), jax.nn.relu, nn.Dropout(0.2), nn.Dense(3))
+LOSS = optax.softmax_cross_entropy_with_integer_labels
+CORRECT = {"accuracy": lambda logits, y: logits.argmax(-1) == y}
+TX = tr.optimizer("adam", 0.02)
+
+
+def by_hand(state, batch):
+    key = jax.random.fold_in(jax.random.key(3), state.step)
+
+    def objective(params):
+        logits, new = MODEL(params, batch["x"], state=state.state, key=key, train=True)
+        return LOSS(logits, batch["y"]).mean(), (logits, new)
+
+    (value, (logits, new)), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
+    return state.apply(TX, grads, state=new), {"loss": value, "accuracy": tr.mean(logits.argmax(-1) == batch["y"])}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("hand")
+    params, variables = MODEL.init(jax.random.key(3), X)
+    state = tr.TrainState.create(params, TX, state=variables, ema=0.9)
+    state = tr.fit(by_hand, state, tr.Batches({"x": X, "y": Y}, 16), steps=8, log_every=4, workdir=workdir, config={})
+    return state, tr.read_metrics(workdir)
+
+
+FORMS = {"tuple": ((X, Y), {}), "dict": ({"x": X, "y": Y}, {}),
+         "names": ({"image": X, "label": Y}, {"inputs": "image", "targets": "label"})}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_numbers_of_fit(tmp_path, form, reference):
+    data, names = FORMS[form]
+    state = tr.train(MODEL, tr.Batches(data, 16), LOSS, TX, epochs=2.5, validation=data, metrics=CORRECT, seed=3,
+                     ema=0.9, workdir=tmp_path, config={}, log_every=4, **names)
+    assert int(state.step) == 8
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, reference[0])
+    rows = tr.read_metrics(tmp_path)
+    for row, want in zip([row for row in rows if "train/loss" in row], reference[1]):
+        np.testing.assert_allclose([row["train/loss"], row["train/accuracy"]],
+                                   [want["train/loss"], want["train/accuracy"]], rtol=1e-5)
+    evaluations = [row for row in rows if "validation/loss" in row]
+    assert [row["step"] for row in evaluations] == [4, 8]                     # each epoch, and the end
+    logits, _ = MODEL(state.averaged, X, state=state.state)
+    np.testing.assert_allclose(evaluations[-1]["validation/loss"], LOSS(logits, Y).mean(), rtol=1e-5)
+    np.testing.assert_allclose(evaluations[-1]["validation/accuracy"], (logits.argmax(-1) == Y).mean(), rtol=1e-5)
+
+
+def test_best_weights_and_early_stopping(tmp_path):
+    state = tr.train(MODEL, tr.Batches((X, Y), 16), LOSS, optax.sgd(0.5), epochs=100, validation=(X[:20], Y[:20]),
+                     workdir=tmp_path, config={}, restore_best=True,
+                     early_stop=tr.EarlyStop(metric="validation/loss", mode="min", patience=3))
+    losses = {row["step"]: row["validation/loss"] for row in tr.read_metrics(tmp_path) if "validation/loss" in row}
+    assert int(state.step) == min(losses, key=losses.get) and max(losses) < 313
+
+
+def test_sequences_and_functions():
+    model = nn.Sequential(nn.Embed(5, 4), nn.Dense(5))
+    tokens = np.arange(24, dtype=np.int32).reshape(8, 3) % 5
+    state = tr.train(model, lambda i: (tokens, tokens), LOSS, optax.sgd(0.5), steps=2, validation=(tokens, tokens))
+    assert int(state.step) == 2
+
+
+@pytest.mark.parametrize(("options", "error", "text"), [
+    ({"data": (X, Y)}, TypeError, r"data is a function of the step, got a tuple: pass tr.Batches\(data, batch_size\)"),
+    ({"epochs": None}, ValueError, "give epochs or steps, one of the two; got epochs=None, steps=None"),
+    ({"steps": 2}, ValueError, "got epochs=1, steps=2"),
+    ({"data": tr.Batches({"a": X, "b": Y}, 4)}, TypeError, r"batches with 'x' and 'y', got \['a', 'b'\]: pass inputs="),
+    ({"data": tr.Batches(X, 4)}, TypeError, r"batches \(x, y\), or dicts with 'x' and 'y', got a ndarray"),
+    ({"data": tr.Batches((X,), 4)}, TypeError, "got a tuple of 1"),
+    ({"loss": lambda a, b: LOSS(a, b).mean()}, ValueError,
+     r"'loss' must return one value for each of 16 examples, got shape \(\): leave out its mean"),
+    ({"metrics": {"m": lambda a, b: jnp.zeros(2)}}, ValueError, r"'m' must return one value .* got shape \(2,\)"),
+], ids=range(8))
+def test_wrong_arguments(options, error, text):
+    arguments = {"data": tr.Batches((X, Y), 16), "loss": LOSS, "epochs": 1} | options
+    with pytest.raises(error, match="train: .*" + text):
+        tr.train(MODEL, arguments.pop("data"), arguments.pop("loss"), TX, **arguments)
