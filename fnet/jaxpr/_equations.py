@@ -84,6 +84,11 @@ def new_dtype(eqn: Any) -> Any:
     return eqn.params["new_dtype"]
 
 
+def kept_bits(eqn: Any) -> tuple[int, int]:
+    """(bits of the exponent, bits of the mantissa) that reduce_precision keeps."""
+    return eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+
+
 def random_bits(eqn: Any) -> tuple[int, int]:
     """(bits of each number, numbers) of a random_bits equation."""
     return eqn.params["bit_width"], math.prod(eqn.params["shape"])

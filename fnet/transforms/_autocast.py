@@ -214,6 +214,8 @@ class _Autocast(Interpreter):
                     else "float32")
         if lower := description(eqn.primitive).lower:    # it contains products, and a parameter for their dtype
             return "lower" if lower(eqn.params, F32, F32) else "float32"
+        if name == "reduce_precision" and jaxpr.kept_bits(eqn) == _F32_BITS:    # jax.checkpoint marks saved values so
+            return "follow"
         precision = traits(name).precision
         if precision == "power":
             return "follow" if self.policy.compute != np.float16 else "float32"
@@ -273,12 +275,19 @@ class _Autocast(Interpreter):
                                   "dtype" if unfit else "is given float32")
         if name == "convert_element_type":
             return [inputs[0]], compute, "is given the low dtype"
+        if name == "reduce_precision":
+            info = jnp.finfo(compute)
+            return bind(eqn, [inputs[0].x], exponent_bits=info.nexp, mantissa_bits=info.nmant), compute, (
+                "is given the low dtype")
         arrays = [_to(value.x, compute) if _wide(v) else value.x for value, v in zip(inputs, eqn.invars)]
         return bind(eqn, arrays), compute, "is given the low dtype"
 
 
 _ENTERED = jaxpr.CALLS | {"scan", "while", "cond", "shard_map"}
 _ENTERED_ONCE = (jaxpr.CALLS - {"custom_vmap_call"}) | {"shard_map"}
+
+
+_F32_BITS = 8, 23
 
 
 def _wide(v) -> bool:

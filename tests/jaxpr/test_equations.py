@@ -102,3 +102,7 @@ def test_explicit_sharding(kind):
         split, whole = jax.device_put(np.ones(4, np.float32), where), jnp.ones(4)
         assert jaxpr.explicit(jax.typeof(split)) == (kind is AxisType.Explicit)
         assert not jaxpr.explicit(jax.typeof(whole))
+
+
+def test_kept_bits():
+    assert jaxpr.kept_bits(equation(lambda x: lax.reduce_precision(x, 5, 10), (3,))) == (5, 10)

@@ -209,6 +209,22 @@ def test_remat_policies_see_products():
     assert saved(jax.checkpoint_policies.dots_with_no_batch_dims_saveable) == saved(every)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_that_remat_saves_are_saved_in_the_low_dtype(dtype):
+    w, x = normal(0, 32, 32, scale=0.2), normal(1, 8, 32)
+    f = lambda w, x: (jnp.tanh(jnp.tanh(x @ w) @ w) @ w).sum()
+    step = jax.grad(jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable))
+    cast = ft.autocast(step, dtype)
+    marked = [eqn for eqn in equations(cast, w, x) if eqn.primitive.name == "reduce_precision"]
+    assert marked and {v.aval.dtype.name for eqn in marked for v in eqn.outvars} == {dtype}
+    exact, got, by_hand = step(w, x), cast(w, x), step(w.astype(dtype), x.astype(dtype))
+    error = lambda g: jnp.abs(g.astype(jnp.float32) - exact).max()
+    assert 0 < error(got) < 1.2 * error(by_hand)
+    kept = ft.autocast(lambda x: lax.reduce_precision(x @ w, 8, 7), dtype)    # rounding by the user
+    assert all(v.aval.dtype == jnp.float32 for eqn in equations(kept, x)
+               if eqn.primitive.name == "reduce_precision" for v in eqn.outvars)
+
+
 def test_pmap():
     w, x = normal(1, 8, 4), normal(2, 8, 3, 8)
     f = lambda w, x: lax.pmean(jnp.tanh(x @ w).sum(), "i")
