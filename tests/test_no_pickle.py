@@ -74,6 +74,6 @@ def test_a_pickle_is_not_opened(tmp_path, name):
             return open, (str(tmp_path / "exploded"), "w")
 
     (tmp_path / name).write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(ValueError, match="is a pickle, which can run any code when it is opened"):
+    with pytest.raises(ValueError, match="is a pickle, which can run arbitrary code when it is opened"):
         _tensors.read(tmp_path / name)
     assert not (tmp_path / "exploded").exists()

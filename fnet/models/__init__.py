@@ -1,4 +1,4 @@
-"""Models, made of `fnet.layers`."""
+"""Model families built from `fnet.layers`, with pretrained weights, tokenizers and text generation."""
 
 from fnet.models import pretrained
 from fnet.models._alexnet import AlexNet

@@ -1,4 +1,4 @@
-"""AlexNet in its one-column form."""
+"""AlexNet, in the version with one column."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import jax.numpy as jnp
 from fnet import layers as nn
 from fnet.models._images import TORCHVISION
 from fnet.models._model import Model
-from fnet.models._rules import Names, flattened, torch
+from fnet.models._weight_names import Names, flattened, torch
 
 
 class AlexNet(Model):
-    """Five convolutions, three of them behind max-pooling, and three dense layers.
+    """AlexNet: five convolutions, three of them followed by max-pooling, and three dense layers.
 
     Args:
-        classes: how many logits.
-        width: channels of the first convolution; the others are 3, 6, 4 and 4 times as wide.
+        classes: number of logits.
+        width: channels of the first convolution. The others have 3, 6, 4 and 4 times as many.
         hidden: features of the first two dense layers.
-        dropout: rate before each of them.
+        dropout: dropout rate before each of these two.
 
-    Input [batch, 224, 224, 3] (or whatever else five layers bring to 6 × 6), output [batch, classes].
+    Input: [batch, 224, 224, 3], or another size that the convolutions reduce to 6 × 6. Output: [batch, classes].
 
-    Source: Krizhevsky (2014), One weird trick for parallelizing convolutional neural networks, footnote 1; the first
-    form is Krizhevsky, Sutskever and Hinton (2012), ImageNet Classification with Deep Convolutional Neural Networks.
+    Source: Krizhevsky (2014), One weird trick for parallelizing convolutional neural networks, footnote 1. The original
+    is Krizhevsky, Sutskever and Hinton (2012), ImageNet Classification with Deep Convolutional Neural Networks.
     """
 
     PRESETS: ClassVar = {"alexnet": {}}
@@ -51,7 +51,7 @@ class AlexNet(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x):
-        """What the last layer sees: [batch, hidden]."""
+        """Computes the input of the last layer: [batch, hidden]."""
 
         def conv(i, x, channels, kernel_size, padding, strides=1):
             return jax.nn.relu(nn.Conv(channels, kernel_size, strides, padding=padding)(scope[f"conv{i}"], x))
@@ -62,8 +62,8 @@ class AlexNet(Model):
         x = conv(4, conv(3, x, 6 * width, 3, 1), 4 * width, 3, 1)
         x = pool(scope["pool3"], conv(5, x, 4 * width, 3, 1))               # [batch, 6, 6, 4 width]
         if x.shape[1:3] != (6, 6):
-            raise ValueError(f"AlexNet takes images that come to 6 x 6 before its dense layers, as 224 x 224 do; "
-                             f"{images} comes to {x.shape[1]} x {x.shape[2]}")
+            raise ValueError(f"AlexNet: expected images that the convolutions reduce to 6 x 6, such as 224 x 224; "
+                             f"{images} is reduced to {x.shape[1]} x {x.shape[2]}")
         x = nn.Flatten()(scope["flatten"], x)
         for i in (1, 2):
             x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)

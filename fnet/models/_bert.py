@@ -1,4 +1,4 @@
-"""BERT: the encoder, and MiniLM's sentence embeddings made with it."""
+"""BERT, an encoder of text, and sentence embeddings computed with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fnet.layers._sizes import at_most
 from fnet.models._blocks import Blocks
 from fnet.models._config import Must, Use, transformers
 from fnet.models._model import Model
-from fnet.models._rules import Names, Spare, torch
+from fnet.models._weight_names import Names, Spare, torch
 
 
 class Encoded(NamedTuple):
@@ -56,25 +56,30 @@ def _rules(ours, theirs):
 
 
 class Bert(Model):
-    """An encoder of text: BERT, and the small ones distilled from it, such as MiniLM.
+    """An encoder of text: BERT and models distilled from it, such as MiniLM.
 
-    Words, positions and segments are embedded and added; blocks of attention both ways and an MLP with GELU, each
-    followed by its residual and LayerNorm; a dense layer with tanh on the first token.
+    Embeddings of tokens, positions and segments are added. Blocks of bidirectional attention and an MLP with GELU
+    follow, each with a residual connection and a LayerNorm after it. The pooler is a dense layer with tanh on the first
+    token.
 
     Args:
-        vocab_size: the number of tokens.
+        vocab_size: number of tokens.
         width: features of a token.
-        depth: the number of blocks.
-        heads: attention heads; they divide the width.
+        depth: number of blocks.
+        heads: attention heads; they must divide the width.
         hidden: features within the MLP.
-        context: the longest text, in tokens.
-        segments: how many segments there may be.
-        dropout: rate on embeddings, attention weights and each residual branch.
-        epsilon: of the norms.
+        context: maximum length of a text in tokens.
+        segments: number of segments.
+        dropout: dropout rate of embeddings, attention weights and residual branches.
+        epsilon: epsilon of the norms.
         stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
 
-    Input: tokens [batch, time], integers; lengths [batch], how many of each row are real (its rows are padded on the
-    right; None: all); segment [batch, time], integers below `segments` (None: 0). Output: `Encoded`.
+    Inputs:
+        tokens: integers [batch, time].
+        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
+        segment: integers [batch, time], less than `segments`. Default: 0.
+
+    Output: `Encoded`.
 
         words = models.WordPiece.read("vocab.txt")
         tokens, lengths = models.padded([words.encode("A cat."), words.encode("Dogs and cats.")])
@@ -142,10 +147,10 @@ class Bert(Model):
 
     def _embedded(self, scope, tokens, segment):
         if tokens.ndim != 2 or not at_most("Bert", tokens.shape[1], self.context):
-            raise ValueError(f"Bert takes tokens [batch, time], time up to its context of {self.context}; got shape "
+            raise ValueError(f"Bert: expected tokens [batch, time] with time <= context={self.context}; got shape "
                              f"{tokens.shape}")
         if segment is not None and jnp.shape(segment) != tokens.shape:
-            raise ValueError(f"Bert: segment has the shape of tokens, {tokens.shape}; got {jnp.shape(segment)}")
+            raise ValueError(f"Bert: segment must have the shape of tokens, {tokens.shape}; got {jnp.shape(segment)}")
         order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]               # [1, time]
         segment = jnp.zeros_like(order) if segment is None else segment
         x = nn.Embed(self.vocab_size, self.width)(scope["words"], tokens)
@@ -158,20 +163,28 @@ class Bert(Model):
 
 
 def sentence_embedding(hidden, lengths):
-    """The mean over each row's real tokens, scaled to length 1, so that a dot product is the cosine.
+    """Averages the valid tokens of each example and normalizes to length 1, so a dot product is the cosine.
 
     Args:
         hidden: [batch, time, width].
-        lengths: [batch], at least 1.
+        lengths: integers [batch], at least 1.
 
     Returns:
-        [batch, width], in float32 at least.
+        [batch, width], in float32 or float64.
+
+    Raises:
+        ValueError: the shapes do not match.
 
     Source: Reimers and Gurevych (2019), Sentence-BERT, section 3.
+
+    >>> from fnet import models
+    >>> hidden = jnp.array([[[3.0, 0.0], [3.0, 8.0], [9.0, 9.0]]])
+    >>> models.sentence_embedding(hidden, jnp.array([2]))
+    Array([[0.6, 0.8]], dtype=float32)
     """
     hidden, lengths = jnp.asarray(hidden), jnp.asarray(lengths)
     if hidden.ndim != 3 or lengths.shape != hidden.shape[:1]:
-        raise ValueError("sentence_embedding takes hidden [batch, time, width] and lengths [batch]; got "
+        raise ValueError("sentence_embedding: expected hidden [batch, time, width] and lengths [batch]; got "
                          f"{hidden.shape} and {lengths.shape}")
     hidden = hidden.astype(jnp.float32) if jnp.finfo(hidden.dtype).bits < 32 else hidden
     real = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None] < lengths[:, None].astype(jnp.int32)    # [batch, time]

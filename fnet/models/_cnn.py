@@ -1,4 +1,4 @@
-"""CNN: stages of 3 × 3 convolutions, each halving the image, in the manner of VGG with BatchNorm."""
+"""CNN: stages of 3 × 3 convolutions with BatchNorm, each at half the resolution, similar to VGG."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ def conv_norm_relu(scope, x, *, channels, kernel_size=3, stride=1):        # [ba
 
 
 class CNN(nn.Layer):
-    """A convolutional classifier: stages of (3 × 3 convolution, BatchNorm, ReLU), 2 × 2 max-pooling between them.
+    """A convolutional classifier: stages of 3 × 3 convolution, BatchNorm and ReLU, with 2 × 2 max-pooling in between.
 
-    After the last stage the mean over space, dropout, and a dense layer.
+    The last stage is followed by the mean over all positions, dropout and a dense layer.
 
     Args:
-        classes: how many logits.
+        classes: number of logits.
         widths: channels of each stage.
-        convs: convolutions in each stage: one number for all or one for each.
-        stem: (kernel size, stride) of the first convolution. A stride of 2 costs a quarter everywhere after it.
-        dropout: rate before the last layer.
+        convs: convolutions in each stage, one number for all stages or one for each.
+        stem: (kernel size, stride) of the first convolution. Stride 2 divides the cost of all later layers by four.
+        dropout: dropout rate before the last layer.
 
-    Input [batch, height, width, channels], output [batch, classes].
+    Input: [batch, height, width, channels]. Output: [batch, classes].
 
-    Source: Simonyan and Zisserman (2015), Very Deep Convolutional Networks; Ioffe and Szegedy (2015), Batch
-    Normalization; the mean over space is Lin, Chen and Yan's (2014), Network In Network.
+    Source: Simonyan and Zisserman (2015), Very Deep Convolutional Networks. BatchNorm: Ioffe and Szegedy (2015). Mean
+    over all positions: Lin, Chen and Yan (2014), Network In Network.
     """
 
     classes: int
@@ -40,7 +40,7 @@ class CNN(nn.Layer):
     def forward(self, scope: nn.Scope, x):
         convs = (self.convs,) * len(self.widths) if isinstance(self.convs, int) else self.convs
         if len(convs) != len(self.widths):
-            raise ValueError(f"CNN: {len(self.widths)} widths {self.widths} but {len(convs)} numbers of convs {convs}")
+            raise ValueError(f"CNN: expected one number of convs for each of {len(self.widths)} widths; got {convs}")
         for i, (channels, depth) in enumerate(zip(self.widths, convs)):
             if i:
                 x = nn.MaxPool(2)(scope[f"pool{i}"], x)

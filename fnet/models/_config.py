@@ -1,4 +1,4 @@
-"""config.json beside published weights: every field is compared with the model, known to be irrelevant, or an error."""
+"""config.json next to pretrained weights: each field is compared with the model, is irrelevant, or is an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from fnet.models._files import MOST, SMALL, contents
 
-LISTED = 8    # how many problems an error names before it counts the rest
+LISTED = 8    # problems that an error lists; it counts the others
 NUMBERS = (int, float)
 SKIP = object()    # the value of an absent field that nothing is compared with
 
@@ -93,7 +93,7 @@ class Config:
         """{field of the model: value}, as config.json sets them.
 
         Raises:
-            ValueError: listing each field that is not supported or not known.
+            ValueError: fields are not supported or not known; the message lists them.
         """
         wanted, problems = self._wanted(config)
         self._raise(problems)
@@ -103,7 +103,7 @@ class Config:
         """Compares config.json with a model.
 
         Raises:
-            ValueError: listing each field that differs, is not supported or is not known.
+            ValueError: fields differ, are not supported or not known; the message lists them.
         """
         wanted, problems = self._wanted(config)
         changes = {}
@@ -155,11 +155,11 @@ def check(model, folder: Path) -> Config | None:
     """Compares a model with the config.json of a folder.
 
     Returns:
-        The table of fields that was used; None where the folder has no config.json, or is that of a training run, whose
+        The table of fields that was used; None if the folder has no config.json, or is that of a training run, whose
         config.json describes the run.
 
     Raises:
-        ValueError: where config.json is damaged, or describes another model.
+        ValueError: config.json is damaged, or describes another model.
     """
     path = folder / "config.json"
     if not os.path.lexists(path):
@@ -173,10 +173,10 @@ def check(model, folder: Path) -> Config | None:
     if kind is None and (folder / "metrics.jsonl").is_file():
         return None
     if kind is None:
-        raise ValueError(f"{path} has no 'model_type': it does not say which model it describes. A {who} reads {reads}."
+        raise ValueError(f"{path} has no 'model_type', so its model is unknown. A {who} reads {reads}."
                          " If it is not the configuration of these weights, load with check_config=False")
     if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"{path}: 'model_type' is {_text(kind)}: these weights are for another kind of model. "
+        raise ValueError(f"{path}: 'model_type' is {_text(kind)}: these weights are for another model. "
                          f"A {who} reads {reads}")
     try:
         known[kind].check(model, config)
@@ -191,7 +191,7 @@ def read(path: Path, most: int = SMALL) -> dict[str, Any]:
     """A JSON object from a file of at most `most` bytes, strictly: no duplicate fields, no NaN, no infinity.
 
     Raises:
-        ValueError: where the file is something else.
+        ValueError: the file is not such a JSON object.
     """
     def unique(pairs):
         held = {}
@@ -204,7 +204,7 @@ def read(path: Path, most: int = SMALL) -> dict[str, Any]:
     try:
         text = contents(path, most=most)
         if text.count("[") + text.count("{") > MOST:
-            raise ValueError(f"it holds more than {MOST:,} lists and objects")
+            raise ValueError(f"it contains more than {MOST:,} lists and objects")
         config = json.loads(text, object_pairs_hook=unique)
         if not isinstance(config, dict):
             raise ValueError(f"expected a JSON object, got {_text(config)}")
@@ -220,7 +220,7 @@ def read(path: Path, most: int = SMALL) -> dict[str, Any]:
 
 
 def same(a, b) -> bool:
-    """Equality that keeps booleans apart from numbers."""
+    """Equality that distinguishes booleans from numbers."""
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
@@ -241,7 +241,7 @@ def _fits(entry, model, want, have):
 
 
 def _comparable(want, have, null=False):
-    """Whether a field could be changed from `have` to `want`: equal kinds, or null where the default is None."""
+    """Whether a field could be changed from `have` to `want`: equal types, or null if the default is None."""
     if want is None:
         return null
     if have is None:
@@ -276,7 +276,7 @@ IRRELEVANT = frozenset("""
 
 
 def transformers(fields: Mapping, *, architectures: tuple[str, ...], irrelevant: str = "", **options) -> Config:
-    """A table for transformers' config.json: the fields of one family, and those that all families have.
+    """A table for transformers' config.json: the fields of one family, and those common to all families.
 
     Args:
         fields: the family's.

@@ -1,4 +1,4 @@
-"""Vocabularies and configurations as files: read whole, up to a size."""
+"""Reads vocabularies and configurations from files, with limits on their size."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import os
 import stat
 from pathlib import Path
 
-# Limits for untrusted files: each is several times what the largest published vocabularies need.
+# Limits for untrusted files, several times the size of the largest published vocabularies.
 LARGEST = 1 << 26     # bytes of a tokenizer.json; Gemma 3's has 33 million
 SMALL = 1 << 24       # bytes of the other files; BERT's vocab.txt has 230,000, Llama's tokenizer.bin 434,000
 MOST = 1 << 20        # tokens, and lists and objects of a JSON file
 
 
 def contents(path: str | os.PathLike, *, text: bool = True, most: int = LARGEST):
-    """The content of a file: text in UTF-8, or bytes.
+    """Returns the content of a file: text in UTF-8, or bytes.
 
     Raises:
-        ValueError: it is not a regular file, larger than `most` bytes, or not UTF-8.
+        ValueError: the file is not a regular file, is larger than `most` bytes, or is not UTF-8.
     """
     path = Path(path)
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a regular file")    # a pipe may never end
+        raise ValueError(f"{path} is not a regular file")    # reading a pipe may never end
     if status.st_size > most:
-        raise ValueError(f"{path} has {status.st_size:,} bytes: expected at most {most:,}")
+        raise ValueError(f"{path} has {status.st_size:,} bytes, expected at most {most:,}")
     raw = path.read_bytes()
     if not text:
         return raw
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def check_count(path: str | os.PathLike, count: int) -> None:
-    """Refuses a vocabulary of more tokens than any has, before they become objects."""
+    """Raises an error for a vocabulary larger than any published one, before objects for its tokens are created."""
     if count > MOST:
-        raise ValueError(f"{path} holds more than {MOST:,} tokens")
+        raise ValueError(f"{path} contains more than {MOST:,} tokens")

@@ -1,4 +1,4 @@
-"""Text out of a model: prompts of unequal length, a key/value cache, one compiled step."""
+"""Text generation: prompts of different lengths, a key/value cache, and one compiled program."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fnet import layers as nn
 from fnet.layers._sizes import at_most, sized
 
 _SIGN = np.uint32(1 << 31)
-_SMALLEST = 16    # of the lengths that programs are compiled for: powers of two
+_SMALLEST = 16    # programs are compiled for lengths that are powers of two from here on
 
 
 class Generated(NamedTuple):
     """The output of `generate`, registered with `jax.export` as "fnet.models.Generated".
 
     Attributes:
-        tokens: [batch, max_tokens], 0 after the end of a row.
-        lengths: [batch], the number of tokens of each row before its stop token, or max_tokens.
+        tokens: [batch, max_tokens], 0 after the end of an example.
+        lengths: [batch], the number of tokens of each example before its stop token, or max_tokens.
     """
 
     tokens: jax.Array
@@ -34,7 +34,7 @@ export.register_namedtuple_serialization(Generated, serialized_name="fnet.models
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Token lists of unequal length as `(tokens [rows, longest], lengths [rows])`, padded with 0 on the right.
+    """Pads lists of tokens on the right with 0: `(tokens [rows, longest], lengths [rows])`.
 
     >>> padded([[5, 6, 7], [8]])
     (array([[5, 6, 7],
@@ -49,40 +49,50 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 def generate(model: nn.Layer, params, prompts, key=None, *, max_tokens: int, temperature=1.0, top_k=None, top_p=None,
              stop: Sequence[int] = (), lengths=None) -> Generated:
-    """Goes on with each prompt, token by token.
+    """Continues each prompt token by token.
 
-    The prompts go through the model at once and leave their keys and values in a cache; then one `lax.while_loop`
-    feeds every row its last token, until all rows have stopped. All of it is one compiled program, which serves all
-    prompts, and all `max_tokens`, up to the next power of two, and any temperature, top_k and top_p.
+    The prompts run through the model at once, which stores their keys and values in a cache. Then one `lax.while_loop`
+    generates one token of every example in each iteration, until all examples have stopped. All of it is one compiled
+    program. The program is reused for prompts and `max_tokens` up to the next power of two, and for every temperature,
+    top_k and top_p.
 
         out = models.generate(model, params, [words.encode("Once upon a time")], max_tokens=200, temperature=0)
         print(words.decode(out.tokens[0, :out.lengths[0]]))
 
     Args:
-        model: a decoder: `model(params, tokens, lengths=, state=cache)` gives logits [batch, time, vocab_size], and
-            `model.cache` makes the cache. `fnet.models`' GPT, Llama and LSTMLanguageModel are.
+        model: a decoder: `model(params, tokens, lengths=, state=cache)` returns logits [batch, time, vocab_size], and
+            `model.cache` creates the cache. Examples are GPT, Llama and LSTMLanguageModel.
         params: its parameters.
-        prompts: integers [batch, time], each row at least one token, padded on the right as `lengths` says.
-        key: a `jax.random.key`; greedy decoding needs none. A row's draws depend on its place in the batch and the
-            number of the token, not on the other rows.
-        max_tokens: how many tokens to generate at most.
-        temperature: what logits are divided by; 0: greedy, the likeliest token every time. Within `jax.jit` a traced
-            temperature must not be 0.
-        top_k: draw among the k likeliest tokens alone (Fan et al., 2018).
-        top_p: draw among the fewest tokens whose probabilities add up to p (Holtzman et al., 2020, nucleus sampling).
-            With top_k, what that left.
-        stop: tokens that end a row.
-        lengths: [batch], how long each prompt is; None: all of them `time`.
+        prompts: integers [batch, time], at least one token in each example, padded on the right.
+        key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example depend on its index in
+            the batch and the index of the token, not on the other examples.
+        max_tokens: the maximum number of tokens to generate.
+        temperature: divisor of the logits. 0: always the most probable token. A temperature that is traced by
+            `jax.jit` must not be 0.
+        top_k: sample only from the k most probable tokens (Fan et al., 2018).
+        top_p: sample only from the smallest set of tokens whose probabilities add up to p (Holtzman et al., 2020,
+            nucleus sampling). It is applied after top_k.
+        stop: tokens that end an example.
+        lengths: integers [batch], the length of each prompt. Default: `time`.
+
+    Returns:
+        A `Generated` with tokens [batch, max_tokens] and lengths [batch].
 
     Raises:
-        ValueError: for prompts of another shape, lengths outside 1 .. time, an option outside its range, a prompt
-            that does not fit into the model's context with max_tokens, or sampling without a key.
-        TypeError: for prompts that are no integers.
+        ValueError: prompts of another shape, lengths outside 1 .. time, an option outside its range, more tokens than
+            the model's context, or sampling without a key.
+        TypeError: prompts that are not integers.
+
+    >>> from fnet import models
+    >>> model = models.GPT(vocab_size=7, width=4, depth=1, heads=1, context=32)
+    >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), int))
+    >>> models.generate(model, params, [[1, 2, 3]], max_tokens=5, temperature=0).tokens.shape
+    (1, 5)
     """
     prompts, lengths = _prompts(model, prompts, lengths, max_tokens)
     sampled = isinstance(temperature, jax.core.Tracer) or bool(temperature != 0)
     if sampled and key is None:
-        raise ValueError("generate draws at random: give it a jax.random.key, or temperature=0 for the likeliest token")
+        raise ValueError("generate: sampling needs key=jax.random.key(...); or pass temperature=0")
     _check_range("temperature", temperature, 0, np.inf)
     for name, value, low, high in ("top_k", top_k, 1, np.inf), ("top_p", top_p, 0, 1):
         if value is not None:
@@ -93,7 +103,7 @@ def generate(model: nn.Layer, params, prompts, key=None, *, max_tokens: int, tem
         context = context or _bucket(time) + room
         width = 1 + max(time - 1, min(_bucket(time - 1), context))
         capacity = min(width + room, context)
-    else:    # one program serves every time already
+    else:    # one exported program serves all lengths
         width, capacity = time, context or time + room
     prompts = jnp.pad(prompts, ((0, 0), (0, width - time)))
     return _cut(_generate(
@@ -111,7 +121,7 @@ def _generate(model, params, prompts, lengths, key, max_tokens, temperature, sto
     rows = jnp.arange(batch, dtype=jnp.int32)
     cache = model.cache(jax.ShapeDtypeStruct((batch, capacity), jnp.int32))
     if width != 1:
-        # All but each row's last token, for their keys and values alone: XLA drops the logits.
+        # All tokens but the last, for their keys and values. XLA removes the unused logits.
         _, cache = model(params, prompts[:, :-1], lengths=lengths - 1, state=cache)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
 
@@ -137,7 +147,7 @@ def _generate(model, params, prompts, lengths, key, max_tokens, temperature, sto
 
 
 def _pick(logits, keys, temperature, top_k, top_p):
-    """The next token of each row: [batch, vocab_size] to [batch]. Without keys, the likeliest."""
+    """The next token of each example: [batch, vocab_size] to [batch]. Without keys, the most probable one."""
     if keys is None:
         return logits.argmax(-1).astype(jnp.int32)
     logits = logits / temperature
@@ -149,12 +159,12 @@ def _pick(logits, keys, temperature, top_k, top_p):
 
 
 def _likeliest(logits, weights, enough):
-    """Logits with -inf for all but the largest, as few as have weights that add up to `enough`: [batch, vocab_size].
+    """Sets all logits to -inf except the fewest largest whose weights add up to `enough`: [batch, vocab_size].
 
-    The least of them is found bit by bit, in 32 sums: on a CPU a tenth of what sorting a vocabulary costs.
+    The smallest of these is determined bit by bit, with 32 sums. On a CPU this takes a tenth of the time of a sort.
     """
-    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)    # one zero, not two
-    keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)                   # in the order of the logits
+    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)    # -0 becomes 0
+    keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)                   # integers in the order of the logits
 
     def narrow(step, least):
         higher = least | _SIGN >> step.astype(jnp.uint32)
@@ -168,37 +178,38 @@ def _likeliest(logits, weights, enough):
 def _prompts(model, prompts, lengths, max_tokens):
     prompts = jnp.asarray(prompts)
     if not jnp.issubdtype(prompts.dtype, jnp.integer):
-        raise TypeError(f"generate takes prompts of integer tokens; got {prompts.dtype}{list(prompts.shape)}")
+        raise TypeError(f"generate: expected prompts of integer tokens; got {prompts.dtype}{list(prompts.shape)}")
     if prompts.ndim != 2 or not prompts.size:
-        raise ValueError("generate takes prompts [batch, time] of at least one token each; got shape "
-                         f"{prompts.shape}: models.padded makes them of lists of unequal length")
+        raise ValueError("generate: expected prompts [batch, time] of at least one token each; got shape "
+                         f"{prompts.shape}; models.padded pads lists of different lengths")
     if max_tokens < 1:
-        raise ValueError(f"generate: max_tokens is at least 1; got {max_tokens}")
+        raise ValueError(f"generate: max_tokens must be >= 1; got {max_tokens}")
     batch, time = prompts.shape
     lengths = jnp.full(batch, time, jnp.int32) if lengths is None else jnp.asarray(lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"generate: lengths are integers [batch] ({batch},); got {lengths.dtype}{list(lengths.shape)}")
+        raise ValueError(f"generate: lengths must be integers [batch] ({batch},); got "
+                         f"{lengths.dtype}{list(lengths.shape)}")
     longest = time
     if not isinstance(lengths, jax.core.Tracer):
         held = np.asarray(lengths)
         if held.min() < 1 or held.max() > time:
-            raise ValueError(f"generate: a prompt has 1 to {time} tokens; lengths are {held.tolist()}")
+            raise ValueError(f"generate: lengths must be from 1 to {time}; got {held.tolist()}")
         longest = int(held.max())
     context = getattr(model, "context", None)
     if context is not None and not at_most("generate", longest + max_tokens, context + 1):
-        raise ValueError(f"generate: {longest} tokens of prompt and max_tokens={max_tokens} do not fit into the "
-                         f"model's context of {context}")
+        raise ValueError(f"generate: prompts of {longest} tokens and max_tokens={max_tokens} exceed the model's "
+                         f"context of {context}")
     return prompts[:, :longest].astype(jnp.int32), lengths.astype(jnp.int32)
 
 
 def _check_range(name, value, low, high):
     if not isinstance(value, jax.core.Tracer) and not low <= value <= high:
-        raise ValueError(f"generate: {name} is {'at least ' + str(low) if high == np.inf else f'from {low} to {high}'};"
-                         f" got {value}")
+        raise ValueError(f"generate: {name} must be {'>= ' + str(low) if high == np.inf else f'from {low} to {high}'}; "
+                         f"got {value}")
 
 
 def _bucket(count):
-    """The length that a program is compiled for: 0, or a power of two."""
+    """The length for which a program is compiled: 0, or a power of two."""
     return 0 if count == 0 else max(_SMALLEST, 1 << (count - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""GPT: the decoder of GPT-2, with learned positions, and GPT-2's published sizes and weights."""
+"""GPT-2, a decoder of text with learned positions, with its published sizes and weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fnet.layers._sizes import at_most
 from fnet.models._blocks import Blocks
 from fnet.models._config import Must, Use, transformers
 from fnet.models._model import LanguageModel
-from fnet.models._rules import Names, Rule, Spare, Tied, torch
+from fnet.models._weight_names import Names, Rule, Spare, Tied, torch
 
 zeros = jax.nn.initializers.zeros
-normal = functools.cache(jax.nn.initializers.normal)    # one value for one deviation: layers are compared by it
+normal = functools.cache(jax.nn.initializers.normal)    # equal options give the same object, so layers compare equal
 
 
 @nn.layer
@@ -33,7 +33,7 @@ def gpt_block(scope, x, lengths=None, *, heads, hidden, dropout, epsilon, kernel
 
 
 def _rules(ours, theirs):
-    """GPT-2 keeps kernels as [in, out], and query, key and value side by side in one."""
+    """GPT-2 stores kernels as [in, out], and query, key and value in one array."""
     qkv = tuple(f"{ours}/attention/{name}" for name in ("query", "key", "value"))
     dense = [(f"{ours}/attention/out", f"{theirs}.attn.c_proj"), (f"{ours}/fc", f"{theirs}.mlp.c_fc"),
              (f"{ours}/proj", f"{theirs}.mlp.c_proj"), (qkv, f"{theirs}.attn.c_attn")]
@@ -42,32 +42,35 @@ def _rules(ours, theirs):
         for mine, name in ("kernel", "weight"), ("bias", "bias"):
             rules.append(Rule(tuple(f"{each}/{mine}" for each in path) if path is qkv else f"{path}/{mine}",
                               f"{key}.{name}"))
-    # The causal mask, which old files carry along.
+    # The causal mask, which old files contain.
     masks = (Spare(f"{theirs}.attn.{name}", f"{ours}/norm1/scale") for name in ("bias", "masked_bias"))
     return (*rules, *masks)
 
 
 class GPT(LanguageModel):
-    """A decoder of text: GPT-2, and any size of it.
+    """A decoder of text: GPT-2 of any size.
 
-    Learnt positions; blocks of causal attention and an MLP of four times the width with GELU, each behind its
-    LayerNorm and around a residual; tied logits. Kernels and tables begin with a standard deviation of 0.02, those that
-    lead back into the residual with 0.02 / sqrt(2 depth).
+    Learned positions; blocks of causal attention and an MLP with GELU, with a LayerNorm before each and a residual
+    connection; tied logits. Kernels and tables are initialized with standard deviation 0.02, those before a residual
+    connection with 0.02 / sqrt(2 depth).
 
     Args:
-        vocab_size: the number of tokens.
+        vocab_size: number of tokens.
         width: features of a token.
-        depth: the number of blocks.
-        heads: attention heads; they divide the width.
-        context: the longest text, in tokens.
-        hidden: features within the MLP; None: four times the width.
-        dropout: rate on embeddings, attention weights and each residual branch.
-        epsilon: of the norms.
+        depth: number of blocks.
+        heads: attention heads; they must divide the width.
+        context: maximum length of a text in tokens.
+        hidden: features within the MLP. Default: four times the width.
+        dropout: dropout rate of embeddings, attention weights and residual branches.
+        epsilon: epsilon of the norms.
         stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
 
-    Input: tokens [batch, time], integers; lengths [batch], how many of each row are real (its rows are padded on the
-    right). Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), tokens are appended
-    to the text so far; `models.generate` does that.
+    Inputs:
+        tokens: integers [batch, time].
+        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
+
+    Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), the tokens are appended to
+    the cached text; `models.generate` uses this.
 
     Source: Radford et al. (2019), Language Models are Unsupervised Multitask Learners.
     """
@@ -124,9 +127,9 @@ class GPT(LanguageModel):
         return embed, at, nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
 
     def _positions(self, scope, tokens, lengths):
-        """[batch, time]: after those that the cache holds; padding stands at 0, whatever the context."""
+        """Positions [batch, time], continued after those in the cache. Padding has position 0."""
         if tokens.ndim != 2 or not at_most("GPT", tokens.shape[1], self.context):
-            raise ValueError(f"GPT takes tokens [batch, time], time up to its context of {self.context}; got shape "
+            raise ValueError(f"GPT: expected tokens [batch, time] with time <= context={self.context}; got shape "
                              f"{tokens.shape}")
         order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         start = scope.state("index", tokens.shape[:1], zeros, "cache", dtype=jnp.int32)

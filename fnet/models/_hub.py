@@ -1,4 +1,4 @@
-"""Where weights lie on this disk: fnet's own cache and Hugging Face's. Nothing here reaches for a network."""
+"""Finds weights on this disk, in fnet's cache and in Hugging Face's cache. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 
 def cache() -> Path:
-    """fnet's own cache of weights and data, one folder for each name: $FNET_CACHE, else ~/.cache/fnet."""
+    """fnet's cache of weights and data, with one folder for each name: $FNET_CACHE, or ~/.cache/fnet."""
     return _expanded(os.environ.get("FNET_CACHE") or "~/.cache/fnet")
 
 
 def _expanded(path: str | os.PathLike) -> Path:
-    """The path with ~ as the home directory.
+    """The path with ~ replaced by the home directory.
 
     Raises:
         FileNotFoundError: the home directory is unknown.
@@ -26,12 +26,12 @@ def _expanded(path: str | os.PathLike) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise FileNotFoundError(f"{path}: there is no such home directory; give the whole path, or set FNET_CACHE and "
+        raise FileNotFoundError(f"{path}: the home directory is unknown; pass an absolute path, or set FNET_CACHE and "
                                 "HF_HUB_CACHE") from None
 
 
 def hugging_face() -> Path:
-    """The cache of Hugging Face's hub, by the rules of its own client: $HF_HUB_CACHE, $HF_HOME/hub, ~/.cache/..."""
+    """The cache of Hugging Face's hub, as its client selects it: $HF_HUB_CACHE, $HF_HOME/hub, or ~/.cache/..."""
     if given := os.environ.get("HF_HUB_CACHE"):
         return _expanded(given)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -39,16 +39,15 @@ def hugging_face() -> Path:
 
 
 def find(name: str | os.PathLike, repositories: tuple[str, ...] = ()) -> Path:
-    """The file or folder that `name` means.
+    """Returns the file or folder with this name.
 
     Args:
-        name: a path; or the name of a folder in fnet's cache; or a repository of Hugging Face's hub, which its cache
-            may hold ("sentence-transformers/all-MiniLM-L6-v2").
-        repositories: where it is published, as in `Model.HUB`.
+        name: a path, the name of a folder in fnet's cache, or a repository of Hugging Face's hub in its cache
+            ("sentence-transformers/all-MiniLM-L6-v2").
+        repositories: where the weights are published, as in `Model.HUB`.
 
     Raises:
-        FileNotFoundError: where none of them is on this disk: says where it looked, what to download and where to
-            put it.
+        FileNotFoundError: it is not on this disk. The message lists the places searched, and what to download.
     """
     path = _expanded(name)
     if path.exists():
@@ -62,7 +61,7 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = ()) -> Path:
     for repository in hub:
         if snapshot := _snapshot(repository):
             return snapshot
-    ways = [f"get it with 'hf download {each}', or put its files into {own}" for each in hub[:1]]
+    ways = [f"download it with 'hf download {each}', or copy its files to {own}" for each in hub[:1]]
     ways += [_TORCHVISION.format(each.partition(":")[2], own) for each in repositories if ":" in each]
     raise FileNotFoundError(
         f"the weights {name!r} are not on this disk: no such path, nothing in {own}"
@@ -71,7 +70,7 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = ()) -> Path:
 
 
 def _snapshot(repository: str) -> Path | None:
-    """The snapshot of a repository that Hugging Face's client downloaded: that of its main branch, else the newest."""
+    """The snapshot of a repository in Hugging Face's cache: that of its main branch, or the newest."""
     folder = hugging_face() / f"models--{repository.replace('/', '--')}"
     main = folder / "refs" / "main"
     if main.is_file() and (found := folder / "snapshots" / main.read_text().strip()).is_dir():

@@ -1,4 +1,4 @@
-"""Llama: a decoder with rotary positions, RMSNorm, SwiGLU and grouped-query attention; its published sizes."""
+"""Llama: a decoder of text with rotary positions, RMSNorm, SwiGLU and grouped-query attention; published sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fnet.models._blocks import Blocks
 from fnet.models._config import Must, Use, transformers
 from fnet.models._model import LanguageModel
 from fnet.models._rope import ROPE
-from fnet.models._rules import DENSE, SAME, Names, Rule, Spare, Tied, torch
+from fnet.models._weight_names import DENSE, SAME, Names, Rule, Spare, Tied, torch
 
 
 @nn.layer
@@ -62,36 +62,39 @@ _LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn
 
 
 class Llama(LanguageModel):
-    """A decoder of text: Llama 1 to 3.1, Mistral 7B, and the small ones of llama2.c.
+    """A decoder of text: Llama 1 to 3.1, Mistral 7B, and the small models of llama2.c.
 
-    Rotary positions; blocks of causal grouped-query attention and a SwiGLU, `down(silu(gate(x)) * up(x))`, each behind
-    its RMSNorm and around a residual; no biases.
+    Rotary positions; blocks of causal grouped-query attention and a SwiGLU, `down(silu(gate(x)) * up(x))`, with an
+    RMSNorm before each and a residual connection; no biases.
 
     Args:
-        vocab_size: the number of tokens.
+        vocab_size: number of tokens.
         width: features of a token.
-        depth: the number of blocks.
-        heads: attention heads; they divide the width.
-        kv_heads: heads of keys and values, each shared by heads / kv_heads of the queries.
+        depth: number of blocks.
+        heads: attention heads; they must divide the width.
+        kv_heads: key/value heads. Each serves heads / kv_heads query heads.
         hidden: features between gate, up and down.
-        context: the longest text, in tokens.
-        rotary_base: of the rotary embedding.
-        interleaved: which features the rotary embedding turns together: (0, 1), (2, 3), ... as in Meta's and llama2.c's
-            weights, or (i, i + head_dim / 2) as in Hugging Face's.
-        tied: whether the logits are made with the table of the embedding.
-        epsilon: of the norms.
-        head_dim: features of a head; None: width / heads.
-        window: how many of the last tokens a query sees, its own included, as in Mistral 7B v0.1; None: all.
+        context: maximum length of a text in tokens.
+        rotary_base: base of the rotary embedding.
+        interleaved: which features the rotary embedding pairs: (0, 1), (2, 3), ... as in the weights of Meta and
+            llama2.c, or (i, i + head_dim / 2) as in those of Hugging Face.
+        tied: whether the logits are computed with the embedding table.
+        epsilon: epsilon of the norms.
+        head_dim: features of a head. Default: width / heads.
+        window: a query attends to this many of the last tokens, including its own, as in Mistral 7B v0.1. Default: all.
         rope_scaling: `LinearScaling` or `Llama3Scaling`, for models whose context was extended after training.
         stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
 
-    Input: tokens [batch, time], integers; lengths [batch], how many of each row are real (its rows are padded on the
-    right). Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), tokens are appended
-    to the text so far; `models.generate` does that.
+    Inputs:
+        tokens: integers [batch, time].
+        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
 
-    Source: Touvron et al. (2023), LLaMA: Open and Efficient Foundation Language Models; Llama 2, for grouped queries;
-    Grattafiori et al. (2024), The Llama 3 Herd of Models. The SwiGLU is Shazeer's (2020), GLU Variants Improve
-    Transformer. The stories' sizes: Karpathy's llama2.c.
+    Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), the tokens are appended to
+    the cached text; `models.generate` uses this.
+
+    Source: Touvron et al. (2023), LLaMA: Open and Efficient Foundation Language Models. Grouped queries: Llama 2.
+    Grattafiori et al. (2024), The Llama 3 Herd of Models. SwiGLU: Shazeer (2020), GLU Variants Improve Transformer.
+    Sizes of the stories models: Karpathy's llama2.c.
     """
 
     PRESETS: ClassVar = {
@@ -117,7 +120,7 @@ class Llama(LanguageModel):
             Spare("model.layers.{i}.self_attn.rotary_emb.inv_freq", "blocks/norm1/scale"),
             Spare("model.layers.{i}.self_attn.rotary_emb.inv_freq", "blocks/{i}/norm1/scale"),
         ), config={"interleaved": False}, metadata={"format": "pt"}),
-        "llama2c": Names((                  # stacked, as ours
+        "llama2c": Names((                  # stacked, as in fnet
             Rule("embed/embedding", "token_embedding_table"), Rule("head/kernel", "wcls", DENSE),
             _block("blocks", _LLAMA2C), Rule("norm/scale", "rms_final_weight"),
             Spare("freq_cis_real"), Spare("freq_cis_imag"),
@@ -165,10 +168,10 @@ class Llama(LanguageModel):
 
     @classmethod
     def of_model_bin(cls, path: str | os.PathLike) -> Llama:
-        """The configuration that a model.bin of llama2.c says it is of.
+        """Returns the configuration in the header of a model.bin of llama2.c.
 
         Raises:
-            ValueError: where the file is something else.
+            ValueError: the file is not a model.bin.
         """
         head = _llama2c.header(Path(path))
         return cls(head.vocab_size, head.dim, head.n_layers, head.n_heads, head.n_kv_heads, head.hidden_dim,

@@ -1,4 +1,4 @@
-"""llama2.c's model.bin (version 0): seven integers, then every array in float32, layers stacked.
+"""llama2.c's model.bin (version 0): seven integers, then all arrays in float32, with stacked layers.
 
 Source: Karpathy's llama2.c, run.c (Config, TransformerWeights, memory_map_weights) and export.py (legacy_export).
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Header(NamedTuple):
-    """run.c's Config. `vocab_size` is negative in the file where the classifier has weights of its own."""
+    """run.c's Config. `vocab_size` is negative in the file if the classifier has its own weights."""
 
     dim: int
     hidden_dim: int
@@ -27,7 +27,7 @@ class Header(NamedTuple):
 
 
 def shapes(header: Header) -> dict[str, tuple[int, ...]]:
-    """The arrays in the order of the file, by run.c's names."""
+    """The shapes of the arrays in the order of the file, with run.c's names."""
     d, h, n, heads, kv, v, s, tied = header
     kv_dim, head_dim = d // heads * kv, d // heads
     known = {
@@ -40,10 +40,10 @@ def shapes(header: Header) -> dict[str, tuple[int, ...]]:
 
 
 def header(file: Path) -> Header:
-    """The file's configuration.
+    """Returns the configuration in the file's header.
 
     Raises:
-        ValueError: where the file is none of this kind, or its size is not what its header says.
+        ValueError: the file is not a model.bin, or its size does not match its header.
     """
     size = os.path.getsize(file)
     with file.open("rb") as opened:
@@ -54,12 +54,12 @@ def header(file: Path) -> Header:
             made = Header(*numbers, abs(vocab), length, vocab > 0)
             if 28 + 4 * sum(map(math.prod, shapes(made).values())) == size:
                 return made
-    raise ValueError(f"{file} is no safetensors file, and no model.bin of llama2.c's version 0 (seven integers, then "
-                     f"as many floats as they say; this has {size} bytes): convert it to safetensors")
+    raise ValueError(f"{file} is neither a safetensors file nor a model.bin of llama2.c, version 0 (seven integers, "
+                     f"then as many floats as they imply; this file has {size} bytes); convert it to safetensors")
 
 
 def read(file: Path) -> dict[str, np.ndarray]:
-    """Views of the mapped file by run.c's names."""
+    """Views of the memory-mapped file, with run.c's names."""
     known = shapes(header(file))
     mapped = np.memmap(file, "<f4", "r", 28)
     arrays, at = {}, 0
@@ -71,7 +71,7 @@ def read(file: Path) -> dict[str, np.ndarray]:
 
 
 def write(file: Path, head: Header, arrays) -> None:
-    """Writes a model.bin, under another name until it is whole. The tables of the rotary embedding are its own."""
+    """Writes a model.bin atomically. The tables of the rotary embedding are computed from the header."""
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     vocab = head.vocab_size if head.tied else -head.vocab_size
     arrays = _rotary(head) | dict(arrays)
@@ -81,7 +81,7 @@ def write(file: Path, head: Header, arrays) -> None:
             for name, shape in shapes(head).items():
                 array = np.asarray(arrays[name])
                 if array.shape != shape:
-                    raise ValueError(f"{name!r} must be {shape} in a model.bin of {head}; got {array.shape}")
+                    raise ValueError(f"{name!r}: expected shape {shape} for a model.bin with {head}, got {array.shape}")
                 opened.write(np.ascontiguousarray(array, "<f4").tobytes())
         os.replace(partial, file)
     finally:
@@ -89,7 +89,7 @@ def write(file: Path, head: Header, arrays) -> None:
 
 
 def _rotary(head):
-    """The two tables that old readers look angles up in, as export.py makes them."""
+    """The two tables of angles that old versions of run.c read, as export.py computes them."""
     dim = head.dim // head.n_heads
     angles = np.outer(np.arange(head.seq_len), 10000.0 ** (-np.arange(0, dim, 2)[:dim // 2] / dim))
     return {"freq_cis_real": np.cos(angles), "freq_cis_imag": np.sin(angles)}

@@ -20,20 +20,20 @@ _FIRST = _BYTES + 256             # the first piece of text
 
 
 class LlamaBPE:
-    """Characters, merged two by two, the pair with the best score first and the leftmost of equals.
+    """A byte-pair encoding: pairs of pieces are merged, the pair with the best score first (the leftmost if equal).
 
-    A space is put before the text, and a character that the vocabulary lacks becomes its bytes.
+    A space is added before the text. A character that is not in the vocabulary becomes its bytes.
 
         words = LlamaBPE.read("tokenizer.bin")
         words.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
 
     Args:
-        pieces: every token, in the order of their numbers: <unk>, <s>, </s>, the 256 bytes (as <0x00> to <0xFF>, or
-            in old files as the code points of these numbers), then the pieces of text.
-        scores: of each as the result of a merge.
+        pieces: all tokens by number: <unk>, <s>, </s>, the 256 bytes (<0x00> to <0xFF>, or in old files the code points
+            with these numbers), then the pieces of text.
+        scores: the score of each piece as the result of a merge.
 
     Raises:
-        ValueError: where the bytes are not where they must be.
+        ValueError: the tokens 3 to 258 are not the bytes, or the numbers of pieces and scores differ.
 
     Source: Karpathy's llama2.c, run.c (encode, decode) and tokenizer.py; Sennrich, Haddow and Birch (2016), Neural
     Machine Translation of Rare Words with Subword Units; Kudo and Richardson (2018), SentencePiece.
@@ -45,11 +45,11 @@ class LlamaBPE:
         self.pieces, self.scores = tuple(pieces), tuple(scores)
         held = self.pieces[_BYTES:_FIRST]
         if len(held) < 256 or any(piece not in (b"<0x%02X>" % i, chr(i).encode()) for i, piece in enumerate(held)):
-            raise ValueError("the tokens 3 to 258 of a Llama vocabulary are the bytes, <0x00> to <0xFF>; this one of "
-                             f"{len(self.pieces)} tokens has others")
+            raise ValueError("expected the bytes <0x00> to <0xFF> as tokens 3 to 258 of a Llama vocabulary; this one "
+                             f"of {len(self.pieces)} tokens has others")
         if len(self.scores) != len(self.pieces):
-            raise ValueError(f"{len(self.pieces)} tokens and {len(self.scores)} scores")
-        # Of equal pieces the first; and none below 259, which text stands for only where nothing else does.
+            raise ValueError(f"expected one score for each of {len(self.pieces)} tokens, got {len(self.scores)}")
+        # The first of equal pieces. Pieces below 259 are used only if no other piece matches.
         self._numbers = {self.pieces[number]: number for number in range(len(self.pieces) - 1, _FIRST - 1, -1)}
 
     @property
@@ -58,10 +58,10 @@ class LlamaBPE:
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> LlamaBPE:
-        """From a tokenizer.bin: the length of the longest token, then for each a score, its length and its bytes.
+        """Reads a tokenizer.bin: the length of the longest token, then the score, length and bytes of each token.
 
         Raises:
-            ValueError: where the file is something else, or a tokenizer_config.json beside it describes another
+            ValueError: the file is not a tokenizer.bin, or a tokenizer_config.json next to it describes another
                 tokenizer.
         """
         _tokenizer_config.llama(Path(path).parent)
@@ -71,9 +71,9 @@ class LlamaBPE:
         while at < len(raw):
             score, length = struct.unpack_from("<fi", raw, at) if at + 8 <= len(raw) else (math.nan, -1)
             if not 0 < length <= min(longest, len(raw) - at - 8) or not math.isfinite(score):
-                raise ValueError(f"{path} is no tokenizer.bin of llama2.c: token {len(pieces)}, at byte {at}, has the "
-                                 f"score {score} and the length {length}; lengths are 1 to {longest} and end with the "
-                                 "file")
+                raise ValueError(f"{path} is not a tokenizer.bin of llama2.c: token {len(pieces)}, at byte {at}, has "
+                                 f"the score {score} and the length {length}; expected lengths from 1 to {longest} up "
+                                 "to the end of the file")
             pieces.append(raw[at + 8:at + 8 + length])
             scores.append(score)
             at += 8 + length
@@ -81,15 +81,15 @@ class LlamaBPE:
         try:
             return cls(pieces, scores)
         except ValueError as error:
-            raise ValueError(f"{path} is no tokenizer.bin of llama2.c: {error}") from None
+            raise ValueError(f"{path} is not a tokenizer.bin of llama2.c: {error}") from None
 
     def encode(self, text: str, *, bos: bool = True, eos: bool = False) -> np.ndarray:
-        """[tokens], int32.
+        """Converts text to tokens: int32 [tokens].
 
         Args:
             text: the text.
-            bos: whether <s> stands in front.
-            eos: whether </s> stands behind.
+            bos: whether to start with <s>.
+            eos: whether to end with </s>.
         """
         tokens = []
         for char in (" " + text if text else ""):
@@ -99,10 +99,10 @@ class LlamaBPE:
         return np.array([_BEGIN] * bos + self._merged(tokens) + [_END] * eos, np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text: without <s> and </s>, nor the space that `encode` put behind <s>. No UTF-8 becomes U+FFFD.
+        """Converts tokens to text, without <s>, </s> and the space after <s>. Invalid UTF-8 becomes U+FFFD.
 
         Raises:
-            ValueError: for a token outside the vocabulary.
+            ValueError: a token is outside the vocabulary.
         """
         raw, before = [], None
         for token in in_range(tokens, self.vocab_size).tolist():
@@ -114,13 +114,13 @@ class LlamaBPE:
         return b"".join(raw).decode(errors="replace")
 
     def _merged(self, tokens):
-        """The tokens that are left when no two neighbors make a third."""
+        """Merges pairs of tokens until no two neighbors form another token."""
         right = list(range(1, len(tokens) + 1))
         left = list(range(-1, len(tokens) - 1))
         queue = []
 
         def offer(at):
-            """Puts the pair that begins at `at` into the queue, where it makes a token."""
+            """Adds the pair that begins at `at` to the queue, if it forms a token."""
             if at < 0 or right[at] >= len(tokens):
                 return
             pair = tokens[at], tokens[right[at]]
@@ -134,7 +134,7 @@ class LlamaBPE:
             _, at, made, pair = heapq.heappop(queue)
             after = right[at]
             if tokens[at] is None or after >= len(tokens) or (tokens[at], tokens[after]) != pair:
-                continue    # one of the two was merged with another since
+                continue    # one of the two has been merged with another token since
             tokens[at], tokens[after] = made, None
             right[at] = right[after]
             if right[at] < len(tokens):

@@ -8,15 +8,15 @@ from fnet import layers as nn
 
 
 class MLP(nn.Layer):
-    """A multi-layer perceptron: dense layers, ReLU and dropout after each but the last.
+    """A multi-layer perceptron: dense layers with ReLU and dropout after each but the last.
 
-    Inputs of more than two axes are flattened first.
+    Inputs with more than two axes are flattened first.
 
     Args:
-        widths: features of each layer; the last is the output's.
-        dropout: rate after each hidden layer.
+        widths: features of each layer; the last one is that of the output.
+        dropout: dropout rate after each hidden layer.
 
-    Input [batch, ...], output [batch, widths[-1]].
+    Input: [batch, ...]. Output: [batch, widths[-1]].
 
         model = MLP((128, 10))
         params, state = model.init(jax.random.key(0), jax.ShapeDtypeStruct((1, 28, 28, 1), "float32"))

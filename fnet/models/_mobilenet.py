@@ -13,7 +13,7 @@ from fnet import layers as nn
 from fnet.models._config import timm
 from fnet.models._images import TORCHVISION, ImageInput
 from fnet.models._model import Model
-from fnet.models._rules import Names, torch
+from fnet.models._weight_names import Names, torch
 
 STAGES = (    # expansion, channels, blocks, stride of the first
     (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
@@ -22,7 +22,7 @@ STAGES = (    # expansion, channels, blocks, stride of the first
 
 @nn.layer
 def conv_norm(scope, x, *, channels, kernel_size=1, stride=1, depthwise=False):
-    padding = kernel_size // 2                              # on both sides, whatever the stride
+    padding = kernel_size // 2                              # on both sides, for every stride
     if depthwise:
         conv = nn.DepthwiseConv(kernel_size, stride, padding=padding, use_bias=False)
     else:
@@ -42,7 +42,7 @@ def inverted_residual(scope, x, *, channels, expansion, stride):            # [b
 
 
 def _divisible(channels, by=8):
-    """The multiple of `by` nearest to `channels`, and not less than nine tenths of it."""
+    """The multiple of `by` nearest to `channels`, but at least 90 % of it."""
     near = max(by, int(channels + by / 2) // by * by)
     return near if near >= 0.9 * channels else near + by
 
@@ -65,27 +65,27 @@ def _torchvision():
 
 
 def _architecture(name):
-    """The fields of timm's mobilenetv2_050, and so on."""
+    """The fields of timm's mobilenetv2_050 and similar names."""
     found = re.fullmatch("mobilenetv2_([0-9]{3})", name)
     return {"width": int(found[1]) / 100} if found else None
 
 
 class MobileNetV2(Model):
-    """A network for phones: depthwise convolutions between an expansion and a linear projection, ReLU6.
+    """A network for mobile devices: inverted residual blocks with depthwise convolutions, and ReLU6.
 
     Args:
-        classes: how many logits.
-        width: multiplier of all channels (which come in eights), 1280 before the last layer at least.
-        dropout: rate before the last layer.
+        classes: number of logits.
+        width: factor of all numbers of channels, which are multiples of 8. The last layer has at least 1,280 inputs.
+        dropout: dropout rate before the last layer.
 
-    Input [batch, height, width, 3], 224 × 224 as published; output [batch, classes].
+    Input: [batch, height, width, 3], 224 × 224 for pretrained weights. Output: [batch, classes].
 
     Source: Sandler et al. (2018), MobileNetV2: Inverted Residuals and Linear Bottlenecks, table 2.
     """
 
     PRESETS: ClassVar = {"mobilenet_v2": {}}
     HUB: ClassVar = {"mobilenet_v2": ("timm/mobilenetv2_100.ra_in1k", "torchvision:mobilenet_v2")}
-    CONFIGS: ClassVar = {"timm": timm(_architecture, "avg", "mobilenetv2_W with a width of W per cent, as 100")}
+    CONFIGS: ClassVar = {"timm": timm(_architecture, "avg", "mobilenetv2_W with a width of W percent, such as 100")}
     NAMES: ClassVar = {
         "torchvision": Names(tuple(_torchvision()), metadata={"format": "pt"}, image=TORCHVISION),
         "timm": Names((
@@ -111,7 +111,7 @@ class MobileNetV2(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x):
-        """What the last layer sees, before dropout: [batch, 1280]."""
+        """Computes the input of the last layer, before dropout: [batch, 1280]."""
         stem = conv_norm(channels=_divisible(32 * self.width), kernel_size=3, stride=2)
         x = jax.nn.relu6(stem(scope["stem"], x))                            # [batch, height / 2, width / 2, 32]
         for s, (expansion, channels, blocks, stride) in enumerate(STAGES):

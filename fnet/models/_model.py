@@ -1,4 +1,4 @@
-"""Model: a layer that the field knows by name, with presets and the names that others give its arrays."""
+"""Model: a layer with published configurations (presets) and with the names of its arrays in other frameworks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 from fnet import layers as nn
 from fnet.models._config import Config
-from fnet.models._rules import Names
+from fnet.models._weight_names import Names
 
 
 class Model(nn.Layer):
@@ -21,11 +21,11 @@ class Model(nn.Layer):
     Subclasses may define:
 
         PRESETS: {name: fields}, the published configurations.
-        NAMES: {framework: Names}, what the arrays are called elsewhere: how `pretrained.load` and `save` know them.
-        CONFIGS: {model_type of config.json: Config}, how `pretrained.load` compares the model with config.json; the
+        NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
+        CONFIGS: {model_type of config.json: Config}, for `pretrained.load` to compare the model with config.json. The
             key for timm's config.json is "timm".
         HUB: {preset: where its weights are published}: repositories of Hugging Face's hub, or "torchvision:NAME" for
-            what torchvision alone gives out, as pickles.
+            weights that only torchvision distributes, as pickles.
     """
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -35,25 +35,25 @@ class Model(nn.Layer):
 
     @classmethod
     def preset(cls, name: str, **changes) -> Model:
-        """The published configuration `name`, with some of its fields changed.
+        """Returns the published configuration `name`, with changed fields.
 
         Raises:
-            ValueError: for a name that this class has no preset for.
+            ValueError: this class has no preset of this name.
         """
         if name not in cls.PRESETS:
             near = difflib.get_close_matches(name, cls.PRESETS, 1)
-            raise ValueError(f"{cls.__name__} has no preset {name!r}" + (f": did you mean {near[0]!r}?" if near else
-                             f": it has {', '.join(cls.PRESETS) or 'none'}"))
+            raise ValueError(f"{cls.__name__} has no preset {name!r}" + (f"; did you mean {near[0]!r}?" if near else
+                             f"; it has {', '.join(cls.PRESETS) or 'none'}"))
         return cls(**{**cls.PRESETS[name], **changes})
 
     def example(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of an input of the published size, one row: `model.spec(model.example())`."""
+        """Returns shape and dtype of an input of the published size and batch 1: `model.spec(model.example())`."""
         raise NotImplementedError(f"{type(self).__name__} has no example(self)")
 
 
 class LanguageModel(Model):
-    """A model of text whose logits are made from what a body leaves, by a head: `_body(scope, tokens, lengths)` gives
-    (the head, an `nn.Dense` or the `nn.Embed` that it is tied to, its place, and its input [batch, time, width])."""
+    """A language model. `_body(scope, tokens, lengths)` returns the head (an `nn.Dense`, or an `nn.Embed` for tied
+    logits), its scope, and its input [batch, time, width]."""
 
     def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
         head, at, x = self._body(scope, tokens, lengths)
@@ -61,7 +61,7 @@ class LanguageModel(Model):
 
     @nn.method
     def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
-        """Losses [batch, time] in nats of labels [batch, time], the tokens that follow, for large vocabularies: logits
-        are never all in memory (`nn.linear_cross_entropy`)."""
+        """Computes the losses [batch, time] in nats of labels [batch, time], the next tokens. The logits are never all
+        in memory (`nn.linear_cross_entropy`), for large vocabularies."""
         head, at, x = self._body(scope, tokens, lengths)
         return head.cross_entropy(at, x, labels)

@@ -1,4 +1,4 @@
-"""ResNet: 18, 34, 50 and 101 layers, version 1 and 1.5; and the small ResNet-9 for 32 × 32 images."""
+"""ResNet with 18, 34, 50 and 101 layers, in versions 1 and 1.5, and the small ResNet-9 for 32 × 32 images."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fnet import layers as nn
 from fnet.models._config import timm
 from fnet.models._images import CAFFE, TORCHVISION
 from fnet.models._model import Model
-from fnet.models._rules import Names, keras, torch
+from fnet.models._weight_names import Names, keras, torch
 
 
 @nn.layer
 def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias, epsilon):
-    """Two convolutions, or three with four times the channels at the end; plus the input, or its projection."""
+    """Two convolutions, or three in a bottleneck, the last with four times the channels; plus the (projected) input."""
 
     def conv_norm(at, i, x, features, kernel_size, stride=1):
-        padding = kernel_size // 2                          # on both sides, whatever the stride
+        padding = kernel_size // 2                          # on both sides, for every stride
         x = nn.Conv(features, kernel_size, stride, padding=padding, use_bias=use_bias)(at[f"conv{i}"], x)
         return nn.BatchNorm(epsilon=epsilon)(at[f"norm{i}"], x)
 
@@ -46,23 +46,28 @@ _TIMM = {f"resnet{layers}": dict(depths=depths, bottleneck=layers >= 50, width=6
 class ResNet(Model):
     """A residual network for large images.
 
-    A 7 × 7 convolution of stride 2 and 3 × 3 max-pooling of stride 2, stages of residual blocks, each of which after
-    the first halves the image and doubles the channels, the mean over space, and a dense layer.
+    A 7 × 7 convolution with stride 2, 3 × 3 max-pooling with stride 2, stages of residual blocks, the mean over all
+    positions, and a dense layer. Each stage after the first halves the resolution and doubles the channels.
 
     Args:
         depths: blocks of each stage.
-        bottleneck: blocks of three convolutions (50 layers and more) instead of two.
-        classes: how many logits.
+        bottleneck: whether a block has three convolutions (50 layers and more) instead of two.
+        classes: number of logits.
         width: channels of the first stage's 3 × 3 convolutions.
-        version: where a bottleneck halves the image: "v1" in its first convolution, as in the paper and Keras; "v1.5"
-            in its 3 × 3 one, as in torchvision, for half a per cent of accuracy.
-        use_bias: biases in the convolutions, which BatchNorm makes idle; Keras' weights have them.
-        epsilon: BatchNorm's.
+        version: the convolution of a bottleneck that has stride 2. "v1": the first one, as in the paper and Keras.
+            "v1.5": the 3 × 3 one, as in torchvision, which is about half a percent more accurate.
+        use_bias: whether convolutions have a bias. It has no effect before BatchNorm, but Keras' weights have it.
+        epsilon: epsilon of BatchNorm.
 
-    Input [batch, height, width, 3], 224 × 224 as published; output [batch, classes].
+    Input: [batch, height, width, 3], 224 × 224 for pretrained weights. Output: [batch, classes].
 
-    Source: He et al. (2016), Deep Residual Learning for Image Recognition, table 1; version 1.5 is Gross and Wilber
+    Source: He et al. (2016), Deep Residual Learning for Image Recognition, table 1. Version 1.5: Gross and Wilber
     (2016), Training and investigating Residual Nets.
+
+    >>> from fnet import models
+    >>> model = models.ResNet.preset("resnet18", classes=10)
+    >>> model.spec(model.example()).params["head"]["kernel"].shape
+    (512, 10)
     """
 
     depths: tuple[int, ...]
@@ -92,7 +97,7 @@ class ResNet(Model):
             torch.batch_norm("stage{s}/block{b}/shortcut/norm", "layer{s}.{b}.downsample.1"),
             torch.dense("head", "fc"),
         ), config=dict(version="v1.5", use_bias=False, epsilon=1e-5), metadata={"format": "pt"}, image=TORCHVISION),
-        "keras": Names((                # its first ResNet50, converted from Caffe's
+        "keras": Names((                # Keras' ResNet50 (v1), converted from Caffe
             keras.conv("stem/conv", "conv1"),
             keras.batch_norm("stem/norm", "bn_conv1"),
             keras.conv("stage{s}/block{b}/shortcut/conv", "res{s+1}{b:letter}_branch1"),
@@ -111,9 +116,9 @@ class ResNet(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x):
-        """What the last layer sees: [batch, channels]."""
+        """Computes the input of the last layer: [batch, channels]."""
         if self.version not in ("v1", "v1.5"):
-            raise ValueError(f"ResNet: version is 'v1' or 'v1.5'; got {self.version!r}")
+            raise ValueError(f"ResNet: version must be 'v1' or 'v1.5'; got {self.version!r}")
         stem = scope["stem"]
         x = nn.Conv(self.width, 7, 2, padding=3, use_bias=self.use_bias)(stem["conv"], x)
         x = jax.nn.relu(nn.BatchNorm(epsilon=self.epsilon)(stem["norm"], x))
@@ -129,19 +134,19 @@ class ResNet(Model):
 
 
 class ResNet9(Model):
-    """The small residual network for 32 × 32 images: 94 % on CIFAR-10 within some dozens of epochs.
+    """A small residual network for 32 × 32 images: 94 % accuracy on CIFAR-10 after a few dozen epochs.
 
-    Four stages of a 3 × 3 convolution, BatchNorm and ReLU, halved by max-pooling after each but the first; a residual
-    pair of such convolutions in the second and the last; the maximum over what is left of space.
+    Four stages of a 3 × 3 convolution, BatchNorm and ReLU, with max-pooling after each but the first. The second and
+    the last stage also have a residual pair of such convolutions. The maximum over all positions follows.
 
     Args:
-        classes: how many logits.
-        width: channels of the first stage, doubled in each that follows.
-        scale: what the logits are multiplied by, which keeps the softmax soft early on.
+        classes: number of logits.
+        width: channels of the first stage; each later stage has twice as many.
+        scale: factor of the logits, which keeps the softmax smooth early in training.
 
-    Input [batch, height, width, channels], 32 × 32 × 3 as published; output [batch, classes].
+    Input: [batch, height, width, channels], 32 × 32 × 3 in the original. Output: [batch, classes].
 
-    Source: Page (2018), How to Train Your ResNet, part 4; the network of his entry to DAWNBench.
+    Source: Page (2018), How to Train Your ResNet, part 4, the network of his entry to DAWNBench.
     """
 
     PRESETS: ClassVar = {"resnet9": {}}
@@ -157,7 +162,7 @@ class ResNet9(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x):
-        """What the last layer sees: [batch, 8 width]."""
+        """Computes the input of the last layer: [batch, 8 width]."""
 
         def conv(at, x, channels):
             x = nn.Conv(channels, 3, use_bias=False)(at["conv"], x)

@@ -1,4 +1,4 @@
-"""Recurrent networks over text: an LSTM language model, and a classifier of texts of any length."""
+"""Recurrent networks for text: an LSTM language model, and a classifier of texts of any length."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ zeros = jax.nn.initializers.zeros
 
 
 class LSTMLanguageModel(LanguageModel):
-    """A decoder of text: LSTMs one above the other, dropout between them but never over time.
+    """A decoder of text: a stack of LSTMs with dropout between them, but not over time.
 
     Args:
-        vocab_size: the number of tokens.
+        vocab_size: number of tokens.
         width: features of a token and of each LSTM.
-        depth: the number of LSTMs.
-        dropout: rate before each LSTM and before the logits.
-        tied: whether the logits are made with the table of the embedding.
+        depth: number of LSTMs.
+        dropout: dropout rate before each LSTM and before the logits.
+        tied: whether the logits are computed with the embedding table.
 
-    Input: tokens [batch, time], integers; lengths [batch], how many of each row are real (its rows are padded on the
-    right). Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), which holds every
-    LSTM's carry, the text goes on from where it was; `models.generate` does that.
+    Inputs:
+        tokens: integers [batch, time].
+        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
 
-    Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization, whose three sizes for the
-    Penn Treebank are the presets; the tied table is Press and Wolf's (2017).
+    Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), which holds every LSTM's
+    carry, the text is continued; `models.generate` uses this.
+
+    Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization. The presets are its three
+    sizes for the Penn Treebank. Tied logits: Press and Wolf (2017).
     """
 
     PRESETS: ClassVar = {
@@ -67,20 +70,24 @@ class LSTMLanguageModel(LanguageModel):
 
 
 class LSTMClassifier(Model):
-    """A classifier of texts: LSTMs in both directions, then the largest value of each feature over time.
+    """A classifier of texts: bidirectional LSTMs, then the maximum of each feature over time.
 
     Args:
-        classes: how many logits.
-        vocab_size: the number of tokens.
+        classes: number of logits.
+        vocab_size: number of tokens.
         width: features of a token and of each direction.
-        depth: the number of layers.
-        dropout: rate before each layer and before the logits.
+        depth: number of layers.
+        dropout: dropout rate before each layer and before the logits.
 
-    Input: tokens [batch, time], integers; lengths [batch], at least 1, how many of each row are real (its rows are
-    padded on the right; None: all). A row's logits do not depend on its padding. Output: logits [batch, classes].
+    Inputs:
+        tokens: integers [batch, time].
+        lengths: integers [batch], at least 1, the number of valid tokens in each example. Padding does not affect the
+            output. Default: all.
 
-    Source: Schuster and Paliwal (1997), Bidirectional Recurrent Neural Networks; the maximum over time is Conneau et
-    al.'s (2017), Supervised Learning of Universal Sentence Representations, section 3.2.2.
+    Output: logits [batch, classes].
+
+    Source: Schuster and Paliwal (1997), Bidirectional Recurrent Neural Networks. Maximum over time: Conneau et al.
+    (2017), Supervised Learning of Universal Sentence Representations, section 3.2.2.
     """
 
     classes: int
@@ -97,7 +104,7 @@ class LSTMClassifier(Model):
             x = nn.LSTM(self.width, bidirectional=True)(scope[f"lstm{i}"], x, lengths=lengths)
         if lengths is not None:                                            # [batch, time, 2 width]
             real = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < jnp.asarray(lengths)[:, None].astype(jnp.int32)
-            x = jnp.where(real[..., None], x, -1)                          # below every output of an LSTM
+            x = jnp.where(real[..., None], x, -1)                          # no LSTM output is smaller
         x = nn.Dropout(self.dropout)(scope["drop"], x.max(1))
         return nn.Dense(self.classes)(scope["head"], x)
 

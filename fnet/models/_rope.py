@@ -1,4 +1,4 @@
-"""Rotary positions for texts longer than those of the first training: scalings of the rates, and their config.json."""
+"""Rotary positions for texts longer than those of the original training: scalings, and their fields in config.json."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from fnet.models._config import SKIP, Fields, Must, Use
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by a factor.
+    """Divides the rotary positions by a factor.
+
+    Args:
+        factor: the factor, > 0.
 
     Source: Chen et al. (2023), Extending Context Window of Large Language Models via Positional Interpolation.
+
+    >>> import numpy as np
+    >>> from fnet import models
+    >>> models.LinearScaling(4.0)(np.array([1.0, 0.5])).tolist()
+    [0.25, 0.125]
     """
 
     factor: float
@@ -29,17 +37,23 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's: slow pairs of features are slowed by a factor, fast ones are kept, those between are interpolated.
+    """Llama 3.1's scaling of rotary positions.
 
-    A pair is slow if it turns less than `low_freq_factor` times within the original context, and fast if it turns
-    more than `high_freq_factor` times.
+    Slow pairs of features are divided by the factor, fast ones do not change, and those in between are interpolated. A
+    pair is slow if it completes less than `low_freq_factor` rotations within the original context, and fast if it
+    completes more than `high_freq_factor`.
 
     Args:
-        factor: the factor.
-        low_freq_factor, high_freq_factor: turns within the original context.
-        original_context: tokens of the first training's texts.
+        factor: the factor, > 0.
+        low_freq_factor, high_freq_factor: numbers of rotations within the original context.
+        original_context: maximum length in tokens of the texts in the original training.
 
     Source: Grattafiori et al. (2024), The Llama 3 Herd of Models; llama-models, apply_scaling.
+
+    >>> import numpy as np
+    >>> from fnet import models
+    >>> models.Llama3Scaling(8.0, 1.0, 4.0, original_context=8192)(np.array([1.0, 1e-5])).tolist()
+    [1.0, 1.25e-06]
     """
 
     factor: float
@@ -67,10 +81,10 @@ KINDS = {
 
 
 def _scaling(value):
-    """The scaling that a `rope_scaling` or `rope_parameters` of config.json describes.
+    """Returns the scaling that a `rope_scaling` or `rope_parameters` of config.json describes.
 
     Raises:
-        ValueError: where fnet does not have it.
+        ValueError: fnet does not support it.
     """
     kind, other = (value.get(name) for name in ("rope_type", "type"))
     kind = kind if kind is not None else "default" if other is None else other
@@ -98,12 +112,12 @@ def _fields(value, config):
 
 
 def _base(config):
-    """rope_theta where config.json has none of its own."""
+    """The default rope_theta, if config.json has none."""
     inner = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
     return SKIP if any(isinstance(each, dict) and "rope_theta" in each for each in inner) else 10000.0
 
 
-# rope_theta and rope_scaling; from transformers 5 on both in one, rope_parameters.
+# rope_theta and rope_scaling. transformers 5 and later has both in rope_parameters.
 ROPE = {
     "rope_theta": Use("rotary_base", _base),
     "rope_scaling": Fields(_fields, lambda config: SKIP if config.get("rope_parameters") else None),

@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, whole or in shards, mapped into memory. No pickle is ever opened."""
+"""Reads and writes tensor files: safetensors, in one file or in shards, memory-mapped. Pickles are never opened."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ INDEX = "model.safetensors.index.json"
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _HEADER = 1 << 23      # bytes of a safetensors header: 100,000 tensors
 _INDEX = 1 << 24       # bytes of an index of shards; DeepSeek-V3's has 9 million
-_ALIGNMENT = 64    # what XLA's CPU client takes without copying it
+_ALIGNMENT = 64    # the alignment that XLA's CPU client needs to avoid a copy
 
 
 class Tensors(NamedTuple):
-    """What a file holds: read-only views of the mapped file by key, and the file's own notes."""
+    """The content of a file: read-only views of the memory-mapped file by key, and the file's metadata."""
 
     path: Path
     arrays: dict[str, np.ndarray]
@@ -37,11 +37,11 @@ class Tensors(NamedTuple):
 
 
 def read(path: Path) -> Tensors:
-    """The tensors of a file, or of a folder with one: model.safetensors, its shards, or llama2.c's model.bin.
+    """Reads the tensors of a file or folder: model.safetensors, its shards, or llama2.c's model.bin.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: where the file is damaged, or of a kind that is not read.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged or has an unsupported format.
     """
     file = weights_file(path)
     if file.name.endswith(".index.json"):
@@ -50,17 +50,17 @@ def read(path: Path) -> Tensors:
         return _safetensors(file)
     if file.suffix in _PICKLES or _pickled(file):
         raise ValueError(
-            f"{file} is a pickle, which can run any code when it is opened: fnet reads safetensors. Convert it with "
+            f"{file} is a pickle, which can run arbitrary code when it is opened; convert it to safetensors with "
             f"PyTorch: import torch, safetensors.torch as s; s.save_file(torch.load({file.name!r}, weights_only=True), "
             "'model.safetensors')")
     if file.suffix == ".bin":
         return Tensors(file, _llama2c.read(file), {})
-    raise ValueError(f"{file} is no safetensors file (*.safetensors, or {INDEX} beside its shards) nor llama2.c's "
-                     "model.bin: convert it to safetensors with the framework that wrote it")
+    raise ValueError(f"{file} is neither a safetensors file (*.safetensors, or {INDEX} next to its shards) nor "
+                     "llama2.c's model.bin; convert it to safetensors with the framework that wrote it")
 
 
 def weights_file(path: Path) -> Path:
-    """The file itself, or the one of a folder that holds the weights."""
+    """The file itself, or the file in a folder that contains the weights."""
     if path.is_file():
         return path
     if not path.exists():
@@ -72,18 +72,18 @@ def weights_file(path: Path) -> Path:
     if len(found) == 1:
         return found[0]
     if len(found) > 1:
-        raise ValueError(f"{path} holds {len(found)} safetensors files ({', '.join(f.name for f in found[:4])}) and no "
-                         f"{INDEX}: name the file that you mean")
+        raise ValueError(f"{path} contains {len(found)} safetensors files ({', '.join(f.name for f in found[:4])}) and "
+                         f"no {INDEX}; pass the path of one file")
     others = sorted(f for f in path.iterdir() if f.suffix in (".bin", *_PICKLES))
     if others:
         return others[0]
     held = ", ".join(sorted(f.name for f in path.iterdir())[:6]) or "nothing"
-    raise FileNotFoundError(f"{path} holds no weights (model.safetensors, {INDEX} or llama2.c's model.bin): it holds "
-                            f"{held}")
+    raise FileNotFoundError(f"{path} contains no weights (model.safetensors, {INDEX} or llama2.c's model.bin); "
+                            f"found {held}")
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file, under another name until it is whole."""
+    """Writes a safetensors file atomically."""
     from safetensors.numpy import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
 
 
 def aligned(shape, dtype) -> np.ndarray:
-    """An empty array that `jax.device_put` takes as it is on a CPU, so that no second copy is made."""
+    """An empty array with the alignment that `jax.device_put` needs on a CPU to avoid a second copy."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
@@ -111,28 +111,28 @@ def _safetensors(file: Path) -> Tensors:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
     if _HEADER < length <= file.stat().st_size:
-        raise ValueError(f"{file} is no safetensors file of a model: its header has {length:,} bytes, at most "
-                         f"{_HEADER:,} are read")
+        raise ValueError(f"{file} is not a safetensors file of a model: its header has {length:,} bytes, expected at "
+                         f"most {_HEADER:,}")
     try:
-        # The library holds the header to the format: sizes within the file, no overlap and no gap.
+        # The library validates the header: sizes within the file, no overlap and no gap.
         with safe_open(file, framework="np") as opened:
             metadata = opened.metadata() or {}
             heads = [(key, opened.get_slice(key)) for key in opened.offset_keys()]
             heads = [(key, head.get_dtype(), tuple(head.get_shape())) for key, head in heads]
     except SafetensorError as error:
-        raise ValueError(f"{file} is no whole safetensors file: {error}") from None
+        raise ValueError(f"{file} is not a complete safetensors file: {error}") from None
     with file.open("rb") as opened:
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     at = 8 + int.from_bytes(mapped[:8], "little")
     arrays = {}
     for key, kind, shape in heads:                      # in the order of the file, without gaps
         if kind not in DTYPES:
-            raise ValueError(f"{file}: {key!r} is of dtype {kind}, which fnet does not read")
+            raise ValueError(f"{file}: {key!r} has dtype {kind}, which fnet does not support")
         dtype, count = np.dtype(DTYPES[kind]), math.prod(shape)
         try:
             arrays[key] = np.frombuffer(mapped, dtype, count, at).reshape(shape) if count else np.empty(shape, dtype)
-        except ValueError as error:     # an axis too long for NumPy, beside one of length 0
-            raise ValueError(f"{file}: {key!r} has the shape {shape}: {error}") from None
+        except ValueError as error:     # an axis too long for NumPy, together with one of length 0
+            raise ValueError(f"{file}: {key!r} has shape {shape}: {error}") from None
         at += count * dtype.itemsize
     return Tensors(file, arrays, metadata)
 
@@ -140,36 +140,36 @@ def _safetensors(file: Path) -> Tensors:
 def _shards(index: Path) -> Tensors:
     size = index.stat().st_size
     if size > _INDEX:
-        raise ValueError(f"{index} is no index of shards: it has {size:,} bytes, at most {_INDEX:,} are read")
+        raise ValueError(f"{index} is not an index of shards: it has {size:,} bytes, expected at most {_INDEX:,}")
     try:
         text = index.read_text(encoding="utf-8")
         if text.count("{") + text.count("[") > 1000:    # it needs two objects; a million would fill the memory
-            raise ValueError("it holds more than 1,000 lists and objects")
+            raise ValueError("it contains more than 1,000 lists and objects")
         where = json.loads(text)["weight_map"]
         names = sorted(set(where.values()))
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise ValueError("its shards must be files beside it")
+            raise ValueError("its shards must be files in the same folder")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is no index of shards: {error or type(error).__name__}") from None
+        raise ValueError(f"{index} is not an index of shards: {error or type(error).__name__}") from None
     lacking = [name for name in names if not (index.parent / name).is_file()]
     if lacking:
-        raise FileNotFoundError(f"{index} names {len(names)} shards; {', '.join(lacking)} {_is(lacking)} not beside it")
+        raise FileNotFoundError(f"{index} names {len(names)} shards; {', '.join(lacking)} {_is(lacking)} missing")
     arrays, metadata = {}, {}
     for name in names:
         shard = _safetensors(index.parent / name)
         for key in shard.arrays:
             if where.get(key) != name:
-                raise ValueError(f"{shard.path} holds {key!r}, which {index.name} places in {where.get(key)}")
+                raise ValueError(f"{shard.path} contains {key!r}, but {index.name} places it in {where.get(key)}")
         arrays |= shard.arrays
         metadata |= shard.metadata
     lacking = [key for key in where if key not in arrays]
     if lacking:
-        raise ValueError(f"{index} places {lacking[0]!r} in {where[lacking[0]]}, which does not hold it")
+        raise ValueError(f"{index} places {lacking[0]!r} in {where[lacking[0]]}, which does not contain it")
     return Tensors(index, arrays, metadata)
 
 
 def _pickled(file):
-    """Whether a file begins like one of PyTorch's: a zip, or a pickle of protocol 2 to 5."""
+    """Whether a file starts like a PyTorch file: a zip archive, or a pickle of protocol 2 to 5."""
     with file.open("rb") as opened:
         head = opened.read(2)
     return head == b"PK" or (head[:1] == b"\x80" and head[1:] in (b"\2", b"\3", b"\4", b"\5"))

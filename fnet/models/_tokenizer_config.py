@@ -1,4 +1,4 @@
-"""tokenizer_config.json and tokenizer.json beside a vocabulary: each field is used, irrelevant, or an error."""
+"""tokenizer_config.json and tokenizer.json next to a vocabulary: each field is used, irrelevant, or an error."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _IRRELEVANT = frozenset("""
     padding pad_to_multiple_of pad_token_type_id model_input_names processor_class use_fast transformers_version verbose
     backend is_local local_files_only errors legacy use_default_system_prompt return_token_type_ids
     spaces_between_special_tokens
-""".split())    # what is done with the tokens, which Python class is used, and how tokens are joined to text
+""".split())    # postprocessing of tokens, Python classes, and joining of tokens to text
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """The options of `WordPiece` for the vocab.txt of a folder, from the files beside it.
+    """Returns the options of `WordPiece` for the vocab.txt of a folder, from the other files in it.
 
     Args:
-        folder: where vocab.txt is.
+        folder: the folder of vocab.txt.
         numbers: {token: its number in vocab.txt}.
 
     Returns:
-        lowercase, strip_accents and tokenize_chinese_chars, where a file says so. If no file says so, lowercase is
-        whether the vocabulary lacks the letters A to Z.
+        lowercase, strip_accents and tokenize_chinese_chars, as far as a file sets them. If no file sets lowercase, it
+        is True if the vocabulary lacks the letters A to Z.
 
     Raises:
-        ValueError: where the files describe another tokenizer, or contradict each other.
+        ValueError: the files describe another tokenizer, or contradict each other.
     """
     def added(value, config):
         return _added(value, lambda token: numbers.get(token) if token in _SPECIAL else None, "one of BERT's own")
@@ -55,22 +55,22 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
     upper = next((token for token in numbers if token[:1] != "[" and re.search("[A-Z]", token)), None)
     if os.path.lexists(folder / NAME):
         if upper is not None and "lowercase" not in said:
-            raise ValueError(f"{folder / NAME} has no 'do_lower_case', which means true, but vocab.txt has upper-case "
-                             f"letters ({upper!r}). Use WordPiece.read(path, lowercase=...)")
+            raise ValueError(f"{folder / NAME} has no 'do_lower_case', i.e. true, but vocab.txt has upper-case "
+                             f"letters ({upper!r}); use WordPiece.read(path, lowercase=...)")
         said = {"lowercase": True, "strip_accents": None, "tokenize_chinese_chars": True} | said
     for field, value in _normalizer(folder / "tokenizer.json", numbers).items():
         if field in said and not same(said[field], value):
             raise ValueError(f"{folder / NAME} and tokenizer.json contradict each other: {field} is {said[field]} and "
-                             f"{value}. Use WordPiece.read(path, lowercase=...) for vocab.txt alone")
+                             f"{value}; use WordPiece.read(path, lowercase=...), which reads only vocab.txt")
         said[field] = value
     return {"lowercase": upper is None} | said
 
 
 def llama(folder: Path) -> None:
-    """Makes sure that a tokenizer_config.json beside llama2.c's tokenizer.bin describes Llama's tokenizer.
+    """Checks that a tokenizer_config.json next to llama2.c's tokenizer.bin describes Llama's tokenizer.
 
     Raises:
-        ValueError: where it describes another one.
+        ValueError: it describes another tokenizer.
     """
     tokens = ("<unk>", "<s>", "</s>")
 
@@ -87,19 +87,19 @@ def llama(folder: Path) -> None:
 
 
 def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping) -> tuple[int, ...]:
-    """Compares tokenizer_config.json with the tokenizer of the tokenizer.json beside it.
+    """Compares tokenizer_config.json with the tokenizer.json in the same folder.
 
     Args:
-        folder: where both are.
+        folder: the folder of both.
         tokenizer: the library's tokenizer, with `token_to_id`.
         encode: text to an array of tokens.
         description: the contents of tokenizer.json.
 
     Returns:
-        The number of eos_token, or nothing.
+        The number of eos_token in a tuple, or ().
 
     Raises:
-        ValueError: where the two contradict each other, or for a field that is not known.
+        ValueError: the two contradict each other, or a field is not known.
     """
     parts = {part["type"]: part for part in _parts([description.get("normalizer"), description.get("pre_tokenizer")])}
     bert, ends = parts.get("BertNormalizer"), []
@@ -146,10 +146,10 @@ def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping
 
 
 def values(folder: Path, table: Config) -> dict[str, Any]:
-    """What the tokenizer_config.json of a folder sets; {} where there is none.
+    """Returns the options that the tokenizer_config.json of a folder sets; {} if there is none.
 
     Raises:
-        ValueError: naming each field that is not supported or not known.
+        ValueError: fields are not supported or not known; the message lists them.
     """
     path = folder / NAME
     if not os.path.lexists(path):
@@ -161,7 +161,7 @@ def values(folder: Path, table: Config) -> dict[str, Any]:
 
 
 def _flag(option, *more):
-    """A field that is true or false, or one of `more`: the option of this name."""
+    """A field that is true, false, or one of `more`; it sets `option`."""
     def check(value, config):
         if not isinstance(value, bool) and value not in more:
             raise ValueError(f"expected {' or '.join(['true', 'false', *('null' for _ in more)])}")
@@ -171,7 +171,7 @@ def _flag(option, *more):
 
 
 def _token(*tokens):
-    """A special token, as text or as an object with its content."""
+    """A special token, as a string or as an object with a content."""
     def check(value, config):
         if _content(value) not in tokens:
             raise ValueError(f"expected {' or '.join('null' if token is None else repr(token) for token in tokens)}")
@@ -188,7 +188,7 @@ def _content(token):
 
 
 def _added(value, number, whose):
-    """Makes sure that {number: token} adds nothing to a vocabulary."""
+    """Checks that {number: token} adds no token to the vocabulary."""
     if not isinstance(value, dict):
         raise ValueError("expected {number: token}")
     for key, token in value.items():
@@ -199,13 +199,13 @@ def _added(value, number, whose):
 
 
 def _normalizer(path, numbers):
-    """The options that a tokenizer.json of BERT sets; {} where there is none."""
+    """Returns the options that a tokenizer.json of BERT sets; {} if there is none."""
     if not os.path.lexists(path):
         return {}
     try:
         return _bert(path, read(path, LARGEST), numbers)
     except (KeyError, TypeError, AttributeError, StopIteration) as error:
-        raise ValueError(f"{path} is no tokenizer.json of BERT: {type(error).__name__} {error}") from None
+        raise ValueError(f"{path} is not a tokenizer.json of BERT: {type(error).__name__} {error}") from None
 
 
 def _bert(path, held, numbers):
@@ -225,8 +225,8 @@ def _bert(path, held, numbers):
     for name, (have, want) in expected.items():
         if not same(have, want):
             differ = "differs from vocab.txt" if name == "model.vocab" else f"is {have!r}, expected {want!r}"
-            raise ValueError(f"{path} describes another tokenizer than vocab.txt: {name!r} {differ}. Use "
-                             "WordPiece.read(path, lowercase=...) for vocab.txt alone")
+            raise ValueError(f"{path} and vocab.txt describe different tokenizers: {name!r} {differ}; use "
+                             "WordPiece.read(path, lowercase=...), which reads only vocab.txt")
     for token in held.get("added_tokens") or ():
         if token["content"] not in _SPECIAL or numbers.get(token["content"]) != token["id"]:
             raise ValueError(f"{path}: the added token {token['content']!r} is not one of BERT's own")
@@ -235,7 +235,7 @@ def _bert(path, held, numbers):
 
 
 def _parts(nodes):
-    """Every object with a type within the normalizers and pre-tokenizers of a tokenizer.json."""
+    """Yields every object with a type in the normalizers and pre-tokenizers of a tokenizer.json."""
     for node in nodes:
         if isinstance(node, dict):
             if isinstance(node.get("type"), str):
@@ -246,7 +246,7 @@ def _parts(nodes):
 
 
 def _prefix(parts):
-    """Whether a space is put before the text."""
+    """Whether a space is added before the text."""
     if "ByteLevel" in parts:
         return parts["ByteLevel"]["add_prefix_space"]
     if "Metaspace" in parts:

@@ -1,4 +1,4 @@
-"""Text as tokens and back: bytes, characters, and whatever vocabulary lies beside a model's weights."""
+"""Tokenizers: bytes, characters, tokenizer.json, and the vocabulary in a folder of weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fnet.models import _tokenizer_config
 from fnet.models._config import Config
 from fnet.models._files import MOST, SMALL, contents
 
-# Limits for untrusted files: each is several times what the largest published vocabularies need.
+# Limits for untrusted files, several times the size of the largest published vocabularies.
 _STEPS = 10_000        # values that describe the steps before and after the model in a tokenizer.json
-_GROWTH = 1024         # by how much these steps may multiply the length of a text
+_GROWTH = 1024         # factor by which these steps may lengthen a text
 
 
 class ByteTokenizer:
-    """The bytes of a text in UTF-8: 256 tokens, every text, no file.
+    """A tokenizer whose 256 tokens are the bytes of a text in UTF-8. It needs no file.
 
     >>> ByteTokenizer().encode("né")
     array([110, 195, 169], dtype=int32)
@@ -33,27 +33,27 @@ class ByteTokenizer:
     stop = ()
 
     def encode(self, text: str) -> np.ndarray:
-        """[bytes], int32."""
+        """Converts text to its bytes: int32 [bytes]."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text; what is no UTF-8 becomes U+FFFD.
+        """Converts tokens to text. Invalid UTF-8 becomes U+FFFD.
 
         Raises:
-            ValueError: for a token outside 0 .. 255.
+            ValueError: a token is outside 0 .. 255.
         """
         return bytes(in_range(tokens, 256).astype(np.uint8)).decode(errors="replace")
 
 
 class CharTokenizer:
-    """The characters of a text, numbered in the order of their code points.
+    """A tokenizer whose tokens are the characters of a text, in the order of their code points.
 
     >>> chars = CharTokenizer("to be or not to be")
     >>> chars.vocab_size, chars.encode("boot").tolist(), chars.decode([1, 4, 4, 6])
     (7, [1, 4, 4, 6], 'boot')
 
     Args:
-        text: holds every character that there will be.
+        text: a text that contains all characters of the vocabulary.
     """
 
     stop = ()
@@ -62,49 +62,50 @@ class CharTokenizer:
         self.characters = "".join(sorted(set(text)))
         self._points = _points(self.characters)
         if not text:
-            raise ValueError("CharTokenizer takes a text that holds every character; this one is empty")
+            raise ValueError("CharTokenizer: expected a text with all characters of the vocabulary, got an empty one")
 
     @property
     def vocab_size(self) -> int:
         return len(self.characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """[characters], int32.
+        """Converts text to tokens: int32 [characters].
 
         Raises:
-            ValueError: for a character that is none of the vocabulary's.
+            ValueError: a character is not in the vocabulary.
         """
         points = _points(text)
         tokens = np.searchsorted(self._points, points)
         wrong = np.flatnonzero(self._points[np.minimum(tokens, self.vocab_size - 1)] != points)
         if wrong.size:
-            raise ValueError(f"the character {text[wrong[0]]!r} at {wrong[0]} is none of the {self.vocab_size} that "
-                             f"this CharTokenizer knows ({self.characters[:80]!r})")
+            raise ValueError(f"the character {text[wrong[0]]!r} at {wrong[0]} is not one of the {self.vocab_size} "
+                             f"characters of this CharTokenizer ({self.characters[:80]!r})")
         return tokens.astype(np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text.
+        """Converts tokens to text.
 
         Raises:
-            ValueError: for a token outside the vocabulary.
+            ValueError: a token is outside the vocabulary.
         """
         return self._points[in_range(tokens, self.vocab_size)].astype("<u4").tobytes().decode("utf-32-le")
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> CharTokenizer:
-        """Reads the file that `write` made, a JSON string of the characters.
+        """Reads the file that `write` writes, a JSON string of the characters.
 
         Raises:
-            ValueError: the file is something else.
+            ValueError: the file has other content.
         """
         raw = contents(path, most=SMALL).strip()
         try:
-            characters = json.loads(raw) if raw[:1] == '"' else None    # nothing else is parsed, of any size or depth
+            characters = json.loads(raw) if raw[:1] == '"' else None    # other JSON may be too large or too deep
         except ValueError:
             characters = None
         if not isinstance(characters, str) or not characters or "".join(sorted(set(characters))) != characters:
-            raise ValueError(f"{path} is no vocabulary of characters: a JSON string of them, in order, each once")
-        _tokenizer_config.values(Path(path).parent, Config({}))    # none of its fields has a meaning here
+            raise ValueError(f"{path} is not a vocabulary of characters: expected a JSON string of sorted, distinct "
+                             "characters")
+        _tokenizer_config.values(Path(path).parent, Config({}))    # no field is supported here
         return cls(characters)
 
     def write(self, path: str | os.PathLike) -> None:
@@ -114,26 +115,26 @@ class CharTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer.json, read and run by Hugging Face's library (`pip install tokenizers`).
 
-    Use it for vocabularies that fnet does not read itself, such as the byte-level BPE of GPT-2 and Llama 3. The padding
-    and the truncation that the file describes are not applied: `encode` returns the tokens of the whole text. If a
-    tokenizer_config.json is beside it, the two are compared, and its eos_token is one of `stop`.
+    Use it for vocabularies that fnet does not read itself, such as the byte-level BPE of GPT-2 and Llama 3. Padding and
+    truncation of the file are not applied: `encode` returns the tokens of the whole text. If the folder contains a
+    tokenizer_config.json, it is compared with the file, and its eos_token is in `stop`.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
-        ValueError: the file is not a tokenizer.json, or describes steps that no tokenizer needs; tokenizer_config.json
-            contradicts it. `encode` and `decode` raise it when the library fails on a text.
+        ValueError: the file is not a tokenizer.json, has an unreasonable number of steps, or contradicts
+            tokenizer_config.json. `encode` and `decode` raise it if the library fails for a text.
     """
 
     def __init__(self, path: str | os.PathLike):
         try:
             import tokenizers
         except ModuleNotFoundError:
-            raise ModuleNotFoundError(f"{path} is read by the library tokenizers, which is missing: pip install "
+            raise ModuleNotFoundError(f"{path} needs the library tokenizers, which is not installed: pip install "
                                       "tokenizers") from None
         self._path, text = path, contents(path)
         description = _check_tokenizer(path, text)
         self._tokenizer = self._run(tokenizers.Tokenizer.from_str, text)
-        self._tokenizer.no_padding()       # to 2^40 tokens would end the process
+        self._tokenizer.no_padding()       # padding to 2^40 tokens would exhaust the memory
         self._tokenizer.no_truncation()
         ends = map(self._tokenizer.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"))
         more = ()
@@ -146,14 +147,14 @@ class HuggingFaceTokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> np.ndarray:
-        """[tokens], int32."""
+        """Converts text to tokens: int32 [tokens]."""
         return self._run(lambda text: np.array(self._tokenizer.encode(text).ids, np.int32), text)
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._run(self._tokenizer.decode, np.asarray(tokens).tolist())
 
     def _run(self, function, argument):
-        """Calls the library, whose errors are plain Exceptions and whose panics are not even those."""
+        """Calls the library, whose errors are plain Exceptions and whose panics are BaseExceptions."""
         try:
             return function(argument)
         except BaseException as error:
@@ -163,21 +164,21 @@ class HuggingFaceTokenizer:
 
 
 def _check_tokenizer(path, text):
-    """The content of a tokenizer.json, unless Hugging Face's library would run out of memory with it.
+    """Returns the content of a tokenizer.json, unless Hugging Face's library would run out of memory with it.
 
     Raises:
-        ValueError: it is not JSON, a table of characters claims more bytes than it has, or replacements make a text
-            more than 1024 times as long.
+        ValueError: the file is not JSON, has a damaged table of characters, or has replacements that lengthen a text by
+            a factor of more than 1024.
     """
     wrong = f"{path} is not a usable tokenizer.json: "
     if text.count("[") + text.count("{") > MOST:
-        raise ValueError(f"{wrong}it holds more than {MOST:,} lists and objects")
+        raise ValueError(f"{wrong}it contains more than {MOST:,} lists and objects")
     try:
         held = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{wrong}{error}") from None
     if not isinstance(held, dict):
-        raise ValueError(f"{wrong}it holds a JSON {type(held).__name__}, expected an object")
+        raise ValueError(f"{wrong}expected a JSON object, got a {type(held).__name__}")
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         growth, count, pending = 1, 0, [held.get(part)]
         while pending and count <= _STEPS:
@@ -202,19 +203,19 @@ def _check_tokenizer(path, text):
 
 
 def read_tokenizer(path: str | os.PathLike):
-    """The tokenizer of a file, or of the folder where a model's weights lie.
+    """Reads the tokenizer of a file, or of a folder of weights.
 
     Args:
         path: vocab.txt (`WordPiece`), tokenizer.bin (`LlamaBPE`), characters.json (`CharTokenizer`), tokenizer.json
-            (`HuggingFaceTokenizer`), or a folder with one of them, in this order.
+            (`HuggingFaceTokenizer`), or a folder with one of them, searched in this order.
 
     Returns:
-        What has `encode(text) -> int32 [tokens]`, `decode(tokens) -> text`, `vocab_size`, and `stop`, the tokens that
-        end a text.
+        A tokenizer with `encode(text) -> int32 [tokens]`, `decode(tokens) -> text`, `vocab_size`, and `stop`, the
+        tokens that end a text.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: where the file is damaged.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged.
     """
     from fnet.models._llama_bpe import LlamaBPE
     from fnet.models._wordpiece import WordPiece
@@ -228,19 +229,19 @@ def read_tokenizer(path: str | os.PathLike):
                 return reader(path / name)
     elif path.name in readers and path.exists():
         return readers[path.name](path)
-    raise FileNotFoundError(f"{path}: no tokenizer there; one of {', '.join(readers)}, or a folder with one")
+    raise FileNotFoundError(f"{path}: no tokenizer found; expected one of {', '.join(readers)}, or a folder with one")
 
 
 def in_range(tokens, count) -> np.ndarray:
-    """Tokens as an array of integers, each in 0 .. count - 1."""
+    """Returns tokens as an array of integers, each in 0 .. count - 1."""
     tokens = np.asarray(tokens if hasattr(tokens, "__len__") else list(tokens))
     if not tokens.size:
         return np.zeros(0, np.int64)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"decode takes one row of integer tokens; got {tokens.dtype}{list(tokens.shape)}")
+        raise ValueError(f"decode: expected integer tokens [time]; got {tokens.dtype}{list(tokens.shape)}")
     if tokens.min() < 0 or tokens.max() >= count:
         wrong = tokens[(tokens < 0) | (tokens >= count)][0]
-        raise ValueError(f"the token {wrong} is outside the vocabulary, 0 to {count - 1}")
+        raise ValueError(f"decode: expected tokens from 0 to {count - 1}; got {wrong}")
     return tokens
 
 

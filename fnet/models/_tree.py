@@ -1,4 +1,4 @@
-"""A network whose structure is its data: the child-sum Tree-LSTM, compiled once for trees of every shape."""
+"""The child-sum Tree-LSTM, a network whose structure is data: compiled once for trees of every shape."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Trees(NamedTuple):
     It is registered with `jax.export` as "fnet.models.Trees".
 
     Attributes:
-        labels: [batch, nodes], the token of each node.
-        parents: [batch, nodes], the index of each node's parent in its row. It is `nodes`, one past the end, for the
-            root and for padding.
-        lengths: [batch], the number of real nodes.
+        labels: integers [batch, nodes], the token of each node.
+        parents: integers [batch, nodes], the index of each node's parent in its example. It is `nodes`, one past the
+            end, for the root and for padding.
+        lengths: integers [batch], the number of valid nodes.
     """
 
     labels: np.ndarray
@@ -38,29 +38,34 @@ export.register_namedtuple_serialization(Trees, serialized_name="fnet.models.Tre
 
 
 def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int | None = None) -> Trees:
-    """Trees as arrays. A tree is a leaf's label, or a tuple: a node's label and then its children.
-
-        pack_trees([("and", True, ("not", False))], {"and": 0, "not": 1, True: 2, False: 3})
+    """Converts trees to arrays. A tree is the label of a leaf, or a tuple: the label of a node, then its children.
 
     Args:
         trees: the trees.
-        vocabulary: every label's token.
-        nodes: the length of a row, for one shape over many batches; None: the largest tree's.
+        vocabulary: the token of each label.
+        nodes: the length of the node axis, to get one shape for all batches. Default: nodes of the largest tree.
+
+    Returns:
+        The trees as `Trees`.
 
     Raises:
-        ValueError: for a label that the vocabulary lacks, or a tree of more than `nodes` nodes.
+        ValueError: a label is not in the vocabulary, or a tree has more than `nodes` nodes.
+
+    >>> trees = pack_trees([("and", True, ("not", False))], {"and": 0, "not": 1, True: 2, False: 3})
+    >>> trees.labels.tolist(), trees.parents.tolist()
+    ([[2, 3, 1, 0]], [[3, 2, 3, 4]])
     """
     rows = [_postorder(tree) for tree in trees]
     longest = max(map(len, rows), default=0)
     size = longest if nodes is None else nodes
     if longest > size:
-        raise ValueError(f"the largest of these trees has {longest} nodes; rows have room for nodes={size}")
+        raise ValueError(f"pack_trees: the largest tree has {longest} nodes, more than nodes={size}")
     labels = np.zeros((len(rows), size), np.int32)
     parents = np.full((len(rows), size), size, np.int32)
     for row, found in enumerate(rows):
         for place, (label, parent) in enumerate(found):
             if label not in vocabulary:
-                raise ValueError(f"tree {row} has a node {label!r}, which the vocabulary does not: it has "
+                raise ValueError(f"pack_trees: tree {row} has the label {label!r}, which is not in the vocabulary: "
                                  f"{', '.join(map(repr, list(vocabulary)[:8]))}")
             labels[row, place] = vocabulary[label]
             parents[row, place] = size if parent is None else parent
@@ -68,8 +73,8 @@ def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int |
 
 
 def _postorder(tree):
-    """[(label, place of the parent)], without recursion: a tree may be deeper than Python's stack."""
-    order, stack = [], [(tree, None)]                # preorder, children from right to left: postorder backwards
+    """Returns [(label, index of the parent)], without recursion: a tree may be deeper than Python's stack."""
+    order, stack = [], [(tree, None)]                # preorder with children from right to left is reversed postorder
     while stack:
         node, parent = stack.pop()
         label, *children = node if isinstance(node, tuple) and node else (node,)
@@ -82,25 +87,27 @@ def _postorder(tree):
 class TreeLSTM(Model):
     """The child-sum Tree-LSTM: an LSTM whose steps follow a tree, each node after its children.
 
-    For node j with the embedding x_j and the children C(j):
+    For node j with embedding x_j and children C(j):
 
         s = sum of h_k over k in C(j)
-        i, o, u = sigmoid, sigmoid, tanh of x_j W + s U + b, each with its own
+        i, o, u = sigmoid, sigmoid, tanh of x_j W + s U + b, each with its own W, U, b
         f_k = sigmoid(x_j W_f + h_k U_f + b_f), for each child
         c_j = i * u + sum of f_k * c_k,  h_j = o * tanh(c_j)
 
-    The structure is in the arrays, not in the program: one `lax.scan` over the nodes in postorder carries, for every
-    node, the two sums over its children, and a node that is done adds its share to its parent's. So any number of
-    children, any depth and any mixture in a batch run in one compiled program of static shapes.
+    The structure is in the arrays, not in the program. One `lax.scan` over the nodes in postorder carries, for every
+    node, the two sums over its children; each node adds its terms to the sums of its parent. So trees of any depth,
+    with any number of children, in any mixture in a batch, run in one compiled program of static shapes.
 
     Args:
-        classes: how many logits.
-        vocab_size: the number of labels.
+        classes: number of logits.
+        vocab_size: number of labels.
         width: features of a node.
-        forget_bias: where b_f begins.
+        forget_bias: initial value of b_f.
 
-    Input: labels, parents and lengths, as in `Trees`. Output: logits [batch, nodes, classes], of every node: a tree's
-    own are its root's, `logits[jnp.arange(batch), lengths - 1]`. Those of padding mean nothing.
+    Inputs: labels, parents and lengths, as in `Trees`.
+
+    Output: logits [batch, nodes, classes] of every node. Those of a tree are those of its root,
+    `logits[jnp.arange(batch), lengths - 1]`. Those of padding are meaningless.
 
     Source: Tai, Socher and Manning (2015), Improved Semantic Representations From Tree-Structured Long Short-Term
     Memory Networks, eq. 2 to 8.
@@ -115,7 +122,7 @@ class TreeLSTM(Model):
     def forward(self, scope: nn.Scope, labels, parents, lengths):           # [batch, nodes]
         labels, parents = jnp.asarray(labels), jnp.asarray(parents)
         if labels.ndim != 2 or labels.shape != parents.shape or jnp.shape(lengths) != labels.shape[:1]:
-            raise ValueError("TreeLSTM takes labels and parents [batch, nodes] and lengths [batch]; got "
+            raise ValueError("TreeLSTM: expected labels and parents [batch, nodes] and lengths [batch]; got "
                              f"{labels.shape}, {parents.shape} and {jnp.shape(lengths)}")
         batch, nodes = labels.shape
         rows, order = jnp.arange(batch, dtype=jnp.int32), jnp.arange(nodes, dtype=jnp.int32)
@@ -135,7 +142,7 @@ class TreeLSTM(Model):
             share = hidden, kept * cell
             return tuple(old.at[rows, parent].add(new) for old, new in zip(sums, share)), hidden
 
-        # What each node's children have left it so far: sums of h_k and of f_k c_k. The last row is nobody's.
+        # The sums of h_k and of f_k c_k over the children so far. The last node is for roots and padding.
         sums = (jnp.zeros((batch, nodes + 1, self.width), x.dtype),) * 2
         inputs = order, parents.T, gates.swapaxes(0, 1), forget.swapaxes(0, 1)
         _, hidden = lax.scan(step, sums, inputs)                            # [nodes, batch, width]

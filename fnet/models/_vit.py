@@ -1,4 +1,4 @@
-"""ViT: an image as a sequence of patches. Ti, S and B."""
+"""ViT: a transformer on the patches of an image. Sizes Ti, S and B."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fnet import layers as nn
 from fnet.models._config import Must, Use, timm, transformers
 from fnet.models._images import AUGREG, TORCHVISION, ImageInput
 from fnet.models._model import Model
-from fnet.models._rules import DENSE, Names, Rule, Spare, torch
+from fnet.models._weight_names import DENSE, Names, Rule, Spare, torch
 
 gelu = functools.partial(jax.nn.gelu, approximate=False)
 small = initializers.normal(0.02)
@@ -34,7 +34,7 @@ def encoder_block(scope, x, *, heads, hidden, dropout, epsilon):            # [b
 
 
 def _fused(weight, bias):
-    """The three projections of attention as one of theirs."""
+    """Rules for query, key and value as one array of the file."""
     parts = [tuple(f"blocks/attention/{name}/{leaf}" for name in QKV) for leaf in ("kernel", "bias")]
     return Rule(parts[0], weight, DENSE), Rule(parts[1], bias)
 
@@ -43,7 +43,7 @@ _TIMM = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "la
 
 
 def _architecture(name):
-    """The fields of timm's vit_small_patch16_224, and so on."""
+    """The fields of timm's vit_small_patch16_224 and similar names."""
     found = re.fullmatch("vit_(tiny|small|base|large)_patch([0-9]{1,3})_([0-9]{1,4})", name)
     if found is None:
         return None
@@ -52,22 +52,22 @@ def _architecture(name):
 
 
 class ViT(Model):
-    """A vision transformer: patches, a class token, learned positions, a transformer's encoder, a dense layer.
+    """A vision transformer: patches, a class token, learned positions, a transformer's encoder, and a dense layer.
 
     Args:
         width: features of a token.
-        depth: blocks.
-        heads: attention heads.
-        classes: how many logits.
-        patch: height and width of a patch.
-        size: height and width of the images, for which the positions are learned.
-        hidden: features between a block's two dense layers; None: four times the width.
-        dropout: rate after the positions, after attention and in the dense layers.
-        epsilon: of the norms.
+        depth: number of blocks.
+        heads: attention heads; they must divide the width.
+        classes: number of logits.
+        patch: height and width of a patch in pixels.
+        size: height and width of the images in pixels, for which positions are learned.
+        hidden: features between a block's two dense layers. Default: four times the width.
+        dropout: dropout rate after the positions, after attention and in the dense layers.
+        epsilon: epsilon of the norms.
 
-    Input [batch, size, size, 3], output [batch, classes].
+    Input: [batch, size, size, 3]. Output: [batch, classes].
 
-    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4; Ti and S are Touvron et al.'s (2021),
+    Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. Ti and S: Touvron et al. (2021),
     Training data-efficient image transformers, table 1.
     """
 
@@ -158,10 +158,10 @@ class ViT(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x):
-        """What the last layer sees, the class token: [batch, width]."""
+        """Computes the input of the last layer, the class token: [batch, width]."""
         if x.ndim != 4 or x.shape[1:3] != (self.size, self.size) or self.size % self.patch:
-            raise ValueError(f"ViT: images are [batch, {self.size}, {self.size}, channels], a whole number of patches "
-                             f"of {self.patch}; got {x.shape}")
+            raise ValueError(f"ViT: expected images [batch, {self.size}, {self.size}, channels], with a size that is a "
+                             f"multiple of patch={self.patch}; got {x.shape}")
         width = self.width
         x = nn.Conv(width, self.patch, self.patch, padding="VALID")(scope["patches"], x)
         x = x.reshape(x.shape[0], -1, width)                                    # [batch, patches, width]

@@ -1,15 +1,15 @@
-"""Weights that others published, in and out: by named rules, every key accounted for.
+"""Loads and saves pretrained weights with the names of their original framework.
 
     model = ResNet.preset("resnet50")
-    params, state = pretrained.load(model, "resnet50.safetensors")       # torchvision's or Keras' names, told apart
+    params, state = pretrained.load(model, "resnet50.safetensors")       # torchvision's or Keras' names, detected
     pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
 
-    model = pretrained.model("resnet50")            # by name, where ~/.cache/fnet or Hugging Face's cache holds it
+    model = pretrained.model("resnet50")            # by name, from ~/.cache/fnet or Hugging Face's cache
     params, state = pretrained.load("resnet50")
 
-Every key of the file is used, none is missing and none is left over, or an error lists them. Shapes are checked, dtypes
-are the file's unless a cast is asked for. Files are mapped into memory and read array by array, each copied once, into
-its place. Pickles are never opened.
+Every key of the file must be used and every array of the model must be in the file; otherwise an error lists the keys.
+Shapes are checked. Dtypes are those of the file unless a cast is requested. Files are memory-mapped and each array is
+copied once. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from fnet.models import _config, _fit, _hub, _llama2c, _plan, _tensors
+from fnet.models import _config, _hub, _key_map, _llama2c, _match, _tensors
 from fnet.models._model import Model
-from fnet.models._rules import (
+from fnet.models._weight_names import (
     CONV,
     DENSE,
     DEPTHWISE,
@@ -48,49 +48,48 @@ __all__ = [
 
 def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=None, names: str | None = None,
          check_config: bool = True) -> tuple[dict, dict]:
-    """Reads `(params, state)` of a model from published weights.
+    """Reads `(params, state)` of a model from pretrained weights.
 
-    If a config.json (of transformers or timm) is beside the weights, the model is compared with it field by field:
-    every field has the model's value, is known to have no effect on the forward pass, or raises an error.
+    If the folder contains a config.json (of transformers or timm), the model is compared with it field by field: every
+    field must have the model's value or be known to have no effect on the forward pass.
 
     Args:
-        model: the model; or the name of a preset (`"resnet50"`), for the model `pretrained.model(name, path)`.
-        path: a safetensors file, a folder with one (or with shards and their index), llama2.c's model.bin, a folder's
-            name in ~/.cache/fnet, or a repository of Hugging Face's hub that its cache holds; None: what the preset is
-            called.
-        dtype: what to cast floating-point arrays to; None: they keep the file's dtypes.
-        names: whose names the file holds, one of the model's `NAMES`; None: told by the keys.
-        check_config: whether a config.json beside the weights is compared with the model.
+        model: the model, or the name of a preset (`"resnet50"`), which selects `pretrained.model(name, path)`.
+        path: a safetensors file, a folder with one (or with shards and their index), llama2.c's model.bin, the name of
+            a folder in ~/.cache/fnet, or a repository of Hugging Face's hub in its cache. Default: the name of the
+            preset.
+        dtype: the dtype to which floating-point arrays are cast. Default: those of the file.
+        names: the framework whose names the file has, one of the model's `NAMES`. Default: detected from the keys.
+        check_config: whether to compare a config.json with the model.
 
     Returns:
-        params and state as `model.init` makes them, of `jax.Array`s. State is `{}` where the model has none.
+        `(params, state)` with the structure of `model.init`, as `jax.Array`s. State is `{}` if the model has none.
 
     Raises:
-        FileNotFoundError: where the weights are not on this disk: what to download and where to put it.
-        ValueError: where the file is no weights file, or damaged; listing each key that is missing, is not expected or
-            has another shape; listing each field of config.json that the model does not have, or that fnet does not
-            know; where the file is for another configuration of the model.
-        TypeError: where a dtype is no parameter's.
+        FileNotFoundError: the weights are not on this disk. The message names the download.
+        ValueError: the file is damaged or not a file of weights; keys are missing, unexpected or have another shape;
+            fields of config.json differ from the model or are unknown; the file is for another configuration.
+        TypeError: `dtype` is not a floating-point dtype, or the file's dtypes do not suit parameters.
     """
     if isinstance(model, str):
         name, cls = model, _class_of(model)
         path = find(name if path is None else path)
         model = _variant(cls, name, path, {})
     elif path is None:
-        raise TypeError(f"pretrained.load wants the path of the weights for this {type(model).__name__}: a file, a "
-                        "folder or a name; only the name of a preset stands for both")
+        raise TypeError(f"pretrained.load: pass the path of the weights for this {type(model).__name__}, a file, a "
+                        "folder or a name; only the name of a preset implies a path")
     tensors = _tensors.read(find(path))
-    kinds, leaves = _fit.leaves_of(model)
+    kinds, leaves = _match.leaves_of(model)
     config = _config.check(model, tensors.path.parent) if check_config else None
-    name, plan = _fit.told(model, leaves, tensors, names)
+    name, key_map = _match.detect_names(model, leaves, tensors, names)
     if config and name not in config.names:
-        raise ValueError(f"{tensors.path} has the names of {name}, but config.json beside it describes weights with "
-                         f"the names of {' or '.join(config.names)}: move one of them to another folder")
-    _fit.check_config(model, name, tensors.path, config.compared() if config else ())
-    _fit.check_keys(model, name, plan, tensors)
-    _fit.check_header(model, name, tensors.path)
+        raise ValueError(f"{tensors.path} has the names of {name}, but config.json next to it describes weights with "
+                         f"the names of {' or '.join(config.names)}; move one of them to another folder")
+    _match.check_config(model, name, tensors.path, config.compared() if config else ())
+    _match.check_keys(model, name, key_map, tensors)
+    _match.check_header(model, name, tensors.path)
     trees = {"params": {}, "state": {}}
-    for entry in plan.reads:
+    for entry in key_map.reads:
         for place, array in zip(entry.paths, _read(entry, tensors, dtype)):
             *above, last = place.split("/")
             node = trees[kinds[place]]
@@ -102,42 +101,41 @@ def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=Non
 
 def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike, *, names: str | None = None,
          like: str | os.PathLike | None = None) -> Path:
-    """Writes params and state as a file that the original framework loads. The way back of `load`.
+    """Writes params and state to a file that the original framework can load: the inverse of `load`.
 
     Args:
         model: the model.
-        params, state: as `load` or `model.init` gave them; state `{}` where the model has none.
-        path: the file to write, *.safetensors (or a folder: model.safetensors in it); *.bin for llama2.c's names.
-        names: whose names to write, one of the model's `NAMES`; None: the only ones that fit the model's
-            configuration.
-        like: a file with the same names, whose notes and spare keys (PyTorch's count of batches) are taken over.
+        params, state: as returned by `load` or `model.init`. State is `{}` if the model has none.
+        path: the file to write, *.safetensors (or a folder, for model.safetensors in it), or *.bin for llama2.c.
+        names: the framework whose names to write, one of the model's `NAMES`. Default: the only one that matches the
+            model's configuration.
+        like: a file with the same names; its metadata and spare keys (such as PyTorch's number of batches) are copied.
 
     Returns:
         The path of the file.
 
     Raises:
-        ValueError: where params or state are not the model's, by name and shape; where `names` does not tell what to
-            write.
+        ValueError: params or state do not match the model in names or shapes, or `names` is ambiguous.
     """
     model.check(params, model.example(), state=state)
-    kinds, leaves = _fit.leaves_of(model)
+    kinds, leaves = _match.leaves_of(model)
     if like is not None:
         source = _tensors.read(find(like))
-        names, plan = _fit.told(model, leaves, source, names)
+        names, key_map = _match.detect_names(model, leaves, source, names)
     else:
         source = None
-        names = _fit.names_to_write(model) if names is None else names
-        rules = _fit.rules_of(model, names)
-        plan = _plan.plan(rules, rules.prefixes[0], leaves, _fit.who(model, names))
-    rules, path = _fit.rules_of(model, names), Path(path).expanduser()
-    _fit.check_config(model, names, path)
+        names = _match.names_to_write(model) if names is None else names
+        rules = _match.rules_of(model, names)
+        key_map = _key_map.key_map(rules, rules.prefixes[0], leaves, _match.who(model, names))
+    rules, path = _match.rules_of(model, names), Path(path).expanduser()
+    _match.check_config(model, names, path)
     kind = ".bin" if rules.header else ".safetensors"
     if path.is_dir() or not path.suffix:
         path = path / f"model{kind}"
     if path.suffix != kind:
-        raise ValueError(f"pretrained.save writes *{kind} by the names of {names}; {path} is called otherwise")
+        raise ValueError(f"pretrained.save: the names of {names} need a *{kind} file; got {path}")
     trees, arrays = {"params": params, "state": state}, {}
-    for entry in (*plan.reads, *_beside(plan, source)):
+    for entry in (*key_map.reads, *_beside(key_map, source)):
         if isinstance(entry.rule, Spare):
             arrays |= {key: source.arrays[key] if source and key in source.arrays else np.asarray(entry.rule.write)
                        for key in entry.keys}
@@ -151,62 +149,65 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
 
 
 def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
-    """The model of the weights that lie on this disk under the name of a preset.
+    """Returns the model for pretrained weights on this disk, by the name of a preset.
 
-    Published weights of one architecture may differ in what their shapes do not show: Keras' ResNet-50 has an epsilon
-    of 1e-3 and strides of its own. The model is the preset with the fields that those weights take for granted.
+    Weights of one architecture may differ in fields that no shape determines: Keras' ResNet-50 has an epsilon of 1e-3,
+    and its strides are in other convolutions. The result is the preset with the fields that these weights require.
 
     Args:
-        name: the preset, as "resnet50".
-        path: where the weights lie; None: what the preset is called.
-        changes: further fields of the preset to change.
+        name: the preset, such as "resnet50".
+        path: the weights, as in `load`. Default: the name of the preset.
+        changes: other fields of the preset to change.
+
+    Returns:
+        The model.
 
     Raises:
-        FileNotFoundError: where the weights are not on this disk.
-        ValueError: where no model has such a preset.
+        FileNotFoundError: the weights are not on this disk.
+        ValueError: no model has a preset of this name.
     """
     cls = _class_of(name)
     return _variant(cls, name, find(name if path is None else path), changes)
 
 
 def names_of(model: Model, path: str | os.PathLike) -> str:
-    """Whose names a file holds, one of the model's `NAMES`: by its keys.
+    """Returns the framework whose names a file has, one of the model's `NAMES`.
 
-        photos = model.NAMES[pretrained.names_of(model, path)].image       # how these weights want their photos
+        image = model.NAMES[pretrained.names_of(model, path)].image       # the preprocessing for these weights
 
     Raises:
-        ValueError: where the file holds nothing of this model.
+        ValueError: the file contains no arrays of this model.
     """
-    return _fit.told(model, _fit.leaves_of(model)[1], _tensors.read(find(path)), None)[0]
+    return _match.detect_names(model, _match.leaves_of(model)[1], _tensors.read(find(path)), None)[0]
 
 
 def find(name: str | os.PathLike) -> Path:
-    """Where the weights lie that `load` would read: a path, the name of a preset, or a repository's.
+    """Returns the path of the weights that `load` would read: a path, the name of a preset, or a repository.
 
     Raises:
-        FileNotFoundError: where they are not on this disk: where it looked, what to download and where to put it.
+        FileNotFoundError: they are not on this disk. The message lists the places searched, and what to download.
     """
     held = [cls.HUB.get(name, ()) for cls in _classes() if name in cls.PRESETS]
     return _hub.find(name, held[0] if held else ())
 
 
 def _class_of(name):
-    """The class of the models that have a preset of this name."""
+    """The class of models that has a preset of this name."""
     classes = _classes()
     cls = next((cls for cls in classes if name in cls.PRESETS), None)
     if cls is None:
         presets = [preset for cls in classes for preset in cls.PRESETS]
         near = difflib.get_close_matches(name, presets, 1)
-        raise ValueError(f"no model has a preset {name!r}" + (f": did you mean {near[0]!r}?" if near else
-                         f": there are {', '.join(presets)}"))
+        raise ValueError(f"no model has a preset {name!r}" + (f"; did you mean {near[0]!r}?" if near else
+                         f"; there are {', '.join(presets)}"))
     return cls
 
 
 def _variant(cls, name, path, changes):
-    """The preset, changed as the weights at `path` want it."""
+    """The preset with the fields that the weights at `path` require."""
     made = cls.preset(name, **changes)
-    told, _ = _fit.told(made, _fit.leaves_of(made)[1], _tensors.read(path), None)
-    return dataclasses.replace(made, **{**made.NAMES[told].config, **changes})
+    names, _ = _match.detect_names(made, _match.leaves_of(made)[1], _tensors.read(path), None)
+    return dataclasses.replace(made, **{**made.NAMES[names].config, **changes})
 
 
 def _classes():
@@ -215,27 +216,28 @@ def _classes():
     return [cls for cls in map(models.__dict__.get, models.__all__) if isinstance(cls, type) and issubclass(cls, Model)]
 
 
-def _beside(plan, source):
-    """The entries beside the model's own that a file gets: those that the source has, or that are always written."""
-    for entry in plan.beside:
+def _beside(key_map, source):
+    """The additional entries that a file receives: those in the source, or that are always written."""
+    for entry in key_map.beside:
         held = source is not None and all(key in source.arrays for key in entry.keys)
         if held or (entry.rule.write is not None and entry.rule.write is not False):
             yield entry
 
 
 def _read(entry, tensors, dtype):
-    """Our arrays of one entry, each copied once: from the mapped file to its place."""
+    """Reads the arrays of one entry. Each is copied once, from the memory-mapped file to its destination."""
     held = {tensors.arrays[key].dtype for key in entry.keys}
     if len(held) > 1:
-        raise TypeError(f"{tensors.path}: the parts of {_fit.ours(entry)} are of several dtypes, "
-                        f"{', '.join(sorted(map(str, held)))}: give dtype=")
+        raise TypeError(f"{tensors.path}: the parts of {_match.ours(entry)} have different dtypes, "
+                        f"{', '.join(sorted(map(str, held)))}; pass dtype=")
     (theirs,) = held
     if not jax.dtypes.issubdtype(theirs, np.floating):
-        raise TypeError(f"{tensors.path}: {entry.keys[0]!r} is {theirs}; {_fit.ours(entry)} must be of floating point")
+        raise TypeError(f"{tensors.path}: {entry.keys[0]!r} has dtype {theirs}, but {_match.ours(entry)} needs a "
+                        "floating-point dtype")
     wanted = np.dtype(theirs if dtype is None else dtype)
     if jax.dtypes.canonicalize_dtype(wanted) != wanted:
-        raise TypeError(f"{tensors.path}: {entry.keys[0]!r} is {wanted}, which JAX holds with jax_enable_x64 alone: "
-                        "give dtype=jnp.float32 to cast it")
+        raise TypeError(f"{tensors.path}: {entry.keys[0]!r} has dtype {wanted}, which JAX supports only with "
+                        "jax_enable_x64; pass dtype=jnp.float32 to cast it")
     ours = [_tensors.aligned(spec.shape, wanted) for spec in entry.specs]
     for key, copy in zip(entry.keys, np.ndindex(entry.copies)):
         whole, at = entry.rule.layout.ours(tensors.arrays[key]), 0
@@ -248,7 +250,7 @@ def _read(entry, tensors, dtype):
 
 
 def _written(entry, arrays):
-    """{their key: array} of one entry."""
+    """{key in the file: array} of one entry."""
     whole = np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
     return {key: entry.rule.layout.theirs(whole[copy] if copy else whole)
             for key, copy in zip(entry.keys, np.ndindex(entry.copies))}

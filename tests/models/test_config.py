@@ -151,7 +151,7 @@ def test_an_absent_field_has_transformers_default(name, tmp_path):
     for field, value in config.items():
         entry, rest = table.fields.get(field), {key: config[key] for key in config if key != field}
         if field in ("model_type", "architecture"):
-            refused(tmp_path, model, rest, "has no 'model_type': it does not say which model it describes")
+            refused(tmp_path, model, rest, "has no 'model_type', so its model is unknown")
         elif isinstance(entry, _config.Use) and entry.absent not in (_config.SKIP, None) and not callable(entry.absent):
             if entry.absent == value or (entry.shorter and value < entry.absent):
                 _config.check(model, written(tmp_path, rest))
@@ -204,7 +204,7 @@ ENCODER_CONFIG = BERT | {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers
     ({"sliding_window": 16}, "'sliding_window' is 16, the model has window=None"),
     ({"model_type": "mistral", "architectures": None},
      "'sliding_window' is absent, i.e. 4096, the model has window=None"),
-    ({"model_type": "gemma"}, "'model_type' is 'gemma': these weights are for another kind of model. A Llama reads "
+    ({"model_type": "gemma"}, "'model_type' is 'gemma': these weights are for another model. A Llama reads "
      "'model_type' 'llama' or 'model_type' 'mistral'$"),
     ({"model_type": ["llama"]}, r"'model_type' is \['llama'\]: these weights"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "expected one of LlamaForCausalLM"),
@@ -278,7 +278,7 @@ def test_what_config_json_may_say_in_two_ways(tmp_path):
     ('{"rms_norm_eps": NaN}', "'rms_norm_eps' is nan, expected a finite number"),
     ('{"rope_theta": [Infinity]}', "'rope_theta' is inf, expected a finite number"),
     ('{"rope_theta": 1e999}', "'rope_theta' is inf"), ('{"a": ' + "[" * 100000, "nested too deeply"),
-    ('{"a": [' + "[]," * 2**20, "it holds more than 1,048,576 lists and objects"),
+    ('{"a": [' + "[]," * 2**20, "it contains more than 1,048,576 lists and objects"),
     ('{"a": ' + "9" * 5000 + "}", "config.json: .*digit"), ("\ufeff{}", "is not valid JSON"),
     ("{}", "has no 'model_type'"),
 ])
@@ -289,11 +289,11 @@ def test_files_that_are_no_configuration(text, message, tmp_path):
 def test_files_of_another_kind(tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ValueError, match="is no text in UTF-8"):
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
         _config.check(SMALL, tmp_path)
     with path.open("wb") as file:
         file.truncate(2**24 + 1)
-    with pytest.raises(ValueError, match="has 16,777,217 bytes: expected at most 16,777,216"):
+    with pytest.raises(ValueError, match="has 16,777,217 bytes, expected at most 16,777,216"):
         _config.check(SMALL, tmp_path)
     path.unlink()
     path.symlink_to(tmp_path / "absent")                  # a cache whose file was lost is not a folder without one
@@ -330,7 +330,7 @@ def test_config_json_rather_than_the_names_says_what_epsilon_is(tmp_path):
     """Names imply a value where no config.json is there."""
     model = dataclasses.replace(ENCODER, epsilon=1e-5)
     pretrained.save(ENCODER, ENCODER.init(jax.random.key(0), ENCODER.example())[0], {}, tmp_path)
-    with pytest.raises(ValueError, match="by the names of huggingface are for a Bert with epsilon=1e-12"):
+    with pytest.raises(ValueError, match="with the names of huggingface need a Bert with epsilon=1e-12"):
         pretrained.load(model, tmp_path)
     written(tmp_path, ENCODER_CONFIG | {"layer_norm_eps": 1e-5})
     pretrained.load(model, tmp_path)
@@ -343,8 +343,8 @@ def test_files_of_two_frameworks_in_one_folder(tmp_path):
     pretrained.save(model, model.init(jax.random.key(0), model.example())[0], {}, tmp_path, names="timm")
     written(tmp_path, VIT | {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
                              "intermediate_size": 128, "layer_norm_eps": 1e-6})
-    with pytest.raises(ValueError, match=r"has the names of timm, but config.json beside it describes weights with the "
-                       "names of huggingface: move one of them to another folder"):
+    with pytest.raises(ValueError, match=r"has the names of timm, but config.json next to it describes weights with "
+                       "the names of huggingface; move one of them to another folder"):
         pretrained.load(model, tmp_path)
 
 

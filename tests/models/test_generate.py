@@ -197,16 +197,16 @@ def test_padded():
 @pytest.mark.parametrize(("options", "error", "text"), [
     (dict(prompts=np.ones((1, 3), np.float32)), TypeError, r"prompts of integer tokens; got float32\[1, 3\]"),
     (dict(prompts=[1, 2]), ValueError, r"prompts \[batch, time\] of at least one token each; got shape \(2,\)"),
-    (dict(prompts=np.ones((2, 0), np.int32)), ValueError, r"got shape \(2, 0\): models.padded makes them"),
-    (dict(lengths=[3]), ValueError, r"lengths are integers \[batch\] \(3,\); got int32\[1\]"),
-    (dict(lengths=[3, 0, 1]), ValueError, r"a prompt has 1 to 7 tokens; lengths are \[3, 0, 1\]"),
-    (dict(lengths=[3, 8, 1]), ValueError, r"a prompt has 1 to 7 tokens; lengths are \[3, 8, 1\]"),
-    (dict(max_tokens=0), ValueError, "max_tokens is at least 1; got 0"),
-    (dict(max_tokens=35), ValueError, "7 tokens of prompt and max_tokens=35 do not fit into the model's context of 40"),
-    (dict(temperature=np.float32(1)), ValueError, "give it a jax.random.key, or temperature=0 for the likeliest token"),
-    (dict(temperature=-1.0, key=0), ValueError, r"temperature is at least 0; got -1\.0"),
-    (dict(top_k=0), ValueError, "top_k is at least 1; got 0"),
-    (dict(top_p=1.5), ValueError, r"top_p is from 0 to 1; got 1\.5"),
+    (dict(prompts=np.ones((2, 0), np.int32)), ValueError, r"got shape \(2, 0\); models.padded pads"),
+    (dict(lengths=[3]), ValueError, r"lengths must be integers \[batch\] \(3,\); got int32\[1\]"),
+    (dict(lengths=[3, 0, 1]), ValueError, r"lengths must be from 1 to 7; got \[3, 0, 1\]"),
+    (dict(lengths=[3, 8, 1]), ValueError, r"lengths must be from 1 to 7; got \[3, 8, 1\]"),
+    (dict(max_tokens=0), ValueError, "max_tokens must be >= 1; got 0"),
+    (dict(max_tokens=35), ValueError, "prompts of 7 tokens and max_tokens=35 exceed the model's context of 40"),
+    (dict(temperature=np.float32(1)), ValueError, "sampling needs key=jax.random.key\\(...\\); or pass temperature=0"),
+    (dict(temperature=-1.0, key=0), ValueError, r"temperature must be >= 0; got -1\.0"),
+    (dict(top_k=0), ValueError, "top_k must be >= 1; got 0"),
+    (dict(top_p=1.5), ValueError, r"top_p must be from 0 to 1; got 1\.5"),
 ])
 def test_errors(options, error, text):
     model, params = prepared("gpt")

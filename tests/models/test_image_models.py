@@ -71,5 +71,5 @@ def test_cnn_against_plain_jax():
 
 
 def test_cnn_wants_as_many_depths_as_widths():
-    with pytest.raises(ValueError, match=r"CNN: 2 widths \(4, 8\) but 1 numbers of convs \(2,\)"):
+    with pytest.raises(ValueError, match=r"CNN: expected one number of convs for each of 2 widths; got \(2,\)"):
         models.CNN(3, (4, 8), (2,)).init(KEY, jnp.ones((1, 8, 8, 1)))

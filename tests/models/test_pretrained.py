@@ -172,17 +172,18 @@ def test_like_takes_over_what_a_model_has_no_place_for(trees, file, tmp_path):
 @pytest.mark.parametrize(("change", "text"), [
     (lambda a: a.update({"conv.weihgt": a.pop("conv.weight")}),
      r"names of torch: 'conv.weight' is missing \(for 'stem/conv/kernel'; the file has 'conv.weihgt'\); "
-     r"'conv.weihgt' \(4, 3, 3, 2\) is not expected \(nearest: 'conv.weight'\)$"),
+     r"'conv.weihgt' \(4, 3, 3, 2\) is not expected \(did you mean 'conv.weight'\?\)$"),
     (lambda a: a.pop("h.1.qkv.weight"),
      "'h.1.qkv.weight' is missing \\(for 'blocks/query/kernel' and 'blocks/key/kernel' and 'blocks/value/kernel'\\)$"),
-    (lambda a: a.update(more=np.ones(3, np.float32)), r"fit this Small .*: 'more' \(3,\) is not expected$"),
+    (lambda a: a.update(more=np.ones(3, np.float32)), r"match this Small .*: 'more' \(3,\) is not expected$"),
     (lambda a: a.update({"h.2.proj.bias": np.ones(4, np.float32)}), r"'h.2.proj.bias' \(4,\) is not expected$"),
     (lambda a: a.update({"h.0.proj.weight": np.ones((10, 4), np.float32)}),
-     r"'h.0.proj.weight' is \(10, 4\) and must be \(4, 10\) for 'blocks/out/kernel'$"),
+     r"'h.0.proj.weight': expected shape \(4, 10\) for 'blocks/out/kernel', got \(10, 4\)$"),
     (lambda a: a.update({"head.weight": a["wte.weight"] + 1}),
-     "'head.weight' must hold the same numbers as 'embed/embedding', to which the model ties it$"),
+     "'head.weight' must equal 'embed/embedding', because the model ties the two$"),
     (lambda a: [a.pop(key) for key in list(a) if key not in ("conv.bias", "bn.bias")], r"is missing .*; and 4 more$"),
-    (lambda a: [a.pop(key) for key in list(a) if key != "conv.bias"], "holds no weights of a Small by the names of"),
+    (lambda a: [a.pop(key) for key in list(a) if key != "conv.bias"],
+     "contains no weights of a Small with the names of"),
 ])
 def test_a_key_that_does_not_fit(file, change, text):
     rewritten(file, change)
@@ -190,12 +191,12 @@ def test_a_key_that_does_not_fit(file, change, text):
 
 
 def test_another_configuration(file, trees, tmp_path):
-    refused(ValueError, r"by the names of torch are for a Small with epsilon=1e-05; this one has epsilon=0.001: use "
+    refused(ValueError, r"with the names of torch need a Small with epsilon=1e-05, got epsilon=0.001; use "
             r"dataclasses.replace\(model, epsilon=1e-05\)", KERAS, file)
     refused(ValueError, r"'h.2.qkv.weight' is missing", Small(depth=3), file)
-    with pytest.raises(ValueError, match="say whose names to write for this Small: names='torch' or 'keras'"):
+    with pytest.raises(ValueError, match="select the names to write for this Small: names='torch' or 'keras'"):
         pretrained.save(Small(epsilon=0.1), *trees, tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match=r"writes \*.safetensors by the names of torch; .*x.pt is called otherwise"):
+    with pytest.raises(ValueError, match=r"writes \*.safetensors with the names of torch; .*x.pt is called otherwise"):
         pretrained.save(TORCH, *trees, tmp_path / "x.pt")
     assert pretrained.save(TORCH, *trees, tmp_path / "new") == tmp_path / "new" / "model.safetensors"
     with pytest.raises(ValueError, match=r"Small: 1 of its arrays do not fit: 'embed/embedding' .* is missing"):
@@ -203,11 +204,12 @@ def test_another_configuration(file, trees, tmp_path):
 
 
 def test_another_model(file, tmp_path):
-    refused(ValueError, r"holds no weights of a ResNet by the names of torchvision or keras: its keys are "
-            r"'bn.num_batches_tracked', .*; torchvision's are 'conv1.weight'", models.ResNet.preset("resnet18"), file)
-    refused(ValueError, "Small knows no names 'flax': it knows torch, keras", TORCH, file, names="flax")
-    refused(TypeError, r"take a model with rules \(NAMES\), as fnet.models' ResNet; got Dense", nn.Dense(3), file)
-    refused(TypeError, "pretrained.load wants the path of the weights for this Small", TORCH)
+    refused(ValueError, r"contains no weights of a ResNet with the names of torchvision or keras: its keys are "
+            r"'bn.num_batches_tracked', .*; expected 'conv1.weight', .* for torchvision",
+            models.ResNet.preset("resnet18"), file)
+    refused(ValueError, "Small has no names 'flax'; it has torch, keras", TORCH, file, names="flax")
+    refused(TypeError, r"expected a model with NAMES for its weights, e.g. models.ResNet; got Dense", nn.Dense(3), file)
+    refused(TypeError, "pretrained.load: pass the path of the weights for this Small", TORCH)
 
 
 @dataclasses.dataclass
@@ -217,9 +219,9 @@ class _Rules:
 
 
 @pytest.mark.parametrize("case", [
-    _Rules((torch.conv("conv", "c"),), "Ruled, names of mine: no rule names 'norm/bias', 'norm/scale', 'norm/mean'"),
-    _Rules((torch.conv("conv", "c"), torch.batch_norm("norm", "c")), "the rules name 'c.weight' for 'conv/kernel' and"),
-    _Rules((Rule(("conv/kernel", "conv/gain"), "c"),), "rule for 'c' wants 'conv/gain' beside 'conv/kernel', and the"),
+    _Rules((torch.conv("conv", "c"),), "Ruled, names of mine: no rule matches 'norm/bias', 'norm/scale', 'norm/mean'"),
+    _Rules((torch.conv("conv", "c"), torch.batch_norm("norm", "c")), "the rules use 'c.weight' for 'conv/kernel' and"),
+    _Rules((Rule(("conv/kernel", "conv/gain"), "c"),), "rule for 'c' needs 'conv/gain' in addition to 'conv/kernel'"),
 ], ids=lambda case: "")
 def test_rules_that_do_not_cover_a_model(case, file):
     class Ruled(models.Model):
@@ -255,11 +257,11 @@ def test_dtypes_are_the_files_unless_a_cast_is_asked_for(trees, file):
 
 def test_dtypes_that_are_no_parameters(file):
     rewritten(file, lambda arrays: arrays.update({"h.1.proj.bias": np.ones(4, np.float16)}))
-    refused(TypeError, "parts of 'blocks/out/bias' are of several dtypes, float16, float32: give dtype=", TORCH, file)
+    refused(TypeError, "parts of 'blocks/out/bias' have different dtypes, float16, float32; pass dtype=", TORCH, file)
     rewritten(file, lambda arrays: arrays.update({f"h.{i}.proj.bias": np.ones(4, np.int8) for i in (0, 1)}))
-    refused(TypeError, "'h.0.proj.bias' is int8; 'blocks/out/bias' must be of floating point", TORCH, file)
+    refused(TypeError, "'h.0.proj.bias' has dtype int8, but 'blocks/out/bias' needs a floating-point", TORCH, file)
     rewritten(file, lambda arrays: arrays.update({f"h.{i}.proj.bias": np.ones(4, np.float64) for i in (0, 1)}))
-    refused(TypeError, "bias' is float64, which JAX holds with jax_enable_x64 alone: give dtype=", TORCH, file)
+    refused(TypeError, "bias' has dtype float64, which JAX supports only with jax_enable_x64; pass dtype=", TORCH, file)
     params, _ = pretrained.load(TORCH, file, dtype="float32")
     same(params["blocks"]["out"]["bias"], jnp.ones((2, 4)))
 
@@ -278,9 +280,9 @@ def test_arrays_are_mapped_and_copied_once(file):
 
 def test_presets():
     assert Small.preset("small_deep", epsilon=1e-3) == Small(depth=3, epsilon=1e-3)
-    with pytest.raises(ValueError, match=r"Small has no preset 'smal': did you mean 'small'\?"):
+    with pytest.raises(ValueError, match=r"Small has no preset 'smal'; did you mean 'small'\?"):
         Small.preset("smal")
-    with pytest.raises(ValueError, match="Small has no preset 'xyz': it has small, small_deep"):
+    with pytest.raises(ValueError, match="Small has no preset 'xyz'; it has small, small_deep"):
         Small.preset("xyz")
     with pytest.raises(NotImplementedError, match=r"Model has no example\(self\)"):
         models.Model().example()
@@ -308,10 +310,10 @@ def test_a_name_finds_a_cache_and_the_model_of_its_weights(small_is_published, t
 
 def test_a_name_that_is_not_on_this_disk(small_is_published, tmp_path):
     refused(FileNotFoundError, r"the weights 'small' are not on this disk: no such path, nothing in .*own/small, no "
-            r"someone/small in Hugging Face's cache, .*hub: get it with 'hf download someone/small', or put its "
-            r"files into .*own/small; or write its model.safetensors in Python \(import torchvision, .*"
+            r"someone/small in Hugging Face's cache, .*hub: download it with 'hf download someone/small', or copy "
+            r"its files to .*own/small; or write its model.safetensors in Python \(import torchvision, .*"
             r"get_model\('small', weights='IMAGENET1K_V1'\).*\) and put it into .*own/small$", "small")
-    refused(FileNotFoundError, "get it with 'hf download small_deep'", "small_deep")
+    refused(FileNotFoundError, "download it with 'hf download small_deep'", "small_deep")
     refused(FileNotFoundError, "get it with 'hf download some/repository'", TORCH, "some/repository")
     refused(FileNotFoundError, "no/such/file.safetensors: no such file or folder", TORCH, "no/such/file.safetensors")
     refused(ValueError, "no model has a preset 'smaal': did you mean 'small'?", "smaal")

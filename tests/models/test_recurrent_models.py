@@ -65,9 +65,9 @@ def test_pack_trees():
     assert models.pack_trees([], VOCABULARY).labels.shape == (0, 0)
     deep = functools.reduce(lambda tree, _: ("not", tree), range(5000), True)       # deeper than Python's stack
     assert models.pack_trees([deep], VOCABULARY).parents[0, :3].tolist() == [1, 2, 3]
-    with pytest.raises(ValueError, match="tree 1 has a node 'nand', which the vocabulary does not: it has 'and', 'or'"):
+    with pytest.raises(ValueError, match="tree 1 has the label 'nand', which is not in the vocabulary: 'and', 'or'"):
         models.pack_trees([True, ("nand", True)], VOCABULARY)
-    with pytest.raises(ValueError, match="the largest of these trees has 3 nodes; rows have room for nodes=2"):
+    with pytest.raises(ValueError, match="the largest tree has 3 nodes, more than nodes=2"):
         models.pack_trees([("and", True, False)], VOCABULARY, 2)
 
 

@@ -73,8 +73,8 @@ def test_case_where_no_file_says_it(tmp_path):
     assert not words.lowercase and words.encode("The").tolist()[1] == len(cased) - 1
     assert models.WordPiece.read(tmp_path / "vocab.txt", lowercase=True).lowercase
     bert(tmp_path, {"model_max_length": 512}, vocabulary=cased)
-    with pytest.raises(ValueError, match=r"tokenizer_config.json has no 'do_lower_case', which means true, but "
-                       r"vocab.txt has upper-case letters \('The'\). Use WordPiece.read\(path, lowercase=...\)"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json has no 'do_lower_case', i.e. true, but "
+                       r"vocab.txt has upper-case letters \('The'\); use WordPiece.read\(path, lowercase=...\)"):
         models.read_tokenizer(tmp_path)
     assert models.WordPiece.read(tmp_path / "vocab.txt", lowercase=True).lowercase
 
@@ -125,13 +125,14 @@ def changed(path, value):
 
 
 @pytest.mark.parametrize(("tokenizer", "text"), [
-    (changed("normalizer/lowercase", False), "contradict each other: lowercase is True and False. Use WordPiece.read"),
+    (changed("normalizer/lowercase", False), "contradict each other: lowercase is True and False; use WordPiece.read"),
     (changed("normalizer/strip_accents", False), "contradict each other: strip_accents is None and False"),
-    (changed("normalizer/clean_text", False), "another tokenizer than vocab.txt: 'normalizer.clean_text' is False"),
+    (changed("normalizer/clean_text", False), "describe different tokenizers: 'normalizer.clean_text' is False"),
     (changed("normalizer", None), "'normalizer.type' is None, expected 'BertNormalizer'"),
-    (changed("normalizer", {"type": "BertNormalizer", "clean_text": True}), "is no tokenizer.json of BERT: KeyError"),
-    (changed("normalizer", 3), "is no tokenizer.json of BERT: AttributeError"),
-    (changed("model/vocab", {"[PAD]": 0}), "another tokenizer than vocab.txt: 'model.vocab' differs from vocab.txt"),
+    (changed("normalizer", {"type": "BertNormalizer", "clean_text": True}),
+     "is not a tokenizer.json of BERT: KeyError"),
+    (changed("normalizer", 3), "is not a tokenizer.json of BERT: AttributeError"),
+    (changed("model/vocab", {"[PAD]": 0}), "describe different tokenizers: 'model.vocab' differs from vocab.txt"),
     (changed("model/type", "BPE"), "'model.type' is 'BPE', expected 'WordPiece'"),
     (changed("model/max_input_chars_per_word", 200), "is 200, expected 100"),
     (changed("pre_tokenizer", {"type": "Whitespace"}), "'pre_tokenizer.type' is 'Whitespace'"),

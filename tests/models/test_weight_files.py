@@ -52,24 +52,24 @@ def test_shards(tmp_path):
 
 def test_shards_that_are_not_what_the_index_says(tmp_path):
     index = sharded(tmp_path, b="model-00001-of-00002.safetensors")
-    with pytest.raises(ValueError, match=r"places 'b' in model-00001-of-00002.safetensors, which does not hold it"):
+    with pytest.raises(ValueError, match=r"places 'b' in model-00001-of-00002.safetensors, which does not contain it"):
         _tensors.read(tmp_path)
     sharded(tmp_path, c="model-00001-of-00002.safetensors")
-    refused(index, "places 'c' in model-00001-of-00002.safetensors, which does not hold it")
+    refused(index, "places 'c' in model-00001-of-00002.safetensors, which does not contain it")
     sharded(tmp_path, a="model-00002-of-00002.safetensors", c="model-00001-of-00002.safetensors")
-    with pytest.raises(ValueError, match=r"holds 'a', which model.safetensors.index.json places in model-00002"):
+    with pytest.raises(ValueError, match=r"contains 'a', but model.safetensors.index.json places it in model-00002"):
         _tensors.read(tmp_path)
     sharded(tmp_path, c="model-00003-of-00003.safetensors")
     refused(index, "names 3 shards; model-00003-of-00003.safetensors is not beside it", FileNotFoundError)
     for text in ("{", "[]", '{"weight_map": {"a": "../../secret.safetensors"}}', '{"weight_map": {"a": 3}}',
                  '{"weight_map": 3}', '{"weight_map": ' + "[" * 100_000):
         index.write_text(text)
-        refused(index, "is no index of shards: ")
+        refused(index, "is not an index of shards: ")
     index.write_text("[" + "{}," * 2000)
-    refused(index, "is no index of shards: it holds more than 1,000 lists and objects")
+    refused(index, "is not an index of shards: it contains more than 1,000 lists and objects")
     with index.open("wb") as file:
         file.truncate((1 << 24) + 1)
-    refused(index, "is no index of shards: it has 16,777,217 bytes, at most 16,777,216 are read")
+    refused(index, "is not an index of shards: it has 16,777,217 bytes, at most 16,777,216 are read")
 
 
 def header(**tensors):
@@ -99,7 +99,7 @@ def entry(shape, begin, end, dtype="F32"):
 def test_a_hostile_header_is_refused(tmp_path, head, body, length):
     file = tmp_path / "x.safetensors"
     file.write_bytes(struct.pack("<Q", len(head) if length is None else length) + head + bytes(body))
-    refused(file, "is no whole safetensors file: ")
+    refused(file, "is not a complete safetensors file: ")
 
 
 def test_damaged_files(tmp_path):
@@ -108,10 +108,10 @@ def test_damaged_files(tmp_path):
     whole = file.read_bytes()
     for cut in (0, 4, 20, len(whole) - 1):
         file.write_bytes(whole[:cut])
-        refused(file, "is no whole safetensors file: ")
+        refused(file, "is not a complete safetensors file: ")
     head = header(a=entry([4], 0, 2, "F4"))
     file.write_bytes(struct.pack("<Q", len(head)) + head + bytes(2))
-    refused(file, "'a' is of dtype F4, which fnet does not read")
+    refused(file, "'a' has dtype F4, which fnet does not support")
     for shape in ([2**63, 0], [2**62, 0, 4], [0] * 70):
         head = header(a=entry(shape, 0, 0))
         file.write_bytes(struct.pack("<Q", len(head)) + head)
@@ -136,14 +136,14 @@ class Trap:
 def test_pickles_are_never_opened(tmp_path, name):
     trace, file = tmp_path / "trace", tmp_path / name
     file.write_bytes(pickle.dumps(Trap(trace)))
-    refused(file, r"is a pickle, which can run any code .* fnet reads safetensors. Convert it with PyTorch: "
+    refused(file, r"is a pickle, which can run arbitrary code .*; convert it to safetensors with PyTorch: "
             rf"import torch, safetensors.torch as s; s.save_file\(torch.load\('{name}', weights_only=True\), "
             r"'model.safetensors'\)")
     assert not trace.exists()
 
 
 def test_folders_without_weights(tmp_path):
-    refused(tmp_path, r"holds no weights \(model.safetensors, .*\): it holds nothing", FileNotFoundError)
+    refused(tmp_path, r"contains no weights \(model.safetensors, .*\); found nothing", FileNotFoundError)
     (tmp_path / "notes.txt").write_text("")
     refused(tmp_path, "it holds notes.txt", FileNotFoundError)
     (tmp_path / "model.h5").write_text("HDF")
@@ -176,7 +176,7 @@ def test_llama2c(tmp_path, tied):
     whole = file.read_bytes()
     _llama2c.write(file, head, read)
     assert file.read_bytes() == whole
-    with pytest.raises(ValueError, match=r"'wq' must be \(2, 8, 8\) in a model.bin of Header.*; got \(2, 8\)"):
+    with pytest.raises(ValueError, match=r"'wq': expected shape \(2, 8, 8\) for a model.bin .*, got \(2, 8\)"):
         _llama2c.write(file, head, arrays | {"wq": np.ones((2, 8))})
     assert file.read_bytes() == whole and len(list(tmp_path.iterdir())) == 1
     file.write_bytes(whole[:-4])

@@ -1,4 +1,4 @@
-"""Rules applied to the arrays of one model: which key stands for which array."""
+"""The key map of one model: naming rules applied to its arrays."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fnet.models._rules import Names, Rule, Spare, Tied
+from fnet.models._weight_names import Names, Rule, Spare, Tied
 
 _FIELD = re.compile(r"\{(\w+)([+-]\d+)?(:letter)?\}")
 
 
 class Entry(NamedTuple):
-    """A rule at one place of one model.
+    """A rule applied to one array of a model, or to the arrays that form one array of the file.
 
-    paths, specs: our arrays. copies: the sizes of the axes in front that their keys count out. keys: one, or one for
-    each copy, the last axis fastest.
+    Attributes:
+        rule: the rule.
+        paths, specs: the model's arrays.
+        copies: sizes of the leading axes that the keys count.
+        keys: one key, or one for each copy (the last axis varies fastest).
     """
 
     rule: Rule | Spare | Tied
@@ -29,14 +32,14 @@ class Entry(NamedTuple):
     keys: tuple[str, ...]
 
     def shape(self) -> tuple[int, ...]:
-        """The shape that each of their arrays must have."""
+        """The shape of each array in the file."""
         shapes = [spec.shape[len(self.copies):] for spec in self.specs]
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes)) if len(shapes) > 1 else shapes[0]
         return self.rule.layout.theirs(np.broadcast_to(np.int8(0), whole)).shape
 
 
-class Plan(NamedTuple):
-    """Every array of one model with its keys: what is read and written, and what may stand beside it."""
+class KeyMap(NamedTuple):
+    """All arrays of one model with their keys in a file, and the keys that the file may contain in addition."""
 
     reads: list[Entry]
     beside: list[Entry]
@@ -45,17 +48,17 @@ class Plan(NamedTuple):
         return {key: entry for entry in self.reads for key in entry.keys}
 
 
-def plan(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> Plan:
-    """The rules applied to the arrays of a model.
+def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> KeyMap:
+    """Applies rules to the arrays of a model.
 
     Args:
         names: the rules.
         prefix: one of their prefixes.
         leaves: {path: spec} of parameters and state.
-        who: whose rules these are, for errors.
+        who: the model and the framework, for errors.
 
     Raises:
-        ValueError: where an array has no rule, or two of them have one key.
+        ValueError: an array has no rule, or two arrays have the same key.
     """
     reads, beside, taken = [], [], set()
     for rule in names.flat():
@@ -71,22 +74,22 @@ def plan(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> Plan
                 beside += [_entry(spare, prefix, *place) for spare in rule.beside]
     lacking = [path for path in leaves if path not in taken]
     if lacking:
-        raise ValueError(f"{who}: no rule names {', '.join(map(repr, lacking[:4]))}"
+        raise ValueError(f"{who}: no rule matches {', '.join(map(repr, lacking[:4]))}"
                          + (f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""))
     owners = {}
     for entry in reads:
         for key in entry.keys:
             if owners.setdefault(key, entry) is not entry:
-                raise ValueError(f"{who}: the rules name {key!r} for {owners[key].paths[0]!r} and {entry.paths[0]!r}")
-    if prefix:    # what stands beside the part that has the prefix may come without it
+                raise ValueError(f"{who}: the rules use {key!r} for {owners[key].paths[0]!r} and {entry.paths[0]!r}")
+    if prefix:    # keys beside the prefixed part may have no prefix
         bare = [dataclasses.replace(entry.rule, write=None) for entry in beside]
         beside += [entry._replace(rule=rule, keys=tuple(key.removeprefix(prefix) for key in entry.keys))
                    for entry, rule in zip(beside, bare)]
-    return Plan(reads, [entry for entry in beside if owners.keys().isdisjoint(entry.keys)])
+    return KeyMap(reads, [entry for entry in beside if owners.keys().isdisjoint(entry.keys)])
 
 
 def _places(rule, leaves, who):
-    """(paths, their specs, the numbers in them) of every place of a model that a rule's paths name."""
+    """Yields (paths, their specs, the numbers in them) for each match of a rule's paths in a model."""
     first, *others = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     pattern = _pattern(first)
     for path in leaves:
@@ -95,8 +98,8 @@ def _places(rule, leaves, who):
             paths = (path, *(_written(other, numbers) for other in others))
             lacking = [each for each in paths if each not in leaves]
             if lacking:
-                raise ValueError(f"{who}: the rule for {rule.theirs!r} wants {lacking[0]!r} beside {path!r}, and the "
-                                 "model has no such array")
+                raise ValueError(f"{who}: the rule for {rule.theirs!r} needs {lacking[0]!r} in addition to {path!r}, "
+                                 "but the model has no such array")
             yield paths, tuple(leaves[each] for each in paths), numbers
 
 
@@ -109,7 +112,7 @@ def _entry(rule, prefix, paths, specs, numbers):
 
 
 def _pattern(ours):
-    """A path of ours as a regular expression with a group for each number."""
+    """A path as a regular expression with a group for each number."""
     parts, at = [], 0
     for field in _FIELD.finditer(ours):
         parts += [re.escape(ours[at:field.start()]), rf"(?P<{field[1]}>\d+)"]

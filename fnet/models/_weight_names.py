@@ -1,12 +1,12 @@
-"""How the arrays of a model are called in the files of others: rules that are data and read both ways.
+"""Rules for the names of a model's arrays in the files of other frameworks, used for reading and for writing.
 
-A rule pairs a path of ours with a key of theirs, and names the layout that lies between the two:
+A rule connects the path of an array in fnet with its key in the file, and names the change of layout between the two:
 
     Rule("stage{s}/block{b}/conv1/kernel", "layer{s}.{b}.conv1.weight", CONV)
 
-`{s}` stands for a number. In their key it may be moved (`{s+1}`) or written as a letter (`{b:letter}`: 0 is a). A
-number that stands in their key alone counts copies that we keep stacked (`nn.Stack`): our array has an axis for it in
-front. Several paths of ours for one key of theirs are parts of theirs along our last axis, as in a fused qkv.
+`{s}` matches a number. In the key, a constant may be added to it (`{s+1}`), or it may be a letter (`{b:letter}`: 0 is
+a). A number that is only in the key counts the copies of an `nn.Stack`: the array in fnet has a leading axis for it. If
+a rule has several paths for one key, their arrays are parts of the file's array along the last axis, as in a fused qkv.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fnet.models._images import ImageInput
 
 
 class Layout(NamedTuple):
-    """A reversible change of layout: their array as ours, and ours as theirs. Views, never copies."""
+    """A reversible layout change. `ours` maps the file's array to fnet's, `theirs` is the inverse. Both are views."""
 
     name: str
     ours: Callable[[np.ndarray], np.ndarray]
@@ -33,7 +33,7 @@ def _swap(array):
 
 
 def flattened(height: int, width: int) -> Layout:
-    """A dense kernel behind a flattened image: theirs is [out, c h w], ours [h w c, out]."""
+    """The kernel of a dense layer after flattening an image: [out, c h w] in the file, [h w c, out] in fnet."""
 
     def ours(array):
         return array.reshape(len(array), -1, height, width).transpose(2, 3, 1, 0).reshape(-1, len(array))
@@ -49,18 +49,18 @@ SAME = Layout("same", lambda array: array, lambda array: array)
 DENSE = Layout("dense", _swap, _swap)                                        # [out, in]
 CONV = Layout("conv", lambda array: np.moveaxis(array, (0, 1), (-1, -2)),    # [out, in, *window]
               lambda array: np.moveaxis(array, (-1, -2), (0, 1)))
-DEPTHWISE = Layout("depthwise", _swap, _swap)                                # [*window, in, 1], Keras'
+DEPTHWISE = Layout("depthwise", _swap, _swap)                                # [*window, in, 1], Keras
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One key of theirs for one path of ours, or for several that are its parts along our last axis.
+    """A key of the file for one path in fnet, or for several whose arrays are its parts along the last axis.
 
     Args:
-        ours: the path or paths, with fields for numbers.
-        theirs: the key, with the same fields, and others that count stacked copies.
-        layout: what lies between the two.
-        beside: keys that may stand beside it, with its numbers.
+        ours: the path or paths in fnet, with fields for numbers.
+        theirs: the key in the file, with the same fields, and others that count stacked copies.
+        layout: the change of layout between the two.
+        beside: keys that the file may contain in addition, with the same numbers.
     """
 
     ours: str | tuple[str, ...]
@@ -71,12 +71,12 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Spare:
-    """A key that may stand in their file and holds nothing that the model needs.
+    """A key that a file may contain although the model does not need it.
 
     Args:
-        theirs: the key.
-        ours: the path beside which it stands, whose numbers it shares; None: the key has no numbers.
-        write: what `save` writes there; None: nothing.
+        theirs: the key in the file.
+        ours: the path in fnet with the same numbers. None: the key has no numbers.
+        write: the array that `save` writes. None: nothing.
     """
 
     theirs: str
@@ -86,13 +86,13 @@ class Spare:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A second key that may stand in their file for the array at `ours`: there it must hold the same numbers.
+    """A second key that a file may contain for the array at `ours`. Its array must be equal to the first.
 
-    It says nothing where the model has an array of its own for that key, by a `Rule`: logits that are tied or not.
+    It has no effect if the model has a separate array for that key, by a `Rule`: logits may be tied or not.
 
     Args:
-        theirs: the key.
-        ours: the path of the array, which a `Rule` reads.
+        theirs: the key in the file.
+        ours: the path of the array in fnet, which a `Rule` reads.
         layout: as in `Rule`.
         write: whether `save` writes it.
     """
@@ -105,17 +105,17 @@ class Tied:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """All rules of one framework's names for one class of models.
+    """All rules for one class of models and one framework.
 
     Args:
-        rules: `Rule`, `Spare` and `Tied`, nested in tuples as is convenient; the first that matches a path holds.
-            They may cover paths that some configurations lack.
-        prefixes: what may stand before every key; `save` writes the first.
-        config: the fields of the model that these weights take for granted and no shape shows, as BatchNorm's
+        rules: `Rule`, `Spare` and `Tied`, in any nesting of tuples. The first rule that matches a path is used. They
+            may match paths that some configurations do not have.
+        prefixes: possible prefixes of all keys; `save` writes the first.
+        config: the fields of the model that these weights require but no shape determines, such as BatchNorm's
             epsilon.
-        metadata: what `save` writes into the file's own notes.
-        image: the way from a photo to the input that these weights were trained for.
-        header: for llama2.c's model.bin: the header of a model; None: the file is safetensors.
+        metadata: the metadata that `save` writes into the file.
+        image: the preprocessing of photos with which these weights were trained.
+        header: for llama2.c's model.bin, a function from the model to the header. None: the file is safetensors.
     """
 
     rules: tuple
@@ -130,9 +130,9 @@ class Names:
 
 
 class Words:
-    """How one framework calls the arrays of its layers: makes the rules of a whole layer from its two names.
+    """The conventions of one framework for the arrays of its layers: creates the rules of a layer from its two names.
 
-    torch = [out, in] and [out, in, *window], weight, running_mean; keras = our layouts, kernel, gamma, moving_mean.
+    torch: [out, in] and [out, in, *window], weight, running_mean. keras: fnet's layouts, kernel, gamma, moving_mean.
     """
 
     def __init__(self, join, dense, conv, kernel, bias, norm, count=None):
@@ -140,25 +140,25 @@ class Words:
         self._kernel, self._bias, self._norm, self._count = kernel, bias, norm, count
 
     def dense(self, ours: str, theirs: str, layout: Layout | None = None) -> tuple:
-        """kernel and bias of a Dense."""
+        """Rules for kernel and bias of a Dense."""
         return self._affine(ours, theirs, layout or self._dense)
 
     def conv(self, ours: str, theirs: str) -> tuple:
-        """kernel and bias of a Conv, depthwise in PyTorch's names too."""
+        """Rules for kernel and bias of a Conv, and of a DepthwiseConv in PyTorch."""
         return self._affine(ours, theirs, self._conv)
 
     def norm(self, ours: str, theirs: str) -> tuple:
-        """scale and bias of a LayerNorm, RMSNorm or GroupNorm."""
+        """Rules for scale and bias of a LayerNorm, RMSNorm or GroupNorm."""
         return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}") for mine, name in self._norm[:2])
 
     def batch_norm(self, ours: str, theirs: str) -> tuple:
-        """scale, bias, mean and var of a BatchNorm, and PyTorch's count of batches, which nothing reads."""
+        """Rules for scale, bias, mean and var of a BatchNorm, and for PyTorch's unused number of batches."""
         count = () if self._count is None else (Spare(f"{theirs}{self._join}{self._count}", write=np.int64(0)),)
         return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", beside=count if mine == "mean" else ())
                      for mine, name in self._norm)
 
     def embed(self, ours: str, theirs: str) -> tuple:
-        """The table of an Embed."""
+        """The rule for the table of an Embed."""
         name = "weight" if self._join == "." else "embeddings"
         return (Rule(f"{ours}/embedding", f"{theirs}{self._join}{name}"),)
 

@@ -1,4 +1,4 @@
-"""Whether a file of weights and a model belong together: by whose names, and in every key and shape."""
+"""Matches a file of weights with a model: which framework's names it has, and whether all keys and shapes agree."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import difflib
 import jax
 import numpy as np
 
-from fnet.models import _llama2c, _plan
-from fnet.models._rules import Tied
+from fnet.models import _key_map, _llama2c
+from fnet.models._weight_names import Tied
 
-LISTED = 8    # how many problems an error names before it counts the rest
+LISTED = 8    # problems that an error lists; it counts the others
 
 
 def _known(model):
     known = getattr(model, "NAMES", None)
     if not known:
         what = type(model).__name__ if not isinstance(model, type) else f"the class {model.__name__}"
-        raise TypeError(f"pretrained.load and save take a model with rules (NAMES), as fnet.models' ResNet; got {what}")
+        raise TypeError(f"pretrained: expected a model with NAMES for its weights, e.g. models.ResNet; got {what}")
     return known
 
 
 def rules_of(model, name):
     known = _known(model)
     if name not in known:
-        raise ValueError(f"{type(model).__name__} knows no names {name!r}: it knows {', '.join(known)}")
+        raise ValueError(f"{type(model).__name__} has no names {name!r}; it has {', '.join(known)}")
     return known[name]
 
 
@@ -33,7 +33,7 @@ def who(model, name):
 
 
 def leaves_of(model):
-    """({path: "params" or "state"}, {path: spec}) of all arrays of a model."""
+    """Returns ({path: "params" or "state"}, {path: spec}) of all arrays of a model."""
     _known(model)
     spec = model.spec(model.example())
     kinds, leaves = {}, {}
@@ -44,34 +44,34 @@ def leaves_of(model):
     return kinds, leaves
 
 
-def told(model, leaves, tensors, name):
-    """(whose names the file holds, the plan for them): those of which it holds most."""
+def detect_names(model, leaves, tensors, name):
+    """Returns (the framework whose names the file has, the key map for them): the names with most keys in the file."""
     best, unfit = None, None
     for each in _known(model) if name is None else (name,):
         rules = rules_of(model, each)
         for prefix in rules.prefixes:
             try:
-                plan = _plan.plan(rules, prefix, leaves, who(model, each))
-            except ValueError as error:     # names that this configuration has no rules for, beside others
+                key_map = _key_map.key_map(rules, prefix, leaves, who(model, each))
+            except ValueError as error:     # this configuration has no rules for these names
                 unfit = unfit or error
                 continue
-            hits = sum(key in tensors.arrays for key in plan.keys())
+            hits = sum(key in tensors.arrays for key in key_map.keys())
             score = hits, not _differs(model, rules)
             if best is None or score > best[0]:
-                best = score, each, plan
+                best = score, each, key_map
     if best is None:
         raise unfit
-    (hits, _), told, plan = best
-    if 10 * hits < len(plan.keys()):
-        wanted, held = (", ".join(map(repr, list(keys)[:3])) for keys in (plan.keys(), tensors.arrays))
-        raise ValueError(f"{tensors.path} holds no weights of a {type(model).__name__} by the names of "
+    (hits, _), detected, key_map = best
+    if 10 * hits < len(key_map.keys()):
+        wanted, held = (", ".join(map(repr, list(keys)[:3])) for keys in (key_map.keys(), tensors.arrays))
+        raise ValueError(f"{tensors.path} contains no weights of a {type(model).__name__} with the names of "
                          f"{' or '.join(_known(model)) if name is None else name}: its keys are {held}, ...; "
-                         f"{told}'s are {wanted}, ...")
-    return told, plan
+                         f"expected {wanted}, ... for {detected}")
+    return detected, key_map
 
 
 def _differs(model, rules):
-    """{field: value} of what these names take for granted and the model has otherwise."""
+    """{field: value} of the fields that these names require, as far as the model differs."""
     return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
 
 
@@ -79,7 +79,7 @@ def names_to_write(model):
     known = _known(model)
     fitting = [name for name in known if not _differs(model, known[name])]
     if len(fitting) != 1:
-        raise ValueError(f"pretrained.save: say whose names to write for this {type(model).__name__}: names="
+        raise ValueError(f"pretrained.save: select the names to write for this {type(model).__name__}: names="
                          f"{' or '.join(map(repr, fitting or known))}")
     return fitting[0]
 
@@ -90,22 +90,22 @@ def check_config(model, name, path, compared=()):
     if wanted:
         want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())
         have = ", ".join(f"{field}={getattr(model, field)!r}" for field in wanted)
-        raise ValueError(f"{path}: weights by the names of {name} are for a {type(model).__name__} with {want}; this "
-                         f"one has {have}: use dataclasses.replace(model, {want}), or pretrained.model(name of the "
-                         "preset, path)")
+        raise ValueError(f"{path}: weights with the names of {name} need a {type(model).__name__} with {want}, got "
+                         f"{have}; use dataclasses.replace(model, {want}), or pretrained.model(name of the preset, "
+                         "path)")
 
 
 def check_header(model, name, path):
-    """Holds the number of heads, which no shape shows, to what a model.bin says of itself."""
+    """Compares the number of attention heads, which no shape determines, with the header of a model.bin."""
     header = rules_of(model, name).header
     if header is not None and header(model).n_heads != (held := _llama2c.header(path)).n_heads:
         raise ValueError(f"{path} has {held.n_heads} attention heads; this {type(model).__name__} has "
                          f"{header(model).n_heads}")
 
 
-def check_keys(model, name, plan, tensors):
-    """Holds the keys of a file, and the shapes of its arrays, to the plan."""
-    held, wanted, spare = tensors.arrays, plan.keys(), {key: entry for entry in plan.beside for key in entry.keys}
+def check_keys(model, name, key_map, tensors):
+    """Compares the keys and shapes of a file with the key map."""
+    held, wanted, spare = tensors.arrays, key_map.keys(), {key: entry for entry in key_map.beside for key in entry.keys}
     extra = [key for key in held if key not in wanted and key not in spare]
     missing = [key for key in wanted if key not in held]
 
@@ -113,13 +113,13 @@ def check_keys(model, name, plan, tensors):
         return f"{key!r} is missing (for {ours(wanted[key])}{_near(key, extra, '; the file has {!r}')})"
 
     def unexpected(key):
-        return f"{key!r} {held[key].shape} is not expected{_near(key, missing, ' (nearest: {!r})')}"
+        return f"{key!r} {held[key].shape} is not expected{_near(key, missing, ' (did you mean {!r}?)')}"
 
     def misshapen(key):
-        return f"{key!r} is {held[key].shape} and must be {wanted[key].shape()} for {ours(wanted[key])}"
+        return f"{key!r}: expected shape {wanted[key].shape()} for {ours(wanted[key])}, got {held[key].shape}"
 
     def untied(key):
-        return f"{key!r} must hold the same numbers as {ours(spare[key])}, to which the model ties it"
+        return f"{key!r} must equal {ours(spare[key])}, because the model ties the two"
 
     wrong = [(lacking, key) for key in missing] + [(unexpected, key) for key in extra]
     wrong += [(misshapen, key) for key, entry in wanted.items() if key in held and held[key].shape != entry.shape()]
@@ -128,14 +128,14 @@ def check_keys(model, name, plan, tensors):
     if wrong:
         listed = "; ".join(say(key) for say, key in wrong[:LISTED])
         rest = f"; and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
-        raise ValueError(f"{tensors.path} does not fit this {type(model).__name__} by the names of {name}: "
+        raise ValueError(f"{tensors.path} does not match this {type(model).__name__} with the names of {name}: "
                          f"{listed}{rest}")
 
 
 def _tied(key, entry, wanted, tensors):
     first = next(each for each in wanted.values() if each.paths == entry.paths)
     if any(each not in tensors.arrays for each in first.keys):
-        return True     # listed as missing already
+        return True     # already listed as missing
     array = tensors.arrays[key]
     return array.shape == entry.shape() and np.array_equal(
         entry.rule.layout.ours(array), first.rule.layout.ours(tensors.arrays[first.keys[0]]))
