@@ -196,7 +196,7 @@ def test_another_configuration(file, trees, tmp_path):
     refused(ValueError, r"'h.2.qkv.weight' is missing", Small(depth=3), file)
     with pytest.raises(ValueError, match="select the names to write for this Small: names='torch' or 'keras'"):
         pretrained.save(Small(epsilon=0.1), *trees, tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match=r"writes \*.safetensors with the names of torch; .*x.pt is called otherwise"):
+    with pytest.raises(ValueError, match=r"the names of torch need a \*.safetensors file; got .*x.pt"):
         pretrained.save(TORCH, *trees, tmp_path / "x.pt")
     assert pretrained.save(TORCH, *trees, tmp_path / "new") == tmp_path / "new" / "model.safetensors"
     with pytest.raises(ValueError, match=r"Small: 1 of its arrays do not fit: 'embed/embedding' .* is missing"):
@@ -314,10 +314,10 @@ def test_a_name_that_is_not_on_this_disk(small_is_published, tmp_path):
             r"its files to .*own/small; or write its model.safetensors in Python \(import torchvision, .*"
             r"get_model\('small', weights='IMAGENET1K_V1'\).*\) and put it into .*own/small$", "small")
     refused(FileNotFoundError, "download it with 'hf download small_deep'", "small_deep")
-    refused(FileNotFoundError, "get it with 'hf download some/repository'", TORCH, "some/repository")
+    refused(FileNotFoundError, "download it with 'hf download some/repository'", TORCH, "some/repository")
     refused(FileNotFoundError, "no/such/file.safetensors: no such file or folder", TORCH, "no/such/file.safetensors")
-    refused(ValueError, "no model has a preset 'smaal': did you mean 'small'?", "smaal")
-    refused(ValueError, "no model has a preset 'zzz': there are .*resnet50", "zzz")
+    refused(ValueError, "no model has a preset 'smaal'; did you mean 'small'?", "smaal")
+    refused(ValueError, "no model has a preset 'zzz'; there are .*resnet50", "zzz")
 
 
 def test_hugging_faces_cache_stands_where_its_client_puts_it(monkeypatch):

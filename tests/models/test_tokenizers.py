@@ -68,11 +68,11 @@ def test_characters_in_a_file(tmp_path):
     assert isinstance(again, models.CharTokenizer) and again.characters == words.characters
     with pytest.raises(ValueError, match="the character 'x' at 3 is not one of the 8 characters of this CharTokenizer"):
         words.encode("be x")
-    with pytest.raises(ValueError, match="holds every character; this one is empty"):
+    with pytest.raises(ValueError, match="expected a text with all characters of the vocabulary, got an empty one"):
         models.CharTokenizer("")
     for text in ('["a"]', '"ba"', '"aa"', '""', "{", "[" * 100_000):
         (tmp_path / "characters.json").write_text(text)
-        with pytest.raises(ValueError, match="is not a vocabulary of characters: a JSON string of them, in order"):
+        with pytest.raises(ValueError, match="is not a vocabulary of characters: expected a JSON string of sorted"):
             models.read_tokenizer(tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_decoding_what_is_no_token(words):
     for token in (words.vocab_size, -1):
         with pytest.raises(ValueError, match=f"expected tokens from 0 to {words.vocab_size - 1}; got {token}"):
             words.decode([0, token])
-    with pytest.raises(ValueError, match=r"decode takes one row of integer tokens; got float64\[1\]"):
+    with pytest.raises(ValueError, match=r"decode: expected integer tokens \[time\]; got float64\[1\]"):
         words.decode([0.5])
 
 

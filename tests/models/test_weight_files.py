@@ -60,7 +60,7 @@ def test_shards_that_are_not_what_the_index_says(tmp_path):
     with pytest.raises(ValueError, match=r"contains 'a', but model.safetensors.index.json places it in model-00002"):
         _tensors.read(tmp_path)
     sharded(tmp_path, c="model-00003-of-00003.safetensors")
-    refused(index, "names 3 shards; model-00003-of-00003.safetensors is not beside it", FileNotFoundError)
+    refused(index, "names 3 shards; model-00003-of-00003.safetensors is missing", FileNotFoundError)
     for text in ("{", "[]", '{"weight_map": {"a": "../../secret.safetensors"}}', '{"weight_map": {"a": 3}}',
                  '{"weight_map": 3}', '{"weight_map": ' + "[" * 100_000):
         index.write_text(text)
@@ -69,7 +69,7 @@ def test_shards_that_are_not_what_the_index_says(tmp_path):
     refused(index, "is not an index of shards: it contains more than 1,000 lists and objects")
     with index.open("wb") as file:
         file.truncate((1 << 24) + 1)
-    refused(index, "is not an index of shards: it has 16,777,217 bytes, at most 16,777,216 are read")
+    refused(index, "is not an index of shards: it has 16,777,217 bytes, expected at most 16,777,216")
 
 
 def header(**tensors):
@@ -115,11 +115,11 @@ def test_damaged_files(tmp_path):
     for shape in ([2**63, 0], [2**62, 0, 4], [0] * 70):
         head = header(a=entry(shape, 0, 0))
         file.write_bytes(struct.pack("<Q", len(head)) + head)
-        refused(file, r"'a' has the shape \(")
+        refused(file, r"'a' has shape \(")
     with file.open("wb") as opened:
         opened.write(struct.pack("<Q", 1 << 24))
         opened.truncate(1 << 25)
-    refused(file, "its header has 16,777,216 bytes, at most 8,388,608 are read")
+    refused(file, "its header has 16,777,216 bytes, expected at most 8,388,608")
 
 
 class Trap:
@@ -145,13 +145,13 @@ def test_pickles_are_never_opened(tmp_path, name):
 def test_folders_without_weights(tmp_path):
     refused(tmp_path, r"contains no weights \(model.safetensors, .*\); found nothing", FileNotFoundError)
     (tmp_path / "notes.txt").write_text("")
-    refused(tmp_path, "it holds notes.txt", FileNotFoundError)
+    refused(tmp_path, "found notes.txt", FileNotFoundError)
     (tmp_path / "model.h5").write_text("HDF")
-    refused(tmp_path / "model.h5", r"is no safetensors file \(.*\) nor llama2.c's model.bin: convert it")
+    refused(tmp_path / "model.h5", r"is neither a safetensors file \(.*\) nor llama2.c's model.bin; convert it")
     refused(tmp_path / "gone", "no such file or folder", FileNotFoundError)
     for name in ("a", "b"):
         save_file({"a": A}, tmp_path / f"{name}.safetensors")
-    refused(tmp_path, r"holds 2 safetensors files \(a.safetensors, b.safetensors\) and no model.safetensors.index.json")
+    refused(tmp_path, r"contains 2 safetensors files \(a.safetensors, b.safetensors\) and no model.safetensors.index.json")
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors").unlink()
@@ -180,5 +180,5 @@ def test_llama2c(tmp_path, tied):
         _llama2c.write(file, head, arrays | {"wq": np.ones((2, 8))})
     assert file.read_bytes() == whole and len(list(tmp_path.iterdir())) == 1
     file.write_bytes(whole[:-4])
-    refused(file, r"is no safetensors file, and no model.bin of llama2.c's version 0 \(seven integers, then as many "
-            rf"floats as they say; this has {len(whole) - 4} bytes\): convert it to safetensors")
+    refused(file, r"is neither a safetensors file nor a model.bin of llama2.c, version 0 \(seven integers, then as "
+            rf"many floats as they imply; this file has {len(whole) - 4} bytes\); convert it to safetensors")
