@@ -255,7 +255,7 @@ def test_libtpu_prints_nothing(tmp_path):
     (["planned.py:wrong"], "planned.py:wrong has to return (step, init, batch); it returned int"),
     (["planned.py:small", "--mesh", "data"], "--mesh=data: name axes and their lengths, as in data=-1,tensor=4"),
     (["planned.py:small", "--rule", "w"], "--rule=w: write a pattern, = and a mesh axis or None"),
-    (["planned.py:small", "--devices", "v9:1"], "no chip is called 'v9'"),
+    (["planned.py:small", "--devices", "v9:1"], "unknown chip 'v9'"),
 ])
 def test_plan_errors(capsys, tmp_path, monkeypatch, argv, message):
     (tmp_path / "planned.py").write_text(PLANNED)

@@ -1,4 +1,4 @@
-"""One plain step on many chips: how it is spread, why, and what is sent.
+"""Runs a training step that was written for one device on many: selects a sharding strategy, and feeds batches.
 
     from fnet import parallel
 
@@ -14,8 +14,8 @@ from fnet.parallel._initialize import initialize
 from fnet.parallel._ledger import Ledger, Transfer, ledger
 from fnet.parallel._plan import Candidate, Plan
 from fnet.parallel._planner import plan
-from fnet.parallel._rules import rules
-from fnet.parallel._ways import STRATEGIES, Way
+from fnet.parallel._sharding_rules import rules
+from fnet.parallel._strategies import STRATEGIES, Strategy
 
-__all__ = ["STRATEGIES", "Candidate", "Ledger", "PeersGone", "Plan", "Transfer", "Way", "feed", "initialize", "ledger",
-           "plan", "rules"]
+__all__ = ["STRATEGIES", "Candidate", "Ledger", "PeersGone", "Plan", "Strategy", "Transfer", "feed", "initialize",
+           "ledger", "plan", "rules"]

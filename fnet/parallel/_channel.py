@@ -1,4 +1,4 @@
-"""Channel: what the processes of a run tell each other before a step, in a time that is bounded."""
+"""Channel: the processes of a run agree on each step, within a limited time."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ import jax
 from fnet import _jax
 
 GO, END, BATCH, OUT, FAILED = "go", "end", "batch", "out", "failed: "
-_SLICE = 0.5        # seconds that one question to the store may take
-_GRACE = 30.0       # seconds for the main thread to take an error where another process has failed
-_LINGER = 5.0       # seconds that the process which keeps the store stays for the others to end
+_SLICE = 0.5        # seconds of one query to the key-value store
+_GRACE = 30.0       # seconds for the main thread to receive an error about another process
+_LINGER = 5.0       # seconds that the process which runs the store waits for the others to end
 _LEFT, _FAILED, _GONE = "has left the loop before the others", "has ended", "gone: "
 _numbers = itertools.count()
 
 
 class PeersGone(RuntimeError):
-    """Another process of the run lags or is gone; the message names it. This process may end without waiting for it."""
+    """Another process of the run is late or has ended; the message names it. This process can exit without it."""
 
 
 class Closed(Exception):
-    """Nobody here waits any longer."""
+    """This process no longer waits for the others."""
 
 
 class Channel:
-    """The processes of a plan, who say before each step what they have, and hear what all do.
+    """Lets the processes of a plan agree on each step.
 
-    Each leaves a note in JAX's store; the first reads them and leaves the verdict. So a step costs every process two
-    questions, and the first one more. Notes are taken away two steps later.
+    Before a step, each process writes its status to JAX's key-value store. The first process reads all of them and
+    writes the verdict. A step costs every process two queries, and the first process one more. Entries are deleted two
+    steps later.
 
     Args:
-        processes: their numbers, this one's among them.
-        timeout: seconds that the last may be behind the others.
-        decide: from what all say, by process, to the verdict: GO, END, or a sentence that each of them raises.
+        processes: the indices of all processes, including this one.
+        timeout: seconds that the last process may be behind the others.
+        decide: a function from the status of each process to the verdict: GO, END, or an error message for all.
     """
 
     def __init__(self, processes: list[int], timeout: float, decide):
@@ -53,10 +54,10 @@ class Channel:
         atexit.register(self._end)
 
     def agree(self, mine: str) -> str:
-        """The verdict of all on the next step.
+        """Returns the common verdict on the next step.
 
         Raises:
-            PeersGone: a process lags, is gone or has left the loop.
+            PeersGone: a process is late, has ended or has left the loop.
         """
         began = time.monotonic()
         try:
@@ -74,7 +75,7 @@ class Channel:
         return f"process {process}" + (f" ({host})" if host else "")
 
     def close(self, why: str = _LEFT) -> None:
-        """Says to the others that nothing more comes from here, and why; unless all have ended together."""
+        """Tells the others that this process has left and why, unless all have ended together."""
         if not self.closed:
             self.closed = True
             if self.over:
@@ -83,19 +84,19 @@ class Channel:
                 self._say(why)
 
     def _end(self):
-        """At the exit: an exception that ends the process has left the loop before, without a word."""
+        """Runs at exit: after an exception, the process has left the loop without telling the others."""
         error, self.closed = getattr(sys, "last_value", None), True
         if error is None:
             self._say(_LEFT)
             return
         self._say(f"{_FAILED} with {type(error).__name__}: {error}".split("\n")[0][:300])
         _jax.processes.leave()
-        if isinstance(error, jax.errors.JaxRuntimeError):    # of a step, maybe, that a dead process has left
+        if isinstance(error, jax.errors.JaxRuntimeError):    # possibly of a step without a process that has died
             self._suspect()
-        self._last(min(_GRACE, self.timeout) + _LINGER, stay=True)      # else gloo ends the others before they can say
+        self._last(min(_GRACE, self.timeout) + _LINGER, stay=True)      # else gloo ends the others too early
 
     def _suspect(self):
-        """A line about those who have not come while this process waits for them."""
+        """Prints a line about late processes while this process waits for them."""
         time.sleep(min(_LINGER, self.timeout) / 2)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             there = self._list(f"{self.at}/said")
@@ -104,21 +105,21 @@ class Channel:
                 sys.stderr.flush()
 
     def _say(self, why):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):    # nobody may be there to be told
+        with contextlib.suppress(jax.errors.JaxRuntimeError):    # the other processes may have ended
             self._set(f"left/{self.me}", why)
 
     def leave(self, why: str = "has given up waiting") -> None:
-        """The same where others are behind or gone: this process waits for nobody at its end."""
+        """Like `close` if other processes are late or gone: this process does not wait for them when it exits."""
         self.close(why)
         atexit.unregister(self._end)
         _jax.processes.leave()
         atexit.register(self._last)
 
     def gone(self, who: list[int], what: str) -> PeersGone:
-        """The error that names who is behind."""
+        """The error that names the late or missing processes."""
         names = " and ".join(map(self.name, who[:8])) + (f" and {len(who) - 8} more" if len(who) > 8 else "")
-        return PeersGone(f"feed: {names} {what}, at batch {self.at}, without which nobody can go on: start all "
-                         "processes again, or give slow ones longer with timeout=")
+        return PeersGone(f"feed: {names} {what}, at batch {self.at}, so the others cannot continue; restart all "
+                         "processes, or increase timeout= for slow ones")
 
     def _collected(self, began):
         while True:
@@ -138,7 +139,7 @@ class Channel:
 
     def _verdict(self, began):
         while (verdict := self._wait(f"{self.at}/verdict")) is None:
-            if time.monotonic() - began > self.timeout + 2 * _SLICE:    # the first one speaks first
+            if time.monotonic() - began > self.timeout + 2 * _SLICE:    # the first process reports the error first
                 there = self._list(f"{self.at}/said")
                 raise self._behind([p for p in self.processes if p not in there] or [self.first], True)
         if verdict.startswith(_GONE):
@@ -146,24 +147,24 @@ class Channel:
         return verdict
 
     def _behind(self, missing, late):
-        """An error about those who have said nothing: some have left, or it is late."""
+        """The error about processes without a status: some have left, or the time is over."""
         left = self._list("left")
         if early := [p for p in missing if p in left]:
             return self.gone(early, left[early[0]])
         return self.gone(missing, f"did not come within {self.timeout:g} s") if late else None
 
     def end_process(self, error: PeersGone, taken: threading.Event) -> None:
-        """Ends the process with a line where nobody takes the error: the main thread then stands in a step that waits
-        for a process that is gone, where nothing can be raised.
+        """Ends the process with a line on stderr if nothing receives the error: the main thread is then blocked in a
+        step that waits for a missing process, and no exception can be raised there.
 
-        Not where the other has left the loop in order: the main thread may be at its last step, with long work to do.
+        Does not end it if the other process left the loop normally: the main thread may still be in a long last step.
         """
         began, seconds = time.monotonic(), math.inf if _LEFT in str(error) else self.timeout
         while not taken.wait(_SLICE) and not self.closed:
             if seconds > _GRACE and (failed := self._failed()):
                 error, began, seconds = failed, time.monotonic(), min(_GRACE, self.timeout)
             if time.monotonic() - began > seconds:
-                sys.stderr.write(f"{error} (this process stood in a step, where it could not be told)\n")
+                sys.stderr.write(f"{error} (this process was blocked in a step)\n")
                 sys.stderr.flush()
                 self._last()
                 os._exit(1)
@@ -191,7 +192,7 @@ class Channel:
             return None
 
     def _wait(self, key):
-        """The text of a key, or None if it does not come soon."""
+        """The value of a key, or None if it is not set within a short time."""
         if self.closed:
             raise Closed
         try:
@@ -202,7 +203,7 @@ class Channel:
             return None
 
     def _last(self, seconds=_LINGER, *, stay=False):
-        """The first process, which keeps the store, stays until the others have ended, though not for ever."""
+        """Lets the first process, which runs the store, wait for the others to end, for a limited time."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"ended/{self.me}", "")
             end = time.monotonic() + seconds

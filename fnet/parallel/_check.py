@@ -1,4 +1,4 @@
-"""What a step and its batch must be for a plan, with a sentence where they are not."""
+"""Validates the step, state and batch of a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fnet import _jax
 
 
 def shape(path, x):
-    """What JAX makes of a leaf of a batch: NumPy's float64 is float32 unless 64 bits are enabled."""
+    """The shape and dtype of a leaf in JAX: NumPy's float64 becomes float32 unless 64-bit types are enabled."""
     try:
         made = jax.eval_shape(lambda x: x, x)
     except TypeError:
@@ -21,37 +21,37 @@ def shape(path, x):
 
 
 def rows(batch, chips: int) -> int:
-    """How many rows a batch has, which the chips must divide."""
+    """Returns the number of rows of a batch, after checking that it is a multiple of the number of devices."""
     found = 0
     for path, x in jax.tree.leaves_with_path(batch):
         if x.ndim and x.shape[0] % chips:
             below = x.shape[0] // chips * chips
             key = x.shape == (2,) and x.dtype == "uint32"
-            hint = " (a key? jax.random.key makes one that is a scalar)" if key else ""
-            raise ValueError(f"plan: batch{jax.tree_util.keystr(path)} of shape {x.shape} has {x.shape[0]} rows, which "
-                             f"{chips} devices do not divide; nearest that do: "
-                             f"{' or '.join(str(n) for n in (below, below + chips) if n)}{hint}")
+            hint = " (if it is a random key, use jax.random.key, which is a scalar)" if key else ""
+            raise ValueError(f"plan: batch{jax.tree_util.keystr(path)} of shape {x.shape} has {x.shape[0]} rows, not a "
+                             f"multiple of {chips} devices; use "
+                             f"{' or '.join(str(n) for n in (below, below + chips) if n)} rows{hint}")
         found = max(found, x.shape[0] if x.ndim else 0)
     if not found:
-        raise ValueError("plan: the batch has no rows: of each leaf of a batch the first axis is the rows")
+        raise ValueError("plan: the batch has no rows; the first axis of each leaf of a batch must be its rows")
     return found
 
 
 def state(state, out):
     if not isinstance(out, tuple) or len(out) != 2:
-        raise ValueError("plan: a step returns (state, metrics); this one returns "
+        raise ValueError("plan: expected a step that returns (state, metrics); this one returns "
                          f"{f'{len(out)} values' if isinstance(out, tuple) else type(out).__name__}")
     if jax.tree.structure(out[0]) != jax.tree.structure(state):
-        raise ValueError(f"plan: the step returns a state of another structure than init makes: "
-                         f"{jax.tree.structure(out[0])} and {jax.tree.structure(state)}")
+            raise ValueError(f"plan: the step must return a state with the structure of init's: expected "
+                             f"{jax.tree.structure(state)}, got {jax.tree.structure(out[0])}")
     for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(out[0])):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
-            raise ValueError(f"plan: init makes state{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}, and the "
-                             f"step returns it as {y.dtype}{list(y.shape)}")
+            raise ValueError(f"plan: state{jax.tree_util.keystr(path)} must keep its shape and dtype: init returns "
+                             f"{x.dtype}{list(x.shape)}, and the step {y.dtype}{list(y.shape)}")
 
 
 def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
-    """Paths of the leaves of a tree, which are these inputs of a jaxpr, that nothing reads."""
+    """Paths of the leaves of a tree (these inputs of a jaxpr) that nothing reads."""
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     read |= {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
@@ -59,22 +59,22 @@ def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
 
 
 def call(plan, state, batch) -> str | None:
-    """What keeps a plan's step from taking these."""
+    """Returns why a plan's step cannot take this state and batch, or None."""
     if not plan.here:
-        return f"this plan is for {plan.target} that are not here; plan for devices='local' to run"
+        return f"this plan is for {plan.target}, which are not attached; use devices='local' to run it"
     for name, tree, wanted in (("state", state, plan.state), ("batch", batch, plan.batch)):
         if jax.tree.structure(tree) != jax.tree.structure(wanted):
-            return (f"the {name} has another structure than was planned for: {jax.tree.structure(tree)} and "
+            return (f"the {name} has another structure than in the plan: {jax.tree.structure(tree)} and "
                     f"{jax.tree.structure(wanted)}")
     chips = math.prod(plan.mesh.shape[name] for name in plan.axes)
     for path, x in jax.tree.leaves_with_path(batch):
         if jnp.ndim(x) and jnp.shape(x)[0] % chips:
-            return (f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has {jnp.shape(x)[0]} rows, which "
-                    f"{chips} devices do not divide; parallel.feed fills short batches up")
+            return (f"batch{jax.tree_util.keystr(path)} of shape {jnp.shape(x)} has {jnp.shape(x)[0]} rows, not a "
+                    f"multiple of {chips} devices; parallel.feed pads short batches")
     for name, tree, wanted, put in (("state", state, plan.state, "plan.place(state)"),
                                     ("batch", batch, plan.batch, "jax.device_put(batch, plan.batch)")):
         for (path, x), where in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(wanted)):
             if isinstance(x, jax.Array) and x.committed and not x.sharding.is_equivalent_to(where, x.ndim):
-                return (f"{name}{jax.tree_util.keystr(path)} does not lie where the plan has it, but as {x.sharding}: "
-                        f"{put} puts it there")
+                return (f"{name}{jax.tree_util.keystr(path)} does not have the plan's sharding, but {x.sharding}; call "
+                        f"{put}")
     return None

@@ -1,4 +1,4 @@
-"""A step compiled for the devices of a plan: the memory that it needs and the bytes that it sends."""
+"""Compiles a step for the devices of a plan, and reads its memory and its transfers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _FULL = ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory", "exceeds th
 
 
 class Compiled(NamedTuple):
-    """What a compiled program says of itself.
+    """Properties of a compiled program.
 
     Attributes:
         arguments: bytes of its arguments on each chip.
-        peak: bytes that it needs on each chip; None: the compiler found too little memory, and `said` so.
-        ledger: what it sends; None: the compiler does not show the program.
+        peak: bytes that it needs on each chip. None: the compiler ran out of memory; `said` is its message.
+        ledger: its transfers. None: the compiler does not print the program.
+        said: the compiler's message.
     """
 
     arguments: int
@@ -45,7 +46,7 @@ def compiled(step, state, batch) -> Compiled:
 
 
 def _sent(program) -> Ledger | None:
-    """The ledger; None if the compiler does not print the program, as libtpu does for some large ones."""
+    """The ledger, or None if the compiler does not print the program (libtpu, for some large programs)."""
     try:
         text = program.as_text()
     except jax.errors.JaxRuntimeError:

@@ -1,4 +1,4 @@
-"""What a step takes and costs at best: time at the chips' peaks, its bound, dollars, watt-hours."""
+"""The minimum time and cost of a step: time at the chips' peaks, its bound, dollars, watt-hours."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fnet.parallel._targets import Target
 
 
 class Time(NamedTuple):
-    """Seconds of a step at the chips' peaks, by what they are spent on; None: not known. All of it may overlap, so that
-    the longest is the least that a step takes."""
+    """Seconds of a step at the chips' peaks for compute, memory and links; None if unknown. Perfect overlap is assumed,
+    so the longest of them is the minimum time."""
 
     compute: float | None
     memory: float | None
@@ -27,21 +27,22 @@ class Time(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The resource that takes longest."""
         known = {name: each for name, each in zip(("compute", "memory", "links"), self) if each is not None}
         return max(known, key=known.__getitem__, default="unknown")
 
 
 def time(counted: Count, target: Target, state: int, persistent: int, sent: float, between: float, *,
          alike: int = 1) -> Time:
-    """The time of a step at best.
+    """Returns the minimum time of a step.
 
     Args:
-        counted: of the whole step.
-        state: bytes of the whole state; persistent: of it on each chip. What a chip holds whole it reads and writes
-            whole.
+        counted: FLOPs and bytes of the whole step.
+        target: the devices.
+        state: bytes of the whole state.
+        persistent: bytes of the state on each chip. Each chip reads and writes its part of the state.
         sent, between: bytes that a chip sends within its group and between groups.
-        alike: how many devices do the same work, because they lie along an axis of the mesh that no rule names.
+        alike: how many devices do the same work, because no rule names their axis of the mesh.
     """
     chip, share = target.chip, target.chip.chips_of(target.count)
     by_scope = compute_seconds(counted, chip, share / alike, None)
@@ -57,14 +58,14 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
 
 
 class Units(NamedTuple):
-    """What a batch is counted in: ("tokens", how many) or ("rows", how many)."""
+    """The unit in which a batch is counted and its number: ("tokens", n), ("images", n) or ("rows", n)."""
 
     name: str
     count: int
 
 
 def units(batch: Any) -> Units:
-    """Tokens, where a leaf holds integers [rows, time]; images, where one is [rows, height, width, channels]."""
+    """Tokens if a leaf contains integers [rows, time]; images if one is [rows, height, width, channels]; else rows."""
     leaves = jax.tree.leaves(batch)
     rows = max((x.shape[0] for x in leaves if x.ndim), default=1)
     tokens = max((x.size for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)), default=0)
@@ -73,7 +74,7 @@ def units(batch: Any) -> Units:
 
 
 def price(target: Target, seconds: float, count: int) -> list[str]:
-    """Dollars and watt-hours of a step, and of a million units, in words; nothing where nothing is known."""
+    """Lines with the dollars and watt-hours of a step and of a million units, as far as they are known."""
     chip: Chip = target.chip
     chips = chip.chips_of(target.count)
     hours = seconds / 3600 * chips

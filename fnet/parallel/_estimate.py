@@ -1,7 +1,7 @@
-"""What a step needs and sends on each chip, reckoned from its jaxpr: no compiler, any number of chips, a second.
+"""Estimates the memory and the transfers of a step on each chip from its jaxpr, in seconds, without a compiler.
 
-Where the batch stands in a value, and where a weight is split, is followed from operation to operation. Values that
-compilers write to memory live from the operation that makes them to the last that reads them.
+The batch axis of each value, and the axes along which weights are split, are propagated from operation to operation.
+Values that compilers write to memory live from the operation that produces them to the last one that reads them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fnet.parallel._ledger import Ledger, Transfer
 
 
 class Held(NamedTuple):
-    """An array that is alive when a step needs most: bytes on a chip, what it is, and the line that makes it."""
+    """An array that is alive at the peak: bytes on a chip, a description, and the source line that creates it."""
 
     bytes: int
     what: str
@@ -29,12 +29,13 @@ class Held(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What a step needs on each chip, estimated.
+    """The estimated memory and transfers of a step on each chip.
 
     Attributes:
-        peak: bytes, arguments included.
-        ledger: what is sent within a slice or machine; between: the same between slices or machines.
-        largest: what holds most at the peak, most first.
+        peak: bytes, including the arguments.
+        ledger: transfers within a slice or machine.
+        between: transfers between slices or machines.
+        largest: the largest arrays at the peak, largest first.
     """
 
     peak: int
@@ -44,8 +45,8 @@ class Estimate(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Of one value, which axis is the batch's, which is split over the chips that share a state, and over which
-    further axes of the mesh each axis is split: ((axis, mesh axis), ...)."""
+    """How a value is split: its batch axis, its axis that is split over the chips that share a state, and further axes
+    that are split over other axes of the mesh: ((axis, mesh axis), ...)."""
 
     rows: int | None = None
     data: int | None = None
@@ -57,28 +58,28 @@ NOWHERE = Split()
 
 def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: bool = False,
              kernels: str | None = None, casts: bool = False) -> Estimate:
-    """Reckons a step.
+    """Estimates a step.
 
     Args:
         closed: the jaxpr of the step.
         arguments: how each of its inputs is split, the state's leaves first.
-        mesh: sizes of the mesh's axes: "data", "slice" where there are several, and those of rules.
-        whole: whether parameters are whole between steps though the optimizer's state is not (ZeRO-1).
-        casts: whether the compiler casts the weights of all turns of a loop ahead of it, as those for accelerators do.
-        kernels: "cuda" or "tpu": the chip has kernels for attention that never write its weights down.
+        mesh: sizes of the mesh's axes: "data", "slice" if there are several slices, and those named by rules.
+        whole: whether parameters are replicated between steps although the optimizer's state is split (ZeRO-1).
+        casts: whether the compiler casts the weights of all iterations of a loop before the loop, as on accelerators.
+        kernels: "cuda" or "tpu": the chip has attention kernels that never store the weights.
     """
     jaxpr = closed.jaxpr
     walk = _Walk(mesh, kernels, whole, casts)
     for v, split in zip(jaxpr.invars, arguments):
         if split.rows is None:
             walk.remember(v.aval.shape, split)
-            if split.data:    # a layer's part of it, in a scan
+            if split.data:    # the part of one layer in a scan
                 walk.remember(v.aval.shape[1:], _inside(split))
     given = dict(enumerate(zip([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)],
                                [*[NOWHERE] * len(jaxpr.constvars), *arguments])))
     state = sum(walk.bytes(aval, split) for aval, split in given.values())
     peak, live = walk.frame(read(jaxpr), given, 1, _Loop(1), outermost=True)
-    if whole and walk.data > 1:    # at the end new parameters are gathered, beside gradients and old ones
+    if whole and walk.data > 1:    # at the end, new parameters are gathered while gradients and old ones exist
         gathered = 0
         for v, split in zip(jaxpr.invars, arguments):
             if split.rows is None and split.data is None and walk.known.get(v.aval.shape, NOWHERE).data is not None:
@@ -93,8 +94,8 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
 
 
 class _Loop(NamedTuple):
-    """Of a scan's body: how often the scan runs, which of its inputs are the same in each turn, and the sizes of what
-    it carries from turn to turn. `fused`: whether elementwise operations are written over the products they take."""
+    """The body of a scan: how often it runs, which of its inputs are equal in all iterations, and the sizes of its
+    carries. `fused`: whether elementwise results may overwrite the products that they read."""
 
     once: int
     same: frozenset[int] = frozenset()
@@ -122,7 +123,7 @@ class _Walk:
         return math.ceil(nbytes(aval) / self.chips(split))
 
     def frame(self, frame: Frame, given: dict[int, tuple[Any, Split]], times: int, loop: _Loop, *, outermost=False):
-        """(bytes that a frame needs beyond what it is given, what is alive then)."""
+        """Returns (bytes that a frame needs in addition to its inputs, the arrays that are alive then)."""
         kept, values, same = Kept(frame, epilogues=loop.fused), dict(given), set(loop.same)
         inner: dict[int, tuple[int, list]] = {}
         extra: dict[int, int] = {}
@@ -131,7 +132,7 @@ class _Walk:
             splits = [NOWHERE if i is None else values[i][1] for i in op.ins]
             if all(i is None or i in same for i in op.ins):
                 same.update(op.outs)
-            # What is the same in each turn is gathered once, and what turns add up is summed over the chips at the end.
+            # Inputs common to all iterations are gathered once. Accumulated sums are reduced over the chips at the end.
             weights = [loop.once if i in same else times for i in op.ins]
             found, gathers = self.operation(op, splits, weights, times, loop, gathered)
             for i, v, split in zip(op.outs, op.eqn.outvars, found):
@@ -143,14 +144,14 @@ class _Walk:
                 inner[at] = self.stand_in(op, splits)
         return self.liveness(frame, kept, values, given, inner, extra, outermost)
 
-    # What is alive.
+    # Live arrays.
 
     def liveness(self, frame, kept, values, given, inner, extra, outermost):
-        """The most that is alive at one operation."""
+        """The largest number of bytes that are alive at one operation."""
         order = {id(op): at for at, op in enumerate(frame.ops)}
         last: dict[int, int] = {}
         for op in reversed(kept.real):
-            needed = order[id(op)]    # when the inputs are last: what is not written is computed where it is read
+            needed = order[id(op)]    # last use of the inputs; values not in memory are computed where they are read
             for out in op.outs:
                 out = kept.name(out)
                 if not kept(out):
@@ -167,7 +168,7 @@ class _Walk:
                 name = kept.name(out)
                 if name not in given and kept(name) and (name in last or name in kept.outputs):
                     if outermost and name in kept.outputs and not heavy(op):
-                        continue    # written over what was given
+                        continue    # overwrites an input
                     begins.setdefault(order[id(op)], []).append(name)
                     if name not in kept.outputs:
                         dies.setdefault(last[name], []).append(name)
@@ -193,7 +194,7 @@ class _Walk:
         return peak, [*live, *deeper]
 
     def bodies(self, op, splits, found, times):
-        """The most that one of an operation's bodies needs, and what is alive there."""
+        """The most bytes that one of an operation's bodies needs, and the arrays that are alive there."""
         worst = 0, []
         for sub, frame in op.bodies:
             jaxpr, inputs = sub.jaxpr, list(splits)
@@ -218,7 +219,7 @@ class _Walk:
         return worst
 
     def cast(self, frame, eqn, splits, ahead) -> int:
-        """Bytes of what a scan slices and its products take in a narrower type."""
+        """Bytes of the values that a scan slices and that its products read in a narrower dtype."""
         first, found = scan(eqn).consts + scan(eqn).carry, {}
         for op in frame.ops:
             if (multiplied := product(op.eqn)) is not None:
@@ -228,12 +229,12 @@ class _Walk:
                    if i >= first and i in found and split.rows is None and found[i] < v.aval.dtype.itemsize)
 
     def plainly(self, eqn) -> bool:
-        """Whether an operation that stands for several is those, and not a kernel."""
+        """Whether a composite operation is lowered to ordinary operations, not to a kernel."""
         refusal = description(eqn.primitive).refusal
         return self.kernels is None or refusal is None or refusal(self.kernels, eqn) is not None
 
     def stand_in(self, op, splits):
-        """What the operations need that one stands for."""
+        """The bytes that the ordinary operations of a composite operation need."""
         sent = self.transfers, self.between
         self.transfers, self.between = [], []
         plain = description(op.eqn.primitive).plain(op.eqn)
@@ -243,15 +244,15 @@ class _Walk:
         self.transfers, self.between = sent
         return found
 
-    # How values are split, and what is sent for it.
+    # Shardings and transfers.
 
     def operation(self, op, splits, weights, times, loop, gathered):
-        """(how the outputs are split, bytes of weights gathered for the operation)."""
+        """Returns (how the outputs are split, bytes of weights gathered for the operation)."""
         eqn, scope = op.eqn, op.scope
         rows = [split.rows for split in splits]
         out_rows = batch_axes(eqn, rows)
         takes_rows = any(note is not None for note in rows)
-        whole = heavy(op) and takes_rows and not op.bodies    # a product with activations takes weights whole
+        whole = heavy(op) and takes_rows and not op.bodies    # a product with activations needs complete weights
         out_data = [None] * len(eqn.outvars) if takes_rows and not op.bodies and whole else batch_axes(
             eqn, [None if r is not None else split.data for r, split in zip(rows, splits)])
         temporary = 0
@@ -275,12 +276,12 @@ class _Walk:
                 final = split._replace(data=self.known[v.aval.shape].data)
             if takes_rows and row is None and floats and heavy(op) and not op.bodies:
                 self.reduced(v.aval, final, scope, loop.once if v.aval.size in loop.summed else times)
-            # With whole parameters gradients are whole, too, until the optimizer takes its part of them.
+            # With replicated parameters, gradients are replicated until the optimizer reads its part of them.
             found.append(split if self.whole else final)
         return found, temporary
 
     def reduced(self, aval, split, scope, times):
-        """A sum over the batch is a sum over the chips."""
+        """Records the sum over the chips for a sum over the batch."""
         local = self.bytes(aval, split)
         if self.data > 1:
             collective, size = ("reduce-scatter", local) if split.data is not None else ("all-reduce", local)
@@ -289,7 +290,7 @@ class _Walk:
             self.between.append(Transfer("all-reduce", scope, local, self.slices, times))
 
     def further(self, eqn, splits, out_rows, scope, times):
-        """How outputs are split over the axes that rules name; a product whose contracted axes are is summed."""
+        """How outputs are split over the mesh axes of rules. A product with a split contracted axis needs a sum."""
         names = {name for split in splits for _, name in split.more}
         found = [[] for _ in eqn.outvars]
         for name in sorted(names):
@@ -309,13 +310,13 @@ class _Walk:
 
 
 def _inside(split: Split) -> Split:
-    """Of a slice along the first axis."""
+    """The split of a slice along the first axis."""
     before = lambda axis: axis - 1 if axis else None
     return Split(before(split.rows), before(split.data), tuple((axis - 1, name) for axis, name in split.more if axis))
 
 
 def _reshaped(eqn, axis, chips) -> int | None:
-    """Where a split axis goes in a reshape: to the axis that begins where it did, if the chips divide that."""
+    """The position of a split axis after a reshape: the axis that starts at the same place, if the chips divide it."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     ahead = math.prod(old[:axis])
     places = [i for i in range(len(new)) if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1]

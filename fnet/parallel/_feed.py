@@ -1,4 +1,4 @@
-"""feed: each process's own rows as batches that lie on all chips, of one shape, ending together."""
+"""feed: distributes the batches of each process to all devices, with one shape, and ends in all processes together."""
 
 from __future__ import annotations
 
@@ -12,63 +12,62 @@ from typing import Any
 import jax
 
 from fnet.parallel._channel import BATCH, END, FAILED, GO, OUT, Channel, Closed, PeersGone
+from fnet.parallel._local_batches import LocalBatches
 from fnet.parallel._plan import Plan
-from fnet.parallel._rows import Rows
 
-_AHEAD = 2      # batches that are made ready while the loop is at another
+_AHEAD = 2      # batches that are prepared in advance
 
 
 def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, timeout: float = 300.0) -> Iterator[Any]:
-    """Batches for a step that is spread over chips, each process giving its own rows.
+    """Yields batches for a step that runs on many devices. Each process provides its own rows.
 
         for batch in parallel.feed(batches, plan):
             state, metrics = step(state, batch)
 
-    Every batch has the plan's shape, so that nothing is compiled twice. A process's share of its rows is fixed: those
-    on its own devices. A short batch, such as the last one of an epoch, is filled up with copies of its last row that
-    have weight 0 in `batch["weight"]`, float32 [rows], which is added where the plan's batch has it and the given one
-    does not. A loss that is a mean weighted by it is that of the true rows.
+    Every batch has the plan's shape, so nothing is compiled twice. The share of a process is fixed: the rows on its own
+    devices. A short batch, such as the last one of an epoch, is padded with copies of its last row. The padding has
+    weight 0 in `batch["weight"]`, float32 [rows]; `feed` adds this leaf if the plan's batch has it and the given batch
+    does not. A loss that is a weighted mean is then the mean over the valid rows.
 
-    Several processes agree before each step whether all have a batch, while the step before it runs; with weights,
-    those that have run out give rows of weight 0 until all have, and all end together. One process has none of this:
-    its batches are placed by the calling thread, while the device works at the step before.
+    With several processes, they agree before each step whether all have a batch, while the previous step runs. With
+    weights, a process without further batches provides rows of weight 0 until all processes have finished. With one
+    process, the calling thread transfers the next batch while the device runs the previous step.
 
     Args:
-        batches: trees of NumPy arrays as the plan's batch, the rows of this process alone, in the same order in every
-            epoch and run as one wants the result. Leaves without rows, such as a key, must be the same everywhere. The
-            arrays may be filled again once the next batch is asked for.
-        plan: of `parallel.plan`, for devices that are here.
-        drop_remainder: leave short batches out, and end with the first process that has no more. For steps that do not
-            read `batch["weight"]`.
-        timeout: seconds that a process may be behind the others, time to compile included.
+        batches: trees of NumPy arrays with the structure of the plan's batch and the rows of this process. For
+            reproducible results, pass them in the same order. Leaves without rows, such as a key, must be equal in all
+            processes. The arrays may be overwritten after the next batch is requested.
+        plan: the result of `parallel.plan`, for attached devices.
+        drop_remainder: whether to omit short batches, and to end with the first process that has no more batches. For
+            steps that do not read `batch["weight"]`.
+        timeout: seconds that a process may be behind the others, including time to compile.
 
     Yields:
-        Trees as the plan's batch, of jax.Arrays placed as the plan says.
+        Trees with the structure of the plan's batch, of `jax.Array`s with the plan's shardings.
 
     Raises:
-        ValueError: naming leaf, shape and share, for more rows than the share; for other leaves, row shapes or dtypes
-            than the plan's; or where rows have to be filled up, or processes do not end together, and the step reads no
-            weight.
-        PeersGone: naming the process that lags, is gone or has left the loop. Each process may then end, without
-            waiting for it. A process which stands in a step and cannot be told ends with a line on stderr.
-        TypeError: `batches` is nothing to go through.
+        ValueError: a batch has more rows than the share, or other leaves, shapes or dtypes than the plan; or padding is
+            needed, but the step does not read a weight. The message names leaf, shape and share.
+        PeersGone: another process is late, has ended or has left the loop; the message names it. Each process can exit
+            without waiting for it. A process that is blocked in a step exits with a line on stderr.
+        TypeError: `batches` is not iterable.
 
-    Source: jax.make_array_from_process_local_data. Of uneven rows: PyTorch's DistributedSampler, which repeats or drops
-        examples, and Join, in which ranks that have run out shadow the others' collectives.
+    Source: jax.make_array_from_process_local_data. For unequal numbers of rows: PyTorch's DistributedSampler, which
+        repeats or drops examples, and Join, in which finished ranks take part in the others' collectives.
     """
     if not plan.here:
-        raise ValueError(f"feed: this plan is for {plan.mesh.size} x {plan.chip.name} that are not here; plan for "
-                         "devices='local' or jax.devices() to run")
+        raise ValueError(f"feed: this plan is for {plan.mesh.size} x {plan.chip.name}, which are not attached; use "
+                         "devices='local' or jax.devices() to run it")
     if not hasattr(batches, "__iter__"):
-        raise TypeError(f"feed: batches are gone through one by one, and {type(batches).__name__} cannot be: give a "
-                        "list or a generator, such as (batches(i) for i in range(steps))")
+        raise TypeError(f"feed: batches must be iterable, e.g. a list or a generator such as (batches(i) for i in "
+                        f"range(steps)); got {type(batches).__name__}")
     if timeout <= 0:
-        raise ValueError(f"feed: timeout={timeout}: it is in seconds, more than 0")
-    rows = Rows(plan, drop_remainder)
+        raise ValueError(f"feed: timeout must be > 0 seconds; got {timeout}")
+    rows = LocalBatches(plan, drop_remainder)
     processes = sorted({device.process_index for device in plan.mesh.devices.flat})
     if jax.process_index() not in processes:
-        raise ValueError(f"feed: the plan's devices are those of processes {processes}, and this is process "
-                         f"{jax.process_index()}: plan for jax.devices()")
+        raise ValueError(f"feed: the plan's devices belong to processes {processes}, but this is process "
+                         f"{jax.process_index()}; plan for jax.devices()")
     return _alone(batches, rows) if len(processes) == 1 else _together(batches, rows, processes, timeout)
 
 
@@ -76,11 +75,11 @@ def _alone(batches, rows):
     placed = None
     for batch in _sized(batches, rows):
         yield (placed := rows.place(batch))
-        _transferred(placed)      # before the arrays may be filled again
+        _transferred(placed)      # before the arrays may be overwritten
 
 
 def _sized(batches, rows):
-    """The batches at full size, without those that are left out."""
+    """The batches padded to full size, or without the short ones."""
     for at, batch in enumerate(batches):
         if (filled := rows.fill(batch, at)) is not None:
             yield filled
@@ -102,18 +101,18 @@ def _together(batches, rows, processes, timeout):
 
 
 class _Peers:
-    """The batches of a process among others, made ready and agreed upon by a thread."""
+    """The batches of one of several processes. A thread prepares them and agrees on each with the other processes."""
 
     def __init__(self, batches, rows, processes, timeout):
         self.batches, self.rows, self.timeout = iter(_sized(batches, rows)), rows, timeout
         self.channel = Channel(processes, timeout, self.decide)
         self.ready: queue.Queue = queue.Queue()
         self.room, self.taken = threading.Semaphore(_AHEAD), threading.Event()
-        self.since: float | None = None      # when it began to wait for this process's own batch
+        self.since: float | None = None      # when the loop began to wait for this process's own batch
         threading.Thread(target=self.fill, daemon=True, name="feed").start()
 
     def next(self) -> Any:
-        """The next batch, or None at the end."""
+        """Returns the next batch, or None at the end."""
         while True:
             try:
                 batch, error = self.ready.get(timeout=0.5)
@@ -124,8 +123,8 @@ class _Peers:
                     why = f"had no batch of its own within {self.timeout:g} s"
                     me, at = self.channel.name(self.channel.me), self.channel.at
                     self.channel.leave(why)
-                    raise PeersGone(f"feed: {me}, this one, {why}, at batch {at}: the others give up waiting; look at "
-                                    "what makes its batches, or give it longer with timeout=") from None
+                    raise PeersGone(f"feed: {me}, this one, {why}, at batch {at}, so the others stop waiting; check "
+                                    "the source of its batches, or increase timeout=") from None
         if error is not None:
             self.taken.set()
             if isinstance(error, PeersGone):
@@ -142,7 +141,7 @@ class _Peers:
                 self.since = time.monotonic()
                 try:
                     batch = next(self.batches, None)
-                except BaseException as found:    # handed to the loop, which raises it
+                except BaseException as found:    # passed to the loop, which raises it
                     error = found
                 self.since = None
                 batch, found = self.agreed(batch, error)
@@ -153,7 +152,7 @@ class _Peers:
                     return
 
     def agreed(self, batch, error):
-        """(what to run, None at the end; what to raise)"""
+        """Returns (the batch to run, or None at the end; the error to raise)."""
         said = (BATCH if batch is not None else OUT) if error is None else (
             FAILED + f"{type(error).__name__}: {error}".split("\n")[0][:300])
         try:
@@ -176,10 +175,10 @@ class _Peers:
         at, name = self.channel.at, self.channel.name
         if failed:
             process, text = next(iter(failed.items()))
-            return f"feed: {name(process)} could not make batch {at}: {text.removeprefix(FAILED)}"
+            return f"feed: {name(process)} failed to create batch {at}: {text.removeprefix(FAILED)}"
         if not out or (self.rows.weighted and not self.rows.drop and len(out) < len(said)):
             return GO
         if len(out) == len(said) or self.rows.drop:
             return END
-        return (f"feed: {name(out[0])} has no more after {at} batches, and others have: {self.rows.why}, so that its "
-                f"rows cannot be filled up; {self.rows.choices}")
+        return (f"feed: {name(out[0])} has no more batches after {at}, but others have; {self.rows.why}, so its rows "
+                f"cannot be padded; {self.rows.choices}")

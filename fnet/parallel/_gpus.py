@@ -1,9 +1,9 @@
-"""GPUs that are not there, for XLA to compile for."""
+"""Descriptions of GPUs that are not attached, for XLA's compiler."""
 
 from __future__ import annotations
 
-# By the catalog's name: what XLA asks of the device, from NVIDIA's H100 Tensor Core GPU Architecture white paper and
-# CUDA's device query.
+# By the catalog's name: the properties that XLA reads from a device. From NVIDIA's H100 Tensor Core GPU Architecture
+# white paper and CUDA's device query.
 CONFIGURATIONS = {
     "H100 SXM5 80GB": """
 gpu_device_info {
@@ -21,9 +21,9 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def devices(chip, each: int, machines: int = 1) -> tuple[list | None, str]:
-    """(devices to compile for, "") or (None, why there are none)."""
+    """Returns (devices to compile for, "") or (None, the reason why there are none)."""
     if chip.name not in CONFIGURATIONS:
-        return None, (f"XLA's description of {chip.name} has not been read from one yet; it is known of "
+        return None, (f"XLA's description of {chip.name} is not included in fnet; included are "
                       f"{', '.join(CONFIGURATIONS)}")
     import jax
     from jax.experimental import topologies
@@ -32,5 +32,5 @@ def devices(chip, each: int, machines: int = 1) -> tuple[list | None, str]:
         return list(topologies.get_topology_desc(platform="cuda", target_config=CONFIGURATIONS[chip.name],
                                                  topology=f"1x{machines}x{each}").devices), ""
     except (NotImplementedError, RuntimeError):
-        return None, ("compiling for CUDA needs jax's plugin: python -m pip install --no-deps "
+        return None, ("compiling for CUDA needs JAX's plugin: python -m pip install --no-deps "
                       f"jax-cuda13-pjrt=={jax.__version__} jax-cuda13-plugin=={jax.__version__}")

@@ -1,4 +1,4 @@
-"""initialize: the processes of a run find each other, within a time that is said."""
+"""initialize: connects the processes of a run, with a timeout and clear errors."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from fnet import _jax
 def initialize(coordinator_address: str | None = None, num_processes: int | None = None,
                process_id: int | None = None, *, local_device_ids: int | Sequence[int] | None = None,
                initialization_timeout: int = 600, heartbeat_timeout: int = 100, shutdown_timeout: int = 300) -> None:
-    """Joins this process to the others of a run, so that `jax.devices()` are those of all; alone it does nothing.
+    """Connects this process with the others of a run, so that `jax.devices()` lists the devices of all processes.
 
-        parallel.initialize()                                    # on TPU slices, under Slurm, Open MPI, Kubernetes
-        parallel.initialize("10.0.0.1:1234", 16, process_id)     # elsewhere: each process says which it is
+        parallel.initialize()                                    # on TPU slices, with Slurm, Open MPI or Kubernetes
+        parallel.initialize("10.0.0.1:1234", 16, process_id)     # elsewhere: each process passes its index
 
-    To be called before anything else is done with JAX, by every process. A second call does nothing.
+    Every process must call it before any other use of JAX. It does nothing in a run of one process or if called again.
 
     Args:
-        coordinator_address: host and port of process 0. All three of these, or none where JAX finds them out
-            (`jax.distributed.initialize` says how).
-        num_processes: how many there are.
-        process_id: which this one is, from 0.
-        local_device_ids: which of this machine's devices are this process's; None: all, or JAX's choice.
-        initialization_timeout: seconds for all of them to come, cold starts included.
-        heartbeat_timeout: seconds without a sign of life after which JAX takes a process for dead and ends the others.
-        shutdown_timeout: seconds that a process which is done waits for the others.
+        coordinator_address: host and port of process 0. Pass all of these three, or none if JAX detects them (see
+            `jax.distributed.initialize`).
+        num_processes: number of processes.
+        process_id: index of this process, from 0.
+        local_device_ids: indices of this machine's devices that this process uses. Default: all, or JAX's choice.
+        initialization_timeout: seconds until all processes must have connected, including their start.
+        heartbeat_timeout: seconds without a heartbeat after which JAX considers a process dead and ends the others.
+        shutdown_timeout: seconds that a finished process waits for the others.
 
     Raises:
-        ValueError: some of the three given, not all; a process id that there is not; no host:port; a time-out of 0.
-        RuntimeError: JAX is in use already, or cannot join.
-        TimeoutError: the others were not there in time; naming the address and this process.
+        ValueError: only some of the three are given, `process_id` is out of range, the address is not host:port, or a
+            timeout is less than 1.
+        RuntimeError: JAX is already in use, or cannot connect.
+        TimeoutError: the others did not connect in time. The message names the address and this process.
 
-    Source: jax.distributed.initialize, which ends the process where this raises.
+    Source: jax.distributed.initialize, which ends the process instead of raising these errors.
     """
     seconds = {"initialization_timeout": initialization_timeout, "heartbeat_timeout": heartbeat_timeout,
                "shutdown_timeout": shutdown_timeout}
     for name, value in seconds.items():
         if value < 1:
-            raise ValueError(f"initialize: {name}={value}: it is in seconds, at least 1")
+            raise ValueError(f"initialize: {name} must be >= 1 second; got {value}")
     if jax.distributed.is_initialized():
         return
     coordinator_address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -51,16 +52,16 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < 3 and not _jax.processes.cluster_size():
         there = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
-        raise ValueError(f"initialize: {' and '.join(missing)} missing beside {there}, and JAX finds no cluster here "
-                         "to ask: give all three, or none on one process")
+        raise ValueError(f"initialize: expected {' and '.join(missing)} together with {there}, because JAX detects no "
+                         "cluster here; pass all three, or none for a single process")
     count = _jax.processes.cluster_size() if num_processes is None else num_processes
     if count in (None, 0, 1):
         return
     if not missing:
         _check(coordinator_address, num_processes, process_id)
     if _jax.processes.backend_is_up():
-        raise RuntimeError("initialize: JAX has begun already, with this process's devices alone: call initialize "
-                           "before any array is made and before jax.devices()")
+        raise RuntimeError("initialize: JAX is already initialized with the devices of this process; call initialize "
+                           "before creating an array and before jax.devices()")
     which = f"process {process_id} of {count}" if process_id is not None else f"this one of {count} processes"
     _join(which, coordinator_address, process_id == 0, initialization_timeout,
           {**given, "local_device_ids": local_device_ids, "heartbeat_timeout_seconds": heartbeat_timeout,
@@ -70,14 +71,14 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
 def _check(address, processes, process):
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"initialize: coordinator_address={address!r}: it is a host and a port, as in '10.0.0.1:1234'")
+        raise ValueError(f"initialize: coordinator_address must be host:port, such as '10.0.0.1:1234'; got {address!r}")
     if not 0 <= process < processes:
-        raise ValueError(f"initialize: process_id={process} of num_processes={processes}: they count from 0, to "
+        raise ValueError(f"initialize: process_id={process} with num_processes={processes}: expected 0 to "
                          f"{processes - 1}")
 
 
 def _join(which, address, first, seconds, options):
-    """In a thread: JAX ends the process when its own time is up, and says nothing that helps."""
+    """Runs in a thread, because JAX ends the process after its own timeout, without a helpful message."""
     failed: list[BaseException] = []
 
     def join():
@@ -92,19 +93,19 @@ def _join(which, address, first, seconds, options):
     where = address or "the coordinator that JAX found"
     if failed:
         said = str(failed[0]).strip().split("\n")[0]
-        raise RuntimeError(f"initialize: {which} cannot join the run at {where} ({said})") from failed[0]
+        raise RuntimeError(f"initialize: {which} cannot connect to {where} ({said})") from failed[0]
     if thread.is_alive():
         _jax.processes.leave()
         if first or not address or _answers(address):
-            why = "not all of the others came: start every one, with the same address and number"
+            why = "not all of the others connected; start all of them with the same address and number of processes"
         else:
-            why = "nothing answers there: is process 0 running at that address, and may it be reached?"
+            why = "nothing answers there; check that process 0 is running at that address and is reachable"
         raise TimeoutError(f"initialize: {which} waited {seconds} s at {where}, and {why} "
-                           "(initialization_timeout= gives them longer)")
+                           "(to wait longer, increase initialization_timeout=)")
 
 
 def _answers(address: str) -> bool:
-    """Whether somebody listens at host:port."""
+    """Whether a process listens at host:port."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=2):

@@ -1,4 +1,4 @@
-"""What a compiled program sends between chips, read from its partitioned HLO."""
+"""The transfers between chips in a compiled program, read from its partitioned HLO."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _BITS = {"pred": 8, "token": 0}
 
 
 class Transfer(NamedTuple):
-    """One collective of a program.
+    """One collective operation of a program.
 
     Attributes:
         collective: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
-        scope: the path of named scopes, the same in forward and backward pass; "" where XLA does not say.
-        bytes: of the array that it makes, on one chip.
+        scope: the path of named scopes, equal in forward and backward pass; "" if XLA does not state it.
+        bytes: size of its result on one chip.
         group: how many chips take part.
         times: how often a step runs it.
     """
@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that a chip sends for it in a step by the algorithms that send least (Chan et al., 2007, Collective
+        """Bytes that a chip sends for it in a step, with the algorithms that send least (Chan et al., 2007, Collective
         communication, section 4)."""
         n = self.group
         share = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": n - 1,
@@ -52,7 +52,7 @@ class Transfer(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """All collectives of a program; `str()` is a table of them by kind and scope."""
+    """All collectives of a program. `str()` is a table by kind and scope."""
 
     transfers: tuple[Transfer, ...]
 
@@ -63,7 +63,7 @@ class Ledger(NamedTuple):
 
     @property
     def bytes(self) -> dict[str, int]:
-        """{collective: bytes of the arrays that it makes in a step, on one chip}."""
+        """{collective: bytes of its results in a step, on one chip}."""
         found = collections.Counter()
         for transfer in self.transfers:
             found[transfer.collective] += transfer.bytes * transfer.times
@@ -86,16 +86,19 @@ class Ledger(NamedTuple):
 
 
 def ledger(program: jax.stages.Compiled | str) -> Ledger:
-    """What each chip sends in a run of a compiled program: every collective, loops multiplied in.
+    """Lists the collectives of a compiled program, and how many bytes each chip sends. Loops are multiplied in.
 
         print(parallel.ledger(jax.jit(step).lower(state, batch).compile()))
 
     Args:
-        program: a compiled program, or its HLO as text, partitioned for its devices. A loop whose length XLA does not
-            know counts once, and of a branch all sides count.
+        program: a compiled program, or its HLO as text, partitioned for its devices. A loop whose number of iterations
+            XLA does not know counts once. All branches of a conditional count.
+
+    Returns:
+        A `Ledger`. Printed, it is a table.
 
     Raises:
-        ValueError: for text that is no HLO module.
+        ValueError: the text is not an HLO module.
     """
     text = program if isinstance(program, str) else program.as_text()
     bodies, entry = {}, None
@@ -107,22 +110,22 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
         elif bodies:
             bodies[name].append(line)
     if entry is None:
-        raise ValueError(f"ledger needs the HLO of a compiled program; got text that begins {text[:40]!r}")
+        raise ValueError(f"ledger: expected the HLO of a compiled program; got text that begins with {text[:40]!r}")
     default = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
     transfers: list[Transfer] = []
-    at: dict[str, int] = {}    # where a channel's transfer stands
-    pieces = "AsyncCollective" in text    # TPUs run one beside other work in pieces, which share its channel
+    at: dict[str, int] = {}    # the index of each channel's transfer
+    pieces = "AsyncCollective" in text    # on TPUs: pieces of a collective in one channel
 
     def enter(name, times):
         for line in bodies.get(name, ()):
             if found := _COLLECTIVE.match(line):
                 each = Transfer(found[2], _scope(line), _bytes(found[1], found[2], bool(found[3])),
                                 _group(line, default), times)
-                if name.startswith("all-reduce-scatter"):    # TPUs' reduce-scatter
+                if name.startswith("all-reduce-scatter"):    # the reduce-scatter of TPUs
                     each = each._replace(collective="reduce-scatter", bytes=each.bytes // each.group)
                 channel = _CHANNEL.search(line) if pieces else None
                 if channel and channel[1] in at:
-                    there = transfers[at[channel[1]]]    # begun before a loop it may go on inside
+                    there = transfers[at[channel[1]]]    # a transfer may start before a loop and continue inside
                     transfers[at[channel[1]]] = there._replace(bytes=max(there.bytes, each.bytes),
                                                                times=min(there.times, each.times))
                     continue
@@ -139,7 +142,7 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
 
 
 def _trips(line, bodies) -> int:
-    """How often a loop turns: as XLA notes, or the constant that its condition counts up to."""
+    """How often a loop runs: as noted by XLA, or the constant to which its condition counts."""
     if found := _TRIPS.search(line):
         return int(found[1])
     condition = re.search(r"condition=%([\w.\-]+)", line)
@@ -153,7 +156,7 @@ def _bytes(shapes, collective, started):
     sizes = [math.prod(map(int, filter(None, dims.split(",")))) * _bits(dtype) / 8
              for dtype, dims in _ARRAY.findall(shapes)]
     if started and collective in ("all-gather", "collective-permute") and len(sizes) > 1:
-        # What is started names its operands, too: (operands, results), and for a permute two counters more.
+        # A start operation also lists its operands: (operands, results), and two counters for a permute.
         sizes = sizes[1:2] if collective == "collective-permute" else sizes[len(sizes) // 2:]
     return math.ceil(sum(sizes))
 

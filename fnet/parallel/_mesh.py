@@ -1,4 +1,4 @@
-"""The mesh of a plan: its axes, their sizes, and which chip stands where."""
+"""The mesh of a plan: its axes, their sizes, and the position of each chip."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fnet.parallel._targets import Target
 
 
 def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
-    """{axis: length}, slices outermost, then "data", then the others in the order that they were asked for. Where
-    "data" is not among them it takes what is left.
+    """Returns {axis: length}: "slice" first, then "data", then the others in the requested order. If "data" is not
+    requested, it has the remaining length.
 
     Raises:
-        ValueError: for lengths that do not make up the devices, or names that cannot be.
+        ValueError: the lengths do not match the number of devices, or a name is not allowed.
     """
     found = {name: int(n) for name, n in (asked or {"data": -1}).items()}
     open_ = [name for name, n in found.items() if n == -1]
     if len(open_) > 1 or any(n < 1 and n != -1 for n in found.values()):
-        raise ValueError("plan: the mesh's axes have lengths of at least 1, and one may be -1, which takes the rest; "
+        raise ValueError("plan: the mesh's axes must have lengths >= 1, or -1 for the remaining length of one axis; "
                          f"got {dict(found)}")
     if "data" not in found:
         found["data"] = 1 if open_ else -1
@@ -34,14 +34,14 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
     if open_:
         found[open_[0]] = max(1, target.count // fixed)
     if math.prod(found.values()) != target.count:
-        raise ValueError(f"plan: a mesh of {dict(found)} is {math.prod(found.values())} devices; {target.name!r} has "
+        raise ValueError(f"plan: mesh {dict(found)} needs {math.prod(found.values())} devices; {target.name!r} has "
                          f"{target.count}")
     first = [name for name in ("slice", "data") if name in found]
     return {name: found[name] for name in (*first, *(name for name in found if name not in first))}
 
 
 def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
-    """The mesh, of axes that XLA decides about (Auto). Of chips that cannot be compiled for it has no devices."""
+    """Creates the mesh, with axes of type Auto. If the chips cannot be compiled for, it has no devices."""
     names, shape, types = tuple(axes), tuple(axes.values()), (AxisType.Auto,) * len(axes)
     if target.devices is None:
         return AbstractMesh(shape, names, axis_types=types)
@@ -51,7 +51,7 @@ def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
 
 
 def _on_torus(devices, shape, slices):
-    """Neighbors of the mesh on neighbors of the torus, slice by slice."""
+    """Maps neighbors in the mesh to neighbors in the torus, slice by slice."""
     from jax.experimental import mesh_utils
 
     by_slice: dict[int, list] = {}

@@ -1,11 +1,11 @@
-"""Activation pins: a step whose activations stay spread over the batch, so that sharded weights are gathered.
+"""Activation pins: sharding constraints that keep the activations of a step split over the batch.
 
-With parameters sharded and nothing said of activations, XLA may gather activations and sum them over all chips where
-gathering the weights moves a fraction of that. Where the batch stands in each value is followed through the jaxpr, and
-results of products, convolutions and look-ups are held to it. Model code says nothing.
+If parameters are sharded and activations are unconstrained, XLA may gather activations and sum them over all chips,
+although gathering the weights would send far less. This module propagates the batch axis through the jaxpr and
+constrains the results of products, convolutions and gathers. The model's code does not change.
 
-The second thing that XLA does not see: what the turns of a loop add up, such as the gradient of a weight that all of
-them use, need not be summed over the chips in each turn. It is added up on each chip, and over the chips at the end.
+XLA also reduces sums over the batch in every iteration of a loop, for example the gradient of a weight that all
+iterations use. Here, such sums are accumulated on each chip and reduced over the chips once, after the loop.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ from fnet.jaxpr import (
 from fnet.transforms._lowered import lowered
 
 PINNED = frozenset(("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward"))
-PARTIAL = "partial"    # the note of a value whose first axis are the chips, over which it is to be summed
+PARTIAL = "partial"    # the note of a partial sum, whose first axis are the chips
 _CALLS = INLINED | {"remat2", "checkpoint"}
 
 
 def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, batch: int = 1,
         activations: bool = True) -> Callable:
-    """`step`, with results of products, convolutions and look-ups held to the mesh axis that its batch is spread over,
-    and sums over the batch that a loop adds up summed over the chips once.
+    """Returns `step` with activations constrained to the mesh axis of the batch, and late reduction of batch sums.
+
+    The constraints are on the results of products, convolutions and gathers. Sums over the batch that a loop
+    accumulates are reduced over the chips once, after the loop.
 
     Args:
-        step: a finished function of arrays: pins belong in the backward pass, too.
-        mesh: its axes are Auto.
-        axis: over which the batch is spread.
-        batch: which positional argument is the batch: of each leaf the first axis.
-        activations: False: activations are left to XLA.
+        step: a complete function of arrays, after differentiation, so that the backward pass is constrained as well.
+        mesh: a mesh with axes of type Auto.
+        axis: the mesh axis over which the batch is split.
+        batch: the index of the positional argument that is the batch. The first axis of each leaf is split.
+        activations: whether activations are constrained.
     """
     interpreter = _Pins(mesh, axis, activations)
 
@@ -66,7 +68,7 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
 
 
 class _Pins(Interpreter):
-    """A note says which axis of a value is the batch's, or that it is a partial sum."""
+    """Propagates notes: the batch axis of a value, or that it is a partial sum."""
 
     def __init__(self, mesh, axis, activations):
         super().__init__()
@@ -104,12 +106,12 @@ class _Pins(Interpreter):
     def held(self, x, note):
         if note is None or x.ndim < 2 or x.shape[note] % self.chips:
             return x
-        free = [P.UNCONSTRAINED] * x.ndim    # None would mean gathered
+        free = [P.UNCONSTRAINED] * x.ndim    # None would mean replicated
         free[note] = self.axis
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
 
     def apart(self, eqn, inputs, notes) -> list[Value] | None:
-        """Attention as each chip's own, of its rows: XLA cannot split a TPU's kernel."""
+        """Attention in a shard_map over the rows, because XLA cannot partition a TPU kernel."""
         refusal = description(eqn.primitive).refusal
         if refusal is None or not self.alone or self.chips == 1 or any(notes) or None in notes:
             return None
@@ -126,7 +128,7 @@ class _Pins(Interpreter):
         return [Value(y, 0) for y in mapped(*arrays)]
 
     def scan(self, eqn, at, inputs, notes):
-        """The carry is pinned on its way in and at the end of each turn; what is added up is summed at the end."""
+        """Pins the carry before the loop and at the end of each iteration. Sums are reduced after the loop."""
         parts = scan(eqn)
         consts, carry = parts.consts, parts.carry
         given = [value.note for value in inputs]
@@ -154,18 +156,18 @@ class _Pins(Interpreter):
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
     def ready(self, x, note, jaxpr, i):
-        """A weight that all turns take is gathered before the first."""
+        """Gathers a weight that all iterations use before the loop."""
         if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
             return x
         if not _taken(jaxpr, jaxpr.invars[i]):
             return x
-        # The barrier keeps XLA from moving the gathering back into the loop.
+        # The barrier prevents XLA from moving the gather back into the loop.
         return lax.optimization_barrier(lax.with_sharding_constraint(x, NamedSharding(self.mesh, P())))
 
     # Partial sums.
 
     def body(self, closed, scope, wanted, notes, summed=frozenset(), *, pin=None):
-        """Outputs are whole but for those of `summed`, and those that a call hands on."""
+        """Evaluates a body. Partial sums are reduced except for the outputs in `summed` and those passed through."""
 
         def call(*arrays):
             values = [Value(x, note) for x, note in zip(arrays, notes)]
@@ -183,7 +185,7 @@ class _Pins(Interpreter):
         return Value(value.x.sum(0)) if value.note == PARTIAL else value
 
     def zeros(self, x):
-        """Of a partial sum."""
+        """The zeros of a partial sum."""
         return self.spread(jnp.zeros((self.chips, *x.shape), x.dtype))
 
     def spread(self, x):
@@ -191,7 +193,7 @@ class _Pins(Interpreter):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def summed(self, parts, at, inside) -> frozenset[int]:
-        """The carries of a scan to which each turn does nothing but add a sum over the batch."""
+        """The carries of a scan to which each iteration only adds a sum over the batch."""
         if self.chips == 1:
             return frozenset()
         consts, carry, closed, jaxpr = parts.consts, parts.carry, parts.closed, parts.jaxpr
@@ -212,7 +214,7 @@ class _Pins(Interpreter):
         return found
 
     def partial(self, eqn, inputs) -> Value | None:
-        """The output of an equation that makes a partial sum or takes one as it is."""
+        """The output of an equation that creates a partial sum, or that is linear in one."""
         name, notes = eqn.primitive.name, [value.note for value in inputs]
         if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
             return Value(inputs[0].x + inputs[1].x, PARTIAL)
@@ -226,7 +228,7 @@ class _Pins(Interpreter):
         return None
 
     def product(self, found, inputs) -> Value | None:
-        """A product that sums over the batch, as one on each chip."""
+        """A product that contracts the batch axis, as one product on each chip."""
         eqn, ((left, right), (left_batch, right_batch)) = found.eqn, found.dimensions
         rows = [value.note for value in inputs[:2]]
         if None in rows or PARTIAL in rows or rows[0] not in left or left.index(rows[0]) != _index(right, rows[1]):
@@ -245,7 +247,7 @@ class _Pins(Interpreter):
         return Value(self.spread(out), PARTIAL)
 
     def cut(self, x, row):
-        """[.., rows, ..] as [.., chips, rows / chips, ..]."""
+        """Splits [.., rows, ..] into [.., chips, rows / chips, ..]."""
         x = self.held(x, row)
         x = x.reshape(*x.shape[:row], self.chips, x.shape[row] // self.chips, *x.shape[row + 1:])
         return self.held(x, row)
@@ -256,22 +258,22 @@ def _index(axes, axis):
 
 
 def _linear(eqn) -> bool:
-    """Whether a cast of a sum is the sum of casts, near enough: not to 16 bits, and not of fractions to integers."""
+    """Whether casting a sum equals summing casts, up to rounding: not for 16 bits, nor from fractions to integers."""
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return after.itemsize >= 4 and (jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer))
 
 
 def _only_added_to(jaxpr, before, after) -> bool:
-    """Whether all that happens to a carry is that something is added to it."""
-    readers = [eqn for eqn in jaxpr.eqns for v in eqn.invars if v is before]    # c + c are two
+    """Whether the only use of a carry is that something is added to it."""
+    readers = [eqn for eqn in jaxpr.eqns for v in eqn.invars if v is before]    # c + c has two
     return (len(readers) == 1 and readers[0].primitive.name in ("add", "add_any") and readers[0].outvars[0] is after
             and not any(v is after for eqn in jaxpr.eqns for v in eqn.invars)
-            and not any(v is before for v in jaxpr.outvars)    # handed out, it would lack its beginning
+            and not any(v is before for v in jaxpr.outvars)    # a returned carry must be complete
             and sum(v is after for v in jaxpr.outvars) == 1 and len(before.aval.shape) > 1)
 
 
 def _taken(jaxpr, v) -> bool:
-    """Whether a product, convolution or look-up takes a value, itself or cast."""
+    """Whether a product, convolution or gather reads a value, directly or after a cast."""
     for eqn in jaxpr.eqns:
         where = [i for i, each in enumerate(eqn.invars) if each is v]
         if not where:

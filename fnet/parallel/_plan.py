@@ -1,4 +1,4 @@
-"""A plan: where the arrays of a step lie, and what was compared before it was chosen."""
+"""Plan: the shardings of a step's arrays, and the candidates that were compared."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from fnet import hardware
 from fnet.jaxpr import Compiled
 from fnet.parallel import _check, _compile, _cost, _explain
 from fnet.parallel._estimate import Estimate
+from fnet.parallel._strategies import Strategy
 from fnet.parallel._targets import Target
-from fnet.parallel._ways import Way
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way of spreading a step.
+    """One strategy for running a step on many devices, with its estimated or compiled properties.
 
     Attributes:
-        way: which. strategy: its name.
+        options: the strategy as a `Strategy`. `strategy` is its name.
         persistent: bytes of the state in each chip's memory, including padding.
-        arguments: the same with the chip's part of the batch.
-        exact: whether `persistent` and `arguments` are exact; if not, they are estimated.
-        estimate: peak and bytes sent, estimated.
-        compiled: the same, read from the compiled program; None: not compiled.
-        time: of a step at best.
-        verdict: "chosen" or why not.
+        arguments: bytes of the state and of the chip's part of the batch.
+        exact: whether `persistent` and `arguments` are exact; otherwise they are estimated.
+        estimate: estimated peak memory and transfers.
+        compiled: the same, read from the compiled program. None: not compiled.
+        time: the minimum time of a step.
+        verdict: "chosen", or why it was not selected.
     """
 
-    way: Way
+    options: Strategy
     persistent: int
     arguments: int
     exact: bool
@@ -45,37 +45,40 @@ class Candidate:
 
     @property
     def strategy(self) -> str:
-        return str(self.way)
+        return str(self.options)
 
     @property
     def peak(self) -> int:
-        """Bytes that a step needs on each chip: compiled, else estimated."""
+        """Peak bytes on each chip, from the compiled program if there is one, else estimated."""
         return self.compiled.peak if self.compiled and self.compiled.peak is not None else self.estimate.peak
 
     @property
     def ledger(self):
-        """What is sent: compiled, else estimated."""
+        """The transfers, from the compiled program if there is one, else estimated."""
         return self.compiled.ledger if self.compiled and self.compiled.ledger is not None else self.estimate.ledger
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where a step's arrays lie. `print(plan)` says what was compared.
+    """The shardings of a step's arrays. `print(plan)` shows the comparison of strategies.
 
     Attributes:
-        target: the chips. mesh: their mesh; one without devices where they cannot be compiled for.
-        way: what was chosen.
+        target: the devices.
+        mesh: their mesh. If they cannot be compiled for, it has no devices.
+        options: the selected strategy as a `Strategy`. `strategy` is its name.
         state, batch: trees of `NamedSharding`s.
-        candidates: what was compared.
-        whole: (path, shape, why) of leaves that are on every chip although the strategy splits.
-        shapes: the batch's tree of shapes. axes: the axes of the mesh that its rows are spread over.
+        candidates: the compared strategies.
+        whole: (path, shape, reason) of leaves that are replicated although the strategy splits the state.
+        shapes: the tree of shapes and dtypes of the batch.
+        axes: the mesh axes over which the rows of the batch are split.
         unused: paths of the batch's leaves that the step does not read.
-        make: what makes a state of a key. find: what finds `most`.
+        make: the init function.
+        find: a function that computes `most`.
     """
 
     target: Target
     mesh: Mesh | AbstractMesh
-    way: Way
+    options: Strategy
     state: Any
     batch: Any
     whole: tuple[tuple[str, tuple[int, ...], str], ...]
@@ -87,11 +90,11 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        return str(self.way)
+        return str(self.options)
 
     @property
     def pins(self) -> bool:
-        return self.way.pins
+        return self.options.pins
 
     @property
     def chip(self) -> hardware.Chip:
@@ -99,7 +102,7 @@ class Plan:
 
     @property
     def here(self) -> bool:
-        """Whether the chips are, so that the plan can be run."""
+        """Whether the devices are attached, so that the plan can run."""
         return self.target.here
 
     @property
@@ -107,32 +110,32 @@ class Plan:
         return rows_over(self.mesh)
 
     @property
-    def most(self) -> tuple[tuple[Way, int], ...]:
-        """(way, rows) of the largest batches that one chip holds, estimated; nothing where the plan is for several."""
+    def most(self) -> tuple[tuple[Strategy, int], ...]:
+        """(strategy, rows) of the largest batches that fit on one chip, estimated; () if the plan is for several."""
         return self.find() if self.find else ()
 
     @property
     def chosen(self) -> Candidate:
-        return next(each for each in self.candidates if each.way == self.way)
+        return next(each for each in self.candidates if each.options == self.options)
 
     def init(self, key: jax.Array) -> Any:
-        """The state that `init(key)` makes, born where it belongs: no chip ever holds more of it than its share."""
+        """Creates the state `init(key)` with its shardings. No chip ever holds more than its part."""
         self._check_here("init")
         return jax.jit(self.make, out_shardings=self.state)(key)
 
     def place(self, state: Any) -> Any:
-        """A state that exists already, such as one read from a file, put where it belongs. It is copied: the step takes
-        over the memory of what it is given."""
+        """Copies an existing state, for example one read from a file, to the plan's shardings. A copy is needed because
+        the step donates its state."""
         self._check_here("place")
         if jax.tree.structure(state) != jax.tree.structure(self.state):
-            raise ValueError(f"plan.place: the state has another structure than was planned for: "
+            raise ValueError(f"plan.place: the state has another structure than in the plan: "
                              f"{jax.tree.structure(state)} and {jax.tree.structure(self.state)}")
         return jax.tree.map(lambda x, where: jax.device_put(jnp.array(x, copy=True), where), state, self.state)
 
     def _check_here(self, what):
         if not self.here:
-            raise ValueError(f"plan.{what}: this plan is for {self.target} that are not here; plan for devices='local' "
-                             "to run")
+            raise ValueError(f"plan.{what}: this plan is for {self.target}, which are not attached; use "
+                             "devices='local' to run it")
 
     def jit(self, step: Callable) -> Callable:
         """Compiles `step(state, batch) -> (state, metrics)` for the plan's devices.
@@ -153,7 +156,7 @@ class Plan:
             ValueError if the devices are not attached, if they do not divide the rows of the batch, and for an array
             that has another sharding than the plan's.
         """
-        compiled = jax.jit(self.way.applied(step, self.mesh, self.axes), in_shardings=(self.state, self.batch),
+        compiled = jax.jit(self.options.applied(step, self.mesh, self.axes), in_shardings=(self.state, self.batch),
                            out_shardings=(self.state, NamedSharding(self.mesh, P())), donate_argnums=0)
 
         def explained(call):
@@ -161,7 +164,7 @@ class Plan:
                 try:
                     return call(state, batch)
                 except (TypeError, ValueError) as error:
-                    if reason := self.objection(state, batch):    # checked here, so that valid calls do not pay for it
+                    if reason := self.objection(state, batch):    # only after an error: no overhead for valid calls
                         raise ValueError(f"plan.jit: {reason}") from error
                     raise
 
@@ -170,16 +173,16 @@ class Plan:
         return Compiled(step, explained(compiled), explained(compiled.lower), explained(compiled.trace))
 
     def objection(self, state: Any, batch: Any) -> str | None:
-        """What keeps the step from taking these, in a sentence."""
+        """Returns why the step cannot take this state and batch, or None."""
         return _check.call(self, state, batch)
 
     def explain(self) -> str:
-        """A table of the candidates and the reasons; every number says how it is known."""
+        """Returns a table of the candidates and the reasons. Every number states how it is known."""
         return _explain.table(self)
 
     __str__ = explain
 
 
 def rows_over(mesh) -> tuple[str, ...]:
-    """The axes of a mesh that the rows of a batch are spread over."""
+    """The mesh axes over which the rows of a batch are split."""
     return tuple(name for name in ("slice", "data") if name in mesh.shape)

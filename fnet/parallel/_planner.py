@@ -1,4 +1,4 @@
-"""plan: how a plain step is best spread over chips, reckoned, compiled and chosen."""
+"""plan: estimates, compiles, compares and selects strategies to run a step on many devices."""
 
 from __future__ import annotations
 
@@ -17,63 +17,67 @@ from fnet.hardware._tiles import Stored, stored
 from fnet.parallel import _check, _compile, _cost, _explain, _mesh
 from fnet.parallel._estimate import Estimate, Split, estimate
 from fnet.parallel._plan import Candidate, Plan, rows_over
-from fnet.parallel._rules import applied, path_of
+from fnet.parallel._sharding_rules import applied, path_of
 from fnet.parallel._shardings import is_parameter, layout, scanned_leaves
+from fnet.parallel._strategies import Strategy, ladder, takes_slices
 from fnet.parallel._targets import target
-from fnet.parallel._ways import Way, ladder, takes_slices
 
-ROOM = 0.92    # of a chip's memory that a program may take; the rest is the runtime's
-DOUBT = 1.25   # by which an estimate of memory may be too high: what it puts above is not compiled
-CLOSE = 1.05   # times the least sent that counts as equal
+ROOM = 0.92    # fraction of a chip's memory that a program may use; the runtime needs the rest
+DOUBT = 1.25   # factor by which an estimate of memory may be too high; above it, nothing is compiled
+CLOSE = 1.05   # factor of the least bytes sent that counts as equal
 _LATER = "not compiled"
 _UNKNOWN = "unknown without compiling: it may send several times as much"
-FEW = 16       # devices up to which every way that may fit is compiled
+FEW = 16       # up to this many devices, every strategy that may fit is compiled
 
 
 def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[jax.Device] = "local",
          strategy: str = "auto", mesh: Mapping[str, int] | None = None,
          rules: Mapping[str, tuple[str | None, ...]] | None = None, compile: bool = True) -> Plan:
-    """How a plain `step(state, batch) -> (state, metrics)` is best spread over chips.
+    """Selects how to run `step(state, batch) -> (state, metrics)`, written for one device, on many devices.
 
         plan = parallel.plan(step, init, batch)
         print(plan)
         state = plan.init(jax.random.key(0))
         step = plan.jit(step)
 
-    What each strategy needs and sends is reckoned from the step's jaxpr, and read from the program where it can be
-    compiled for the chips, which need not be there. Of those that fit into memory the one that sends least is chosen;
-    of about equals the fastest, and of those the simplest that leaves half the memory free, or the one that leaves
-    most. Nothing is allocated.
+    The memory and transfers of each strategy are estimated from the step's jaxpr. If the step can be compiled for the
+    devices, they are read from the compiled program; the devices need not be attached. Among the strategies that fit
+    into memory, the one that sends the fewest bytes is selected. Among strategies within 5 % of it, the fastest is
+    selected, and among equally fast ones the simplest that leaves half of the memory free, or the one with the most
+    free memory. No arrays are allocated.
 
-    "data" is plain data parallelism; "zero1" splits the optimizer's state (Rajbhandari et al., 2020, ZeRO, stage 1);
-    "fsdp" splits the parameters too and gathers them where they are used (stage 3; Zhao et al., 2023, PyTorch FSDP);
-    "fsdp+pins" is the same with activations held to the batch, without which XLA may sum activations over all chips
-    instead of gathering weights. Which of the two sends less depends on the model, so that both are compiled. Where
-    none fits, each is tried with "+remat" (`ft.rematerialize`: activations are computed again in the backward pass),
-    and then with "+microbatches=2", 4, ..., if the step takes a keyword `microbatches` and hands it to `ft.microbatch`.
+    Strategies: "data" is data parallelism. "zero1" also splits the optimizer's state (Rajbhandari et al., 2020, ZeRO,
+    stage 1). "fsdp" also splits the parameters and gathers them for each use (stage 3; Zhao et al., 2023, PyTorch
+    FSDP). "fsdp+pins" also constrains activations to the batch; without this, XLA may sum activations over all chips
+    instead of gathering weights. Both are compiled, because the model determines which sends less. If none fits, each
+    is tried with "+remat" (`ft.rematerialize`: activations are recomputed in the backward pass), and then with
+    "+microbatches=2", 4, ..., if the step has a keyword `microbatches` that it passes to `ft.microbatch`.
 
     Args:
         step: written for one device.
         init: `init(key) -> state`. The model's parameters are `state.params`, `state["params"]` or `state[0]`.
-        batch: a batch, or its shapes: of each leaf the first axis is the rows.
-        devices: "local", all devices of this run; a list of devices; or by name what need not be there: a slice of TPUs
-            ("v5e:16x16", "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8", four machines of eight), a chip ("RTX 3080"),
-            a system ("dgx-1"). For TPUs libtpu compiles (`pip install 'fnet[tpu-plan]'`), for some GPUs jax's CUDA
-            plugin; without them the plan is an estimate and says so.
-        strategy: one of `parallel.STRATEGIES`, to choose oneself, also with "+remat" and "+microbatches=N"; "fsdp" is
-            with pins or without.
-        mesh: lengths of the mesh's axes, one of which may be -1: {"data": -1, "tensor": 4}; "data" takes what is left
-            where it is not named. By default all devices are along "data", and slices of TPUs or machines of GPUs along
-            "slice" outside it: the state is split within one, and gradients alone are summed over all.
-        rules: tensor parallelism: {a regular expression for a parameter's whole path, such as "blocks/fc/kernel": the
-            mesh axis that each of its axes is split over, or None}. `parallel.rules` makes them from layers' names of
-            axes.
-        compile: False: estimate only, which takes seconds for any number of chips.
+        batch: a batch, or its shapes and dtypes. The first axis of each leaf is the rows.
+        devices: "local" (all devices of this run), a list of devices, or the name of devices that need not be attached:
+            a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8", four machines of eight), a
+            chip ("RTX 3080"), or a system ("dgx-1"). libtpu compiles for TPUs (`pip install 'fnet[tpu-plan]'`), and
+            JAX's CUDA plugin for some GPUs; without them, the plan is an estimate and states this.
+        strategy: one of `parallel.STRATEGIES`, optionally with "+remat" and "+microbatches=N". "fsdp" includes
+            "fsdp+pins". Default "auto".
+        mesh: lengths of the mesh's axes, one of which may be -1: {"data": -1, "tensor": 4}. If "data" is not named, it
+            has the remaining length. By default, all devices are along "data", and slices of TPUs or machines of GPUs
+            along "slice": the state is split within a slice, and only gradients are summed over all.
+        rules: tensor parallelism: {regular expression for the complete path of a parameter, such as "blocks/fc/kernel":
+            for each of its axes, the mesh axis over which it is split, or None}. `parallel.rules` creates them from the
+            logical axis names of layers.
+        compile: whether to compile. False: only estimate, which takes seconds for any number of chips.
+
+    Returns:
+        A `Plan`.
 
     Raises:
-        ValueError: for an unknown strategy or chip, rows that the devices do not divide, a rule that fits no parameter,
-            a step that does not return the state as it was given, or where nothing fits: then it names what takes
-            most.
+        ValueError: an unknown strategy or chip, a number of rows that is not a multiple of the devices, a rule that
+            matches no parameter, a step that changes the state's structure, or nothing fits; the message then lists the
+            largest arrays.
     """
     for name, function in (("step", step), ("init", init)):
         if not callable(function):
@@ -99,7 +103,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     if best is None:
         raise ValueError(_explain.nothing_fits(chips, judged, ROOM, draft.most() if chips.count == 1 else ()))
     verdicts = tuple(dataclasses.replace(each, verdict=each.verdict or _verdict(each, best, judged)) for each in judged)
-    chosen = draft.plan(best.way)
+    chosen = draft.plan(best.options)
     return dataclasses.replace(chosen, candidates=verdicts, find=draft.most if chips.count == 1 else None)
 
 
@@ -113,19 +117,19 @@ class _Traced:
         leaves = [path for path, _ in jax.tree.leaves_with_path(state)]
         self.scanned = scanned_leaves(closed.jaxpr, leaves)
         self.unused = _check.unused(closed.jaxpr.invars[len(leaves):], closed.jaxpr, batch)
-        # A program has no arguments for leaves that the step does not read.
+        # A compiled program has no arguments for leaves that the step does not read.
         self.complete = not self.unused and not _check.unused(closed.jaxpr.invars[:len(leaves)], closed.jaxpr, state)
 
-    def __call__(self, way: Way) -> tuple[Any, Count]:
-        key = way.remat, way.microbatches
+    def __call__(self, option: Strategy) -> tuple[Any, Count]:
+        key = option.remat, option.microbatches
         if key not in self._found:
-            closed = jax.make_jaxpr(way.applied(self.step))(self.state, self.batch)
+            closed = jax.make_jaxpr(option.applied(self.step))(self.state, self.batch)
             self._found[key] = closed, count_jaxpr(closed)
         return self._found[key]
 
 
 class _Drafts:
-    """Plans by their way, what they need, and which of them fit."""
+    """Plans by strategy, their requirements, and which of them fit."""
 
     def __init__(self, chips, axes, places, state, batch, traced, rules, init):
         self.chips, self.axes, self.places, self.state, self.batch = chips, axes, places, state, batch
@@ -142,72 +146,72 @@ class _Drafts:
         self.casts = chip.kind != "cpu"
         self.kernels = "cuda" if cudnn else "tpu" if chip.kind == "tpu" and alone else None
 
-    def plan(self, way: Way) -> Plan:
-        found = self.layout(way.state)
+    def plan(self, option: Strategy) -> Plan:
+        found = self.layout(option.state)
         place = lambda spec: NamedSharding(self.places, spec)
         state = jax.tree.map(place, found.specs, is_leaf=lambda x: isinstance(x, P))
         over = rows_over(self.places)
         spec = P(over[0] if len(over) == 1 else over)
         rows = jax.tree.map(lambda x: place(spec if x.ndim else P()), self.batch)
-        return Plan(self.chips, self.places, way, state, rows, tuple(found.whole), self.batch, self.traced.unused,
+        return Plan(self.chips, self.places, option, state, rows, tuple(found.whole), self.batch, self.traced.unused,
                     self.init)
 
-    @functools.lru_cache(None)    # noqa: B019 (as short-lived as the plan's making)
+    @functools.lru_cache(None)    # noqa: B019 (lives only while a plan is created)
     def layout(self, kind):
         return layout(self.state, kind, self.axes["data"], self.traced.scanned, self.ruled)
 
-    def candidate(self, way: Way) -> Candidate:
-        closed, counted = self.traced(way)
-        draft = self.plan(way)
+    def candidate(self, option: Strategy) -> Candidate:
+        closed, counted = self.traced(option)
+        draft = self.plan(option)
         placed = jax.tree.leaves(draft.state)
         persistent = _held(self.state, draft.state, self.chips.chip)
         arguments = persistent + _held(self.batch, draft.batch, self.chips.chip)
         unpadded = _unpadded(self.state, draft.state) + _unpadded(self.batch, draft.batch)
         splits = [_split(where.spec) for where in placed]
         splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(self.batch)]
-        reckoned = estimate(closed, splits, self.axes, whole=way.state == "zero1", kernels=self.kernels,
+        estimated = estimate(closed, splits, self.axes, whole=option.state == "zero1", kernels=self.kernels,
                             casts=self.casts)
-        reckoned = _padded(reckoned, arguments.bytes, unpadded)
-        return self.timed(Candidate(way, persistent.bytes, arguments.bytes, arguments.exact, reckoned, None,
+        estimated = _padded(estimated, arguments.bytes, unpadded)
+        return self.timed(Candidate(option, persistent.bytes, arguments.bytes, arguments.exact, estimated, None,
                                     _cost.Time(None, None, None)), counted)
 
     def timed(self, each: Candidate, counted: Count | None = None) -> Candidate:
-        counted = counted or self.traced(each.way)[1]
+        counted = counted or self.traced(each.options)[1]
         state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.state))
         between = each.estimate.between.sent
         sent = each.ledger.sent - (between if each.compiled and each.compiled.ledger else 0)
         return dataclasses.replace(each, time=_cost.time(counted, self.chips, state, each.persistent, max(0, sent),
                                                          between, alike=self.alike))
 
-    def compared(self, rung: list[Way], compile: bool) -> list[Candidate]:
-        """The candidates of a rung; those that may be chosen have no verdict yet."""
-        reckoned = [self.candidate(way) for way in rung]
+    def compared(self, rung: list[Strategy], compile: bool) -> list[Candidate]:
+        """The candidates of a rung. Those that may be selected have no verdict yet."""
+        estimated = [self.candidate(option) for option in rung]
         if not compile or self.chips.devices is None:
-            free = lambda way: way.state == "fsdp" and not way.pins
-            judged = [self.judged(each, 1.0) for each in reckoned]
-            return [dataclasses.replace(each, verdict=each.verdict or _UNKNOWN) if free(each.way) else each
+            free = lambda option: option.state == "fsdp" and not option.pins
+            judged = [self.judged(each, 1.0) for each in estimated]
+            return [dataclasses.replace(each, verdict=each.verdict or _UNKNOWN) if free(each.options) else each
                     for each in judged]
-        likely = [each for each in reckoned if not self.memory or each.estimate.peak <= DOUBT * ROOM * self.memory]
-        likely.sort(key=lambda each: (each.estimate.ledger.sent + each.estimate.between.sent, rung.index(each.way)))
+        likely = [each for each in estimated if not self.memory or each.estimate.peak <= DOUBT * ROOM * self.memory]
+        likely.sort(key=lambda each: (each.estimate.ledger.sent + each.estimate.between.sent, rung.index(each.options)))
         if first := _best(likely, self.memory):
             likely = [first, *(each for each in likely if each is not first)]
         if len(rung) == 1:
-            likely = reckoned    # as asked
-        done: dict[Way, Candidate] = {}
+            likely = estimated    # as requested
+        done: dict[Strategy, Candidate] = {}
         for each in likely:
             if self.chips.count > FEW and any(not made.verdict for made in done.values()):
-                ways = {way._replace(pins=not way.pins) for way in done}
-                if each.way not in ways:
+                options = {option._replace(pins=not option.pins) for option in done}
+                if each.options not in options:
                     continue
-            compiled = _compile.compiled(self.plan(each.way).jit(self.traced.step), self.state, self.batch)
-            done[each.way] = self.judged(self.timed(dataclasses.replace(each, compiled=compiled)), 1.0)
+            compiled = _compile.compiled(self.plan(each.options).jit(self.traced.step), self.state, self.batch)
+            done[each.options] = self.judged(self.timed(dataclasses.replace(each, compiled=compiled)), 1.0)
         sizes = [(each.arguments, each.compiled.arguments) for each in done.values() if each.compiled.peak is not None]
         if self.traced.complete and any(predicted != size for predicted, size in sizes):
-            reckoned = [dataclasses.replace(each, exact=False) for each in reckoned]
-            done = {way: dataclasses.replace(each, exact=False) for way, each in done.items()}
+            estimated = [dataclasses.replace(each, exact=False) for each in estimated]
+            done = {option: dataclasses.replace(each, exact=False) for option, each in done.items()}
         rest = lambda each: dataclasses.replace(each, verdict=self.judged(each, DOUBT).verdict
-                                                or f"{_LATER}: by the estimate it sends no less")
-        return [done.get(each.way) or rest(each) for each in reckoned]
+                                                or f"{_LATER}: estimated to send no less")
+        return [done.get(each.options) or rest(each) for each in estimated]
 
     def judged(self, each: Candidate, doubt: float) -> Candidate:
         if each.compiled and each.compiled.peak is None:
@@ -218,31 +222,31 @@ class _Drafts:
         return each
 
     @functools.lru_cache(None)    # noqa: B019
-    def most(self) -> tuple[tuple[Way, int], ...]:
-        """The most rows that one chip holds: as it is, with activations computed again, and in eight microbatches."""
+    def most(self) -> tuple[tuple[Strategy, int], ...]:
+        """The most rows that fit on one chip: as is, with activations recomputed, and with eight microbatches."""
         if not self.memory:
             return ()
-        ways = [Way("data"), Way("data", remat=True)]
-        ways += [Way("data", remat=True, microbatches=8)] if takes_slices(self.traced.step) else []
-        return tuple((way, self.rows(way)) for way in ways)
+        options = [Strategy("data"), Strategy("data", remat=True)]
+        options += [Strategy("data", remat=True, microbatches=8)] if takes_slices(self.traced.step) else []
+        return tuple((option, self.rows(option)) for option in options)
 
-    def rows(self, way: Way) -> int:
-        """Peaks grow about in proportion with the rows: each guess lies on the line through the two nearest."""
+    def rows(self, option: Strategy) -> int:
+        """Interpolates: peak memory is roughly proportional to the rows, so each guess is linear in the two nearest."""
         def peak(rows):
             resized = lambda x: jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
             batch = jax.tree.map(lambda x: resized(x) if x.ndim else x, self.batch)
-            closed = jax.make_jaxpr(way.applied(self.traced.step))(self.state, batch)
+            closed = jax.make_jaxpr(option.applied(self.traced.step))(self.state, batch)
             splits = [Split()] * len(jax.tree.leaves(self.state))
             splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
-            reckoned = estimate(closed, splits, self.axes, kernels=self.kernels, casts=self.casts)
-            draft = self.plan(way)    # of one device: each array is whole
+            estimated = estimate(closed, splits, self.axes, kernels=self.kernels, casts=self.casts)
+            draft = self.plan(option)    # on one device, no array is split
             held = _held(self.state, draft.state, self.chips.chip) + _held(batch, draft.batch, self.chips.chip)
             unpadded = _unpadded(self.state, draft.state) + _unpadded(batch, draft.batch)
-            return _padded(reckoned, held.bytes, unpadded).peak
+            return _padded(estimated, held.bytes, unpadded).peak
 
         room = ROOM * self.memory
         given = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
-        first = max(2, given) * way.microbatches
+        first = max(2, given) * option.microbatches
         tried = {rows: peak(rows) for rows in (first, 2 * first)}
         for _ in range(8):
             below = sorted((n for n in tried if tried[n] <= room), reverse=True)
@@ -251,7 +255,7 @@ class _Drafts:
                 break
             a, b = (below[0], above[0]) if below and above else (below or above)[:2]
             each = max(1.0, (tried[b] - tried[a]) / (b - a))
-            guess = max(1, int(a + (room - tried[a]) / each) // way.microbatches) * way.microbatches
+            guess = max(1, int(a + (room - tried[a]) / each) // option.microbatches) * option.microbatches
             if guess in tried:
                 break
             tried[guess] = peak(guess)
@@ -259,7 +263,7 @@ class _Drafts:
 
 
 def _shards(tree, shardings) -> list[jax.ShapeDtypeStruct]:
-    """What each chip holds of a tree."""
+    """The part of a tree on each chip."""
     return [jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
             for x, where in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings))]
 
@@ -273,9 +277,9 @@ def _unpadded(tree, shardings) -> int:
     return sum(x.size * x.dtype.itemsize for x in _shards(tree, shardings))
 
 
-def _padded(reckoned: Estimate, arguments: int, unpadded: int) -> Estimate:
+def _padded(estimated: Estimate, arguments: int, unpadded: int) -> Estimate:
     """The estimate with the padding of its arguments, below which no peak is."""
-    return reckoned._replace(peak=max(arguments, reckoned.peak + arguments - unpadded))
+    return estimated._replace(peak=max(arguments, estimated.peak + arguments - unpadded))
 
 
 def _split(spec) -> Split:
@@ -284,8 +288,8 @@ def _split(spec) -> Split:
 
 
 def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
-    """Of those that fit the one that sends least; of about equals the fastest at best; of those the simplest that
-    leaves half of the memory free, or the one that leaves most. What was compiled comes before what was not."""
+    """Selects a candidate that fits: the one that sends least; of about equal ones the fastest; of those the simplest
+    that leaves half of the memory free, or the one with the most free memory. Compiled candidates have precedence."""
     fit = [each for each in judged if not each.verdict]
     fit = [each for each in fit if each.compiled] or fit
     if not fit:
@@ -306,11 +310,11 @@ def _sent(each: Candidate) -> float:
 
 def _verdict(each, best, judged):
     sent, least = _sent(each), _sent(best)
-    if each.way == best.way:
-        others = [other for other in judged if not other.verdict and other.way != each.way]
+    if each.options == best.options:
+        others = [other for other in judged if not other.verdict and other.options != each.options]
         if not others:
             if any(other.verdict.startswith(_LATER) for other in judged):
-                return "chosen: by the estimate it sends least of those that fit"
+                return "chosen: estimated to send least of those that fit"
             return "chosen: the only one that fits" if len(judged) > 1 else "chosen"
         if all(sent <= _sent(other) for other in others):
             return "chosen: it sends least of those that fit"
@@ -324,7 +328,7 @@ def _verdict(each, best, judged):
 
 
 def _merit(best: Candidate, other: Candidate) -> str:
-    """What one of two that send about as much has for itself."""
+    """The advantage of one of two candidates that send about as much."""
     if (other.time.seconds or 0) > CLOSE * (best.time.seconds or 0):
         return "takes less time at best"
     return "needs less memory" if other.peak > best.peak else "is simpler"

@@ -1,4 +1,4 @@
-"""Which leaf of a training state is split over which axis of the chips, and why not where it is not."""
+"""The shardings of a training state: along which axis each leaf is split, and why if it is not."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
 from fnet.jaxpr import bodies, scan
-from fnet.parallel._rules import path_of
+from fnet.parallel._sharding_rules import path_of
 
-SMALL = 1 << 12    # numbers of an array below which splitting it costs more than it saves
+SMALL = 1 << 12    # arrays with fewer numbers are not split, because splitting costs more than it saves
 _KEEPS = frozenset(("convert_element_type", "copy", "optimization_barrier", "sharding_constraint", "name"))
 
 
 class Layout(NamedTuple):
-    """A state's specs, and why leaves are whole: [(path, shape, reason)]."""
+    """A state's specs, and the reasons for replicated leaves: [(path, shape, reason)]."""
 
     specs: Any
     whole: list
 
 
 def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None) -> Layout:
-    """The specs of a state: "data" (all whole), "zero1" (all but the parameters split), "fsdp" (all).
+    """Returns the specs of a state: "data" (nothing split), "zero1" (all but the parameters split), "fsdp" (all split).
 
-    An array is split along its largest axis that the chips divide, of equals the last; but not along one that a scan
-    goes over, since every turn would gather it, nor along one that a rule splits. What has a parameter's path and
-    shape, as an optimizer's moments have, is split as the parameter is.
+    An array is split along its largest axis that is a multiple of `chips`, the last of equal ones. Axes over which a
+    scan runs are excluded, because every iteration would gather them, and axes that a rule splits. Leaves with the path
+    and shape of a parameter, such as an optimizer's moments, are split like the parameter.
 
     Args:
         state: a tree of shapes.
-        chips: how many share the state.
-        scanned: paths of the leaves whose first axis a scan goes over.
-        ruled: {a parameter's path: its spec}.
+        kind: "data", "zero1" or "fsdp".
+        chips: number of chips that share the state.
+        scanned: paths of the leaves over whose first axis a scan runs.
+        ruled: {path of a parameter: its spec}.
     """
     leaves, structure = jax.tree.flatten_with_path(state)
     model = {path: leaf.shape for path, leaf in leaves if is_parameter(path, state)}
@@ -69,7 +70,7 @@ def _spec(shape, chips, mine, *, first):
 
 
 def is_parameter(path, state) -> bool:
-    """Whether a leaf is the model's: of `state.params`, `state["params"]`, or the first of a tuple."""
+    """Whether a leaf is a parameter: in `state.params`, `state["params"]`, or the first item of a tuple."""
     if not path:
         return False
     return _head(path[0]) == ("params" if hasattr(state, "params") or isinstance(state, dict) else 0)
@@ -80,7 +81,7 @@ def _head(key):
 
 
 def scanned_leaves(jaxpr, paths: list) -> frozenset[str]:
-    """The inputs of a jaxpr whose first axis a scan goes over, by path."""
+    """Paths of the inputs of a jaxpr over whose first axis a scan runs."""
     marks = _scanned(jaxpr, [{i} for i in range(len(jaxpr.invars))])
     return frozenset(jax.tree_util.keystr(paths[i]) for i in marks if i < len(paths))
 

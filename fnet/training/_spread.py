@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet.parallel import Plan
-from fnet.parallel._rows import Rows
+from fnet.parallel._local_batches import LocalBatches
 
 
 class Spread:
@@ -30,7 +30,7 @@ class Spread:
             raise ValueError(f"fit: this plan is for {plan.mesh.size} x {plan.chip.name} that are not here; plan for "
                              "devices='local' or jax.devices() to run")
         self.plan = plan
-        self.rows = None if plan is None else Rows(plan, False)
+        self.rows = None if plan is None else LocalBatches(plan, False)
 
     def __str__(self) -> str:
         if self.plan is None:

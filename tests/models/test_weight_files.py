@@ -151,7 +151,7 @@ def test_folders_without_weights(tmp_path):
     refused(tmp_path / "gone", "no such file or folder", FileNotFoundError)
     for name in ("a", "b"):
         save_file({"a": A}, tmp_path / f"{name}.safetensors")
-    refused(tmp_path, r"contains 2 safetensors files \(a.safetensors, b.safetensors\) and no model.safetensors.index.json")
+    refused(tmp_path, r"contains 2 safetensors files \(a.safetensors, b.safetensors\) and no model.safetensors.index")
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors").unlink()

@@ -122,21 +122,20 @@ def test_one_process_has_no_thread_and_asks_for_one_batch_at_a_time(plan, monkey
     assert asked == [] and next(feed) and asked == [0] and next(feed) and asked == [0, 1]
 
 
-CHOICES = ("so that it cannot be filled up; weigh the loss by batch['weight'], float32 [rows], in step and plan; or "
-           "leave short batches out with drop_remainder=True; or plan for as many rows and devices as every "
-           "batch fills")
+CHOICES = ("so it cannot be padded; weight the loss by batch['weight'], float32 [rows], in step and plan; or "
+           "omit short batches with drop_remainder=True; or use a number of rows and devices that every batch fills")
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda b: {**b, "x": X[:17], "y": Y[:17]}, "feed: batch['x'] of shape (17, 6) has 17 rows, and this process's "
-     "share of the plan's 16 is 16: give it 16, or plan for more"),
-    (lambda b: {**b, "y": Y[:15]}, "feed: batch['y'] has 15 rows and batch['x'] has 16: each row of a batch is to be "
-     "in all of its leaves"),
-    (lambda b: {**b, "x": X[:16, :5]}, "feed: batch['x'] is float32[16, 5], and the plan is for float32[16, 6] from "
-     "this process"),
-    (lambda b: {**b, "x": X[:16].astype(np.int32)}, "feed: batch['x'] is int32[16, 6], and the plan is for float"),
-    (lambda b: {"x": b["x"]}, "the plan is for batch['weight'], batch['x'], batch['y']; this batch has batch['x']"),
-    (lambda b: None, "this batch has nothing"),
+    (lambda b: {**b, "x": X[:17], "y": Y[:17]}, "feed: batch['x'] of shape (17, 6) has 17 rows, but this process's "
+     "share of the plan's 16 is 16; pass 16 rows, or plan for more"),
+    (lambda b: {**b, "y": Y[:15]}, "feed: batch['y'] has 15 rows and batch['x'] has 16; all leaves of a batch must "
+     "have the same number of rows"),
+    (lambda b: {**b, "x": X[:16, :5]}, "feed: expected batch['x'] to be float32[16, 6] from this process, as "
+     "in the plan; got float32[16, 5]"),
+    (lambda b: {**b, "x": X[:16].astype(np.int32)}, "as in the plan; got int32[16, 6]"),
+    (lambda b: {"x": b["x"]}, "expected batch['weight'], batch['x'], batch['y'] as in the plan; got batch['x']"),
+    (lambda b: None, "as in the plan; got nothing"),
 ])
 def test_errors_of_batches(plan, change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -155,14 +154,14 @@ def test_short_without_weights(without):
 
 
 def test_errors_of_arguments(plan):
-    with pytest.raises(TypeError, match=r"feed: batches are gone through one by one, and function cannot be: give a "
-                                        r"list or a generator, such as \(batches\(i\) for i in range\(steps\)\)"):
+    with pytest.raises(TypeError, match=r"feed: batches must be iterable, e.g. a list or a generator such as "
+                                        r"\(batches\(i\) for i in range\(steps\)\); got function"):
         parallel.feed(lambda i: i, plan)
-    with pytest.raises(ValueError, match="feed: timeout=0: it is in seconds, more than 0"):
+    with pytest.raises(ValueError, match="feed: timeout must be > 0 seconds; got 0"):
         parallel.feed([], plan, timeout=0)
     heavy = parallel.plan(lambda s, b: (s, b["weight"].sum()), init, {"weight": np.zeros((16, 2), np.float32)},
                           strategy="data")
-    with pytest.raises(ValueError, match=re.escape("is float32[16, 2] in the plan: a weight is float32 [rows]")):
+    with pytest.raises(ValueError, match=re.escape("must be a weight, float32 [rows]; in the plan it is float32[16, 2]")):
         parallel.feed([], heavy)
 
 
@@ -176,6 +175,6 @@ class Elsewhere:
 
 
 def test_a_plan_for_chips_elsewhere(plan):
-    with pytest.raises(ValueError, match="feed: this plan is for 8 x .* that are not here; plan for devices='local' or "
-                                         r"jax\.devices\(\) to run"):
+    with pytest.raises(ValueError, match="feed: this plan is for 8 x .*, which are not attached; use devices='local' "
+                                         r"or jax\.devices\(\) to run it"):
         parallel.feed([], Elsewhere(plan))

@@ -103,7 +103,7 @@ def test_collectives_that_are_started():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="ledger needs the HLO of a compiled program; got text that begins 'module"):
+    with pytest.raises(ValueError, match="ledger: expected the HLO of a compiled program; got text that begins with"):
         parallel.ledger("module @jit_f {\n}")
 
 

@@ -162,7 +162,7 @@ def test_logical_axes_make_rules():
     step, init, batch = gpt()
     plan = parallel.plan(step, init, batch, strategy="data", compile=False, mesh=TENSOR["mesh"], rules=rules)
     assert "tensor" in plan.state.params["blocks"]["fc"]["kernel"].spec
-    with pytest.raises(ValueError, match=re.escape("rules: no parameter has an axis called 'head'; there are ")):
+    with pytest.raises(ValueError, match=re.escape("rules: no parameter has an axis named 'head'; there are ")):
         parallel.rules(spec, {"head": "tensor"})
 
 
@@ -267,14 +267,15 @@ def test_rungs_are_climbed_where_nothing_fits(monkeypatch):
     least = lambda plan: min(each.peak for each in plan.candidates)
     limited(monkeypatch, least(planned()) / _planner.ROOM - 1)
     plan = planned()
-    assert plan.way.remat and plan.way.microbatches == 1
-    assert all(each.verdict.startswith("rejected") for each in plan.candidates if not each.way.remat)
+    assert plan.options.remat and plan.options.microbatches == 1
+    assert all(each.verdict.startswith("rejected") for each in plan.candidates if not each.options.remat)
     limited(monkeypatch, least(plan) / _planner.ROOM - 1)
     plan = planned()
-    assert plan.way.remat and f"+microbatches={plan.way.microbatches}" in plan.explain() and plan.chosen.ledger.sent
+    assert plan.options.remat and f"+microbatches={plan.options.microbatches}" in plan.explain()
+    assert plan.chosen.ledger.sent
     limited(monkeypatch, 1024)
-    said = (r"plan: nothing fits into .* GiB on each of 8 x .*; .* comes nearest with .* GiB \(estimated\): use a "
-            r"smaller batch, .* or more devices\. What takes most there \(estimated\): .* at \w+\.py:\d+ \(")
+    said = (r"plan: nothing fits into .* GiB on each of 8 x .*; .* needs least, .* GiB \(estimated\); use a "
+            r"smaller batch, .* or more devices\. Its largest arrays \(estimated\): .* at \w+\.py:\d+ \(")
     with pytest.raises(ValueError, match=said):
         planned()
 
@@ -288,7 +289,7 @@ def test_what_is_split_and_what_is_not():
     trace = next(name for name in specs if name.endswith("['blocks']['fc']['kernel']") and name != up)
     assert specs[trace] == specs[up]            # the momentum
     whole = {path: why for path, _, why in plan.whole}
-    assert whole[".step"] == "small" and "on every chip: .step [] (small)" in plan.explain()
+    assert whole[".step"] == "small" and "replicated: .step [] (small)" in plan.explain()
     odd = parallel.plan(lambda s, b: ((s[0] * b.mean(),), 0.0), lambda key: (jnp.ones((81, 81)),), jnp.ones(8),
                         strategy="fsdp")
     assert odd.whole == (("[0]", (81, 81), "no axis of [81, 81] is a multiple of 8"),)
@@ -330,51 +331,52 @@ def called(*, batch=SOME, where=None, devices="local"):
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: parallel.plan(STEP, INIT, ROWS, strategy="magic"),
-     "plan: no strategy is called 'magic'; there are auto, data, zero1, fsdp, fsdp+pins, each also with +remat and "
+     "plan: unknown strategy 'magic'; there are auto, data, zero1, fsdp, fsdp+pins, each also with +remat and "
      "+microbatches=N, in this order"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, strategy="data+pins"), "no strategy is called 'data+pins'"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, strategy="data+pins"), "unknown strategy 'data+pins'"),
     (lambda: parallel.plan(STEP, INIT, ROWS, strategy="data+microbatches=2"),
-     "plan: for microbatches=2 the step has to take them: def step(state, batch, *, microbatches=1)"),
+     "plan: for microbatches=2 the step needs a keyword: def step(state, batch, *, microbatches=1)"),
     (lambda: parallel.plan(*gpt(), strategy="data+microbatches=3"),
-     "plan: 3 microbatches on 8 devices do not divide 16 rows"),
+     "plan: 16 rows are not a multiple of 3 microbatches x 8 devices"),
     (lambda: parallel.plan(STEP, INIT, {"x": np.ones((12, 512))}),
-     "plan: batch['x'] of shape (12, 512) has 12 rows, which 8 devices do not divide; nearest that do: 8 or 16"),
-    (lambda: parallel.plan(STEP, INIT, np.ones((3, 512))), "nearest that do: 8"),
+     "plan: batch['x'] of shape (12, 512) has 12 rows, not a multiple of 8 devices; use 8 or 16 rows"),
+    (lambda: parallel.plan(STEP, INIT, np.ones((3, 512))), "not a multiple of 8 devices; use 8 rows"),
     (lambda: parallel.plan(STEP, INIT, np.float32(1)), "plan: the batch has no rows"),
-    (lambda: parallel.plan(lambda s, b: s, INIT, ROWS), "plan: a step returns (state, metrics); this one returns dict"),
+    (lambda: parallel.plan(lambda s, b: s, INIT, ROWS),
+     "plan: expected a step that returns (state, metrics); this one returns dict"),
     (lambda: parallel.plan(lambda s, b: ({"p": s["params"]}, 0), INIT, ROWS),
-     "plan: the step returns a state of another structure than init makes"),
+     "plan: the step must return a state with the structure of init's: expected "),
     (lambda: parallel.plan(lambda s, b: ({"params": [w[:3] for w in s["params"]]}, 0), INIT, ROWS),
-     "plan: init makes state['params'][0] float32[512, 512], and the step returns it as float32[3, 512]"),
+     "plan: state['params'][0] must keep its shape and dtype: init returns float32[512, 512], and the step float32[3,"),
     (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 3}),
-     "plan: a mesh of {'data': 3} is 3 devices; 'local' has 8"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": -1, "tensor": -1}), "one may be -1, which takes the rest"),
+     "plan: mesh {'data': 3} needs 3 devices; 'local' has 8"),
+    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": -1, "tensor": -1}),
+     "or -1 for the remaining length of one axis"),
     (lambda: parallel.plan(STEP, INIT, ROWS, rules={"0": (None, "tensor")}),
-     "plan: the rule '0' for 0 [512, 512] splits over 'tensor'; axes of the mesh that rules may name are none: give "
-     "plan a mesh= with some"),
+     "plan: the rule '0' for 0 [512, 512] uses the mesh axis 'tensor'; available are none; pass mesh= with such "
+     "an axis"),
     (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"fc/kernel": (None, "tensor")}),
      "plan: the rule 'fc/kernel' matches no parameter; there are 0, 1, 2, 3"),
     (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"0": (None, "tensor"), ".": ()}),
-     "plan: two rules match 0 [512, 512]: '0' and '.'; each parameter takes one"),
+     "plan: two rules match 0 [512, 512]: '0' and '.'; expected one for each parameter"),
     (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"0": (None, None, "tensor")}),
-     "plan: the rule '0': (None, None, 'tensor') is for 3 axes, and 0 [512, 512] has 2"),
+     "plan: the rule '0': (None, None, 'tensor') is for 3 axes, but 0 [512, 512] has 2"),
     (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"0": ("tensor", "tensor")}),
-     "splits two axes over the same one"),
+     "uses a mesh axis twice"),
     (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"(": ("tensor",)}),
-     "plan: the rule '(' is no regular expression: "),
+     "plan: the rule '(' is not a regular expression: "),
     (lambda: parallel.plan(lambda s, b: (s, 0), lambda key: {"params": {"w": jnp.ones((9, 4))}}, np.ones((4, 2)),
                            mesh={"data": 2, "tensor": 4}, rules={"w": ("tensor",)}),
-     "plan: the rule 'w' splits axis 0 of w [9, 4] over 'tensor', and 4 does not divide 9: nearest below that does is "
-     "tensor=3"),
+     "plan: the rule 'w' splits axis 0 of w [9, 4] over 'tensor', but 9 is not a multiple of 4; use tensor=3"),
     (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 3}),
-     "plan: a mesh of {'tensor': 3, 'data': 2} is 6 devices"),
-    (lambda: called(devices="v2:2x2"), "plan.jit: this plan is for 4 x TPU v2 (8 devices) that are not here; plan for "
-     "devices='local' to run"),
+     "plan: mesh {'tensor': 3, 'data': 2} needs 6 devices"),
+    (lambda: called(devices="v2:2x2"), "plan.jit: this plan is for 4 x TPU v2 (8 devices), which are not attached; use "
+     "devices='local' to run it"),
     (lambda: called(batch=np.ones((12, 512), np.float32)),
-     "plan.jit: batch of shape (12, 512) has 12 rows, which 8 devices do not divide; parallel.feed fills short"),
+     "plan.jit: batch of shape (12, 512) has 12 rows, not a multiple of 8 devices; parallel.feed pads short"),
     (lambda: called(batch={"x": np.ones((16, 512), np.float32)}),
-     "plan.jit: the batch has another structure than was planned for: PyTreeDef({'x': *}) and PyTreeDef(*)"),
-    (lambda: called(where=jax.devices()[0]), "plan.jit: state['params'][0] does not lie where the plan has it, but as "
+     "plan.jit: the batch has another structure than in the plan: PyTreeDef({'x': *}) and PyTreeDef(*)"),
+    (lambda: called(where=jax.devices()[0]), "plan.jit: state['params'][0] does not have the plan's sharding, but "
      "SingleDeviceSharding(device=CpuDevice(id=0)"),
 ])
 def test_errors(call, message):
@@ -404,8 +406,8 @@ def test_an_axis_that_no_rule_names():
     """Its devices do the same work, and the time says so."""
     plan = parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 4}, compile=False, strategy="data")
     assert dict(plan.mesh.shape) == {"data": 2, "tensor": 4}
-    assert "no rule names the mesh's axis tensor: the 4 devices along it do the same work" in plan.explain()
+    assert "no rule uses the mesh axis tensor, so the 4 devices along it do the same work" in plan.explain()
     named = parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 4}, rules={".": (None, "tensor")}, compile=False,
                           strategy="data")
-    assert "no rule names" not in named.explain()
+    assert "no rule uses" not in named.explain()
     assert named.chosen.time.compute == pytest.approx(plan.chosen.time.compute / 4)

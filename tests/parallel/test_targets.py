@@ -79,14 +79,14 @@ def test_devices_of_this_run():
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ([], "plan: there must be at least one device; got an empty list"),
-    ("cluster", "or a system such as 'dgx-1'; got 'cluster': no chip is called 'cluster'; slices are of v2, v3, v4, "
-                "v5e, v5p, v6e, tpu7x, nearest in the catalog: "),
-    ("v9:2x2", "no chip is called 'v9'"),
-    ("v5e:2x2x2", "plan: slices of TPU v5e have 2 axes, as in 'v5e:2x2'; got 'v5e:2x2x2'"),
-    ("h100:1x2x3", "plan: GPUs are MACHINESxGPUS, such as 'h100:4x8', or as many of one machine, 'h100:8'; got "),
-    ("v5e:16x17", "plan: TPUs do not come as 'v5e:16x17': an axis is 1, 2 or a multiple of 4, up to 16"),
-    ("v5e:32x16", "up to 16"), ("RTX 9999", "no chip is called 'RTX 9999'")])
+    ([], "plan: expected at least one device; got an empty list"),
+    ("cluster", "or a system such as 'dgx-1'; got 'cluster': unknown chip 'cluster'; slices are of v2, v3, v4, "
+                "v5e, v5p, v6e, tpu7x; similar names in the catalog: "),
+    ("v9:2x2", "unknown chip 'v9'"),
+    ("v5e:2x2x2", "plan: slices of TPU v5e have 2 axes, e.g. 'v5e:2x2'; got 'v5e:2x2x2'"),
+    ("h100:1x2x3", "plan: GPUs must be MACHINESxGPUS, such as 'h100:4x8', or GPUS of one machine, 'h100:8'; got "),
+    ("v5e:16x17", "plan: there are no TPUs 'v5e:16x17': an axis must be 1, 2 or a multiple of 4, up to 16"),
+    ("v5e:32x16", "up to 16"), ("RTX 9999", "unknown chip 'RTX 9999'")])
 def test_what_is_no_target(no_compilers, name, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         target(name)
@@ -99,7 +99,7 @@ def test_an_estimate_says_so_and_what_it_costs(no_compilers):
     assert "This is an estimate: libtpu is not installed" in text and " compiled" not in text
     assert re.search(r"at that speed \(estimated\): \$\S+ a step, \$\S+ a million tokens \(\$1.2 an hour", text)
     assert re.search(r"bound by \w+ \(compute .*, memory .*, links .*\), [\d,]+ tokens/s at most", text)
-    message = "plan.init: this plan is for 256 x TPU v5e that are not here; plan for devices='local' to run"
+    message = "plan.init: this plan is for 256 x TPU v5e, which are not attached; use devices='local' to run it"
     with pytest.raises(ValueError, match=re.escape(message)):
         plan.init(jax.random.key(0))
 
@@ -148,8 +148,8 @@ def test_one_chip(no_compilers):
     assert not plain.remat and remat.remat and slices.microbatches == 8 and 64 < most < more < by_slices
     text = plan.explain()
     assert f"largest batch that fits: {most:,} rows (estimated)" in text
-    assert f"largest batch that fits, activations computed again: {more:,} rows (estimated)" in text
-    assert f"computed again, in 8 microbatches: {by_slices:,} rows (estimated)" in text
+    assert f"largest batch that fits, with activations recomputed: {more:,} rows (estimated)" in text
+    assert f"recomputed, in 8 microbatches: {by_slices:,} rows (estimated)" in text
     fits = parallel.plan(step, init, rows(most), devices="RTX 3080", strategy="data")
     assert fits.chosen.peak <= _planner.ROOM * fits.chip.memory_bytes < 1.03 * fits.chosen.peak
     again = parallel.plan(step, init, rows(int(1.1 * most)), devices="RTX 3080")
@@ -202,7 +202,7 @@ def test_a_slice_that_is_not_there():
         assert abs(each.estimate.peak / each.compiled.peak - 1) < 0.5    # of larger ones a quarter: on-chip memory
         assert each.ledger.sent
     assert "compiled" in plan.explain() and "This is an estimate" not in plan.explain()
-    with pytest.raises(ValueError, match=r"plan: TPUs do not come as 'v5e:3x7': "):
+    with pytest.raises(ValueError, match=r"plan: there are no TPUs 'v5e:3x7': "):
         parallel.plan(step, init, batch, devices="v5e:3x7")
 
 
@@ -211,13 +211,13 @@ def test_gpus_that_are_not_there():
     plan = parallel.plan(*language_model(64, 4096, 256, 4, 4, context=256), devices="h100:2x2", strategy="fsdp")
     for each in plan.candidates:
         assert each.compiled.arguments == each.arguments and each.compiled.peak and each.ledger.sent
-    assert plan.explain().endswith("not which kernels cuDNN would give it.")
+    assert plan.explain().endswith("not which cuDNN kernels it would use.")
 
 
 def test_a_gpu_that_no_description_is_known_of():
     found = target("RTX 4090")
     assert found.devices is None
-    assert found.why == "XLA's description of RTX 4090 has not been read from one yet; it is known of H100 SXM5 80GB"
+    assert found.why == "XLA's description of RTX 4090 is not included in fnet; included are H100 SXM5 80GB"
 
 
 @LIBTPU

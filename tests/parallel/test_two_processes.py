@@ -73,8 +73,8 @@ def test_uneven_rows_have_the_gradient_of_one_process(free_port):
     agrees(said[0]["ragged"], [[8, 5], [8, 8], [8, 0], [4, 0]])
     agrees(said[0]["dropped"], [[8, 8], [8, 8]])
     for each in said:
-        assert re.match(r"feed: process 1 \(.+\) has no more after 2 batches, and others have: the plan's batch has no "
-                        r"'weight', so that its rows cannot be filled up; weigh the loss by batch\['weight'\], ",
+        assert re.match(r"feed: process 1 \(.+\) has no more batches after 2, but others have; the plan's batch has no "
+                        r"'weight', so its rows cannot be padded; weight the loss by batch\['weight'\], ",
                         each["unweighted"])
 
 
@@ -99,17 +99,17 @@ def test_fit_on_two_processes(free_port, tmp_path):
     np.testing.assert_allclose(said[0]["loss"], np.square(x[:21] @ np.asarray(params)).sum(-1).mean(), rtol=1e-4)
 
 
-LATE = r"feed: process %d \(.+\) did not come within 2 s, at batch %d, without which nobody can go on: start all "
-OWN = r"feed: process %d \(.+\), this one, had no batch of its own within 2 s, at batch 2: the others give up waiting"
+LATE = r"feed: process %d \(.+\) did not come within 2 s, at batch %d, so the others cannot continue; restart all "
+OWN = r"feed: process %d \(.+\), this one, had no batch of its own within 2 s, at batch 2, so the others stop waiting"
 
 
 @pytest.mark.parametrize(("case", "first", "second"), [
     ("late", LATE % (1, 2), OWN % 1),                                      # its batches do not come
     ("late-first", OWN % 0, r"feed: process 0 \(.+\) (did not come|had no batch of its own) within 2 s, at batch 2"),
-    ("stuck", LATE % (1, 4) + r".*this process stood in a step, where it could not be told", None),
-    ("broken", r"feed: process 1 \(.+\) could not make batch 1: OSError: the disk is gone", "OSError: the disk is gon"),
+    ("stuck", LATE % (1, 4) + r".*this process was blocked in a step", None),
+    ("broken", r"feed: process 1 \(.+\) failed to create batch 1: OSError: the disk", "OSError: the disk is gon"),
     ("failed", r"feed: process 1 \(.+\) has ended with ArithmeticError: this process's own, at batch 4, .*\(this "
-     "process stood in a step", "ArithmeticError: this process's own"),
+     "process was blocked in a step", "ArithmeticError: this process's own"),
     ("killed", r"feed: process 1 \(.+\) did not come, at batch \d", None),      # after the error of the step itself
 ], ids=["late", "late-first", "stuck", "broken", "failed", "killed"])
 def test_all_end_and_say_who(free_port, case, first, second):

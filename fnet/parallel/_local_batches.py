@@ -1,4 +1,4 @@
-"""Rows: what this process gives of each batch, filled up to its share and put where the plan says."""
+"""The rows of each batch that this process provides, padded to its share and transferred to the plan's shardings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jax.tree_util import keystr
 WEIGHT = "weight"
 
 
-class Rows:
-    """The share of a plan's batch that lies on this process's devices.
+class LocalBatches:
+    """The part of a plan's batch that is on this process's devices.
 
     Attributes:
-        weighted: whether the step reads `batch["weight"]`, so that rows can be filled up.
-        drop: whether short batches are left out instead.
-        why, choices: for errors: why rows cannot be filled up, and what to do.
+        weighted: whether the step reads `batch["weight"]`, so that short batches can be padded.
+        drop: whether short batches are omitted instead.
+        why, choices: for errors: why batches cannot be padded, and what to do.
     """
 
     def __init__(self, plan: Any, drop: bool):
@@ -31,30 +31,32 @@ class Rows:
         self.parts = [_parts(leaf, place) for leaf, place in zip(self.wanted, self.places)]
         self.shares = [None if parts is None else sum(end - begin for begin, end in parts) for parts in self.parts]
         self.several = len({device.process_index for device in plan.mesh.devices.flat}) > 1
-        self.copies = plan.mesh.devices.flat[0].platform == "cpu"      # where arrays may be shared with the device
+        self.copies = plan.mesh.devices.flat[0].platform == "cpu"      # arrays may be shared with the device
         self.last: list | None = None
         has = isinstance(plan.shapes, Mapping) and WEIGHT in plan.shapes
         path = keystr((jax.tree_util.DictKey(WEIGHT),))
         self.adds = has
         self.weighted = has and path not in plan.unused
         self.why = f"the step does not read batch{path}" if has else f"the plan's batch has no {WEIGHT!r}"
-        self.choices = (f"weigh the loss by batch{path}, float32 [rows], in step and plan; or leave short batches out "
-                        "with drop_remainder=True; or plan for as many rows and devices as every batch fills")
+        self.choices = (f"weight the loss by batch{path}, float32 [rows], in step and plan; or omit short batches "
+                        "with drop_remainder=True; or use a number of rows and devices that every batch fills")
         if has:
             self.at = self.paths.index(path)
             leaf = self.wanted[self.at]
             if len(leaf.shape) != 1 or leaf.dtype != np.float32:
-                raise ValueError(f"feed: batch{path} is {leaf.dtype}{list(leaf.shape)} in the plan: a weight is "
-                                 "float32 [rows]")
+                raise ValueError(f"feed: batch{path} must be a weight, float32 [rows]; in the plan it is "
+                                 f"{leaf.dtype}{list(leaf.shape)}")
 
     def fill(self, batch: Any, at: int, *, whole: bool = False) -> list | None:
-        """The leaves of batch number `at` with the share's rows each, or None if it is short and left out.
+        """Returns the leaves of batch number `at` with the rows of this process, or None if it is short and omitted.
 
         Args:
-            whole: a batch that has the rows of all processes will do, too: this one's are taken from it.
+            batch: the batch.
+            at: its number.
+            whole: whether a batch with the rows of all processes is allowed, too; this process's are taken from it.
 
         Raises:
-            ValueError: it is not as the plan's batch, or short and cannot be filled up.
+            ValueError: it does not match the plan's batch, or is short and cannot be padded.
         """
         leaves = self._leaves(batch)
         if whole and self.several and all(x is None or parts is None or len(x) == wanted.shape[0]
@@ -68,24 +70,24 @@ class Rows:
             shape, dtype = np.shape(x), _dtype(x)
             if len(shape) != len(wanted.shape) or shape[1:] != wanted.shape[1:] or dtype != _dtype(wanted):
                 whole = [share, *wanted.shape[1:]] if wanted.shape else []
-                raise ValueError(f"feed: batch{path} is {dtype}{list(shape)}, and the plan is for {_dtype(wanted)}"
-                                 f"{whole} from this process")
+                raise ValueError(f"feed: expected batch{path} to be {_dtype(wanted)}{whole} from this process, as in "
+                                 f"the plan; got {dtype}{list(shape)}")
             if share is None:
                 continue
             if shape[0] > share:
-                raise ValueError(f"feed: batch{path} of shape {shape} has {shape[0]} rows, and this process's share of "
-                                 f"the plan's {wanted.shape[0]} is {share}: give it {share}, or plan for more")
+                raise ValueError(f"feed: batch{path} of shape {shape} has {shape[0]} rows, but this process's share of "
+                                 f"the plan's {wanted.shape[0]} is {share}; pass {share} rows, or plan for more")
             if count is None:
                 count = (path, shape[0], share)
             elif shape[0] * count[2] != count[1] * share:
-                raise ValueError(f"feed: batch{path} has {shape[0]} rows and batch{count[0]} has {count[1]}: each row "
-                                 "of a batch is to be in all of its leaves")
+                raise ValueError(f"feed: batch{path} has {shape[0]} rows and batch{count[0]} has {count[1]}; all "
+                                 "leaves of a batch must have the same number of rows")
             short |= shape[0] < share
         if short and self.drop:
             return None
         if short and not self.weighted:
             raise ValueError(f"feed: batch {at} has {count[1]} rows here, fewer than this process's share of {count[2]}"
-                             f", and {self.why}, so that it cannot be filled up; {self.choices}")
+                             f", and {self.why}, so it cannot be padded; {self.choices}")
         if self.adds and leaves[self.at] is None:
             share = self.shares[self.at]
             rows = share if count is None else count[1] * share // count[2]
@@ -98,13 +100,13 @@ class Rows:
         return leaves
 
     def nothing(self) -> list:
-        """A batch of rows of weight 0: the last one's, where there was one."""
+        """A batch of rows with weight 0: those of the last batch, if there was one."""
         leaves = self.last or [np.zeros(x.shape if share is None else (share, *x.shape[1:]), _dtype(x))
                                for x, share in zip(self.wanted, self.shares)]
         return [np.zeros_like(x) if i == self.at else x for i, x in enumerate(leaves)]
 
     def place(self, leaves: list) -> Any:
-        """The batch on the devices."""
+        """Transfers the batch to the devices."""
         if self.several:
             placed = [self._global(x, *rest) for x, *rest in zip(leaves, self.wanted, self.places, self.shares)]
         else:
@@ -114,7 +116,7 @@ class Rows:
         return jax.tree.unflatten(self.structure, placed)
 
     def _leaves(self, batch):
-        """In the plan's order; None for a weight that is to be added."""
+        """The leaves in the plan's order; None for a weight to be added."""
         leaves, structure = jax.tree.flatten(batch)
         if structure == self.structure:
             return leaves
@@ -124,7 +126,7 @@ class Rows:
                 leaves[self.at] = None
                 return leaves
         given = [f"batch{keystr(path)}" for path, _ in jax.tree.leaves_with_path(batch)]
-        raise ValueError(f"feed: the plan is for {', '.join('batch' + path for path in self.paths)}; this batch has "
+        raise ValueError(f"feed: expected {', '.join('batch' + path for path in self.paths)} as in the plan; got "
                          f"{', '.join(given) or 'nothing'}")
 
     def _padded(self, i, x, share):
@@ -144,7 +146,7 @@ class Rows:
 
 
 def _parts(leaf, place) -> list[tuple[int, int]] | None:
-    """From which row to which a leaf lies on this process's devices; None if it has no rows."""
+    """The ranges of rows of a leaf on this process's devices, or None if the leaf has no rows."""
     if not leaf.shape:
         return None
     indices = place.addressable_devices_indices_map(leaf.shape).values()
@@ -157,8 +159,7 @@ def _dtype(x):
 
 
 def _own(x, wanted, place):
-    """Memory that is nobody else's: an array of a CPU may be the NumPy array where that is aligned, which its owner may
-    fill again."""
+    """Copies an array if JAX might share its memory on a CPU (if it is aligned), because its owner may overwrite it."""
     if not isinstance(x, np.ndarray) or not x.size:
         return x
     part = math.prod(place.shard_shape(wanted.shape)) * x.itemsize
@@ -166,7 +167,7 @@ def _own(x, wanted, place):
 
 
 def _everywhere(x, place):
-    """A leaf without rows, the same in all processes, on every device."""
+    """Transfers a leaf without rows, equal in all processes, to every device."""
     if jax.dtypes.issubdtype(_dtype(x), jax.dtypes.prng_key):
         wrap = lambda data: jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         return jax.jit(wrap, out_shardings=place)(np.asarray(jax.random.key_data(x)))

@@ -1,4 +1,4 @@
-"""Rules: which axes of which parameters are split over which axes of the mesh, said by the user."""
+"""Sharding rules of the user: which axes of which parameters are split over which axes of the mesh."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ Rules = Mapping[str, tuple[str | None, ...]]
 
 
 def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...]]:
-    """Rules for `plan` from the names that layers give the axes of their parameters.
+    """Creates rules for `plan` from the logical axis names of layers.
 
         plan = parallel.plan(step, init, batch, mesh={"data": -1, "tensor": 4},
                              rules=parallel.rules(model.spec(x)[0], {"heads": "tensor", "mlp": "tensor"}))
 
     Args:
-        spec: a tree of `ParamSpec`s, the first of `model.spec(x)`.
-        axes: {a logical name: an axis of the mesh}. Of several in one parameter the first is taken.
+        spec: a tree of `ParamSpec`s, the first result of `model.spec(x)`.
+        axes: {logical name: mesh axis}. If a parameter has several of these names, the first is used.
 
     Returns:
-        {a parameter's path: its spec}, of those that have such an axis.
+        {path of a parameter: its spec}, for the parameters that have such an axis.
 
     Raises:
-        ValueError: for a name that no parameter's axes have.
+        ValueError: no parameter has an axis of this name.
+
+    >>> from fnet import layers as nn, parallel
+    >>> spec = nn.Dense(8, axes=("embed", "mlp")).spec(jax.ShapeDtypeStruct((2, 4), "float32"))
+    >>> parallel.rules(spec.params, {"mlp": "tensor"})["kernel"]
+    (None, 'tensor')
     """
     found, seen = {}, set()
     for path, each in jax.tree.leaves_with_path(spec, is_leaf=lambda x: hasattr(x, "axes")):
@@ -37,7 +42,7 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
             found[re.escape(path_of(path))] = tuple(mine)
     for name in axes:
         if name not in seen:
-            raise ValueError(f"rules: no parameter has an axis called {name!r}; there are {', '.join(sorted(seen))}")
+            raise ValueError(f"rules: no parameter has an axis named {name!r}; there are {', '.join(sorted(seen))}")
     return found
 
 
@@ -47,18 +52,18 @@ def path_of(path) -> str:
 
 
 def applied(rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: Mapping[str, int]) -> dict[str, tuple]:
-    """{a parameter's path: its spec} for rules that match.
+    """Returns {path of a parameter: its spec} for the parameters that match a rule.
 
     Raises:
-        ValueError: for a pattern that matches no parameter, two that match one, a spec of more axes than the parameter
-            has or with an axis that the mesh does not have or twice, or a size that does not divide.
+        ValueError: a pattern matches no parameter, two patterns match one, a spec has more axes than the parameter or
+            an unknown or repeated mesh axis, or a size is not a multiple of the mesh axis.
     """
     found: dict[str, tuple[str, tuple]] = {}
     for pattern, spec in rules.items():
         try:
             match = re.compile(pattern).fullmatch
         except re.error as error:
-            raise ValueError(f"plan: the rule {pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"plan: the rule {pattern!r} is not a regular expression: {error}") from None
         spec = tuple(spec)
         mine = [(path, shape) for path, shape in parameters if match(path)]
         if not mine:
@@ -67,7 +72,7 @@ def applied(rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: M
         for path, shape in mine:
             if path in found:
                 raise ValueError(f"plan: two rules match {path} {list(shape)}: {found[path][0]!r} and {pattern!r}; "
-                                 "each parameter takes one")
+                                 "expected one for each parameter")
             _check(pattern, spec, path, shape, mesh)
             found[path] = pattern, spec
     return {path: spec for path, (_, spec) in found.items()}
@@ -75,20 +80,20 @@ def applied(rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: M
 
 def _check(pattern, spec, path, shape, mesh):
     if len(spec) > len(shape):
-        raise ValueError(f"plan: the rule {pattern!r}: {spec} is for {len(spec)} axes, and {path} {list(shape)} has "
+        raise ValueError(f"plan: the rule {pattern!r}: {spec} is for {len(spec)} axes, but {path} {list(shape)} has "
                          f"{len(shape)}")
     named = [name for name in spec if name is not None]
     for name in named:
         if name not in mesh or name in ("data", "slice"):
             there = [axis for axis in mesh if axis not in ("data", "slice")]
-            raise ValueError(f"plan: the rule {pattern!r} for {path} {list(shape)} splits over {name!r}; axes of the "
-                             f"mesh that rules may name are "
-                             f"{', '.join(there) or 'none: give plan a mesh= with some'}")
+            raise ValueError(f"plan: the rule {pattern!r} for {path} {list(shape)} uses the mesh axis {name!r}; "
+                             f"available are "
+                             f"{', '.join(there) or 'none; pass mesh= with such an axis'}")
     if len(set(named)) < len(named):
-        raise ValueError(f"plan: the rule {pattern!r} for {path} {list(shape)} splits two axes over the same one: "
+        raise ValueError(f"plan: the rule {pattern!r} for {path} {list(shape)} uses a mesh axis twice: "
                          f"{spec}")
     for axis, (size, name) in enumerate(zip(shape, spec)):
         if name is not None and size % mesh[name]:
             nearest = next(n for n in range(mesh[name], 0, -1) if size % n == 0)
             raise ValueError(f"plan: the rule {pattern!r} splits axis {axis} of {path} {list(shape)} over {name!r}, "
-                             f"and {mesh[name]} does not divide {size}: nearest below that does is {name}={nearest}")
+                             f"but {size} is not a multiple of {mesh[name]}; use {name}={nearest}")

@@ -1,0 +1,109 @@
+"""The strategies for running a step on many devices, simplest first."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fnet.parallel._pins import pin
+from fnet.transforms._rematerialize import rematerialize
+
+# name -> description, simplest first
+STRATEGIES = {
+    "data": "every chip holds the whole state",
+    "zero1": "parameters replicated, the optimizer's state split",
+    "fsdp": "parameters and optimizer's state split",
+    "fsdp+pins": "parameters and optimizer's state split, activations pinned to the batch",
+}
+MOST = 64    # microbatches
+
+
+class Strategy(NamedTuple):
+    """A strategy for running a step on many devices.
+
+    Attributes:
+        state: how the state is split: "data", "zero1" or "fsdp".
+        pins: whether activations are constrained to the batch.
+        remat: whether activations are recomputed in the backward pass.
+        microbatches: number of microbatches.
+    """
+
+    state: str
+    pins: bool = False
+    remat: bool = False
+    microbatches: int = 1
+
+    def __str__(self):
+        slices = f"microbatches={self.microbatches}" if self.microbatches > 1 else ""
+        return "+".join(filter(None, (self.state, "pins" * self.pins, "remat" * self.remat, slices)))
+
+    @property
+    def words(self) -> str:
+        more = [", activations recomputed in the backward pass"] * self.remat
+        more += [f", {self.microbatches} microbatches one after another"] * (self.microbatches > 1)
+        return STRATEGIES[f"{self.state}{'+pins' * self.pins}"] + "".join(more)
+
+    def applied(self, step: Callable, mesh=None, axes=()) -> Callable:
+        """Returns the rewritten step. Without a mesh, it is not pinned, and batch sums in loops are not changed."""
+        if self.microbatches > 1:
+            step = functools.partial(step, microbatches=self.microbatches)
+        step = rematerialize(step) if self.remat else step
+        if mesh is None or mesh.size == 1:
+            return step
+        return pin(step, mesh, axes[0] if len(axes) == 1 else axes, activations=self.pins)
+
+
+def parse(strategy: str) -> Strategy | None:
+    """Parses the name of a strategy; None for "auto".
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    if strategy == "auto":
+        return None
+    state, *more = strategy.split("+")
+    slices = [int(found[1]) for part in more if (found := re.fullmatch(r"microbatches=(\d+)", part))]
+    option = Strategy(state, "pins" in more, "remat" in more, slices[0] if slices else 1)
+    if state not in ("data", "zero1", "fsdp") or str(option) != strategy or (option.pins and state != "fsdp"):
+        raise ValueError(f"plan: unknown strategy {strategy!r}; there are auto, {', '.join(STRATEGIES)}, each "
+                         "also with +remat and +microbatches=N, in this order")
+    return option
+
+
+def ladder(strategy: str, step: Callable, rows: int, chips: int) -> list[list[Strategy]]:
+    """Lists of strategies to try. A later list is used only if nothing in the earlier ones fits."""
+    option = parse(strategy)
+    if option is not None and option.microbatches > 1:
+        slices(step, option.microbatches, rows, chips)
+    if option is not None:
+        return [[option, option._replace(pins=True)] if option.state == "fsdp" and not option.pins else [option]]
+    base = [Strategy("data")]
+    if chips > 1:
+        base += [Strategy("zero1"), Strategy("fsdp"), Strategy("fsdp", pins=True)]
+    rungs = [base, [option._replace(remat=True) for option in base]]
+    if takes_slices(step):
+        n = 2
+        while n <= MOST and rows % (n * chips) == 0:
+            rungs.append([option._replace(remat=True, microbatches=n) for option in base])
+            n *= 2
+    return rungs
+
+
+def takes_slices(step: Callable) -> bool:
+    """Whether a step has a keyword `microbatches`."""
+    try:
+        return "microbatches" in inspect.signature(step).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def slices(step: Callable, n: int, rows: int, chips: int) -> None:
+    """Checks that a step can be split into microbatches."""
+    if not takes_slices(step):
+        raise ValueError(f"plan: for microbatches={n} the step needs a keyword: def step(state, batch, *, "
+                         "microbatches=1), which it passes to ft.microbatch")
+    if rows % (n * chips):
+        raise ValueError(f"plan: {rows} rows are not a multiple of {n} microbatches x {chips} devices")
