@@ -161,7 +161,7 @@ def test_errors_of_arguments(plan):
         parallel.feed([], plan, timeout=0)
     heavy = parallel.plan(lambda s, b: (s, b["weight"].sum()), init, {"weight": np.zeros((16, 2), np.float32)},
                           strategy="data")
-    with pytest.raises(ValueError, match=re.escape("must be a weight, float32 [rows]; in the plan it is float32[16, 2]")):
+    with pytest.raises(ValueError, match=re.escape("float32 [rows]; in the plan it is float32[16, 2]")):
         parallel.feed([], heavy)
 
 
