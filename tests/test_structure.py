@@ -11,7 +11,9 @@ MAY_IMPORT = {
     "_jax": set(), "jaxpr": {"_jax"}, "layers": {"_jax", "jaxpr"}, "hardware": {"_jax", "jaxpr"},
     "transforms": {"_jax", "jaxpr", "hardware"}, "models": {"_jax", "jaxpr", "layers"},
     "parallel": {"_jax", "jaxpr", "hardware", "transforms"},
-    "training": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models", "parallel"},
+    "introspect": {"_jax", "jaxpr", "layers", "hardware", "transforms", "parallel"},
+    "training": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models", "parallel",
+                 "introspect"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

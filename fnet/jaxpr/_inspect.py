@@ -45,9 +45,10 @@ class Inspector(Interpreter):
 
     def __call__(self, closed: Any, arrays: Sequence) -> tuple[list, dict[Site, list]]:
         """(the outputs, {site: its leaves})"""
-        self._found = {}
+        self._found = found = {}
         outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,))
-        return arrays_of(outputs), self._found
+        self._found, self._offsets = {}, {}    # custom derivatives refer to this object after the trace has ended
+        return arrays_of(outputs), found
 
     def depends(self, at):
         return None    # bodies without wanted sites are evaluated alike everywhere

@@ -1,0 +1,247 @@
+"""Two programs compared site by site."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet import transforms as ft
+
+_SAME = 1e-3    # values of unrelated names that differ by less belong together
+_TOLERANCE = 1e-5    # of float32; other dtypes in proportion to their precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A site in two programs.
+
+    Attributes:
+        name: the site in the first program; "result" for the result. In a scan there is a row for each iteration.
+        other: the site in the second program.
+        error: max |a - b| / max |b|; infinite if the shapes differ, or where one is finite and the other is not.
+        tolerance: the largest error that counts as equal.
+        types: of the values in both programs.
+    """
+
+    name: str
+    other: str
+    error: float
+    tolerance: float
+    types: tuple[str, str]
+
+    @property
+    def equal(self) -> bool:
+        return self.error <= self.tolerance
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` returns; `str()` is a table.
+
+    Attributes:
+        rows: a `Difference` for each site of both programs, in the order in which the first program computes them, and
+            one for the result.
+        only: the names of the sites that only the first program has, and those that only the second has.
+    """
+
+    rows: tuple[Difference, ...]
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+
+    @property
+    def first(self) -> Difference | None:
+        """The first row that differs; None if all are equal."""
+        return next((row for row in self.rows if not row.equal), None)
+
+    def __str__(self):
+        first = self.first
+        table = [("site", "in the other program", "error", "types")]
+        table += [(row.name, row.other if row.other != row.name else "", f"{row.error:.1e}",
+                   row.types[0] if row.types[0] == row.types[1] else " / ".join(row.types)) for row in self.rows]
+        widths = [max(len(row[i]) for row in table) for i in range(3)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0))).rstrip() for row in table]
+        if first is not None:
+            lines[self.rows.index(first) + 1] += "  <- first difference"
+        lines += [f"only in the {which} program: {', '.join(names)}"
+                  for which, names in zip(("first", "second"), self.only) if names]
+        summary = ("no difference" if first is None else
+                   f"first difference: {first.name} (error {first.error:.1e}, tolerance {first.tolerance:.1e})")
+        return "\n".join([*lines, summary])
+
+
+def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | None = None,
+            tolerance: float | None = None) -> Comparison:
+    """Finds the first site where two programs differ, and the error at each site.
+
+        print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
+        print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
+
+    Sites that have the same name in both programs are compared. Of the others, those with nearly the same values are
+    compared, and between these, in the order of computation, those with the same shapes. So a model and its twin of
+    another library need no list of names; `names` makes sure that the right sites are compared.
+
+    Args:
+        f: a function with named sites: see `transforms.sites`.
+        g: the reference, a function of the same arguments.
+        args: the arguments. Both functions run on them once, and the values of all sites are in memory at that time.
+        names: {regular expression: replacement}, as in `re.sub`: the name in g of the sites whose whole name in f
+            matches.
+        tolerance: the largest relative error that counts as equal. By default 1e-5 for float32, and for a value with a
+            lower precision in either program, as much more as the precision is lower.
+
+    Returns:
+        A `Comparison`.
+
+    Raises:
+        ValueError: for a name that g does not have.
+
+    >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
+    >>> params, _ = model.init(jax.random.key(0), jnp.ones((3, 5)))
+    >>> faulty = ft.intervene(model, {"head": lambda value, index: 1.01 * value})
+    >>> compare(faulty, model, params, jnp.ones((3, 5))).first.name
+    'head'
+    """
+    runs = [_Run(function, args) for function in (f, g)]
+    pairs = _pairs(*(list(run.values) for run in runs), runs, names or {})
+    rows = []
+    for scans, group in itertools.groupby(pairs, key=lambda pair: runs[0].sites[pair[0]].scans[:1]):
+        group = list(group)
+        if not scans:
+            rows += [_difference(a, b, runs[0].values[a], runs[1].values[b], tolerance) for a, b in group]
+        else:
+            rows += _iterations(group, runs, tolerance)
+    rows.append(_difference("result", "result", runs[0].result, runs[1].result, tolerance))
+    matched = [{pair[i] for pair in pairs} for i in (0, 1)]
+    only = tuple(tuple(name for name in run.values if name not in seen) for run, seen in zip(runs, matched))
+    return Comparison(tuple(rows), only)
+
+
+class _Run:
+    """A function, run once."""
+
+    def __init__(self, function, args):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "tune: the compiler options")    # an inspected step is not compiled whole
+            self.sites = {site.name: site for site in ft.sites(function)(*args) if site.inside is None}
+            self.result, values = ft.capture(function, [re.escape(name) for name in self.sites])(*args)
+        self.values = {name: values[name] for name in self.sites}
+
+
+def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
+    """(site of f, site of g), in the order of f."""
+    pairs, free = {}, set(others)
+    for pattern, replacement in names.items():
+        for name in mine:
+            if name not in pairs and re.fullmatch(pattern, name):
+                other = re.sub(pattern, replacement, name)
+                if other not in free:
+                    near = difflib.get_close_matches(other, others, 3, 0.3) or others[:3]
+                    raise ValueError(f"compare: names give {other!r} for {name!r}, and the second function has no such "
+                                     f"site left; nearest: {', '.join(map(repr, near))}")
+                pairs[name] = other
+                free.remove(other)
+    for name in mine:
+        if name not in pairs and name in free:
+            pairs[name] = name
+            free.remove(name)
+    rest = [name for name in mine if name not in pairs], [name for name in others if name in free]
+    pairs.update((rest[0][a], rest[1][b]) for a, b in _aligned(*([run.values[name] for name in part]
+                                                                for run, part in zip(runs, rest))))
+    return [(name, pairs[name]) for name in mine if name in pairs]
+
+
+def _aligned(mine, others) -> list[tuple[int, int]]:
+    """Indices of values that belong together, in order: those that agree, and between them those of the same shapes."""
+    shapes = [[str(jax.tree.map(jnp.shape, value)) for value in values] for values in (mine, others)]
+    same = lambda i, j: shapes[0][i] == shapes[1][j] and all(
+        map(lambda a, b: _error(a, b) < _SAME, *(jax.tree.leaves(values[k]) for values, k in ((mine, i), (others, j)))))
+    equal = [[same(i, j) for j in range(len(others))] for i in range(len(mine))]
+    found, start = [], (0, 0)
+    for i, j in [*_common(equal), (len(mine), len(others))]:
+        a, b = start
+        gap = [[x == y for y in shapes[1][b:j]] for x in shapes[0][a:i]]
+        found += [(a + k, b + m) for k, m in _common(gap)]
+        found += [(i, j)] if i < len(mine) else []
+        start = i + 1, j + 1
+    return found
+
+
+def _common(equal) -> list[tuple[int, int]]:
+    """The longest common subsequence, given which elements are equal."""
+    rows, columns = len(equal), len(equal[0]) if equal else 0
+    best = np.zeros((rows + 1, columns + 1), int)
+    for i in reversed(range(rows)):
+        for j in reversed(range(columns)):
+            best[i, j] = 1 + best[i + 1, j + 1] if equal[i][j] else max(best[i + 1, j], best[i, j + 1])
+    found, i, j = [], 0, 0
+    while i < rows and j < columns:
+        if equal[i][j]:
+            found.append((i, j))
+            i, j = i + 1, j + 1
+        elif best[i + 1, j] >= best[i, j + 1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _iterations(group, runs, tolerance) -> list[Difference]:
+    """The rows of the sites in one scan: iteration by iteration."""
+    length, rows = runs[0].sites[group[0][0]].scans[0], []
+    for i in range(length):
+        for a, b in group:
+            values = runs[0].values[a], runs[1].values[b]
+            if all(jnp.shape(x)[:1] == (length,) for x in jax.tree.leaves(values)):
+                values = jax.tree.map(lambda x, i=i: x[i], values)
+            rows.append(_difference(_indexed(a, i), _indexed(b, i), *values, tolerance))
+    return rows
+
+
+def _indexed(name, i) -> str:
+    return name.replace("[:]", f"[{i}]") if "[:]" in name else f"{name} [{i}]"
+
+
+def _difference(name, other, a, b, tolerance) -> Difference:
+    types = tuple(", ".join(_type(x) for x in jax.tree.leaves(value)) or "nothing" for value in (a, b))
+    a, b = ([x for x in jax.tree.leaves(value) if _comparable(x)] for value in (a, b))
+    if [jnp.shape(x) for x in a] != [jnp.shape(x) for x in b]:
+        return Difference(name, other, float("inf"), tolerance or _TOLERANCE, types)
+    if tolerance is None:
+        tolerance = max((_precision(x) for x in (*a, *b)), default=0.0)
+    return Difference(name, other, max(map(_error, a, b), default=0.0), tolerance, types)
+
+
+def _type(x) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+
+
+def _comparable(x) -> bool:
+    return (isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+            and not jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.extended))
+
+
+def _precision(x) -> float:
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    return _TOLERANCE * float(jnp.finfo(dtype).eps) / float(jnp.finfo(jnp.float32).eps)
+
+
+def _error(a, b) -> float:
+    """max |a - b| / max |b|."""
+    a, b = (np.asarray(x) for x in (a, b))
+    wide = np.complex128 if any(np.iscomplexobj(x) for x in (a, b)) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    finite = np.isfinite(b)
+    if not np.array_equal(np.isfinite(a), finite) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
+    difference = np.abs(a - b)[finite].max(initial=0.0)
+    return float(difference / max(np.abs(b[finite]).max(initial=0.0), np.finfo(np.float32).tiny)) if difference else 0.0
