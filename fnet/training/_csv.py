@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from fnet.training._cache import local
+
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 _BOOLS = {"true": True, "false": False}
 
@@ -23,7 +25,7 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
     may hold delimiters and line breaks. Empty lines are skipped.
 
     Args:
-      path: the file. Its first line names the columns.
+      path: the file, or its URL as for `read_tokens`. Its first line names the columns.
       names: the columns of a file without such a line.
       delimiter: what separates cells, such as ";" or tab.
       missing: what to do where a cell of a column of numbers or bools is empty, NA, N/A, NaN, null, none or ?. None
@@ -38,7 +40,7 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
       >>> table = read_csv("iris.csv")                                     # doctest: +SKIP
       >>> classes, label = np.unique(table["species"], return_inverse=True)   # doctest: +SKIP
     """
-    path, rows, lines = Path(path), [], []
+    path, rows, lines = local(path), [], []
     if names is not None and len(set(names)) < len(names):
         raise ValueError(f"{path}: names={list(names)}: expected different names")
     with path.open(newline="", encoding="utf-8-sig") as file:

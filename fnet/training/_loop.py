@@ -22,9 +22,9 @@ from fnet.training._fingerprint import as_dict, compare, identity
 from fnet.training._logs import Logger
 from fnet.training._progress import Progress
 from fnet.training._recovery import NONFINITE
-from fnet.training._run import Run
-from fnet.training._signals import signals
-from fnet.training._storage import location
+from fnet.training._run import Interrupted, Run
+from fnet.training._signals import Stopping, signals
+from fnet.training._storage import StorePath, location
 from fnet.training._workdir import CHECKPOINTS, remove_logs
 
 
@@ -221,7 +221,12 @@ def _counts(state, **counts):
 
 def _begin(run: Run, workdir, begun_with: Mapping[str, Any], config: Any, *, restart: bool) -> None:
     """Takes the folder and goes to where the run is; everything that can be wrong with the arguments has been seen."""
-    run.checkpoints.lock()
+    try:                                                   # a store's lock may have to expire first
+        with run.seen.interrupting(run.alone and isinstance(run.checkpoints.folder, StorePath)):
+            run.checkpoints.lock()
+    except Stopping:
+        raise Interrupted(f"{run.seen.received}: stopped while waiting for the lock of {run.checkpoints.folder}; "
+                          "nothing was trained or changed") from None
     if restart and jax.process_index() == 0:
         run.checkpoints.clear()
         remove_logs(workdir)

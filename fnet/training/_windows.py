@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fnet.training._cache import local
 
 
 class Windows:
@@ -90,6 +91,10 @@ def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
 def read_tokens(path: str | os.PathLike) -> np.ndarray:
     """A file of tokens as nanoGPT's data scripts write them: unsigned 16-bit numbers and nothing else.
 
+    Args:
+      path: of the file, or its URL (s3://, gs://, az://). An object is copied to FNET_DATA (default: ~/.cache/fnet)
+        when it is first read; the checksum of the copy is verified each time.
+
     Returns:
       [tokens], uint16, mapped from the file and not read.
 
@@ -98,10 +103,11 @@ def read_tokens(path: str | os.PathLike) -> np.ndarray:
 
     Source: Karpathy's nanoGPT, data/*/prepare.py.
     """
-    size = Path(path).stat().st_size
+    file = local(path)
+    size = file.stat().st_size
     if not size or size % 2:
         raise ValueError(f"{path} has {size} bytes: a file of 16-bit tokens has an even number of them, at least 2")
-    return np.memmap(path, "<u2", "r")
+    return np.memmap(file, "<u2", "r")
 
 
 def _check(tokens, length):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 import s3
 
 from fnet import training as tr
-from fnet.training import _append, _lease, _storage
+from fnet.training import _append, _cache, _lease, _storage
 from fnet.training._checkpoint import Checkpoints
 
 pytestmark = [pytest.mark.skipif(bool(s3.MISSING), reason=s3.REASON), pytest.mark.usefixtures("quickly")]
@@ -344,6 +345,38 @@ def test_a_lock_is_renewed_and_its_loss_is_noticed(store, monkeypatch):
             checkpoints.save(2, TREE)                      # the thread may not know yet; then the save itself asks
             checkpoints.wait()
     assert checkpoints.steps() == [1] and json.loads(lock.read_bytes())["owner"] == "other"
+
+
+def test_a_signal_ends_the_wait_for_a_lock(store, monkeypatch):
+    foreign_lock(f"{store}/checkpoints")
+    monkeypatch.setattr(_lease.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(tr.Interrupted, match=r"^SIGTERM: stopped while waiting for the lock of s3://.*nothing was tra"):
+        fit(store)
+
+
+# Data.
+
+def test_tokens_and_tables_are_read_through_a_copy(store, server, monkeypatch, tmp_path):
+    monkeypatch.setenv("FNET_DATA", str(tmp_path))
+    monkeypatch.setattr(_cache, "_CHUNK", 1000)
+    tokens = np.random.default_rng(0).integers(0, 60000, 5000).astype("<u2")
+    source = _storage.location(f"{store}/train.bin")
+    source.write_bytes(tokens.tobytes())
+    for harm, ranges in ((None, 10), (None, 0), (lambda raw: b"\1" + raw[1:], 10), (lambda raw: raw[:-2], 10)):
+        if harm is not None:
+            copy, = (tmp_path / "objects").glob("*-train.bin")
+            copy.write_bytes(harm(copy.read_bytes()))
+        server.requests()
+        back = tr.read_tokens(str(source))
+        assert isinstance(back, np.memmap) and (back == tokens).all()
+        assert sum(bool(span) for *_, span in server.requests()) == ranges
+    source.write_bytes(tokens[:100].tobytes())
+    assert len(tr.read_tokens(str(source))) == 100
+    source.write_bytes(b"a,b\n1,2.5\n")
+    assert tr.read_csv(str(source))["b"].tolist() == [2.5]
+    with pytest.raises(FileNotFoundError, match=r"no\.bin: no such object"):
+        tr.read_tokens(f"{store}/no.bin")
+    assert not list((tmp_path / "objects").glob("*.new"))
 
 
 # Invalid input.
