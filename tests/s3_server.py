@@ -2,15 +2,17 @@
 
     python tests/s3_server.py
 
-POST /-/faults with a JSON list replaces the faults: {"method": "PUT", "match": "manifest", "skip": 1, "count": 2} and
-one of "status": 503, "reset": "before" (the connection is closed without an answer) or "reset": "after" (the request
-is carried out, and the connection closed). GET /-/requests returns what was requested since the last call.
+POST /-/faults with a JSON list replaces the faults: {"method": "PUT", "match": "manifest", "skip": 1, "count": 2,
+"chance": 0.5}, all of them optional, and one of "status": 503, "reset": "before" (the connection is closed without an
+answer) or "reset": "after" (the request is carried out, and the connection closed). GET /-/requests returns what was
+requested since the last call.
 """
 
 import contextlib
 import json
 import logging
 import os
+import random
 import socket
 import sys
 import threading
@@ -28,7 +30,8 @@ FAULTS, REQUESTS, LOCK = [], [], threading.Lock()
 def fault(method, path):
     with LOCK:
         for each in FAULTS:
-            if each.get("method", method) == method and each.get("match", "") in path:
+            chosen = each.get("method", method) == method and each.get("match", "") in path
+            if chosen and random.random() < each.get("chance", 1):
                 if each.get("skip", 0) > 0:
                     each["skip"] -= 1
                 elif each.get("count", 1) > 0:

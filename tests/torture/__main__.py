@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.torture import damage, harms
+from tests.torture import damage, harms, stores
 
 
 def main():
@@ -24,7 +24,7 @@ def main():
     options = parser.parse_args()
     seed = random.randrange(10**6) if options.seed is None else options.seed
     many = lambda n: max(1, round(n * options.scale))
-    rows = harms.every(many)
+    rows = harms.every(many) + stores.every(many)
     apart = lambda function: lambda count, folder, rng: damage.apart(function, count, folder, seed)
     rows += [("one bit flipped", many(1000), apart("damage.flips")),
              ("a file cut, deleted, exchanged", many(100), apart("damage.files")),
@@ -39,7 +39,7 @@ def main():
         for name, count, harm in rows:
             if wanted and not any(word in name for word in wanted):
                 continue
-            folder, began = base / name.replace(" ", "_").replace(",", ""), time.monotonic()
+            folder, began = base / name.replace(" ", "_").replace(",", "").replace(":", ""), time.monotonic()
             folder.mkdir(mode=0o777)
             tried, survived, said = harm(count, folder, random.Random(f"{seed} {name}"))
             print(f"{name:34} {tried:7} {survived:9} {tried - survived:5} {time.monotonic() - began:8.0f}", flush=True)

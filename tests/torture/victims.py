@@ -10,10 +10,10 @@ import tempfile
 import time
 import traceback
 import warnings
-from pathlib import Path
 
 from fnet import training as tr
 from fnet.training import _manifest
+from fnet.training._storage import location
 from tests.torture import victim
 
 
@@ -97,12 +97,12 @@ def one_sentence(text):
 
 
 def newest(workdir):
-    return tr.Checkpoints(Path(workdir) / "checkpoints").latest() or 0
+    return tr.Checkpoints(location(workdir) / "checkpoints").latest() or 0
 
 
 def remains(workdir):
     """Each leaf of the last checkpoint with its checksum, and the metrics without times: what a run comes to."""
-    folder = Path(workdir) / "checkpoints" / str(newest(workdir))
+    folder = location(workdir) / "checkpoints" / str(newest(workdir))
     leaves = {path: {key: value for key, value in leaf.items() if key != "pieces"}
               | {"crc32": [piece["crc32"] for piece in leaf["pieces"]]}
               for path, leaf in _manifest.read_manifest(folder)["leaves"].items()}
