@@ -24,8 +24,8 @@ _SCHEMES = {      # what to set where the store refuses
     "memory": "",
 }
 _CHUNK = 8 << 20            # bytes of one request; a larger object is written in several parts
-_RETRIES, _ATTEMPTS = 8, 3   # by obstore, in each of our attempts: an outage of about 20 s does no harm
-_PAUSE = 0.5                # seconds before the second attempt
+_RETRIES, _ATTEMPTS = 8, 6  # by obstore, in each of our attempts: half a minute is bridged
+_PAUSE = 0.5                # seconds before the second attempt, doubled for each further one
 
 
 class StorageError(OSError):
