@@ -123,8 +123,10 @@ def user_path(name, path):
     """The path with ~ as the home directory.
 
     Raises:
-      ConfigError: the home directory is unknown.
+      ConfigError: the home directory is unknown, or it is a URL.
     """
+    if "://" in str(path):
+        raise tr.ConfigError(f"--{name}={path}: expected a local path; fit(workdir=) of your own program takes URLs")
     try:
         return Path(path).expanduser()
     except RuntimeError:

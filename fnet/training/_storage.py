@@ -299,6 +299,8 @@ def _brief(error: Exception) -> str:
     if code:
         detail = re.search(r"<Code>([^<]+)</Code>", text)
         return f"the server answered {code[1].strip()}" + (f", {detail[1]}" if detail else "")
+    if lost := re.search(r"Error performing \w+ (\w+://[^/\s]+)\S* in .*? - (.*)", text):
+        text = f"no answer from {lost[1]} ({lost[2]})"
     line = re.sub(r"<[^>]*>", " ", text.replace("\n", " "))
     return re.sub(r"\s+", " ", line).strip()[:200]
 

@@ -137,6 +137,7 @@ def test_random_flags_never_give_a_traceback(command, name, arguments):
     ("image_classification", ["--config=/dev/zero"], "--config=/dev/zero: expected a regular file"),
     ("image_classification", ["--flagfile=/dev/zero"], "--flagfile=/dev/zero: expected a regular file"),
     ("image_classification", ["--workdir=~nobody-at-all/x"], "/x: there is no such home directory"),
+    ("image_classification", ["--workdir=s3://bucket/x"], "--workdir=s3://bucket/x: expected a local path"),
     ("image_classification", ["--dataset=mnist", "--split=last20"], "mnist has a fixed split"),
     ("linear_models", ["--steps=100000000000000"], "flag --steps=100000000000000"),
     ("finetune", ["--dataset=photos"], "--dataset=photos: --data_dir is the folder of DIR/CLASS/*.jpg"),

@@ -1,5 +1,6 @@
 """Runs in an object store: as in a folder, through errors of the server, and with one run to a prefix."""
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -49,6 +50,19 @@ def saved(where, steps=(1, 2), **options):
         for number in steps:
             checkpoints.save(number, TREE | {"n": number}, metrics={"loss": number})
     return checkpoints
+
+
+def test_conditional_writes_of_the_server(store):
+    """Of eight writers at the same time one succeeds; that nothing else holds is what the tests below rest on."""
+    for number in range(5):
+        path = _storage.location(f"{store}/{number}")
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            made = [meta for meta in pool.map(lambda i, path=path: path.create(b"%d" % i), range(8)) if meta]
+            assert len(made) == 1 and path.create(b"x") is None
+            before = path.meta()
+            again = list(pool.map(lambda i, path=path, before=before: path.replace(b"a%d" % i, before), range(8)))
+        assert len([meta for meta in again if meta]) == 1 and path.replace(b"x", before) is None
+        assert path.read_bytes() == b"a%d" % [meta is not None for meta in again].index(True)
 
 
 # As in a folder.
