@@ -1,17 +1,17 @@
-"""What models are made of.
+"""Layers, the parts of models.
 
-A layer is a frozen value; its arrays live in plain nested dicts outside it:
+A layer is an immutable object; its arrays are stored in plain nested dicts outside of it:
 
     model = nn.Sequential(nn.Conv(32, 3), jax.nn.relu, nn.MaxPool(2), nn.Flatten(), nn.Dense(10))
     params, state = model.init(jax.random.key(0), x)
     logits = model(params, x)
 
-Activation functions are `jax.nn`'s: `sigmoid`, `leaky_relu`, `tanh`, `relu`, `elu`, `gelu`, `silu`, ... Losses are
-Optax's: `optax.squared_error` (square), `optax.sigmoid_binary_cross_entropy` and
-`optax.softmax_cross_entropy_with_integer_labels` (log; over a large vocabulary `linear_cross_entropy`),
-`optax.hinge_loss` (hinge).
+Activation functions come from `jax.nn`: `sigmoid`, `leaky_relu`, `tanh`, `relu`, `elu`, `gelu`, `silu`, ... Losses come
+from Optax: `optax.squared_error`, `optax.sigmoid_binary_cross_entropy`,
+`optax.softmax_cross_entropy_with_integer_labels` (for a large vocabulary, `linear_cross_entropy`), `optax.hinge_loss`.
 """
 
+from fnet.layers import _hints
 from fnet.layers._attend import dot_product_attention
 from fnet.layers._attention import Attention, Rotary
 from fnet.layers._compose import Parallel, Remat, Residual, Sequential, Stack
@@ -27,12 +27,16 @@ from fnet.layers._partition import combine, partition
 from fnet.layers._pool import AvgPool, Flatten, GlobalAvgPool, MaxPool
 from fnet.layers._recurrent import GRU, LSTM, RNN
 from fnet.layers._scope import Scope
-from fnet.layers._spec import ParamSpec, Spec
+from fnet.layers._spec import ParamSpec, Spec, count_parameters
 
 __all__ = [
     "GRU", "LSTM", "RNN", "Attention", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv",
     "Dropout", "Embed", "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel",
     "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack",
-    "combine", "dot_product_attention", "from_linen", "from_nnx", "layer", "linear_cross_entropy", "linen_variables",
-    "method", "nnx_variables", "partition", "to_linen", "to_nnx", "update_nnx",
+    "combine", "count_parameters", "dot_product_attention", "from_linen", "from_nnx", "layer", "linear_cross_entropy",
+    "linen_variables", "method", "nnx_variables", "partition", "to_linen", "to_nnx", "update_nnx",
 ]
+
+
+def __getattr__(name: str):
+    raise _hints.missing_name(name, __all__)

@@ -1,4 +1,4 @@
-"""Layer: a frozen description of a computation whose arrays live in plain dicts outside it."""
+"""Layer: an immutable description of a computation whose arrays are stored in plain dicts outside of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from fnet.jaxpr import tag
-from fnet.layers import _spec
+from fnet.layers import _hints, _spec
 from fnet.layers._scope import Place, Run, Scope, describe, quote, written
 from fnet.layers._spec import Spec
 
@@ -23,9 +23,9 @@ _RESERVED = ("key", "state", "train")
 
 @typing.dataclass_transform(frozen_default=True)
 class Layer:
-    """A model, or a part of one: a value that is a pure function of its parameters.
+    """A model or a part of one: an immutable object that is called as a pure function of its parameters.
 
-    Subclasses name their options as dataclass fields and write one method, `forward(self, scope, *inputs)`:
+    Subclasses declare their options as dataclass fields and define one method, `forward(self, scope, *inputs)`:
 
         class MLP(nn.Layer):
             widths: tuple[int, ...]
@@ -39,23 +39,30 @@ class Layer:
         params, state = model.init(jax.random.key(0), x)
         logits = model(params, x)
 
-    A layer is frozen, hashable, comparable, picklable and a static pytree: list fields become tuples, arrays and
-    dicts are refused. A fresh lambda as a field is a new value each time, so that `jax.jit` traces anew: define the
-    function once.
+    A layer is immutable, hashable, comparable, picklable and a static pytree. List fields become tuples; arrays and
+    dicts as fields raise an error. A lambda expression as a field is a new value in each evaluation, so `jax.jit`
+    traces again: define the function once.
     """
 
-    _varargs: typing.ClassVar[bool] = False    # whether the class or a base of it writes its own __init__
+    _varargs: typing.ClassVar[bool] = False    # whether the class or one of its bases defines __init__
+    _equal, _hash = object.__eq__, object.__hash__
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
         for name in inspect.get_annotations(cls):
             if name in _METHODS:
-                raise TypeError(f"{cls.__name__}.{name}: a field can't be named like a Layer's method; rename it")
+                raise TypeError(f"{cls.__name__}.{name}: a field cannot have the name of a Layer's method; rename it")
         for name, function in vars(cls).items():
             if name == "forward" or getattr(function, "is_layer_method", False):
                 _check_inputs(f"{cls.__name__}.{name}", function)
         cls._varargs = getattr(cls, "_varargs", False) or "__init__" in vars(cls)
+        own = {"__eq__", "__hash__"} & vars(cls).keys()
         dataclasses.dataclass(frozen=True, repr=False, init=not cls._varargs)(cls)
+        # Layer has these methods for all layers, so that help() of a layer does not list generated ones.
+        if not own:
+            cls._equal, cls._hash = cls.__eq__, cls.__hash__
+            del cls.__eq__, cls.__hash__
+        del cls.__setattr__, cls.__delattr__
         jax.tree_util.register_static(cls)
         construct = cls.__init__
 
@@ -68,42 +75,53 @@ class Layer:
         cls.__init__ = __init__
 
     def forward(self, scope: Scope, *inputs):
-        """What the layer computes. Its arrays are asked of `scope`; it is called through `layer(scope, ...)`."""
+        """Computes the outputs. Subclasses define it; `layer(scope, ...)` and `model(params, ...)` call it."""
         raise NotImplementedError(f"{type(self).__name__} has no forward(self, scope, ...)")
 
     def __call__(self, where, *inputs, **options):
-        """`layer(scope, *inputs)` inside a model, `model(params, *inputs, state=, key=, train=)` outside.
+        """Computes the outputs: `layer(scope, *inputs)` inside a model, `model(params, *inputs)` outside.
+
+            logits = model(params, x)                                             # inference
+            logits, state = model(params, x, state=state, key=key, train=True)    # training
 
         Args:
-            where: a Scope (a place in a running model) or a dict of parameters (a whole model).
-            inputs: what `forward` takes; `options` likewise.
-            state: outside only. None: the output alone comes back. A dict, `{}` included: `(y, state)` comes back,
-                and that state has the structure, shapes and dtypes of the one passed in.
-            key: outside only; a `jax.random.key`, for layers that draw random numbers.
-            train: outside only; whether this is a training step (dropout drops, batch statistics move).
+            where: a Scope inside a model, or the dict of parameters of a whole model.
+            inputs: the inputs of `forward`; `options` are its keyword inputs.
+            state: only outside. With a dict (even an empty one), the result is `(y, state)`, and this state has the
+                structure, shapes and dtypes of the one passed in. None: the result is the output alone.
+            key: only outside; a `jax.random.key` for layers that use random numbers, such as Dropout.
+            train: only outside; whether this is a training step, for layers such as Dropout and BatchNorm.
+
+        Returns:
+            The output, or `(output, state)` if state is passed.
 
         Raises:
-            TypeError: where the first argument is neither.
-            ValueError: where params or state do not fit the input, naming the path and both shapes.
+            TypeError: the first argument is neither a Scope nor a dict.
+            ValueError: an array of params or state has the wrong shape; the message names its path and both shapes.
         """
         return _call(self, type(self).forward, where, inputs, options)
 
     def spec(self, *inputs, train: bool = False, **options) -> Spec:
-        """What `init` makes: `(params, state)`, two trees of `ParamSpec`.
+        """Returns shapes and initializers of all arrays: `(params, state)`, two trees of `ParamSpec`.
 
-        Traces `forward` once without computing anything; inputs may be arrays or `jax.ShapeDtypeStruct`s.
+        Traces `forward` once, without computing anything. The arguments are those of `init`, without the key.
         """
         record = self._record(inputs, options, train)
         return Spec(record["params"], record["state"])
 
     def init(self, key, *inputs, train: bool = False, **options) -> tuple[dict, dict]:
-        """Makes `(params, state)`, plain nested dicts, without running the model.
+        """Creates `(params, state)`, plain nested dicts, without running the model.
 
-        Every array's key is `key` folded along the array's path, so that adding a layer moves no other's numbers.
+        The key of each array is `key` folded along the array's path. So adding a layer does not change the initial
+        values of other layers.
 
         Args:
             key: a `jax.random.key`.
-            inputs: what `forward` takes; arrays or `jax.ShapeDtypeStruct`s.
+            inputs: example inputs, arrays or `jax.ShapeDtypeStruct`s.
+            train: whether to trace a training step.
+
+        Returns:
+            `(params, state)`. State is `{}` if no layer has state.
         """
         _check_key("init", key)
         record = self._record(inputs, options, train)
@@ -111,32 +129,32 @@ class Layer:
                 _spec.make(record["state"], _spec.fold(key, "state")))
 
     def cache(self, *inputs, **options) -> dict:
-        """Makes the key/value caches for inputs of shape [batch, max_length, ...], empty.
+        """Creates empty key/value caches for inputs of shape [batch, max_length, ...].
 
-        A cache is passed and comes back inside `state` (merged with the model's own, where it has one):
+        A cache is passed and returned as `state` (merged with the model's own state, if it has any):
 
             logits, cache = model(params, prompt, state=model.cache(jax.ShapeDtypeStruct((batch, 1024), jnp.int32)))
         """
         cache = self._record(inputs, options, False)["cache"]
         if not cache:
-            raise ValueError(f"{type(self).__name__} has nothing to cache: no layer of it is a causal Attention")
+            raise ValueError(f"{type(self).__name__} has no cache, because none of its layers is a causal Attention")
         return _spec.make(cache, jax.random.key(0))
 
     def check(self, params, *inputs, state=None, **options) -> None:
-        """Holds `params` (and `state`, where given) to what the inputs need, name by name.
+        """Checks names and shapes of all arrays in `params` (and in `state`, if passed) for these inputs.
 
         Raises:
-            ValueError: listing every array that is missing, has another shape, or that nothing uses.
+            ValueError: arrays are missing, have another shape, or are not used; the message lists them.
         """
         record = self._record(inputs, options, False)
         wrong = _differences("params", record["params"], params)
         if state is not None:
             wrong += _differences("state", record["state"], state)
         if wrong:
-            raise ValueError(f"{type(self).__name__}: {len(wrong)} of its arrays do not fit: {'; '.join(wrong)}")
+            raise ValueError(f"{type(self).__name__}: arrays do not match the model: {'; '.join(wrong)}")
 
     def _record(self, inputs, options, train, path=()):
-        """The specs of all that a call with these inputs touches, by kind. Paths in errors begin with `path`."""
+        """The specs of all arrays that a call with these inputs uses, by kind. Paths in errors begin with `path`."""
         _check_train(train)
         arrays, rebuild = _spec.partition((inputs, options))
         record = {"params": {}, "state": {}, "cache": {}}
@@ -149,11 +167,27 @@ class Layer:
         jax.eval_shape(trace, arrays)
         return record
 
+    def __eq__(self, other):
+        return self._equal(other)
+
+    def __hash__(self):
+        return self._hash()
+
+    def __getattr__(self, name):
+        raise _hints.missing_attribute(self, name)
+
+    def __setattr__(self, name, value):
+        raise dataclasses.FrozenInstanceError(
+            _hints.assigned(self, name, [field.name for field in dataclasses.fields(self)]))
+
+    def __delattr__(self, name):
+        raise dataclasses.FrozenInstanceError(f"cannot delete {name!r}: {type(self).__name__} is immutable")
+
     def __repr__(self):
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in _options(self).items())})"
 
     def __reduce__(self):
-        # By the options that differ from the defaults: JAX's initializers are closures, which do not pickle.
+        # Only fields that differ from the defaults, because JAX's initializers are closures, which do not pickle.
         return _restore, (type(self), {name: _portable(value) for name, value in _options(self).items()})
 
 
@@ -161,7 +195,7 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
 def method(function: Callable) -> Callable:
-    """Gives a further method of a layer the double call of `forward`: with a scope inside, with params outside.
+    """Lets a method of a layer be called like the layer: with a scope inside a model, with params outside.
 
         class Embed(nn.Layer):
             @nn.method
@@ -180,7 +214,7 @@ def method(function: Callable) -> Callable:
 
 
 def layer(function: Callable) -> type[Layer]:
-    """Makes a Layer class of a function: keyword-only parameters are its fields, the rest its inputs.
+    """Creates a Layer class from a function: keyword-only parameters become fields, the others inputs.
 
         @nn.layer
         def residual_block(scope, x, *, channels, stride=1): ...
@@ -191,7 +225,7 @@ def layer(function: Callable) -> type[Layer]:
     parameters = list(inspect.signature(function).parameters.values())
     name = function.__name__
     if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
-        raise TypeError(f"@layer: {name} needs a scope as its first argument: def {name}(scope, x, *, ...)")
+        raise TypeError(f"@layer: the first parameter of {name} must be a scope: def {name}(scope, x, *, ...)")
     _check_inputs(name, function, first=0)
     fields = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
 
@@ -212,8 +246,8 @@ def layer(function: Callable) -> type[Layer]:
     @functools.wraps(construct)
     def __init__(self, *args, **options):
         if args:
-            raise TypeError(f"{name}(...) only constructs a layer, and takes its options by keyword: "
-                            f"write {name}(...)(scope, x)")
+            raise TypeError(f"{name}: expected options by keyword, because this constructs a layer; to call it, write "
+                            f"{name}(...)(scope, x)")
         construct(self, **options)
 
     made.__init__ = __init__
@@ -224,8 +258,8 @@ def _call(layer, function, where, inputs, options):
     name = type(layer).__name__
     if isinstance(where, Scope):
         if options and any(word in options for word in _RESERVED):
-            raise TypeError(f"{name} at {quote(where._place.path)}: inside a model state, key and train come with the "
-                            "scope; leave them out of the call")
+            raise TypeError(f"{name} at {quote(where._place.path)}: inside a model, the scope provides state, key and "
+                            "train; omit them")
         place, run = where._place, where._place.run
         outer, path = run.here, place.path
         # Named scopes only nest, so a scope shared from elsewhere in the tree enters its whole path.
@@ -239,18 +273,18 @@ def _call(layer, function, where, inputs, options):
         finally:
             run.here = outer
     if not isinstance(where, Mapping):
-        hint = ": unpack what init returned (params, state = model.init(...))" if isinstance(where, tuple) else ""
+        hint = "; unpack the result of init: params, state = model.init(...)" if isinstance(where, tuple) else ""
         what = f"an array {where.shape}" if hasattr(where, "shape") else describe(where)
-        raise TypeError(f"{name} is called with a Scope inside a model and with a dict of parameters outside, as its "
-                        f"first argument; got {what}{hint}")
+        raise TypeError(f"{name}: the first argument must be a Scope (inside a model) or a dict of parameters "
+                        f"(outside); got {what}{hint}")
     state, key, train = options.pop("state", None), options.pop("key", None), options.pop("train", False)
     _check_train(train)
     if key is not None:
         _check_key(name, key)
         key = _spec.fold(key, "draws")
     if state is not None and not isinstance(state, Mapping):
-        raise TypeError(f"{name}: state= is the dict that model.init returned second, or {{}}; got "
-                        f"{describe(state)}")
+        raise TypeError(f"{name}: state= must be a dict, the second result of model.init; got {describe(state)}")
+    _hints.check_inputs(name, inputs)
     run = Run(stateful=state is not None, key=key, train=train)
     root = Place(run, None, (), where, state)
     y = function(layer, Scope(root, name), *inputs, **options)
@@ -258,7 +292,7 @@ def _call(layer, function, where, inputs, options):
 
 
 def _freeze(layer):
-    """List fields become tuples; what cannot be hashed is refused by name."""
+    """Converts list fields to tuples. Fields that cannot be hashed raise an error that names them."""
     for field in dataclasses.fields(layer):
         value = getattr(layer, field.name)
         if value is None or type(value) in (int, float, bool, str):
@@ -268,8 +302,8 @@ def _freeze(layer):
             object.__setattr__(layer, field.name, value)
         what = _unhashable(value)
         if what:
-            raise TypeError(f"{type(layer).__name__}.{field.name} is {what}: a layer's fields are numbers, strings, "
-                            "functions, layers and tuples of them; arrays live in params")
+            raise TypeError(f"{type(layer).__name__}.{field.name}: a layer's fields must be numbers, strings, "
+                            f"functions, layers or tuples of them, and arrays belong in params; got {what}")
 
 
 def _tuples(value):
@@ -289,7 +323,7 @@ def _unhashable(value):
 
 
 def _options(layer):
-    """The fields that differ from their defaults."""
+    """Returns the fields that differ from their defaults."""
     options = {}
     for field in dataclasses.fields(layer):
         value = getattr(layer, field.name)
@@ -299,7 +333,7 @@ def _options(layer):
 
 
 class _Public(typing.NamedTuple):
-    """A function by its public name: JAX's own (`jax.nn.relu`) do not pickle, being wrapped after their definition."""
+    """A function by its public name. JAX's functions (`jax.nn.relu`) are wrapped, so they do not pickle themselves."""
 
     module: str
     name: str
@@ -331,33 +365,33 @@ def _restore(cls, options):
 def _check_inputs(name, function, first=1):
     for parameter in list(inspect.signature(function).parameters)[first:]:
         if parameter in _RESERVED:
-            raise TypeError(f"{name}: an input can't be named {parameter!r}, the model's own word: rename it, or ask "
-                            f"the scope (scope.key(), scope.state(...), scope.train)")
+            raise TypeError(f"{name}: {parameter!r} is a reserved name and cannot be an input; rename it, or use "
+                            "scope.key(), scope.state(...) or scope.train")
 
 
 def _check_train(train):
     if not isinstance(train, (bool, np.bool_)):
         given = f"an array {train.shape}" if hasattr(train, "shape") else describe(train)
-        raise TypeError(f"train= is True or False, known when the model is traced; got {given} "
-                        "(with jax.jit: static_argnames='train')")
+        raise TypeError(f"train= must be True or False when the model is traced; got {given} (with jax.jit, use "
+                        "static_argnames='train')")
 
 
 def _check_key(who, key):
     dtype = getattr(key, "dtype", None)
     if dtype is None or not (jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32):
         given = repr(key) if dtype is None else f"an array {key.shape} of {dtype}"
-        raise TypeError(f"{who}: the key is a jax.random.key(seed); got {given}")
+        raise TypeError(f"{who}: expected a key from jax.random.key(seed); got {given}")
 
 
 def _differences(kind, spec, held):
     if not isinstance(held, Mapping):
-        return [f"{kind} is {describe(held)}, not a dict"]
+        return [f"{kind} must be a dict, got {describe(held)}"]
     needed, found = dict(_spec.leaves(spec)), dict(_spec.leaves(held))
     wrong = []
     for path, leaf in needed.items():
         if path not in found:
             wrong.append(f"{quote(path)} {leaf.shape} is missing")
         elif np.shape(found[path]) != leaf.shape:
-            wrong.append(f"{quote(path)} needs {leaf.shape}, {kind} hold {np.shape(found[path])}")
+            wrong.append(f"{quote(path)}: expected shape {leaf.shape}, got {np.shape(found[path])} in {kind}")
     unused = [path for path in found if path not in needed]
-    return wrong + [f"{quote(path)} {np.shape(found[path])} is used by nothing" for path in unused]
+    return wrong + [f"{quote(path)} {np.shape(found[path])} is not used" for path in unused]

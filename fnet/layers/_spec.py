@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -36,6 +37,11 @@ class ParamSpec:
     dtype: Any
     init: Callable[..., jax.Array]
     axes: tuple[str | None, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
 
     def make(self, keys, path, making):
         """Creates the array. `keys[i]` is the key folded along `path[:i]`."""
@@ -94,6 +100,22 @@ class Spec(NamedTuple):
 
     params: dict
     state: dict
+
+
+def count_parameters(tree: Any) -> int:
+    """Counts the numbers in the arrays of a tree.
+
+    Args:
+        tree: parameters, specs (`model.spec(x).params`), or any tree whose leaves have a shape.
+
+    Returns:
+        The sum of the sizes of all leaves. A quantized or shared array counts as often as it is in the tree.
+
+    >>> from fnet import layers as nn
+    >>> nn.count_parameters(nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32")).params)
+    15
+    """
+    return sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(tree))
 
 
 def digest(name: str) -> np.uint32:

@@ -139,10 +139,11 @@ class NoForward(nn.Layer):
 
 
 FLOATS = "convert it, e.g. x.astype(jnp.float32) / 255 for images"
-FIRST = "is called with a Scope inside a model and with a dict of parameters outside, as its first argument; got"
+FIRST = "the first argument must be a Scope (inside a model) or a dict of parameters (outside); got"
 TWICE = "use another name, or, to share its parameters, keep the scope in a variable"
-RESERVED = ("the model's own word: rename it, or ask the scope (scope.key(), scope.state(...), scope.train)")
-FIELDS = "a layer's fields are numbers, strings, functions, layers and tuples of them; arrays live in params"
+RESERVED = "is a reserved name and cannot be an input; rename it, or use scope.key(), scope.state(...) or scope.train"
+FIELDS = ("a layer's fields must be numbers, strings, functions, layers or tuples of them, and arrays belong in "
+          "params; got")
 PURE = "inside a jax transform (scan, cond, vmap, jit, ...); use scope.pure"
 MASK = ("Attention at the root: mask must be boolean (True: attend) with shape [t, s], [b, t, s] or [b, h, t, s] of "
         "(2, 2, 4, 4); got ")
@@ -195,20 +196,20 @@ ERRORS = {
         ValueError, "'0/kernel': expected shape (4, 5) for this input, got a ParamSpec in params"),
     "check": (
         lambda: MLP.check({"0": PARAMS["0"], "head": {"kernel": jnp.ones((4, 4))}, "extra": {"w": jnp.ones(3)}}, ROWS),
-        ValueError, "Sequential: 3 of its arrays do not fit: 'head/kernel' needs (5, 3), params hold (4, 4); "
-                    "'head/bias' (3,) is missing; 'extra/w' (3,) is used by nothing"),
+        ValueError, "Sequential: arrays do not match the model: 'head/kernel': expected shape (5, 3), got (4, 4) "
+                    "in params; 'head/bias' (3,) is missing; 'extra/w' (3,) is not used"),
     "check state": (
         lambda: NORM.check(NORM_PARAMS, ROWS, state={"1": {"mean": jnp.ones(4), "var": jnp.ones(5)}}),
-        ValueError, "Sequential: 1 of its arrays do not fit: '1/var' needs (4,), state hold (5,)"),
+        ValueError, "Sequential: arrays do not match the model: '1/var': expected shape (4,), got (5,) in state"),
     "check of a tuple": (
         lambda: MLP.check((PARAMS, {}), ROWS),
-        ValueError, "Sequential: 1 of its arrays do not fit: params is a tuple, not a dict"),
+        ValueError, "Sequential: arrays do not match the model: params must be a dict, got a tuple"),
     "what init returned": (
         lambda: MLP((PARAMS, {}), ROWS),
-        TypeError, f"Sequential {FIRST} a tuple: unpack what init returned (params, state = model.init(...))"),
+        TypeError, f"Sequential: {FIRST} a tuple; unpack the result of init: params, state = model.init(...)"),
     "arguments in the wrong order": (
         lambda: MLP(ROWS, PARAMS),
-        TypeError, f"Sequential {FIRST} an array (2, 4)"),
+        TypeError, f"Sequential: {FIRST} an array (2, 4)"),
     "stack of another depth": (
         lambda: nn.Stack(nn.Dense(4), 2)(STACK.init(KEY, ROWS)[0], ROWS),
         ValueError, "'kernel': expected shape (2, ...) for 2 copies of Dense, got (3, 4, 4) in params"),
@@ -225,29 +226,29 @@ ERRORS = {
         ValueError, "'1/mean': expected shape (4,) for this input, got (3,) in state"),
     "state no dict": (
         lambda: MLP(PARAMS, ROWS, state=(1,)),
-        TypeError, "Sequential: state= is the dict that model.init returned second, or {}; got a tuple"),
+        TypeError, "Sequential: state= must be a dict, the second result of model.init; got a tuple"),
     "key forgotten": (
         lambda: DROP(DROP.init(KEY, ROWS)[0], ROWS, train=True),
         ValueError, "Dropout at '1' needs random numbers; pass key=jax.random.key(...) to the model"),
     "a seed for a key": (
         lambda: DROP({}, ROWS, train=True, key=0),
-        TypeError, "Sequential: the key is a jax.random.key(seed); got 0"),
+        TypeError, "Sequential: expected a key from jax.random.key(seed); got 0"),
     "a seed for init": (
-        lambda: MLP.init(0, ROWS), TypeError, "init: the key is a jax.random.key(seed); got 0"),
+        lambda: MLP.init(0, ROWS), TypeError, "init: expected a key from jax.random.key(seed); got 0"),
     "train a number": (
         lambda: MLP(PARAMS, ROWS, train=1),
-        TypeError, "train= is True or False, known when the model is traced; got an int (with jax.jit: "
+        TypeError, "train= must be True or False when the model is traced; got an int (with jax.jit, use "
                    "static_argnames='train')"),
     "train traced": (
         lambda: jax.jit(lambda train: MLP(PARAMS, ROWS, train=train))(True),
-        TypeError, "train= is True or False, known when the model is traced; got an array () (with jax.jit: "
+        TypeError, "train= must be True or False when the model is traced; got an array () (with jax.jit, use "
                    "static_argnames='train')"),
     "train inside": (
         init(train_inside(), ROWS),
-        TypeError, "Dense at 'a': inside a model state, key and train come with the scope; leave them out of the call"),
+        TypeError, "Dense at 'a': inside a model, the scope provides state, key and train; omit them"),
     "nothing to cache": (
         lambda: MLP.cache(ROWS),
-        ValueError, "Sequential has nothing to cache: no layer of it is a causal Attention"),
+        ValueError, "Sequential has no cache, because none of its layers is a causal Attention"),
     # scopes
     "name twice": (
         init(name_twice(), ROWS),
@@ -295,29 +296,33 @@ ERRORS = {
                                                  "axes=('a', 'b')"),
     # classes
     "input named key": (
-        input_named_key, TypeError, f"Noise.forward: an input can't be named 'key', {RESERVED}"),
+        input_named_key, TypeError, f"Noise.forward: 'key' {RESERVED}"),
     "method's input named state": (
-        method_input_named_state, TypeError, f"Cell.step: an input can't be named 'state', {RESERVED}"),
+        method_input_named_state, TypeError, f"Cell.step: 'state' {RESERVED}"),
     "layer's input named train": (
-        layer_input_named_train, TypeError, f"bad: an input can't be named 'train', {RESERVED}"),
+        layer_input_named_train, TypeError, f"bad: 'train' {RESERVED}"),
     "field named init": (
-        field_named_init, TypeError, "Bad.init: a field can't be named like a Layer's method; rename it"),
+        field_named_init, TypeError, "Bad.init: a field cannot have the name of a Layer's method; rename it"),
     "field named cache": (
-        layer_field_named_cache, TypeError, "bad.cache: a field can't be named like a Layer's method; rename it"),
+        layer_field_named_cache, TypeError, "bad.cache: a field cannot have the name of a Layer's method; rename "
+                                            "it"),
     "no scope": (
         layer_without_scope,
-        TypeError, "@layer: bad needs a scope as its first argument: def bad(scope, x, *, ...)"),
+        TypeError, "@layer: the first parameter of bad must be a scope: def bad(scope, x, *, ...)"),
     "called at once": (
         lambda: name_twice(ROWS),
-        TypeError, "name_twice(...) only constructs a layer, and takes its options by keyword: "
-                   "write name_twice(...)(scope, x)"),
+        TypeError, "name_twice: expected options by keyword, because this constructs a layer; to call it, write "
+                   "name_twice(...)(scope, x)"),
     "no forward": (
         lambda: NoForward()({}, ROWS), NotImplementedError, "NoForward has no forward(self, scope, ...)"),
-    "field a dict": (lambda: Holds({"a": 1}), TypeError, f"Holds.field is a dict: {FIELDS}"),
-    "field an array": (lambda: Holds(np.ones(3)), TypeError, f"Holds.field is an array (3,): {FIELDS}"),
-    "field a list of arrays": (lambda: Holds([jnp.ones(3)]), TypeError, f"Holds.field is an array (3,): {FIELDS}"),
+    "field a dict": (lambda: Holds({"a": 1}), TypeError, f"Holds.field: {FIELDS} a dict"),
+    "field an array": (lambda: Holds(np.ones(3)), TypeError, f"Holds.field: {FIELDS} an array (3,)"),
+    "field a list of arrays": (lambda: Holds([jnp.ones(3)]), TypeError, f"Holds.field: {FIELDS} an array (3,)"),
     "field assigned": (
-        lambda: setattr(Holds(1), "field", 2), dataclasses.FrozenInstanceError, "cannot assign to field 'field'"),
+        lambda: setattr(Holds(1), "field", 2), dataclasses.FrozenInstanceError, "cannot assign to field 'field': "
+                                                                                "Holds is immutable; use "
+                                                                                "dataclasses.replace(layer, "
+                                                                                "field=...)"),
     # layers of layers
     "child a number": (
         lambda: nn.Sequential(nn.Dense(3), 3),

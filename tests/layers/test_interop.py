@@ -506,7 +506,7 @@ def test_nnx_layer_is_a_value_and_its_errors():
         layer({**params, "layers": {**params["layers"], "1": {"kernel": jnp.ones((2, 5)), "bias": jnp.ones(5)}}}, X,
               state=state)
     with raises(ValueError, "update_nnx: 2 arrays do not match NnxCNN: 'norm/bias' (3,) is missing; "
-                            "'norm/offset' (3,) is used by nothing"):
+                            "'norm/offset' (3,) is not used"):
         norm = {"scale": params["norm"]["scale"], "offset": params["norm"]["bias"]}
         nn.update_nnx(loaded(params, state), {**params, "norm": norm})
     with raises(TypeError, "nnx_variables: expected a flax.nnx module; got a dict of layers, norm"):
