@@ -45,10 +45,10 @@ class Cost:
         return self.matmul - self.recomputed
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
+        return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
 
     def times(self, n: int) -> Cost:
-        return Cost(*(n * a for a in dataclasses.astuple(self)))
+        return Cost(*(n * a for a in vars(self).values()))
 
 
 class Matmul(NamedTuple):

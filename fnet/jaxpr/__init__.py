@@ -39,6 +39,7 @@ from fnet.jaxpr._equations import (
 from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._inspect import Inspector
 from fnet.jaxpr._primitives import POINTWISE, Description, Inside, Traits, describe, description, traits, unsupported
+from fnet.jaxpr._producers import Producer, producers
 from fnet.jaxpr._replicated import may_differ
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
 from fnet.jaxpr._scopes import Scope, marks
@@ -69,6 +70,7 @@ __all__ = [
     "Interpreter",
     "Level",
     "Op",
+    "Producer",
     "Scope",
     "Site",
     "Traced",
@@ -101,6 +103,7 @@ __all__ = [
     "permutation",
     "plain",
     "pooling_window",
+    "producers",
     "product",
     "random_bits",
     "read",

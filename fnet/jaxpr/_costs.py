@@ -86,7 +86,8 @@ def nbytes(aval: Any) -> int:
         return 0
     limits = (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo if jnp.issubdtype(dtype, jnp.integer)
               else None)    # which know types of less than a byte
-    return math.ceil(_size(aval) * (limits(dtype).bits if limits else 8 * dtype.itemsize) / 8)
+    bits = limits(dtype).bits if limits else 8 * dtype.itemsize
+    return -(-_size(aval) * bits // 8) if bits % 8 else _size(aval) * (bits // 8)    # a symbolic size has no "/"
 
 
 def _dot(found: Product, ins: list[Any]) -> Cost:

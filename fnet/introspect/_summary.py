@@ -1,0 +1,255 @@
+"""What a function consists of: shapes, parameters, FLOPs, kept activations and time at the roofline, by path."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+from fnet import hardware as hw
+from fnet import transforms as ft
+from fnet.hardware import Cost
+from fnet.introspect import _render
+from fnet.introspect._kept import Kept, kept_activations
+from fnet.layers import Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A path and everything below it.
+
+    Attributes:
+        path: the named scopes; "" for the whole function.
+        output: the types of what the scope returns, one tree for each call; in a scan with a leading axis for the
+            iterations.
+        parameters, parameter_bytes: of the arrays that belong to it.
+        forward, backward: the cost of the forward pass, and of what the derivative by the parameters adds.
+        kept: the activations that it stores for the backward pass (without arguments of the function).
+        share: of the time at the roofline of a forward and backward pass; None if the chip's peaks are unknown.
+    """
+
+    path: str
+    output: tuple
+    parameters: int
+    parameter_bytes: int
+    forward: Cost
+    backward: Cost
+    kept: tuple[Kept, ...]
+    share: float | None
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(each.nbytes for each in self.kept)
+
+    @property
+    def depth(self) -> int:
+        return self.path.count("/") + 1 if self.path else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What `summary` returns. `str()` is a text; Jupyter shows `html()`.
+
+    Attributes:
+        rows: a `Row` for each path, outer paths first.
+        total: the row of the whole function.
+        chip: the chip of the roofline.
+        notes: why figures are not exact.
+    """
+
+    rows: tuple[Row, ...]
+    total: Row
+    chip: hw.Chip
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return _render.text(self)
+
+    def __getitem__(self, path: str) -> Row:
+        """The row of a path."""
+        return next((row for row in (self.total, *self.rows) if row.path == path), None) or self._missing(path)
+
+    def _missing(self, path):
+        raise KeyError(f"the summary has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}")
+
+    def markdown(self) -> str:
+        """A table in Markdown."""
+        return _render.markdown(self)
+
+    def html(self) -> str:
+        """A table in HTML."""
+        return _render.html(self)
+
+    _repr_html_ = html
+
+    def data(self) -> list[dict]:
+        """The rows as dictionaries of numbers and strings, the total last."""
+        return _render.data(self)
+
+
+def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None, train: bool = False,
+            **options: Any) -> Summary:
+    """Describes a model or any other function by the paths of its named scopes. Nothing is computed or compiled.
+
+        print(introspect.summary(model, x))                    # a layer, or a flax.nnx module, and its inputs
+        print(introspect.summary(loss, params, batch))         # a function, whose first argument are its parameters
+
+    Args:
+        f: a layer, a `flax.nnx.Module`, or a function.
+        args: its arguments, arrays or `jax.ShapeDtypeStruct`s: of a layer or module the inputs; of a function the tree
+            of parameters first.
+        depth: how many segments of a path to show; None: all. Deeper rows are a part of those shown.
+        chip: as in `hardware.roofline`; by default this machine's.
+        train: of a layer: whether it is called with train=True.
+        options: further arguments of f.
+
+    Returns:
+        A `Summary`. FLOPs are exact (see `hardware.count`); bytes of kept activations are those of
+        `jax.ad_checkpoint.print_saved_residuals` for the derivative with respect to the parameters.
+
+    Raises:
+        TypeError: if the function has no floating-point result, so that it has no derivative.
+
+    >>> print(summary(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5))).total.parameters)
+    34
+    """
+    run, params, inputs = _as_function(f, args, train, options)
+    forward = hw.count(run, params, *inputs)
+    both, chip, seconds = _cost_of_training(run, params, inputs, chip)
+    kept = kept_activations(run, params, *inputs)
+    sites = ft.sites(run)(params, *inputs)
+    outputs: dict[str, list] = {}
+    for site in sites:
+        outputs.setdefault(site.name.partition("#")[0], []).append(site.value)
+    hidden = {site for site in outputs if site.endswith("[:]") or site.endswith("/weights")}
+    paths = _tree([*forward.scopes, *outputs, *both.scopes])
+    owners: dict[str, list] = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        owners.setdefault(_owner(path, paths), []).append(leaf)
+    paths = [path for path in _tree([*paths, *owners]) if path not in hidden]
+    result = jax.eval_shape(lambda params, inputs: _arrays(run(params, *inputs)), params, inputs)
+
+    def row(path, output):
+        inside = (lambda other: True) if not path else (lambda other: other == path or other.startswith(path + "/"))
+        leaves = [leaf for owner, group in owners.items() if inside(owner) for leaf in group]
+        before, after = (_sum(cost for other, cost in count.scopes.items() if inside(other))
+                         for count in (forward, both))
+        time = sum(time for other, time in seconds.items() if inside(other))
+        share = time / sum(seconds.values()) if seconds else None
+        return Row(path, tuple(output), sum(_size(leaf) for leaf in leaves), sum(_bytes(leaf) for leaf in leaves),
+                   before, _less(after, before), tuple(each for each in kept if inside(each.path)), share)
+
+    rows = tuple(row(path, outputs.get(path, ())) for path in paths if path and (
+        depth is None or path.count("/") < depth))
+    notes = tuple(dict.fromkeys((*forward.notes, *both.notes)))
+    return Summary(rows, row("", [result]), chip, notes)
+
+
+def _as_function(f, args, train, options) -> tuple[Callable, Any, tuple]:
+    """(a function of parameters and inputs, its parameters, its inputs)"""
+    nnx = sys.modules.get("flax.nnx")
+    if isinstance(f, Layer):
+        spec = f.spec(*args, train=train, **options)
+        params, state = (jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), tree)
+                         for tree in (spec.params, spec.state))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+
+        def run(params, state, key, *inputs):
+            more = {"key": key, "train": True} if train else {}
+            return f(params, *inputs, state=state or None, **more, **options)
+
+        return run, params, (state, key, *args)
+    if nnx is not None and isinstance(f, nnx.Module):
+        graph, params, rest = nnx.split(ft.name_scopes(f), nnx.Param, ...)
+        fresh = lambda: jax.tree.map(lambda x: x, rest)    # variables that belong to the current trace
+        return (lambda params, *inputs: nnx.merge(graph, params, fresh())(*inputs, **options)), params, args
+    if not callable(f) or not args:
+        raise TypeError("summary: expected a layer, a flax.nnx module, or a function and its parameters; got "
+                        f"{'no arguments' if callable(f) else f'a {type(f).__name__}'}")
+    if train:
+        raise TypeError("summary: train=True is for layers; pass the arguments of a function as they are")
+    return (lambda params, *inputs: f(params, *inputs, **options)), args[0], args[1:]
+
+
+def _training(run):
+    """The forward pass of a function and the derivative with respect to its first argument."""
+    def training(params, *inputs):
+        y, pull = jax.vjp(lambda params: _inexact(run(params, *inputs)), params)
+        if not y:
+            raise TypeError("summary: the function returns nothing floating-point, so that it has no backward pass")
+        return pull(jax.tree.map(jnp.ones_like, y))
+
+    return training
+
+
+def _cost_of_training(run, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
+    """(the cost of a forward and backward pass, the chip, {scope: seconds at the roofline}, empty if unknown)"""
+    leaves = jax.tree.leaves((params, inputs))
+    if any(jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())):
+        return hw.count(_training(run), params, *inputs), hw.detect(chip), {}
+    bounds = hw.roofline(_training(run), params, *inputs, chip=chip, measure=False, depth=None)
+    seconds = {row.scope: row.seconds for row in bounds.scopes}
+    return bounds.count, bounds.chip, {} if None in seconds.values() else seconds
+
+
+def _arrays(result):
+    return [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
+
+
+def _inexact(result):
+    return [x for x in _arrays(result) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def _tree(paths: Iterable[str]) -> list[str]:
+    """The paths and those above them: outer ones before inner ones, else in order."""
+    children: dict[str, dict] = {}
+    for path in paths:
+        node = children
+        for part in path.split("/") if path else ():
+            node = node.setdefault(part, {})
+    found: list[str] = []
+
+    def walk(node, above):
+        for part, below in node.items():
+            found.append(f"{above}/{part}" if above else part)
+            walk(below, found[-1])
+
+    walk(children, "")
+    return found
+
+
+def _owner(path, known) -> str:
+    """The scope that a parameter belongs to, by its path in the tree."""
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):    # of an nnx variable
+        path = path[:-1]
+    parts = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+    parts = [part for text in parts for part in text.split("/")]
+    parts = parts[1:] if parts[:1] == ["params"] else parts    # of Flax Linen
+    owner = "/".join(part for part in parts[:-1] if part != "~")    # of Haiku
+    if owner in known:
+        return owner
+    return next((other for other in known if owner and other.endswith("/" + owner)), owner)
+
+
+def _size(leaf) -> int:
+    size = 1
+    for n in getattr(leaf, "shape", ()):
+        size = size * n
+    return size
+
+
+def _bytes(leaf) -> int:
+    return _size(leaf) * jnp.result_type(leaf).itemsize
+
+
+def _sum(costs) -> Cost:
+    return sum(costs, Cost())
+
+
+def _less(a, b) -> Cost:
+    return a + b.times(-1)

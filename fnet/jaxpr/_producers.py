@@ -1,0 +1,46 @@
+"""Where in a program a value is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fnet import _jax
+from fnet.jaxpr._calls import bodies, scan
+from fnet.jaxpr._scopes import Scope, in_jaxpr
+
+
+class Producer(NamedTuple):
+    """The scope where a value is computed, and the variable of the outermost jaxpr that holds it."""
+
+    at: Scope
+    source: Any
+
+
+def producers(jaxpr: Any, outer: Scope) -> Callable[[Any], Producer | None]:
+    """A function from a variable of a jaxpr to its `Producer`; None for arguments, constants and literals.
+
+    Of the outputs of calls and scans it is where the body computes them. A change of precision is no computation.
+    """
+    scope_of = in_jaxpr(jaxpr, outer)
+    makers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
+
+    def find(v):
+        if isinstance(v, _jax.Literal) or v not in makers:
+            return None
+        eqn, i = makers[v]
+        if eqn.primitive.name == "reduce_precision":
+            return find(eqn.invars[0])
+        return Producer(_within(eqn, i, scope_of(eqn)), v)
+
+    return find
+
+
+def _within(eqn, output, at) -> Scope:
+    inside = bodies(eqn)
+    if len(inside) != 1 or inside[0].kind not in ("call", "scan"):
+        return at
+    if inside[0].kind == "scan" and output < scan(eqn).carry:
+        return at
+    found = producers(inside[0].jaxpr, at)(inside[0].jaxpr.outvars[output])
+    return at if found is None else found.at
