@@ -1,4 +1,4 @@
-"""What the experiments share: a dataclass as flags, one-line errors and exit codes.
+"""What the experiments share: flags of runs and devices, one-line errors and exit codes.
 
 Exit codes: 0, finished, or stopped by a signal with the state saved. 1, the loss is no longer finite, or an unexpected
 error. 2, the flags or the files cannot be used. 130, interrupted when there was nothing to save.
@@ -14,7 +14,6 @@ import os
 import re
 import statistics
 import sys
-import typing
 from pathlib import Path
 
 import jax
@@ -25,98 +24,13 @@ from fnet import parallel
 from fnet import training as tr
 from fnet.cli import no_device
 
-SEED = "[0, 4294967295]"         # what jax.random.key takes
-STEPS = "[1, 2147483647]"        # what an int32 counter holds
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
-
-
-def option(default, help, *, within=None, choices=None, decides=True):
-    """A field of a configuration.
-
-    Args:
-      default: its value without a flag; None: decided elsewhere, such as by a preset.
-      help: the help text of its flag.
-      within: the interval of its values, such as "[0, 1)" or "(0, 100]". Every number has one.
-      choices: the strings that it may be.
-      decides: whether it decides the result, so that a run is resumed with the same value only.
-    """
-    metadata = {"help": help, "within": within, "choices": choices}
-    return dataclasses.field(default=default, compare=decides, metadata=metadata)
-
-
-def define_config_flags(cls, by="dataset"):
-    """Defines a flag for every field of a dataclass, and --config, a JSON file of values.
-
-    Args:
-      cls: the dataclass.
-      by: the field whose value decides those that have no default.
-    """
-    define = {
-        bool: flags.DEFINE_bool,
-        int: flags.DEFINE_integer,
-        float: flags.DEFINE_float,
-        str: flags.DEFINE_string,
-    }
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        kind = (typing.get_args(hints[field.name]) or (hints[field.name],))[0]
-        default = f"by {by}" if field.default is None else field.default
-        define[kind](field.name, None, f"{field.metadata['help']} (default: {default})")
-    flags.DEFINE_string("config", None, "JSON file to take values from, such as another run's")
-
-
-def config_from_flags(cls, presets=None, by=None):
-    """The configuration: defaults, then the preset named by the field `by`, then --config, then the flags given.
-
-    Raises:
-      ConfigError: an unknown preset, or a value of another type.
-    """
-    values = {}
-    if flags.FLAGS.config:
-        regular_file("config", flags.FLAGS.config)
-        values = dataclasses.asdict(tr.load_config(cls, flags.FLAGS.config))
-    names = [field.name for field in dataclasses.fields(cls)]
-    values |= {name: flags.FLAGS[name].value for name in names if flags.FLAGS[name].present}
-    if by is not None:
-        choice = values.get(by, cls.__dataclass_fields__[by].default)
-        if choice not in presets:
-            raise tr.ConfigError(f"--{by}={choice}: use {', '.join(presets)}")
-        values = presets[choice] | {k: v for k, v in values.items() if v is not None}
-    return tr.from_dict(cls, values)
-
-
-def check_fields(config):
-    """Raises ConfigError for a value that its field does not take, by the `option` that defined it."""
-    for field in dataclasses.fields(config):
-        value, choices = getattr(config, field.name), field.metadata["choices"]
-        if value is None:
-            continue
-        if choices is not None and value not in choices:
-            raise tr.ConfigError(f"--{field.name}={value}: use {', '.join(choices)}")
-        if field.metadata["within"] is not None:
-            check_within(field.name, value, field.metadata["within"])
-
-
-def check_within(name, value, interval):
-    """Raises ConfigError unless the number lies in the interval, such as "(0, 1]"; NaN lies in none."""
-    low, high = map(float, interval[1:-1].split(","))
-    above = low <= value if interval[0] == "[" else low < value
-    below = value <= high if interval[-1] == "]" else value < high
-    if not (above and below):
-        raise tr.ConfigError(f"--{name}={value}: expected a number in {interval}")
 
 
 def check_temperature(value):
     """Raises ConfigError for a temperature by which logits cannot be divided."""
     if value != 0:
-        check_within("temperature", value, "[0.001, 1000]" if value >= 0 else "[0, 1000]")
-
-
-def regular_file(name, path):
-    """Raises ConfigError for a pipe or a device, which may never end."""
-    path = Path(path)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise tr.ConfigError(f"--{name}={path}: expected a regular file")
+        tr.flags.check_within("temperature", value, "[0.001, 1000]" if value >= 0 else "[0, 1000]")
 
 
 def user_path(name, path):
@@ -187,7 +101,7 @@ def median_speed(rows):
 
 def check_steps(steps):
     """Raises ConfigError for more steps than a state can count."""
-    check_within("steps", steps, STEPS)
+    tr.flags.check_within("steps", steps, tr.flags.STEPS)
     return steps
 
 
@@ -251,6 +165,12 @@ def define_device_flags():
 
 def only_planned():
     return "plan" in flags.FLAGS and bool(flags.FLAGS.plan)
+
+
+def no_arguments(argv, example):
+    """Raises ConfigError for an argument that is no flag."""
+    if argv[1:]:
+        raise tr.ConfigError(f"{argv[1]}: flags begin with --, as in {example}")
 
 
 def begin():
@@ -364,7 +284,7 @@ def parse_flags(argv):
     try:
         for flag, value in zip(argv, [*argv[1:], ""]):      # absl reads a flag file to its end: a pipe may have none
             if flag.lstrip("-").partition("=")[0] == "flagfile":
-                regular_file("flagfile", flag.partition("=")[2] or value)
+                tr.flags.regular_file("flagfile", flag.partition("=")[2] or value)
         rest = flags.FLAGS(argv)
         for name in flags.FLAGS:
             value = flags.FLAGS[name].value

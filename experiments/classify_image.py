@@ -18,13 +18,14 @@ import _photos as photos
 import finetune
 import jax
 import numpy as np
+from absl import flags
 
 from fnet import hardware as hw
 from fnet import training as tr
 from fnet import transforms as ft
 from fnet.models import pretrained
 
-option = common.option
+option = tr.flags.option
 IMAGENET = Path(__file__).parent / "data" / "imagenet_labels.txt"
 
 
@@ -77,7 +78,7 @@ def of_run(config, path):
 
 
 def define_flags():
-    common.define_config_flags(Config)
+    tr.flags.define(Config, flags.FLAGS)
 
 
 def configured(argv):
@@ -88,12 +89,12 @@ def configured(argv):
     """
     if not argv[1:]:
         raise tr.ConfigError("no photo given: python experiments/classify_image.py photo.jpg")
-    return checked(common.config_from_flags(Config))
+    return checked(tr.flags.read(Config, flags.FLAGS))
 
 
 def checked(config):
     """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
-    common.check_fields(config)
+    tr.flags.check(config)
     return config
 
 
@@ -101,7 +102,7 @@ def read_labels(config, path):
     """The name of each class: --labels, what lies beside the weights, or ImageNet's."""
     folder = path if path.is_dir() else path.parent
     if config.labels:
-        common.regular_file("labels", config.labels)
+        tr.flags.regular_file("labels", config.labels)
         file = common.user_path("labels", config.labels)
     elif (folder / "labels.json").is_file():
         file = folder / "labels.json"

@@ -13,6 +13,7 @@ import dataclasses
 import _common as common
 import jax
 import numpy as np
+from absl import flags
 
 from fnet import hardware as hw
 from fnet import models
@@ -20,7 +21,7 @@ from fnet import training as tr
 from fnet import transforms as ft
 from fnet.models import pretrained
 
-option = common.option
+option = tr.flags.option
 PRESETS = ("minilm-l6", "minilm-l12")
 
 
@@ -49,7 +50,7 @@ def main(argv):
         params, _ = pretrained.load(model, path)
         lines = []
         if config.file:
-            common.regular_file("file", config.file)
+            tr.flags.regular_file("file", config.file)
             text = common.read_text(common.user_path("file", config.file))
             lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
     policy = hw.policy() if config.precision == "auto" else hw.policy(config.precision)
@@ -84,7 +85,7 @@ def main(argv):
 
 
 def define_flags():
-    common.define_config_flags(Config)
+    tr.flags.define(Config, flags.FLAGS)
 
 
 def configured(argv):
@@ -95,12 +96,12 @@ def configured(argv):
     """
     if not argv[1:]:
         raise tr.ConfigError('no sentence given: python experiments/embed.py "A cat sits." "The feline rests."')
-    return checked(common.config_from_flags(Config))
+    return checked(tr.flags.read(Config, flags.FLAGS))
 
 
 def checked(config):
     """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
-    common.check_fields(config)
+    tr.flags.check(config)
     return config
 
 

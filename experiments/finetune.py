@@ -22,7 +22,6 @@ import time
 
 import _common as common
 import _photos as photos
-import _pictures as pictures
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +35,7 @@ from fnet import training as tr
 from fnet import transforms as ft
 from fnet.models import pretrained
 
-option = common.option
+option = tr.flags.option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Config:
     size: int | None = option(None, "height and width that images are brought to; None: what the weights are made for",
                               within="[1, 4096]")
     epochs: float | None = option(None, "passes over the training images", within="(0, 1000000]")
-    steps: int | None = option(None, "training steps, instead of epochs", within=common.STEPS)
+    steps: int | None = option(None, "training steps, instead of epochs", within=tr.flags.STEPS)
     batch_size: int | None = option(None, "images in a batch", within="[1, 1048576]")
     optimizer: str | None = option(None, f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
     schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
@@ -67,13 +66,10 @@ class Config:
                              within="[0, 1000000]")
     precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
                              choices=common.PRECISIONS)
-    seed: int = option(0, "of the new layer, order, augmentation and dropout", within=common.SEED)
+    seed: int = option(0, "of the new layer, order, augmentation and dropout", within=tr.flags.SEED)
 
 
-PRESETS = {
-    "linear": {"epochs": 50, "batch_size": 256, "optimizer": "adam", "learning_rate": 2e-3, "weight_decay": 0.0},
-    "full": {"epochs": 5, "batch_size": 32, "optimizer": "nesterov", "learning_rate": 0.01, "weight_decay": 1e-4},
-}
+PRESETS = tr.presets.FINETUNE
 
 AUGMENT = {
     "none": lambda key, images: images,
@@ -132,10 +128,7 @@ def train(config, workdir, policy, **fit_options):
     train_set, test_set = ({"x": x, "label": y} for x, y in zip(inputs, (data.train_labels, data.test_labels)))
     held_out = None
     if config.early_stop:
-        order = np.random.RandomState(config.seed).permutation(len(data.train_labels))
-        rest, tenth = np.split(order, [len(order) * 9 // 10])
-        held_out = {name: array[tenth] for name, array in train_set.items()}
-        train_set = {name: array[rest] for name, array in train_set.items()}
+        train_set, held_out = tr.split(train_set, 0.1, seed=config.seed)
     batches = tr.Batches(train_set, batch_size=min(config.batch_size, len(train_set["label"])), seed=config.seed)
     steps = config.steps or common.check_steps(batches.steps(config.epochs))
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
@@ -182,8 +175,8 @@ def train(config, workdir, policy, **fit_options):
     (workdir / "labels.json").write_text(json.dumps(data.classes))
     values = evaluate["test"](state)
     title = f"{config.dataset}, {config.model}, {config.mode}: test accuracy {values['accuracy']:.4f}"
-    pictures.curves(tr.read_metrics(workdir), workdir / "curves.png", title=title)
-    pictures.confusion_matrix(values["confusion"], data.classes, workdir / "confusion.png", title=title)
+    tr.plots.curves(tr.read_metrics(workdir), workdir / "curves.png", title=title)
+    tr.plots.confusion_matrix(values["confusion"], data.classes, workdir / "confusion.png", title=title)
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png, "
           "model.safetensors, labels.json")
     return values
@@ -235,7 +228,7 @@ def load(config, image):
 
 
 def define_flags():
-    common.define_config_flags(Config, by="mode")
+    tr.flags.define(Config, flags.FLAGS, by="mode")
     flags.DEFINE_string("workdir", None, "the run's folder (default: runs/finetune)")
     common.define_run_flags()
 
@@ -246,14 +239,13 @@ def configured(argv):
     Raises:
       ValueError: the flags cannot be used; the message names one of them.
     """
-    if argv[1:]:
-        raise tr.ConfigError(f"{argv[1]}: flags begin with --, as in --dataset=digits")
-    return checked(common.config_from_flags(Config, PRESETS, by="mode"))
+    common.no_arguments(argv, "--dataset=digits")
+    return checked(tr.flags.read(Config, flags.FLAGS, PRESETS, by="mode"))
 
 
 def checked(config):
     """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
-    common.check_fields(config)
+    tr.flags.check(config)
     if config.mode == "linear" and (config.augment != "none" or config.freeze_norms):
         raise tr.ConfigError("--mode=linear sees each image once: --augment and --freeze_norms are for --mode=full")
     if config.dataset == "photos" and config.data_dir is None:

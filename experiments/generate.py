@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import language_model
 import numpy as np
+from absl import flags
 
 from fnet import hardware as hw
 from fnet import models
 from fnet import training as tr
 from fnet.models import pretrained
 
-option = common.option
+option = tr.flags.option
 PRESETS = tuple(preset for cls in (models.Llama, models.GPT) for preset in cls.PRESETS)
 
 
@@ -43,7 +44,7 @@ class Config:
                           within="(0, 1]")
     precision: str = option("float32", "of the weights: float32, bfloat16 or float16",
                              choices=("float32", "bfloat16", "float16"))
-    seed: int = option(0, "of the draws", within=common.SEED)
+    seed: int = option(0, "of the draws", within=tr.flags.SEED)
 
 
 def main(argv):
@@ -107,7 +108,7 @@ def begin(words):
 
 
 def define_flags():
-    common.define_config_flags(Config)
+    tr.flags.define(Config, flags.FLAGS)
 
 
 def configured(argv):
@@ -116,12 +117,12 @@ def configured(argv):
     Raises:
       ValueError: the flags cannot be used; the message names one of them.
     """
-    return checked(common.config_from_flags(Config))
+    return checked(tr.flags.read(Config, flags.FLAGS))
 
 
 def checked(config):
     """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
-    common.check_fields(config)
+    tr.flags.check(config)
     common.check_temperature(config.temperature)
     if config.weights is None and config.model not in PRESETS:
         raise tr.ConfigError(f"--model={config.model}: use {', '.join(PRESETS)}")

@@ -20,7 +20,6 @@ import math
 import time
 
 import _common as common
-import _pictures as pictures
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +31,7 @@ from fnet import models
 from fnet import training as tr
 from fnet import transforms as ft
 
-option = common.option
+option = tr.flags.option
 AUGMENTATIONS = ("none", "shift", "affine", "flip", "flip_crop", "flip_crop_cutout")
 
 
@@ -50,7 +49,7 @@ class Config:
     depth: int = option(1, "convolutions in the CNN's first stage; the others have two", within="[1, 128]")
     dropout: float = option(0.2, "dropout before the last layer (cnn), after each hidden one (mlp)", within="[0, 1)")
     epochs: float | None = option(None, "passes over the training images", within="(0, 1000000]")
-    steps: int | None = option(None, "training steps, instead of epochs", within=common.STEPS)
+    steps: int | None = option(None, "training steps, instead of epochs", within=tr.flags.STEPS)
     batch_size: int | None = option(None, "images in a batch", within="[1, 1048576]")
     optimizer: str = option("nesterov", f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
     schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
@@ -65,19 +64,10 @@ class Config:
                              within="[0, 1000000]")
     precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
                              choices=common.PRECISIONS)
-    seed: int = option(0, "of initial weights, order, augmentation and dropout", within=common.SEED)
+    seed: int = option(0, "of initial weights, order, augmentation and dropout", within=tr.flags.SEED)
 
 
-PRESETS = {
-    "digits": {"width": 32, "epochs": 40, "batch_size": 64, "learning_rate": 0.05,
-               "weight_decay": 1e-3, "augment": "affine"},
-    "mnist": {"width": 32, "epochs": 8, "batch_size": 128, "learning_rate": 0.1,
-              "weight_decay": 5e-4, "augment": "affine"},
-    "fashion_mnist": {"width": 32, "depth": 2, "epochs": 14, "batch_size": 128,
-                      "learning_rate": 0.1, "weight_decay": 5e-4, "augment": "flip"},
-    "cifar10": {"width": 64, "depth": 2, "epochs": 20, "batch_size": 128, "learning_rate": 0.1,
-                "weight_decay": 5e-4, "augment": "flip_crop_cutout"},
-}
+PRESETS = tr.presets.IMAGE_CLASSIFICATION
 
 AUGMENT = {
     "none": lambda key, images: images,
@@ -111,10 +101,7 @@ def train(config, workdir, policy, **fit_options):
     test_set = {"image": data.test_images, "label": data.test_labels}
     held_out = None
     if config.early_stop:
-        order = np.random.RandomState(config.seed).permutation(len(data.train_labels))
-        rest, tenth = np.split(order, [len(order) * 9 // 10])
-        held_out = {name: array[tenth] for name, array in train_set.items()}
-        train_set = {name: array[rest] for name, array in train_set.items()}
+        train_set, held_out = tr.split(train_set, 0.1, seed=config.seed)
     batches = tr.Batches(train_set, batch_size=config.batch_size, seed=config.seed)
     steps = config.steps or common.check_steps(batches.steps(config.epochs))
 
@@ -193,8 +180,8 @@ def train(config, workdir, policy, **fit_options):
 
     values = evaluate["test"](state)
     title = f"{config.dataset}, {config.model}: test accuracy {values['accuracy']:.4f}"
-    pictures.curves(rows, workdir / "curves.png", title=title)
-    pictures.confusion_matrix(
+    tr.plots.curves(rows, workdir / "curves.png", title=title)
+    tr.plots.confusion_matrix(
         values["confusion"], data.classes, workdir / "confusion.png", title=title
     )
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png")
@@ -202,7 +189,7 @@ def train(config, workdir, policy, **fit_options):
 
 
 def define_flags():
-    common.define_config_flags(Config)
+    tr.flags.define(Config, flags.FLAGS, by="dataset")
     flags.DEFINE_string("workdir", None, "the run's folder (default: runs/DATASET)")
     common.define_run_flags()
     common.define_device_flags()
@@ -215,14 +202,13 @@ def configured(argv):
     Raises:
       ValueError: the flags cannot be used; the message names one of them.
     """
-    if argv[1:]:
-        raise tr.ConfigError(f"{argv[1]}: flags begin with --, as in --dataset=digits")
-    return checked(common.config_from_flags(Config, PRESETS, by="dataset"))
+    common.no_arguments(argv, "--dataset=digits")
+    return checked(tr.flags.read(Config, flags.FLAGS, PRESETS, by="dataset"))
 
 
 def checked(config):
     """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
-    common.check_fields(config)
+    tr.flags.check(config)
     if config.split != "random" and config.dataset != "digits":
         raise tr.ConfigError(f"--split={config.split}: it is for --dataset=digits, {config.dataset} has a fixed split")
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)

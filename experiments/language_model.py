@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 import _common as common
-import _pictures as pictures
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +31,7 @@ from fnet import training as tr
 from fnet import transforms as ft
 from fnet.models import pretrained
 
-option = common.option
+option = tr.flags.option
 TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
 
 
@@ -53,7 +52,7 @@ class Config:
     heads: int | None = option(None, "attention heads", within="[1, 65536]")
     context: int | None = option(None, "tokens that the model sees", within="[1, 1048576]")
     dropout: float | None = option(None, "on embeddings, attention and residual branches", within="[0, 1)")
-    steps: int | None = option(None, "training steps", within=common.STEPS)
+    steps: int | None = option(None, "training steps", within=tr.flags.STEPS)
     batch_size: int | None = option(None, "texts in a batch", within="[1, 1048576]")
     optimizer: str = option("adamw", f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
     schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
@@ -68,17 +67,10 @@ class Config:
                              within="[0, 1000000]")
     precision: str = option("auto", "auto (what suits the chip), float32, bfloat16 or float16",
                              choices=common.PRECISIONS)
-    seed: int = option(0, "of initial weights, batches and dropout", within=common.SEED)
+    seed: int = option(0, "of initial weights, batches and dropout", within=tr.flags.SEED)
 
 
-PRESETS = {
-    "small": {"width": 128, "depth": 4, "heads": 4, "context": 128, "dropout": 0.0, "steps": 2000, "batch_size": 16,
-              "learning_rate": 2e-3},
-    "10m": {"width": 384, "depth": 6, "heads": 6, "context": 256, "dropout": 0.2, "steps": 5000, "batch_size": 64,
-            "learning_rate": 1e-3},
-    "124m": {"width": 768, "depth": 12, "heads": 12, "context": 1024, "dropout": 0.0, "steps": 20000, "batch_size": 16,
-             "learning_rate": 6e-4},
-}
+PRESETS = tr.presets.LANGUAGE_MODEL
 
 
 def make_model(config, vocab_size):
@@ -204,7 +196,7 @@ def train(config, workdir, policy, **fit_options):
     print(f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}, {speed:.1f} steps/s, "
           f"{speed * config.batch_size * config.context:.0f} tokens/s")
     last = [row["validation/loss"] for row in rows if "validation/loss" in row][-1]
-    pictures.curves(rows, workdir / "curves.png", title=f"{config.model}, {count:,} parameters: loss {last:.4f}")
+    tr.plots.curves(rows, workdir / "curves.png", title=f"{config.model}, {count:,} parameters: loss {last:.4f}")
     return model, state.averaged, words, last
 
 
@@ -222,7 +214,7 @@ def sample(model, params, words, config, *, temperature, top_k):
 
 
 def define_flags():
-    common.define_config_flags(Config, by="preset")
+    tr.flags.define(Config, flags.FLAGS, by="preset")
     flags.DEFINE_string("workdir", None, "the run's folder (default: runs/language_model)")
     common.define_run_flags()
     common.define_device_flags()
@@ -236,15 +228,14 @@ def configured(argv):
     Raises:
       ValueError: the flags cannot be used; the message names one of them.
     """
-    if argv[1:]:
-        raise tr.ConfigError(f"{argv[1]}: flags begin with --, as in --preset=small")
+    common.no_arguments(argv, "--preset=small")
     common.check_temperature(flags.FLAGS.temperature)
-    return checked(common.config_from_flags(Config, PRESETS, by="preset"))
+    return checked(tr.flags.read(Config, flags.FLAGS, PRESETS, by="preset"))
 
 
 def checked(config):
     """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
-    common.check_fields(config)
+    tr.flags.check(config)
     if config.width % config.heads:
         raise tr.ConfigError(f"--heads={config.heads}: they have to divide --width={config.width}")
     if config.model == "llama" and config.width // config.heads % 2:

@@ -194,8 +194,7 @@ def define_flags():
 
 def configured(argv):
     """Checks what the flags alone do not."""
-    if argv[1:]:
-        raise ValueError(f"{argv[1]}: flags begin with --, as in --seed=1")
+    common.no_arguments(argv, "--seed=1")
 
 
 def main(argv):

@@ -5,6 +5,9 @@ The step is a pure function that the user writes and reads, `(state, batch) -> (
 """
 
 from fnet.training import _datasets as datasets
+from fnet.training import _flags as flags
+from fnet.training import _plots as plots
+from fnet.training import _presets as presets
 from fnet.training._augment import cutout, random_affine, random_crop, random_flip, random_shift
 from fnet.training._batches import Batches
 from fnet.training._callbacks import StepEnd
@@ -65,12 +68,15 @@ __all__ = [
     "duration",
     "evaluator",
     "fit",
+    "flags",
     "from_dict",
     "from_iterator",
     "load",
     "load_config",
     "mean",
     "optimizer",
+    "plots",
+    "presets",
     "random_affine",
     "random_crop",
     "random_flip",

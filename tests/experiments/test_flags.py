@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torture import flags as torture
 
+from fnet import training as tr
+
 pytest.importorskip("sklearn")
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -165,7 +167,7 @@ def test_every_number_has_an_interval_and_every_default_lies_in_it():
                 presets = module.PRESETS.values() if isinstance(getattr(module, "PRESETS", None), dict) else ()
                 for value in (field.default, *(preset.get(field.name) for preset in presets)):
                     if interval and value is not None:
-                        sys.modules["_common"].check_within(field.name, value, interval)
+                        tr.flags.check_within(field.name, value, interval)
 
 
 def test_debug_shows_the_traceback(command):

@@ -155,7 +155,7 @@ def test_weights_come_first_and_a_text_needs_no_newline(tmp_path, run, monkeypat
     """Whatever fails after training, the weights and their vocabulary are there; and then it is the other way round."""
     (tmp_path / "input.txt").write_text("abcdefgh" * 60)
     with monkeypatch.context() as patch:
-        patch.setattr("_pictures.curves", lambda *_, **__: warnings.warn("a glyph is missing", stacklevel=1))
+        patch.setattr("fnet.training._plots.curves", lambda *_, **__: warnings.warn("a glyph is missing", stacklevel=1))
         assert run(f"--data_dir={tmp_path}") == 1
     assert "error: a glyph is missing" in capsys.readouterr().err
     words = models.read_tokenizer(tmp_path / "run")
@@ -189,20 +189,6 @@ def test_token_files_are_held_to_the_vocabulary_before_training(tmp_path, run, c
     assert run("--width=65536", "--depth=256") == 2
     assert re.search(r"needs at least [\d,]+ GiB .*make --batch_size, --context, --width or --depth smaller",
                      capsys.readouterr().err)
-
-
-def test_curves_without_an_accuracy(tmp_path, monkeypatch):
-    from matplotlib import pyplot
-
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    rows = [{"step": 10 * i, "train/loss": 3.0 - i / 2, "validation/loss": 3.5 - i / 2} for i in range(1, 4)]
-    sys.modules["_pictures"].curves(rows, tmp_path / "curves.png", title="a")
-    (axis,) = figures[0].axes
-    drawn = {line.get_label().split(",")[0]: line.get_ydata().tolist() for line in axis.lines}
-    assert drawn == {"train": [2.5, 2.0, 1.5], "validation": [3.0, 2.5, 2.0]} and axis.get_ylabel() == "loss"
-    sys.modules["_pictures"].curves([r | {"train/accuracy": 0.5} for r in rows], tmp_path / "b.png", title="b")
-    assert [axis.get_ylabel() for axis in figures[1].axes] == ["loss", "error rate, %"]
 
 
 def small(**changes):

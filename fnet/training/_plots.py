@@ -1,44 +1,60 @@
-"""The pictures that a run leaves behind; matplotlib is imported when the first one is drawn."""
+"""Plots of a run; matplotlib is imported when the first one is drawn, and its global state is not changed."""
 
+from __future__ import annotations
+
+import os
 import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-
-def _pyplot():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def curves(rows, path, *, title):
+def _figure(**options) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("plots are drawn with matplotlib, which is missing: pip install 'fnet[experiments]'"
+                                  ) from None
+    return Figure(layout="constrained", **options)
+
+
+def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = None, *, title: str = "") -> Figure:
     """Loss and, where it was measured, error rate by step, for every data set.
 
     Args:
-      rows: what `training.read_metrics` returns.
-      path: the PNG to write.
+      rows: what `read_metrics` returns.
+      path: the PNG to write, or None.
       title: above the picture.
-    """
-    plt = _pyplot()
-    from matplotlib import ticker
 
+    Returns:
+      The figure, which a notebook shows.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is missing.
+
+    Example:
+      >>> figure = curves(read_metrics("runs/digits"), "curves.png")       # doctest: +SKIP
+    """
     names = sorted({k.split("/")[0] for row in rows for k in row if k.endswith("/loss")})
     names.sort(key=lambda name: name != "train")
     labels = {"loss": "loss", "accuracy": "error rate, %"}
     labels = {k: label for k, label in labels.items() if any(f"{n}/{k}" in row for row in rows for n in names)}
-    figure, axes = plt.subplots(1, max(len(labels), 1), figsize=(5 * max(len(labels), 1), 4), layout="constrained",
-                                squeeze=False)
+    figure = _figure(figsize=(5 * max(len(labels), 1), 4))
+    from matplotlib import ticker
+
+    axes = figure.subplots(1, max(len(labels), 1), squeeze=False)
     for axis, (metric, label) in zip(axes[0], labels.items()):
-        for name, colour in zip(names, ("tab:gray", "tab:blue", "tab:orange")):
+        for name, color in zip(names, ("tab:gray", "tab:blue", "tab:orange")):
             points = [(r["step"], r[k]) for r in rows if r.get(k := f"{name}/{metric}") is not None]
             if not points:
                 continue
             steps, values = np.array(points).T
             values = 100 * (1 - values) if metric == "accuracy" else values
-            axis.plot(steps, values, marker=".", color=colour, label=f"{name}, last {values[-1]:.3g}")
+            axis.plot(steps, values, marker=".", color=color, label=f"{name}, last {values[-1]:.3g}")
         axis.set(xlabel="step", ylabel=label, yscale="log" if metric == "loss" else "linear")
         if metric == "loss":
             axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -52,28 +68,36 @@ def curves(rows, path, *, title):
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return _saved(figure, path)
 
 
-def confusion_matrix(counts, classes, path, *, title):
-    """Which class was taken for which: counts written out, colour by share of the row.
+def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLike | None = None, *,
+                     title: str = "") -> Figure:
+    """Which class was taken for which: counts written out, color by share of the row.
 
     Args:
       counts: [classes, classes], rows are the true classes.
       classes: their names.
-      path: the PNG to write.
+      path: the PNG to write, or None.
       title: above the picture.
+
+    Returns:
+      The figure, which a notebook shows.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is missing.
     """
-    plt = _pyplot()
+    figure = _figure(figsize=(7.5, 6.5))
+    from matplotlib import colormaps
+
+    axis = figure.subplots()
     counts = np.asarray(counts)
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    figure, axis = plt.subplots(figsize=(7.5, 6.5), layout="constrained")
-    # Mistakes are a per cent or two: a colour scale up to 1 would show the diagonal and nothing else.
+    # Mistakes are a percent or two: a color scale up to 1 would show the diagonal and nothing else.
     mistakes = np.where(np.eye(len(counts), dtype=bool), np.nan, share)
     limit = max(np.nanmax(mistakes), 0.05)
-    colours = plt.get_cmap("Reds").with_extremes(bad="0.92")
-    image = axis.imshow(mistakes, cmap=colours, vmin=0, vmax=limit)
+    colors = colormaps["Reds"].with_extremes(bad="0.92")
+    image = axis.imshow(mistakes, cmap=colors, vmin=0, vmax=limit)
     for i, row in enumerate(counts):
         for j, count in enumerate(row):
             if count or i == j:
@@ -88,5 +112,10 @@ def confusion_matrix(counts, classes, path, *, title):
     axis.set(xlabel="predicted", ylabel="true", title=textwrap.fill(title, 60))
     bar = figure.colorbar(image, ax=axis, shrink=0.8, label="mistakes, share of the true class")
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return _saved(figure, path)
+
+
+def _saved(figure: Figure, path: str | os.PathLike | None) -> Figure:
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure

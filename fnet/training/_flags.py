@@ -1,0 +1,116 @@
+"""A frozen dataclass as absl flags: one flag for each field, with its help text and the values that it takes.
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Config:
+        rate: float = tr.flags.option(0.1, "the largest step size", within="(0, 1000]")
+
+    tr.flags.define(Config, absl.flags.FLAGS)              # before they are parsed
+    config = tr.flags.read(Config, absl.flags.FLAGS)       # afterwards
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fnet.training._config import ConfigError, from_dict, load_config
+
+if TYPE_CHECKING:
+    from absl.flags import FlagValues
+
+Config = TypeVar("Config")
+SEED = "[0, 4294967295]"         # what jax.random.key takes
+STEPS = "[1, 2147483647]"        # what an int32 counter holds
+
+
+def option(default: Any, help: str, *, within: str | None = None, choices: Sequence[str] | None = None,
+           decides: bool = True) -> Any:
+    """A field of a configuration.
+
+    Args:
+      default: its value without a flag; None: decided elsewhere, such as by a preset.
+      help: the help text of its flag.
+      within: the interval of its values, such as "[0, 1)" or "(0, 100]".
+      choices: the strings that it may be.
+      decides: whether it decides the result, so that a run is resumed with the same value only.
+    """
+    metadata = {"help": help, "within": within, "choices": choices}
+    return dataclasses.field(default=default, compare=decides, metadata=metadata)
+
+
+def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
+    """Defines a flag for every field of a dataclass, and --config, a JSON file of values.
+
+    Args:
+      cls: the dataclass; its fields are bool, int, float or str, or one of them | None.
+      values: where to define them, such as absl.flags.FLAGS.
+      by: the field whose preset decides those that have no default.
+    """
+    from absl import flags
+
+    kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = (typing.get_args(hints[field.name]) or (hints[field.name],))[0]
+        default = f"by {by}" if field.default is None and by else field.default
+        text = f"{field.metadata.get('help', field.name)} (default: {default})"
+        kinds[kind](field.name, None, text, flag_values=values)
+    flags.DEFINE_string("config", None, "JSON file to take values from, such as another run's", flag_values=values)
+
+
+def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[str, Any]] | None = None, *,
+         by: str | None = None) -> Config:
+    """The configuration: defaults, then the preset that the field `by` names, then --config, then the flags given.
+
+    Args:
+      cls: the dataclass that was given to `define`.
+      values: the parsed flags.
+      presets: values of fields by the name of the preset, such as `presets.IMAGE_CLASSIFICATION`.
+      by: the field that names one of them.
+
+    Raises:
+      ConfigError: an unknown preset, or a value of another type. Intervals and choices are checked by `check`.
+    """
+    chosen = {}
+    if values.config:
+        regular_file("config", values.config)
+        chosen = dataclasses.asdict(load_config(cls, values.config))
+    names = [field.name for field in dataclasses.fields(cls)]
+    chosen |= {name: values[name].value for name in names if values[name].present}
+    if by is not None:
+        choice = chosen.get(by, cls.__dataclass_fields__[by].default)
+        if choice not in presets:
+            raise ConfigError(f"--{by}={choice}: use {', '.join(presets)}")
+        chosen = {**presets[choice], **{name: value for name, value in chosen.items() if value is not None}}
+    return from_dict(cls, chosen)
+
+
+def check(config: Any) -> None:
+    """Raises ConfigError for a value that its field does not take, by the `option` that defined it."""
+    for field in dataclasses.fields(config):
+        value, choices = getattr(config, field.name), field.metadata.get("choices")
+        if value is None:
+            continue
+        if choices is not None and value not in choices:
+            raise ConfigError(f"--{field.name}={value}: use {', '.join(choices)}")
+        if field.metadata.get("within") is not None:
+            check_within(field.name, value, field.metadata["within"])
+
+
+def check_within(name: str, value: float, interval: str) -> None:
+    """Raises ConfigError unless the number lies in the interval, such as "(0, 1]"; NaN lies in none."""
+    low, high = map(float, interval[1:-1].split(","))
+    above = low <= value if interval[0] == "[" else low < value
+    below = value <= high if interval[-1] == "]" else value < high
+    if not (above and below):
+        raise ConfigError(f"--{name}={value}: expected a number in {interval}")
+
+
+def regular_file(name: str, path: str | Path) -> None:
+    """Raises ConfigError for a pipe or a device, which may never end."""
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"--{name}={path}: expected a regular file")
