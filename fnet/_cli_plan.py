@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan.
 
     Raises:
-        ValueError: for what cannot be planned.
+        ValueError: the function, the mesh or a rule is invalid.
     """
     from fnet import parallel
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _found(name: str) -> tuple:
     where, _, function = name.rpartition(":")
     if not where or not function:
-        raise ValueError(f"{name!r}: name the function as module:function or file.py:function")
+        raise ValueError(f"{name!r}: expected module:function or file.py:function")
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise ValueError(f"there is no file {where}")
@@ -89,12 +89,12 @@ def _found(name: str) -> tuple:
         except ModuleNotFoundError as error:
             if error.name and not where.startswith(error.name):
                 raise
-            raise ValueError(f"there is no module {where}; modules are looked for in this folder, too") from None
+            raise ValueError(f"there is no module {where}, also not in this folder") from None
     if not callable(getattr(module, function, None)):
-        raise ValueError(f"{where} has no function called {function!r}")
+        raise ValueError(f"{where} has no function {function!r}")
     found = getattr(module, function)()
     if not isinstance(found, tuple) or len(found) != 3 or not callable(found[0]) or not callable(found[1]):
-        raise ValueError(f"{name} has to return (step, init, batch); it returned "
+        raise ValueError(f"{name} must return (step, init, batch); it returned "
                          f"{f'{len(found)} values' if isinstance(found, tuple) else type(found).__name__}")
     return found
 
@@ -103,12 +103,12 @@ def _mesh(text: str) -> dict[str, int]:
     try:
         return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
     except ValueError:
-        raise ValueError(f"--mesh={text}: name axes and their lengths, as in data=-1,tensor=4") from None
+        raise ValueError(f"--mesh={text}: expected axes and their lengths, such as data=-1,tensor=4") from None
 
 
 def _rule(text: str) -> tuple[str, tuple[str | None, ...]]:
     pattern, found, axes = text.rpartition("=")
     if not found or not axes:
-        raise ValueError(f"--rule={text}: write a pattern, = and a mesh axis or None for each axis of the parameter, "
-                         "as in fc/kernel=None,tensor")
+        raise ValueError(f"--rule={text}: expected a pattern, = and a mesh axis or None for each axis of the "
+                         "parameter, such as fc/kernel=None,tensor")
     return pattern, tuple(None if axis.strip().lower() == "none" else axis.strip() for axis in axes.split(","))

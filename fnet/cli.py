@@ -1,9 +1,9 @@
-"""The `fnet` command: what chips there are, here and in the catalog, and how a step would be spread over them.
+"""The `fnet` command.
 
-    fnet devices            what this machine has, the policy for it, and why; a CPU is probed for a second, once
-    fnet chips              the whole catalog
-    fnet chips "TPU v5e"    one row: computed beside quoted, prices, FLOP per dollar, power, sources
-    fnet plan module:function --devices v5e:16x16    where arrays would lie, what would be sent, why, and what it costs
+    fnet devices            the chips of this machine and their policies; a CPU is probed for one second, once
+    fnet chips              the catalog of chips
+    fnet chips "TPU v5e"    one chip: computed and published peaks, prices, FLOP per dollar, power, sources
+    fnet plan module:function --devices v5e:16x16    shardings, transfers, memory and cost of a training step
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Any
 from fnet import _cli_plan
 from fnet.hardware._chip import Chip, si
 
-_WIDTH = 100      # columns of text that goes into a pipe or a file
+_WIDTH = 100      # columns of output to a pipe or a file
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's, except that a wrong command line is answered with one line."""
+    """An argparse parser that reports a wrong command line in one line."""
 
     def error(self, message: str) -> Any:
-        self.exit(2, f"{self.prog}: {' '.join(message.split())} ({self.prog} --help lists what there is)\n")
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, 2 where the command line asks for what is not there, 1 where
-    something else went wrong. Either is one line on the standard error; with --debug the traceback."""
+    """Runs the command and returns its exit code: 0; 2 if the command line is wrong; 1 for other errors. An error is
+    one line on standard error, with --debug a traceback."""
     parser = _Parser(prog="fnet", description="fnet: neural networks as pure functions on JAX.")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of what goes wrong")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="<command>")
-    devices = commands.add_parser("devices", help="what this machine has, the policy for it, and why; a CPU is "
-                                  "probed for about a second, once (not where FNET_PROBE=0)")
-    devices.add_argument("--measure", action="store_true", help="run a matmul per type and a copy, for a few seconds")
-    chips = commands.add_parser("chips", help="the catalog, or one row of it")
+    devices = commands.add_parser("devices", help="show the chips of this machine and the policy with its reason; a "
+                                  "CPU is probed for about a second, once (not with FNET_PROBE=0)")
+    devices.add_argument("--measure", action="store_true", help="measure matmuls and a copy for a few seconds")
+    chips = commands.add_parser("chips", help="show the catalog, or one chip")
     chips.add_argument("name", nargs="*", help='a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
     _cli_plan.define(commands)
     for name in ("stdout", "stderr"):
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "Unable to initialize backend" in first:
             print(f"fnet {args.command}: {no_device(error)}", file=sys.stderr)
             return 2
-        print(f"fnet {args.command}: {first} (fnet --debug {args.command} shows where)", file=sys.stderr)
+        print(f"fnet {args.command}: {first} (use fnet --debug {args.command} for a traceback)", file=sys.stderr)
         return 2 if isinstance(error, ValueError | OSError) else 1
 
 
@@ -107,7 +107,7 @@ def _devices(measure: bool) -> int:
         if chip.notes:
             facts.append(("note", chip.notes))
         for mode in ("train", "inference"):
-            policy = hw.policy(devices[0], mode)      # a CPU is probed, once; the reason says so
+            policy = hw.policy(devices[0], mode)      # a CPU is probed once, as the reason states
             scaling = f", loss scaling from {policy.loss_scale:g}" if policy.loss_scale else ""
             types = f"parameters {policy.param}, compute {policy.compute}, sums {policy.accum}{scaling}"
             facts.append((f"policy, {mode}", f"{types}\nbecause {policy.reason}"))
@@ -137,7 +137,7 @@ def _catalog() -> int:
         systems.append((system.name, f"{system.count} x {system.chip.name}", quote.dtype,
                         f"{system.chip.peaks[quote.dtype] * system.count / 1e12:,.0f}", f"{quote.flops / 1e12:,.0f}"))
     _table(console, ("system", "chips", "type", "TFLOP/s", "quoted"), systems)
-    console.print("fnet chips NAME shows one: computed beside quoted, prices, FLOP per dollar, power, sources",
+    console.print("fnet chips NAME shows one: computed and published peaks, prices, FLOP per dollar, power, sources",
                   highlight=False, markup=False)
     return 0
 
@@ -155,7 +155,7 @@ def _row(name: str) -> int:
         except KeyError as error:
             near = hw.systems.nearest(name, 1)[0]
             like = lambda key: SequenceMatcher(None, name, key.split(" (")[0]).ratio()
-            extra = f"; the nearest system is {near!r}" if like(near) > like(hw.chips.nearest(name, 1)[0]) else ""
+            extra = f"; the most similar system is {near!r}" if like(near) > like(hw.chips.nearest(name, 1)[0]) else ""
             print(f"fnet chips: {error.args[0]}{extra}", file=sys.stderr)
             return 2
     console = _console()
@@ -166,7 +166,7 @@ def _row(name: str) -> int:
         if item.device_kinds:
             first.append(("device kinds", ", ".join(repr(kind) for kind in item.device_kinds)))
         if item.jax_devices_per_chip > 1:
-            first.append(("JAX devices", f"{item.jax_devices_per_chip} per chip; what follows is per chip"))
+            first.append(("JAX devices", f"{item.jax_devices_per_chip} per chip; the following values are per chip"))
         facts = first + _figures(item)
     else:
         facts = [("chips", f"{item.count} x {item.chip.name}"), ("year", str(item.year))]
@@ -179,14 +179,14 @@ def _row(name: str) -> int:
     if isinstance(item, Chip) and item.notes:
         facts.append(("note", item.notes))
     _facts(console, facts)
-    console.print("computed beside quoted", style="bold")
-    _facts(console, _comparison(item) or [("", "the units or the clock are not known: nothing to compute from")])
+    console.print("computed and published peaks", style="bold")
+    _facts(console, _comparison(item) or [("", "the units or the clock are unknown")])
     console.print("prices", style="bold")
     values = [(f"${v.price.usd:,.6g} / {v.price.per}",
                f"{v.price.date}, {v.price.source}" + (f" ({v.price.note})" if v.price.note else "")
                + f"\n{v.flop_per_dollar:.3g} FLOP per dollar at the {v.dtype} peak, {v.assumption}")
               for v in hw.flop_per_dollar(item)]
-    _facts(console, values or [("", "none is known")])
+    _facts(console, values or [("", "no price is known")])
     sources = item.sources if isinstance(item, Chip) else tuple(quote.source for quote in item.quoted)
     console.print("sources", style="bold")
     for source in sources:
@@ -195,29 +195,29 @@ def _row(name: str) -> int:
 
 
 def _comparison(item: Any) -> list[tuple[str, str]]:
-    """Formulas with their results, and under each what is quoted and why it differs."""
+    """Formulas with their results, each followed by the published peaks and why they differ."""
     from fnet import hardware as hw
 
     formulas = {(c.dtype, c.formula): c.flops for c in hw.computed(item)}
     checks = hw.checks(item)
-    formulas |= {(c.dtype, c.formula): c.computed for c in checks}      # some quotes are reckoned at another clock
+    formulas |= {(c.dtype, c.formula): c.computed for c in checks}      # some published peaks refer to another clock
     rows = []
     for (dtype, formula), flops in formulas.items():
         text = [f"{formula} = {si(flops)}FLOP/s"]
         for check in checks:
             if (check.dtype, check.formula) == (dtype, formula):
-                text.append(f"quoted {si(check.quoted)}FLOP/s ({check.deviation:+.1%}) by {check.source}"
+                text.append(f"published {si(check.quoted)}FLOP/s ({check.deviation:+.1%}) by {check.source}"
                             + (f": {check.explanation}" if check.explanation else ""))
         rows.append((dtype, "\n".join(text)))
     return rows
 
 
 def _figures(chip: Chip) -> list[tuple[str, str]]:
-    """Peaks, memory and links as text, each with how it is known."""
+    """Peaks, memory and links as text, with the basis of each number."""
     rows = [(f"peak {name}", f"{si(rate)}{'OP' if name.startswith('int') else 'FLOP'}/s ({chip.basis(name)})")
             for name, rate in chip.peaks.items()]
     if not rows:
-        rows.append(("peak", "unknown: the chip is not in the catalog, no other chip stands in for it"))
+        rows.append(("peak", "unknown, because the chip is not in the catalog"))
     if chip.memory_bytes:
         rows.append(("memory", f"{chip.memory_bytes / 2**30:.4g} GiB ({chip.basis('memory_bytes')})"))
     bandwidth = f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})" if chip.bandwidth else "unknown"
@@ -226,7 +226,7 @@ def _figures(chip: Chip) -> list[tuple[str, str]]:
         links = chip.links
         parts = [f"{links.count} links" if links.count else "",
                  f"{si(links.each_way)}B/s each way" if links.each_way else "",
-                 f"{si(links.total)}B/s in all" if links.total else "", links.topology or "",
+                 f"{si(links.total)}B/s in total" if links.total else "", links.topology or "",
                  f"{si(links.network)}B/s to other slices or machines" if links.network else ""]
         rows.append(("links", f"{links.type}: {', '.join(part for part in parts if part)} ({chip.basis('links')})"))
     return rows
@@ -244,7 +244,7 @@ def _console() -> Any:
     from rich import console
 
     class Console(console.Console):
-        def on_broken_pipe(self) -> None:      # rich's own ends the process with exit code 1
+        def on_broken_pipe(self) -> None:      # rich's version ends the process with exit code 1
             raise BrokenPipeError
 
     if sys.stdout.isatty():

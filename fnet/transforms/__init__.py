@@ -1,4 +1,4 @@
-"""Transforms: functions of functions. JAX's own are handed on unchanged; fnet's stand beside them.
+"""Transforms: functions that take and return functions. Those of JAX are re-exported unchanged.
 
     from fnet import transforms as ft
 

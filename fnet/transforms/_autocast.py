@@ -1,7 +1,7 @@
-"""autocast: mixed precision for any JAX function, as a rewrite of its jaxpr.
+"""autocast: mixed precision for any JAX function, by rewriting its jaxpr.
 
-Only values that were traced as float32 are ever lowered, and an operation that is in no list gets its inputs back in
-the dtypes they were traced with: what is not known here runs as it did.
+Only values traced as float32 are lowered. An operation that is in no table receives its inputs in the dtypes in which
+they were traced, so unknown operations run unchanged.
 """
 
 from __future__ import annotations
@@ -27,34 +27,38 @@ from fnet.transforms._lowered import Saveable, lowered
 
 F32 = np.dtype("float32")
 _NAMES = ("float32", "bfloat16", "float16")
-_SMALL, _LARGE = 2.0**-10, 2.0**6    # of constants: in float16, 1,000 times the largest does not overflow
+_SMALL, _LARGE = 2.0**-10, 2.0**6    # bounds of constants: in float16, 1,000 times the largest does not overflow
 _FULL = "__full_precision__"
 
 
 def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, Any] | None = None) -> Callable:
-    """`f` in mixed precision: matrix products and convolutions in the policy's low dtype, what needs range in float32.
+    """Converts `f` to mixed precision: products and convolutions in the policy's dtype, the rest in float32 as needed.
 
-        step = ft.autocast(ft.value_and_grad(loss))                 # the chip decides
+        step = ft.autocast(ft.value_and_grad(loss))                 # the dtype depends on the chip
         step = ft.autocast(ft.value_and_grad(loss), "bfloat16", rules={"head": "float32"})
 
-    Products take operands of the low dtype and sum in float32. Structure and simple arithmetic follow what they are
-    given; exp, log, powers, sums over axes, norms, softmax and everything not known here run in float32. A value that
-    is only wanted in float32 is produced in float32. Loop carries, branches and the outputs of `f` keep their dtypes,
-    gradients of float32 parameters are float32, explicit casts and an explicit `precision=` are the author's and stay.
-    Around `value_and_grad` or inside it, it comes to the same.
+    Products have operands of the low dtype and float32 sums. Reshapes and simple arithmetic have the dtype of their
+    inputs. exp, log, powers, sums over axes, norms, softmax and unknown operations run in float32. A value that is only
+    used in float32 is computed in float32. Loop carries, branches and the outputs of `f` keep their dtypes, and
+    gradients of float32 parameters are float32. Explicit casts and an explicit `precision=` are respected. It makes no
+    difference whether autocast is applied to a loss or to its `value_and_grad`.
 
     Args:
-        f: any JAX function: a model, a loss, a gradient, a whole step; fnet's or not.
-        policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto": this chip's.
-        rules: {pattern: dtype} over the paths of named scopes, before the policy's own. A pattern matches a whole path
-            or any prefix of it; the first that matches decides.
+        f: any JAX function: a model, a loss, a gradient or a complete step, written with any library.
+        policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto" (this chip).
+        rules: {pattern: dtype} for the paths of named scopes; they precede those of the policy. A pattern must match a
+            path or a prefix of it completely. The first match is used.
 
     Returns:
-        A function with f's signature and dtypes. `float16` also needs loss scaling: see `loss_scale`.
+        A function with f's signature and dtypes. For float16, use loss scaling as well: see `loss_scale`.
 
     Raises:
-        ValueError: for an unknown dtype or chip, or a rule that matches no scope of `f`.
-        TypeError: where `f` has no float32 in it.
+        ValueError: an unknown dtype or chip, or a rule that matches no scope of `f`.
+        TypeError: `f` has no float32 values.
+
+    >>> f = autocast(lambda x, w: jnp.tanh(x @ w), "bfloat16")
+    >>> f(jnp.ones((2, 3)), jnp.ones((3, 4))).dtype
+    dtype('float32')
     """
     policy, rules = _resolve(policy, rules)
     interpreter = _Autocast(policy, rules)
@@ -72,7 +76,7 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
 
 
 def full_precision(f: Callable) -> Callable:
-    """Marks `f` for autocast: inside it every operation runs as it was written."""
+    """Excludes `f` from autocast: inside of it, every operation runs unchanged."""
 
     def __full_precision__(*args, **kwargs):
         return f(*args, **kwargs)
@@ -102,8 +106,8 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """Notes are magnitudes of constants, (smallest, largest) without zeros: a scalar constant, and what consists of it
-    alone, takes the dtype of the other operands if it fits."""
+    """Notes are magnitudes of constants, (smallest, largest) without zeros. A scalar constant, and a value computed
+    only from such constants, has the dtype of the other operands if it fits."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -113,14 +117,14 @@ class _Autocast(Interpreter):
 
     def depends(self, at):
         if self.rows is not None:
-            return object()    # every call is explained
+            return object()    # explain needs every call
         return at if self.rules else None
 
     def saveable(self, policy):
         return policy if policy is None or isinstance(policy, Saveable) else Saveable(policy)
 
     def compute(self, scope) -> np.dtype:
-        """The dtype that products take at this path."""
+        """The dtype of products at this path."""
         if scope not in self.scopes:
             self.scopes[scope] = self.policy.compute
             parts = scope.split("/")
@@ -154,8 +158,8 @@ class _Autocast(Interpreter):
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
-        """{variable: whether everything that uses it wants float32}, from the end to the beginning; and
-        {id of an equation: its kind, and whether its outputs are all wanted in float32}."""
+        """Returns {variable: whether all of its uses need float32}, computed backwards, and
+        {id of an equation: (its kind, whether all uses of its outputs need float32)}."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -204,7 +208,7 @@ class _Autocast(Interpreter):
         return (True,) * len(outs) if eqn.primitive.name in ("while", "cond", "custom_vmap_call") else outs
 
     def kind(self, eqn) -> str:
-        """"lower", "follow", "cast", "convolution" or "float32"."""
+        """Returns "lower", "follow", "cast", "convolution" or "float32"."""
         name = eqn.primitive.name
         if name in jaxpr.BILINEAR:
             product = jaxpr.product(eqn)
@@ -212,7 +216,7 @@ class _Autocast(Interpreter):
                 return "convolution"
             return ("lower" if product.default_precision and all(map(_wide, (*eqn.invars[:2], *eqn.outvars)))
                     else "float32")
-        if lower := description(eqn.primitive).lower:    # it contains products, and a parameter for their dtype
+        if lower := description(eqn.primitive).lower:    # it contains products and has a parameter for their dtype
             return "lower" if lower(eqn.params, F32, F32) else "float32"
         if name == "reduce_precision" and jaxpr.kept_bits(eqn) == _F32_BITS:    # jax.checkpoint marks saved values so
             return "follow"
@@ -249,7 +253,7 @@ class _Autocast(Interpreter):
             outputs, dtype, reason = self._follow(eqn, inputs, wide, compute)
         else:
             outputs = plain(eqn, inputs)
-            if kind == "cast":    # a mask or a one-hot vector is exact in any dtype
+            if kind == "cast":    # masks and one-hot vectors are exact in any dtype
                 outputs = [Value(y.x, (1.0, 1.0)) for y in outputs]
         if self.rows is not None and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
             if (known := description(eqn.primitive)).explain:
@@ -299,14 +303,14 @@ def _marked(eqn) -> bool:
 
 
 def _magnitude(size: float) -> tuple[float, float]:
-    """(smallest, largest) of a constant, without zeros; infinity fits every dtype."""
+    """Returns (smallest, largest) of a constant, without zeros. Infinity fits every dtype."""
     return (size or math.inf, 0.0 if size == math.inf else size)
 
 
 @functools.cache
 def _fits(name: str, magnitude: tuple[float, float], dtype) -> bool:
-    """Whether an operation may take a constant in `dtype`: it must be a normal number, a term must not absorb what it
-    is added to, and a factor must leave room for what it scales, which in float16 is between 6e-5 and 65504."""
+    """Whether a constant may have this dtype: it must be a normal number, a term must not absorb what it is added to,
+    and the product with a factor must not overflow or underflow, in float16 between 6e-5 and 65504."""
     info, (smallest, largest) = jnp.finfo(dtype), magnitude
     if smallest < float(info.tiny) or largest > float(info.max):
         return False
@@ -320,7 +324,7 @@ def _to(x, dtype):
 
 
 class Row(NamedTuple):
-    """What autocast makes of one equation: its scope, primitive, class, dtype, and why."""
+    """The result of autocast for one equation: scope, primitive, kind, dtype and reason."""
 
     scope: str
     primitive: str

@@ -1,4 +1,4 @@
-"""Values inside a function by the name of their site: listed, captured, replaced, and their cotangents."""
+"""The sites of a function: list, capture and replace their values, and capture their cotangents."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from fnet.transforms._patterns import Match, matches
 
 
 def sites(f: Callable) -> Callable:
-    """A function of f's arguments that lists the sites of `f`: the values that `capture` and `intervene` can address.
+    """Returns a function that lists the sites of `f`: the values that `capture` and `intervene` can address.
 
         print(ft.sites(model)(params, x))
 
-    A site is the output of a layer, named by its path; the output of any other named scope; a value that `tag` names;
-    or the weights of an attention. Flax, Haiku and Equinox name scopes, too: flax.nnx after `name_scopes`, Equinox by
-    types (`eqx.nn.Linear#1`). A path that is used several times has sites `path#0`, `path#1`, ... In a scan, as that of
-    `layers.Stack`, a value has a leading axis of iterations; `path[:]` is the output of each block of the stack at
-    `path`.
+    A site is the output of a layer, named by its path; the output of any other named scope; a value named with `tag`;
+    or the weights of an attention. Flax, Haiku and Equinox also name scopes (flax.nnx after `name_scopes`, Equinox by
+    types, such as `eqx.nn.Linear#1`). A path that is used several times has the sites `path#0`, `path#1`, ... In a
+    scan, such as that of `layers.Stack`, a value has a leading axis of iterations. `path[:]` is the output of each
+    block of the stack at `path`.
+
+    Args:
+        f: any function.
 
     Returns:
         A function that returns `Sites`, a tuple of `SiteInfo` in the order of computation. It runs nothing; its
@@ -52,9 +55,9 @@ class SiteInfo:
 
     Attributes:
         name: its name.
-        value: the type of the captured value, a tree of `jax.ShapeDtypeStruct`.
+        value: a tree of `jax.ShapeDtypeStruct` with the shapes and dtypes of the captured value.
         scans: the lengths of the scans around it, which are the first axes of the captured value.
-        inside: None, or why its value cannot be captured: "a while loop", "a branch of cond", ...
+        inside: why its value cannot be captured ("a while loop", "a branch of cond", ...), or None.
     """
 
     name: str
@@ -68,7 +71,7 @@ class SiteInfo:
 
 
 class Sites(tuple):
-    """The sites of a function; `str()` has a line for each."""
+    """The sites of a function. `str()` has one line for each."""
 
     __slots__ = ()
 
@@ -81,7 +84,7 @@ class Sites(tuple):
 
 
 def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
-    """`f`, which also returns values of its sites.
+    """Returns a function that also returns the values of sites of `f`.
 
         logits, seen = ft.capture(model, "blocks/attention")(params, x)
 
@@ -92,12 +95,12 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
 
     Returns:
         A function with f's arguments that returns (f's result, {name: value}). A value is exactly what the layer
-        returned; in a scan it has a leading axis of iterations; under `vmap` of f, a leading axis for the batch if it
-        depends on the batch. Of a function that contains its derivative, values are those of the forward pass. The
-        names and values that are not requested cost nothing, neither time nor memory, in a compiled program.
+        returned. In a scan it has a leading axis of iterations; under `vmap` of f, a leading axis for the batch if it
+        depends on the batch. If f contains its derivative, values are those of the forward pass. In a compiled program,
+        values that are not requested need neither time nor memory.
 
     Raises:
-        ValueError: for a pattern that matches no site, or a site inside a while loop or a branch of cond.
+        ValueError: a pattern matches no site, or a site inside a while loop or a branch of cond.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((3, 5)))
@@ -121,13 +124,13 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
 
 
 def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
-    """`f` with other values at some of its sites.
+    """Returns `f` with replaced values of sites.
 
         y = ft.intervene(model, {"blocks[3]/mlp": lambda value, index: 0 * value})(params, x)
 
-    Everything that reads the value of the site reads the new value. What only the old value needs is not computed in a
-    compiled program. `vmap(intervene(f, ...))` applies a change to each example, `intervene(vmap(f), ...)` to the
-    batch.
+    All operations that read the site's value read the new value. In a compiled program, operations that only the old
+    value needs are not executed. `vmap(intervene(f, ...))` changes the value of each example,
+    `intervene(vmap(f), ...)` that of the batch.
 
     Args:
         f: any function. To differentiate it, differentiate the result: `grad(intervene(f, ...))`.
@@ -139,9 +142,9 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
         A function with f's arguments and results.
 
     Raises:
-        ValueError: as `capture`, and for sites in a part of `f` that has been differentiated, or inside a function with
-            its own derivative, since the derivative would be that of the original value.
-        TypeError: for a new value of another structure, shape or dtype.
+        ValueError: as for `capture`, or a site is in a differentiated part of `f`, or inside a function with
+            its own derivative, because the derivative would be that of the original value.
+        TypeError: a new value has another structure, shape or dtype.
 
     >>> def f(x):
     ...     return jnp.sin(tag(x * 2, "doubled"))
@@ -168,9 +171,9 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
 
 
 def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bool = False) -> Callable:
-    """The derivatives of a scalar function with respect to the values of its sites.
+    """Returns a function that also returns the derivatives of a scalar function with respect to its sites.
 
-        loss, slopes = ft.capture_cotangents(loss, "blocks/attention")(params, batch)
+        loss, cotangents = ft.capture_cotangents(loss, "blocks/attention")(params, batch)
 
     Args:
         f: a function that returns a floating-point scalar, not its gradient.
@@ -182,7 +185,7 @@ def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bo
         shapes of the captured value, with None for leaves that are not floating-point.
 
     Raises:
-        TypeError: if f returns no scalar. ValueError: as `intervene`.
+        TypeError: f does not return a floating-point scalar. ValueError: as for `intervene`.
 
     >>> def f(x):
     ...     return jnp.sum(tag(x * 2, "doubled") ** 2)
@@ -278,7 +281,7 @@ def _check_original(who, site) -> None:
 
 
 def _changed(site, steps) -> Callable:
-    """All changes of a site: from its leaves and the indices of the scans to new leaves."""
+    """Combines the changes of a site: maps its leaves and the indices of the scans to new leaves."""
 
     def change(leaves, indices):
         rest = iter(leaves)
@@ -311,7 +314,7 @@ def _check_same(match, old, new) -> None:
 
 @jax.custom_jvp
 def _shifted(x, offset):
-    """x + offset for an offset of 0, whose derivative alone matters."""
+    """Adds an offset of 0; only its derivative matters."""
     return x
 
 

@@ -1,4 +1,4 @@
-"""Derivatives that JAX has no name for: Hessian-vector products and per-example values of a batched function."""
+"""Derivatives that JAX lacks: Hessian-vector products, and per-example values of a batched function."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from fnet.transforms._microbatch import batch_rows, batched, fold_key, replaced
 
 
 def hvp(f: Callable) -> Callable:
-    """Hessian-vector products of a scalar function with respect to its first argument.
+    """Returns a function that computes Hessian-vector products of `f` with respect to its first argument.
 
         hvp(f)(x, v, *rest) = d/dt grad(f)(x + t v, *rest) at t = 0
 
-    Costs about two gradients and never forms the Hessian (Pearlmutter, 1994, Fast Exact Multiplication by the
-    Hessian): forward over reverse.
+    The cost is about that of two gradients, and the Hessian is never computed (Pearlmutter, 1994, Fast Exact
+    Multiplication by the Hessian): forward over reverse mode.
 
     Args:
-        f: `f(x, *rest, **options) -> scalar`, x any tree of floating-point arrays.
+        f: `f(x, *rest, **options) -> scalar`, where x is any tree of floating-point arrays.
 
     Returns:
-        A function of (x, v, *rest), v of x's structure, shapes and dtypes, that returns such a tree.
+        A function of (x, v, *rest), where v has the structure, shapes and dtypes of x, as the result has.
+
+    Raises:
+        ValueError: v does not match x.
 
     >>> hvp(lambda x: (x ** 3).sum())(jnp.array([1., 2.]), jnp.array([1., 1.])).tolist()
     [6.0, 12.0]
     """
 
-    @wraps(f, signature=False)    # which has another argument, v
+    @wraps(f, signature=False)    # it has the additional argument v
     def product(x, v, *rest, **options):
         given, needed = _avals(v), _avals(x)
         if given != needed:
@@ -41,21 +44,25 @@ def hvp(f: Callable) -> Callable:
 
 
 def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) -> Callable:
-    """`f` at each example by itself: `per_example(grad(loss))(params, batch)` has one gradient for each row.
+    """Returns `f` applied to each example: `per_example(grad(loss))(params, batch)` has one gradient for each row.
 
-    Row i of the result is `f` of the i-th row of every batched argument, given as a batch of one, so that a loss
-    written for batches is taken as it is. A scalar `jax.random.key` among them is folded with the row's number, so that
-    the rows draw differently; any other scalar goes to every row.
+    Row i of the result is `f` of row i of every batched argument, as a batch of one, so a loss written for batches
+    needs no change. If a batched argument is a scalar `jax.random.key`, it is folded with the index of the row, so that
+    each row has different random numbers. Other scalars are passed unchanged to every row.
 
     Args:
         f: a function of parameters and batched arguments.
-        argnums: which positional arguments are batched along their leaves' first axis; None: all but the first.
+        argnums: which positional arguments are batched along the first axis of their leaves. Default: all but the
+            first.
 
     Returns:
-        A function like `f` whose every output has a leading axis of the batch's length.
+        A function with f's arguments, whose outputs have a leading axis of the batch's length.
 
     Raises:
-        ValueError: where batched leaves differ in their first axis.
+        ValueError: batched leaves have different numbers of rows.
+
+    >>> per_example(jax.grad(lambda w, x: (w * x).sum()))(jnp.float32(2), jnp.array([1.0, 5.0])).tolist()
+    [1.0, 5.0]
     """
 
     @wraps(f)

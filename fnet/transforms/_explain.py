@@ -1,4 +1,4 @@
-"""explain: what autocast or tune makes of a function, per scope, with the reason."""
+"""explain: what autocast or tune does in a function, by scope, with reasons."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from fnet.transforms._tune import Fired, Rule, _Tuner
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What autocast makes of a function. `str()` is a table; `rows` has one `Row` for each floating-point equation:
-    scope, primitive, kind ("lower", "follow", "cast", "convolution", "float32", "author"), dtype, reason; `disabled`
-    says which of fnet's rules and kernels this version of JAX does not support."""
+    """What autocast does in a function. `str()` is a table.
+
+    Attributes:
+        rows: one `Row` for each floating-point equation: scope, primitive, kind ("lower", "follow", "cast",
+            "convolution", "float32", "author"), dtype, reason.
+        disabled: which of fnet's rules and kernels this version of JAX does not support.
+    """
 
     policy: Policy
     rows: tuple[Row, ...]
@@ -41,8 +45,13 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What tune makes of a step. `str()` is a table; `rows` has one `Fired` for each equation that a rule has changed:
-    scope, primitive, rule, reason. `rules` are those that were on, `options` the compiler's."""
+    """What tune does in a step. `str()` is a table.
+
+    Attributes:
+        rows: one `Fired` for each equation that a rule changed: scope, primitive, rule, reason.
+        rules: the enabled rules.
+        options: the compiler options.
+    """
 
     chip: Chip
     rules: tuple[Rule, ...]
@@ -67,18 +76,21 @@ class Tuning:
 
 
 def explain(f: Callable, *args, **kwargs) -> Explanation | Tuning:
-    """What a function that autocast or tune has wrapped does with these arguments; nothing is computed.
+    """Explains what autocast or tune does in a function for these arguments. Nothing is computed.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
 
     Args:
-        f: the result of `autocast`, also under `jit` or `functools.partial`, or of `tune`; of both, the outer one is
-            explained.
-        args, kwargs: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+        f: the result of `autocast` or `tune`, possibly under `jit` or `functools.partial`. If both were applied, the
+            outer one is explained.
+        args, kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        An `Explanation` or a `Tuning`. Printed, it is a table.
 
     Raises:
-        ValueError: where neither has wrapped `f`.
+        ValueError: `f` is not the result of `autocast` or `tune`.
     """
     while isinstance(f, functools.partial):
         f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}

@@ -14,13 +14,13 @@ from fnet.jaxpr import wraps
 
 
 class LossScaleState(NamedTuple):
-    """The state of `loss_scale`; plain arrays, part of the optimizer's state.
+    """The state of `loss_scale`: plain arrays, a part of the optimizer's state.
 
     Attributes:
-        scale: float32 [], what the next loss is multiplied by.
+        scale: float32 [], the factor of the next loss.
         good_steps: int32 [], finite steps since the scale last changed.
-        skipped: int32 [], steps that were skipped so far.
-        inner: the state of the optimizer inside.
+        skipped: int32 [], skipped steps so far.
+        inner: the state of the wrapped optimizer.
     """
 
     scale: jax.Array
@@ -31,13 +31,13 @@ class LossScaleState(NamedTuple):
 
 def loss_scale(inner, policy=None, *, initial: float | None = None, growth: float = 2.0, interval: int = 2000,
                backoff: float = 0.5, minimum: float = 2.0**-14, maximum: float = 2.0**24, axis_name=None):
-    """`inner`, for gradients of a loss that was multiplied by a scale which is found while training.
+    """Wraps an optimizer for gradients of a loss that is multiplied by a dynamic scale.
 
-    The gradients are divided by the scale that they were made with. Where all are finite `inner` updates, and after
-    `interval` such steps in a row the scale grows; otherwise the update is zero, `inner`'s state stays as it is, the
-    skipped step is counted and the scale falls. Everything that is to see true gradients (clipping, weight decay, all
-    groups of `optax.multi_transform`) belongs inside. Keep parameters in float32: the unscaled gradient has its
-    parameter's dtype, and in float16 the small ones are lost again.
+    The gradients are divided by their scale. If all are finite, `inner` updates the parameters, and after `interval`
+    such steps in a row the scale grows. Otherwise, the update is zero, the state of `inner` does not change, the
+    skipped step is counted, and the scale is reduced. Transformations that need unscaled gradients (clipping, weight
+    decay, all groups of `optax.multi_transform`) belong inside. Keep parameters in float32: an unscaled gradient has
+    the dtype of its parameter, and in float16 small gradients would underflow again.
 
         policy = hw.policy()
         tx = ft.loss_scale(optax.adamw(1e-3), policy)            # optax.adamw itself where the policy needs no scale
@@ -49,19 +49,19 @@ def loss_scale(inner, policy=None, *, initial: float | None = None, growth: floa
 
     Args:
         inner: an Optax transformation.
-        policy: a `hardware.Policy`: without a `loss_scale` of its own, `inner` comes back unchanged. None: scale.
-        initial: the first scale; None: the policy's, or 2^15.
-        growth, interval: the scale grows by this factor after so many finite steps in a row.
-        backoff: the scale falls by this factor at a step that is not finite.
+        policy: a `hardware.Policy`. If it has no `loss_scale`, `inner` is returned unchanged. None: scale the loss.
+        initial: the first scale. Default: the policy's, or 2^15.
+        growth, interval: the scale grows by this factor after this many finite steps in a row.
+        backoff: the scale is multiplied by this factor after a step that is not finite.
         minimum, maximum: bounds of the scale.
-        axis_name: a mapped axis (or several) over which all have to agree that a step is finite.
+        axis_name: a mapped axis (or several) over which all devices must agree that a step is finite.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with a `LossScaleState`.
 
     Raises:
-        TypeError: where `inner` is no Optax transformation or `policy` no `hardware.Policy`.
-        ValueError: for constants that make no sense together.
+        TypeError: `inner` is not an Optax transformation, or `policy` is not a `hardware.Policy`.
+        ValueError: the options are out of range.
 
     Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2; the constants are PyTorch's and Keras'.
     """
@@ -114,10 +114,10 @@ def _wide(dtype):
 
 
 def loss_scale_state(opt_state) -> LossScaleState | None:
-    """The `LossScaleState` somewhere in an optimizer's state; None where there is none.
+    """Returns the `LossScaleState` in an optimizer's state, or None if there is none.
 
     Raises:
-        ValueError: where there are several.
+        ValueError: there are several.
     """
     found = _states(opt_state)
     if len(found) > 1:
@@ -133,23 +133,26 @@ def _states(tree) -> list[LossScaleState]:
 
 
 def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable:
-    """Like `jax.value_and_grad`, with the gradient of the loss times the scale that `opt_state` holds.
+    """Returns a function like `jax.value_and_grad`, with the gradient of the loss times the scale in `opt_state`.
 
         value, grads = scaled_value_and_grad(loss)(opt_state, params, batch)
 
-    The value is the loss itself, in float32 (float64 stays); the gradients are scaled, and `loss_scale`'s update
-    divides them. Without a scale in `opt_state` it is `jax.value_and_grad`, so that one step serves every precision.
+    The value is the unscaled loss in float32 (or float64). The gradients are scaled; the update of `loss_scale` divides
+    them. If `opt_state` contains no scale, this is `jax.value_and_grad`, so that one step works in every precision.
 
     Args:
         loss: `loss(*args) -> scalar`, or (scalar, aux) with `has_aux`.
-        argnums, has_aux: as in `jax.value_and_grad`; argnums count the loss's own arguments.
+        argnums, has_aux: as in `jax.value_and_grad`; argnums count the arguments of the loss.
+
+    Returns:
+        A function of (opt_state, *args).
 
     Raises:
-        TypeError: where the loss is no floating-point scalar, or no pair with `has_aux`.
-        ValueError: where `opt_state` holds several scales.
+        TypeError: the loss is not a floating-point scalar, or not a pair with `has_aux`.
+        ValueError: `opt_state` contains several scales.
     """
 
-    @wraps(loss, signature=False)    # which lacks opt_state
+    @wraps(loss, signature=False)    # it has the additional argument opt_state
     def scaled(opt_state, *args, **kwargs):
         state = loss_scale_state(opt_state)
         if state is None:

@@ -1,9 +1,9 @@
-"""A bilinear operation in low precision: a primitive whose derivatives, in every order, are low-precision too.
+"""A bilinear operation in low precision: a primitive whose derivatives of every order have low precision, too.
 
-JAX's own dot_general of bfloat16 operands with a float32 result has a backward pass of float32 times bfloat16, and one
-with a bfloat16 result rounds weight gradients to bfloat16. `lowered` casts inside: its operands and its result have
-whatever dtypes surround it, its products are of the low dtype and its sums of the wide one, and each of its gradients
-comes out in the dtype of the operand it belongs to, so that a float32 weight has a float32 gradient, summed in float32.
+In JAX, the backward pass of a dot_general of bfloat16 operands with a float32 result multiplies float32 by bfloat16,
+and with a bfloat16 result, weight gradients are rounded to bfloat16. `lowered` casts inside: its operands and result
+have any dtype, its products have the low dtype and its sums the wide one. Each gradient has the dtype of its operand,
+so a float32 weight has a float32 gradient with float32 sums.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ lowered_p = Primitive("lowered")
 
 
 def lowered(op, x, y, params: dict, *, compute, out) -> jax.Array:
-    """`op(x, y)` with operands cast to `compute`, sums in float32, and the result in `out`.
+    """Computes `op(x, y)` with operands cast to `compute`, sums in float32, and the result in `out`.
 
     Args:
         op: a bilinear primitive with `preferred_element_type`: dot_general, conv_general_dilated, ...
@@ -39,13 +39,13 @@ def lowered(op, x, y, params: dict, *, compute, out) -> jax.Array:
 
 
 class _Params:
-    """Parameters of a primitive, hashable."""
+    """The parameters of a primitive, hashable."""
 
     def __init__(self, params):
         self.items = tuple(sorted(params.items(), key=lambda item: item[0]))
         try:
             self._hash = hash(self.items)
-        except TypeError:    # some values are lists or hold dicts
+        except TypeError:    # some values are lists or contain dicts
             self._hash = hash(str(self.items))
 
     def __hash__(self):
@@ -63,7 +63,7 @@ class _Params:
 
 @dataclasses.dataclass(frozen=True)
 class Saveable:
-    """A policy of `jax.checkpoint`, asked about a lowered product as about the product that it was."""
+    """A policy of `jax.checkpoint` that treats a lowered product like the original product."""
 
     policy: Callable
 
@@ -86,20 +86,20 @@ def _eager(x, y, **params):
 
 @lowered_p.def_impl
 def _impl(x, y, **params):
-    with jax.disable_jit(False):    # outside of jit there is no implementation
+    with jax.disable_jit(False):    # there is no implementation outside of jit
         return _eager(x, y, **params)
 
 
 @lowered_p.def_effectful_abstract_eval
 def _abstract(x, y, *, op, params, compute, out):
-    # The primitive's own rule knows shapes, shardings and what varies over a mesh.
+    # The primitive's own rule determines shapes, shardings and varying mesh axes.
     z, effects = op.abstract_eval(x.update(dtype=compute, weak_type=False),
                                          y.update(dtype=compute, weak_type=False), **params(jnp.dtype(jnp.float32)))
     return z.update(dtype=out, weak_type=False), effects
 
 
 def _on_accelerators(x, y, *, compute, out, **rest):
-    # Matrix units sum in float32 whatever the result's dtype is, and write half as much for a narrow one.
+    # Matrix units sum in float32 for every result dtype, and a 16-bit result halves the bytes written.
     return _compute(x, y, compute=compute, out=out, sums=out if out.itemsize == compute.itemsize else jnp.float32,
                     **rest)
 
@@ -110,22 +110,23 @@ def _on_cpu(x, y, *, op, params, compute, out):
         return _compute(x, y, op=op, params=params, compute=compute, out=out, sums=compute)
     if compute != jnp.bfloat16:
         return _compute(x, y, op=op, params=params, compute=compute, out=out)
-    if explicit(jax.typeof(x)) or explicit(jax.typeof(y)):    # reshaping would lose the shardings
+    if explicit(jax.typeof(x)) or explicit(jax.typeof(y)):    # a reshape would lose the shardings
         x, y = (lax.convert_element_type(a.astype(compute), jnp.float32) for a in (x, y))
         return op.bind(x, y, **params(jnp.dtype(jnp.float32))).astype(out)
     return as_matrices(x, y, params()["dimension_numbers"], out)
 
 
 def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
-    """A dot_general with operands cast to bfloat16, sums in float32 and the result in `out`, as XLA:CPU has it fast.
+    """A dot_general with operands cast to bfloat16, sums in float32 and the result in `out`, in a form fast on XLA:CPU.
 
-    That is [batch, m, k] x [batch, k, n] or [batch, n, k], and no other. Where XLA moves a transpose into a product
-    that then is another one, it fails at run time ("DotThunk: BF16 x BF16 = F32"): hence the barriers.
+    The fast forms are [batch, m, k] x [batch, k, n] and [batch, m, k] x [batch, n, k]. If XLA moves a transpose into a
+    product and so changes its form, the program fails at run time ("DotThunk: BF16 x BF16 = F32"). The barriers prevent
+    this.
     """
     contract, batch = dimension_numbers
     free = [[i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in zip((x, y), contract, batch)]
-    # Of a weight gradient's operands one is to be transposed: the narrower one, and rather what the layer has read,
-    # JAX's second, since XLA (jaxlib 0.10) computes all that a cotangent comes from within its transpose.
+    # One operand of a weight gradient is transposed: the narrower one, preferably the one that the layer has read
+    # (JAX's second), because XLA (jaxlib 0.10) computes everything that produces a cotangent within its transpose.
     swapped = all(f == [len(c)] and not b for f, c, b in zip(free, contract, batch)) and x.shape[-1] >= y.shape[-1]
     if swapped:
         (x, y), contract, free = (y, x), contract[::-1], free[::-1]
@@ -140,7 +141,7 @@ def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
 
 
 def _matrices(x, axes):
-    """x in bfloat16, with three groups of its axes as its axes; cast once for all products that read it."""
+    """Casts x to bfloat16 and merges three groups of its axes; cast once for all products that read it."""
     order, shape = [i for group in axes for i in group], [math.prod(x.shape[i] for i in group) for group in axes]
     x = lax.optimization_barrier(lax.convert_element_type(x, jnp.bfloat16))
     if order == list(range(x.ndim)):
@@ -153,7 +154,7 @@ mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cpu, multiple_results=False
 
 
 def _evaluated(closed, x, y, compute, dtype):
-    """A jaxpr of two arrays, evaluated with its bilinear operation lowered."""
+    """Evaluates a jaxpr of two arrays with its bilinear operation lowered."""
     def rule(eqn, arrays):
         if eqn.primitive.name not in BILINEAR:
             return NotImplemented
@@ -162,8 +163,8 @@ def _evaluated(closed, x, y, compute, dtype):
     return jaxpr.Evaluator(rule)(closed, x, y)[0]
 
 
-# Transposes and batches of a product are products with other parameters, with axes moved around them. JAX's own rules
-# say which; they are asked once for each kind of product, in float32.
+# Transposes and batched forms of a product are products with other parameters and moved axes. They are derived from
+# JAX's rules, once for each kind of product, in float32.
 
 @functools.lru_cache(4096)
 def _transposed(side, op, params, like):
@@ -184,7 +185,7 @@ def _batched(op, params, like, axes):
 
 
 def _like(*avals):
-    """These types in float32, with the shardings that are part of them (`AxisType.Explicit`)."""
+    """These abstract values in float32, with explicit shardings (`AxisType.Explicit`)."""
     return tuple(jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=aval.sharding if explicit(aval) else None)
                  for aval in avals)
 

@@ -1,4 +1,4 @@
-"""pmap: one program on every device, each with its own slice of the arguments; collectives by axis name."""
+"""pmap: runs a program on every device with its own slice of the arguments, and collectives by axis name."""
 
 from __future__ import annotations
 
@@ -84,11 +84,14 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
 
 
 def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """A batch with one stretch of rows on each device: [rows, ...] becomes [devices, rows / devices, ...].
+    """Splits the rows of a batch over devices: [rows, ...] becomes [devices, rows / devices, ...].
+
+    Args:
+        tree: a tree of arrays.
+        devices: Default: all devices.
 
     Raises:
-        ValueError: where a leaf's rows are not a multiple of the devices.
-
+        ValueError: the rows of a leaf are not a multiple of the devices.
     >>> shard({"x": np.zeros((6, 2))}, jax.devices()[:1])["x"].shape
     (1, 6, 2)
     """
@@ -104,7 +107,7 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """A copy on each device, stacked: [...] becomes [devices, ...]. The original stays its own, donated or not.
+    """Copies a tree to each device, stacked: [...] becomes [devices, ...]. The original may still be used or donated.
 
     >>> replicate({"w": np.zeros(3)}, jax.devices()[:1])["w"].shape
     (1, 3)
@@ -118,17 +121,17 @@ def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def unreplicate(tree: Any) -> Any:
-    """The first device's copy of what `replicate` or a pmap returned: [devices, ...] becomes [...].
+    """Returns the first device's copy of a result of `replicate` or `pmap`: [devices, ...] becomes [...].
 
     Raises:
-        ValueError: for a leaf without an axis of devices.
+        ValueError: a leaf has no axis of devices.
     """
     def first(path, x):
         if not np.ndim(x):
             raise ValueError(f"unreplicate: {_named(path)}is a scalar, without an axis of devices before it")
         shards = getattr(x, "addressable_shards", ())
         if len(shards) > 1 and shards[0].data.shape[0] == 1:
-            return shards[0].data[0]    # where it lies: x[0] would gather
+            return shards[0].data[0]    # without a gather, which x[0] would need
         return x[0]
 
     return jax.tree.map_with_path(first, tree)
@@ -141,7 +144,7 @@ class _Mapped:
         self.name = getattr(f, "__name__", type(f).__name__)
 
     def run(self, *args, **kwargs):
-        """What is compiled: f under shard_map. Results are stacked along a new first axis, which is then moved."""
+        """The compiled function: f under shard_map. Results are stacked along a new first axis, which is then moved."""
         axes = [axis for i, arg in enumerate(args) if i not in self.static for axis in self.axes(i, args)]
         axes += [0] * len(jax.tree.leaves(kwargs))
         given = {i: arg for i, arg in enumerate(args) if i not in self.static}, kwargs
@@ -235,7 +238,7 @@ def _positions(name, positions) -> tuple[int, ...]:
 
 
 def _broadcast(prefix, tree, message) -> list:
-    """The axis of each leaf of a tree, from a tree of axes that ends earlier."""
+    """The axis of each leaf of a tree, from a tree of axes that is a prefix."""
     count = len(jax.tree.leaves(tree))
     if prefix is None or isinstance(prefix, int):
         return [prefix] * count
@@ -248,7 +251,7 @@ def _broadcast(prefix, tree, message) -> list:
 
 
 class _Box:
-    """An axis as a leaf of a tree, None too."""
+    """Wraps an axis, or None, as a leaf of a tree."""
 
     def __init__(self, axis):
         self.axis = axis
@@ -266,13 +269,13 @@ def _elsewhere(x, mesh) -> bool:
 
 
 def _put(mesh, tree, axes, name):
-    """Leaves on the mesh's devices; new arrays, which may be donated."""
+    """Transfers leaves to the mesh's devices, as new arrays, which may be donated."""
     leaves, structure = jax.tree.flatten(tree)
     moved = []
     for x, axis in zip(leaves, axes):
         spec = P() if axis is None else P(*[None] * (axis if axis >= 0 else np.ndim(x) + axis), name)
         if isinstance(x, jax.Array) and axis is None:
-            x = jnp.copy(x)    # device_put shares the memory of the device where x lies already
+            x = jnp.copy(x)    # device_put shares the memory of x on its own device
         moved.append(x if isinstance(x, jax.core.Tracer) else jax.device_put(x, NamedSharding(mesh, spec)))
     return jax.tree.unflatten(structure, moved)
 

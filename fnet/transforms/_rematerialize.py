@@ -1,7 +1,8 @@
-"""Rematerialization of a finished step: its backward pass computes activations again instead of finding them kept.
+"""Rematerialization of a complete step: its backward pass recomputes activations instead of reading stored ones.
 
-`jax.checkpoint` says what is kept before a function is differentiated. Here the step is differentiated already, by
-whoever wrote it: what the forward pass hands to the backward pass stands in its jaxpr, and is cut down there.
+`jax.checkpoint` determines what is stored before a function is differentiated. Here, the step is already
+differentiated. The residuals that the forward pass stores for the backward pass are in its jaxpr, and this module
+removes some of them.
 """
 
 from __future__ import annotations
@@ -17,24 +18,31 @@ from fnet import _jax
 from fnet.jaxpr import INLINED, Interpreter, Scope, Value, has_shardings, inline, marks, nbytes, scan, wraps
 
 _SYMBOLIC = 1024
-_WORTH = 0.8    # of what is kept must go at least so much less, or a jaxpr is left alone
+_WORTH = 0.8    # a jaxpr is changed only if its residuals shrink at least by this factor
 
 
 def rematerialize(step: Callable) -> Callable:
-    """`step`, which keeps fewer activations for its backward pass and computes the others again: the same numbers, less
-    memory, up to a third more time.
+    """Reduces the memory of a training step: it stores fewer activations, and recomputes the others.
 
         step = ft.rematerialize(step)
 
-    A scan over layers keeps what each layer is given, and nothing inside the layers. Straight code, such as a ResNet's,
-    is cut where little crosses, into pieces of about as much inside as crosses in all, and each piece is computed again
-    when the backward pass arrives there. Where little would be gained everything stays.
+    The results do not change; the time grows by up to a third. A scan over layers stores the inputs of each layer, and
+    nothing inside the layers. Other code, such as a ResNet's, is split where few activations are live, into pieces with
+    about as many bytes inside as are stored in total. Each piece is recomputed when the backward pass reaches it. If
+    little memory would be saved, nothing changes.
 
     Args:
-        step: a function that differentiates inside, such as a training step. (A function that is differentiated
-            afterwards is for `jax.checkpoint`.)
+        step: a function that differentiates inside, such as a training step. (For a function that is differentiated
+            later, use `jax.checkpoint`.)
+
+    Returns:
+        A function with the signature and results of `step`.
 
     Source: Chen et al., 2016, Training deep nets with sublinear memory cost, section 4.
+
+    >>> step = rematerialize(jax.grad(lambda w: jnp.sum(jnp.tanh(w) ** 2)))
+    >>> step(jnp.zeros(2)).tolist()
+    [0.0, 0.0]
     """
     interpreter = _Rematerialize()
 
@@ -50,7 +58,7 @@ class _Rematerialize(Interpreter):
         return None
 
     def opened(self, closed):
-        """Of one piece: what a jitted part keeps for another is seen only then."""
+        """Inlines jitted parts, because the residuals between two of them are only visible in one jaxpr."""
         inliner = _Inliner()
 
         def flat(*arrays):
@@ -81,7 +89,7 @@ class _Rematerialize(Interpreter):
         return outputs
 
     def again(self, v, value, plan):
-        """A value of the forward pass, computed again where it was not kept."""
+        """A value of the forward pass, recomputed if it was not stored."""
         piece = None if isinstance(v, _jax.Literal) else plan.cut.get(v)
         if piece is None:
             return value
@@ -89,17 +97,17 @@ class _Rematerialize(Interpreter):
             given = [plan.env[i] for i in piece.invars]
             tied = [i for i, value in enumerate(given) if _plain_array(value.x)]
             tie = [] if plan.latest is None else [plan.latest]
-            # Not before the backward pass is there, and apart from the first time.
+            # The barrier delays recomputation until the backward pass, and prevents CSE with the forward pass.
             held = lax.optimization_barrier([*(given[i].x for i in tied), *tie])
             for i, x in zip(tied, held):
                 given[i] = Value(x)
-            with _jax.names_context(plan.names, "rematted_computation"):    # not the names of what needs it
+            with _jax.names_context(plan.names, "rematted_computation"):    # not those of its reader
                 outputs = self.evaluate(piece, (), given, Scope(), (None,) * len(piece.outvars))
             piece.made = dict(zip(piece.outvars, outputs))
         return piece.made[v]
 
     def source(self, eqn, at, inputs, plan):
-        """The scan of a forward pass, keeping what its turns are given."""
+        """The scan of a forward pass; it stores the inputs of its iterations."""
         pair, parts = plan.sources[eqn], scan(eqn)
         consts, carry = parts.consts, parts.carry
         plan.seen(eqn, inputs)
@@ -118,7 +126,7 @@ class _Rematerialize(Interpreter):
         return [*map(Value, carried), *(Value(outputs.get(i)) for i in range(len(eqn.outvars) - carry))]
 
     def sink(self, eqn, at, inputs, plan):
-        """The scan of a backward pass, computing anew what the forward pass did not keep."""
+        """The scan of a backward pass; it recomputes what the forward pass did not store."""
         pair, parts = plan.pairs[eqn], scan(eqn)
         consts, carry, source = parts.consts, parts.carry, scan(pair.source)
         its_consts, its_carry, inner = source.consts, source.carry, source.jaxpr
@@ -147,7 +155,7 @@ class _Rematerialize(Interpreter):
 
 
 class _Inliner(Interpreter):
-    """Calls without shardings of their own dissolve."""
+    """Inlines calls that have no shardings of their own."""
 
     def depends(self, at):
         return None
@@ -159,7 +167,7 @@ class _Inliner(Interpreter):
 
 
 class _Piece:
-    """Equations on their own, with `eqns`, `invars`, `outvars` and `constvars` as a jaxpr has them."""
+    """A list of equations with `eqns`, `invars`, `outvars` and `constvars`, like a jaxpr."""
 
     constvars = ()
 
@@ -169,10 +177,10 @@ class _Piece:
 
 
 class _Pair:
-    """A scan of the forward pass and the one of the backward pass that reads what it has stacked.
+    """A scan of the forward pass, and the scan of the backward pass that reads its stacked outputs.
 
-    `dropped` are the stacked outputs that are computed again, `places` where the backward scan takes them, `saved` the
-    carries that a turn is given and that are stacked instead.
+    `dropped` are the stacked outputs to recompute, `places` their positions among the inputs of the backward scan, and
+    `saved` the carries that are stacked instead.
     """
 
     def __init__(self, source, dropped, places, saved):
@@ -181,12 +189,14 @@ class _Pair:
 
 
 class _Plan:
-    """What of a jaxpr is computed again.
+    """The recomputed values of a jaxpr.
 
     Attributes:
-        pairs: {equation of a backward scan: _Pair}; sources: {equation of the forward scan: the same}.
-        cut: {variable: the piece that computes it again}.
-        env: what the pieces need, as it comes by. latest: the last array that the backward pass made.
+        pairs: {equation of a backward scan: _Pair}.
+        sources: {equation of a forward scan: _Pair}.
+        cut: {variable: the piece that recomputes it}.
+        env: the values that the pieces need, as they are computed.
+        latest: the last array that the backward pass computed.
     """
 
     def __init__(self, jaxpr, names):
@@ -213,7 +223,7 @@ class _Plan:
 
 
 class _Table(dict):
-    """By the identity of equations, which have no hash in every version."""
+    """A table by the identity of equations, which are not hashable in every version of JAX."""
 
     def __setitem__(self, eqn, value):
         super().__setitem__(id(eqn), value)
@@ -234,7 +244,7 @@ def _forward(eqn) -> bool:
 
 
 def _uses(jaxpr) -> dict:
-    """variable -> the equations that read it, None among them for what leaves the jaxpr."""
+    """{variable: the equations that read it}, with None for an output of the jaxpr."""
     found: dict[Any, list] = {}
     for eqn in jaxpr.eqns:
         for v in eqn.invars:
@@ -264,7 +274,7 @@ def _pair(jaxpr, sink, uses):
         stacked = [(place, source.outvars.index(v) - its_carry) for place, v in read]
         stacked = [(place, i) for place, i in stacked if i >= 0]
         piece = _piece(inner, [inner.outvars[its_carry + i] for _, i in stacked])
-        if any(eqn.effects for eqn in piece.eqns):    # what is done would be done twice
+        if any(eqn.effects for eqn in piece.eqns):    # side effects would happen twice
             continue
         needs = {inner.invars.index(v) for v in piece.invars if v in set(inner.invars)}
         saved = [i - its_consts for i in sorted(needs) if its_consts <= i < its_consts + its_carry]
@@ -276,7 +286,7 @@ def _pair(jaxpr, sink, uses):
 
 
 def _piece(jaxpr, outvars, eqns=None) -> _Piece:
-    """The equations that these variables take, and what those are given."""
+    """The equations that these variables depend on, and their inputs."""
     wanted = dict.fromkeys(v for v in outvars if not isinstance(v, _jax.Literal))
     found, made = [], set()
     for eqn in reversed(jaxpr.eqns if eqns is None else eqns):
@@ -288,7 +298,7 @@ def _piece(jaxpr, outvars, eqns=None) -> _Piece:
 
 
 def _bytes(aval) -> int:
-    """The bytes of an array, to decide what is computed again; symbolic sizes count as `_SYMBOLIC`."""
+    """The size of an array in bytes; symbolic sizes count as `_SYMBOLIC`."""
     shape = tuple(size if isinstance(size, int) else _SYMBOLIC for size in getattr(aval, "shape", ()))
     return nbytes(aval if shape == getattr(aval, "shape", ()) else jax.ShapeDtypeStruct(shape, aval.dtype))
 
@@ -299,10 +309,10 @@ class _Cut(NamedTuple):
 
 
 def _cuts(jaxpr, plan, uses) -> dict:
-    """Straight code, cut into pieces: {variable: the piece that computes it again}."""
+    """Splits code without loops into pieces: {variable: the piece that recomputes it}."""
     backward = plan._backward
-    # Of forward equations between scans that are dealt with, and of one forward pass: where a step has several, the
-    # next takes what the backward pass before it has made.
+    # Forward equations between the scans above, of one forward pass. If a step has several, the next one uses results
+    # of the backward pass before it.
     runs, run = [], []
     for eqn in jaxpr.eqns:
         if eqn in plan.sources or id(eqn) in backward:
@@ -317,7 +327,7 @@ def _cuts(jaxpr, plan, uses) -> dict:
 
 def _cut_run(jaxpr, eqns, uses, backward) -> dict:
     at = {id(eqn): i for i, eqn in enumerate(eqns)}
-    weight, crossing = [], [0] * (len(eqns) + 1)    # bytes kept of what an equation makes; bytes alive after each
+    weight, crossing = [], [0] * (len(eqns) + 1)    # stored bytes of each equation's outputs; live bytes after each
     last_use = {}
     for i, eqn in enumerate(eqns):
         kept = 0
@@ -342,7 +352,7 @@ def _cut_run(jaxpr, eqns, uses, backward) -> dict:
     if best.cost > _WORTH * before:
         return {}
     found, begin = {}, 0
-    for end in best.ends:    # what follows the last cut is needed at once
+    for end in best.ends:    # the outputs after the last cut are needed immediately
         part = eqns[begin:end + 1]
         lost = [v for eqn in part for v in eqn.outvars if last_use[v] <= end
                 and any(id(each) in backward for each in uses.get(v, ()) if each is not None)]
@@ -354,7 +364,7 @@ def _cut_run(jaxpr, eqns, uses, backward) -> dict:
 
 
 def _spread(weight, crossing, size) -> _Cut:
-    """Cuts after about every `size` bytes, where least crosses, and what is kept at most with them."""
+    """Cuts after about every `size` bytes where the fewest bytes are live, and the maximum of stored bytes."""
     ends, inside, cheapest, largest, kept = [], 0, None, 0, 0
     total = 0
     for i, bytes_ in enumerate(weight[:-1]):
@@ -369,4 +379,4 @@ def _spread(weight, crossing, size) -> _Cut:
 
 
 def _plain_array(x) -> bool:
-    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)    # no traced jax.Ref either
+    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)    # nor a jax.Ref

@@ -1,4 +1,4 @@
-"""tune: a finished step rewritten into the forms that the chip's compiler runs fast, with the same numbers."""
+"""tune: rewrites a complete step into forms for which the chip's compiler generates fast code, with equal results."""
 
 from __future__ import annotations
 
@@ -31,40 +31,44 @@ from fnet.transforms._tune_layout import followed
 
 _NOT_TRACED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
                jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError)
-RULES = {"cpu": _tune_cpu.RULES}    # for GPUs and TPUs nothing has been measured to pay yet
+RULES = {"cpu": _tune_cpu.RULES}    # there are no rules for GPUs and TPUs: no gain was measured
 
 
 def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[str, bool] | None = None) -> Callable:
-    """`step`, rewritten into what the chip's compiler runs fast; numbers as before, up to rounding.
+    """Rewrites a step into forms for which the chip's compiler generates fast code. Results are equal up to rounding.
 
         step = ft.tune(jax.jit(step, donate_argnums=0))
 
-    For a CPU: operands of matrix products are computed before the product reads them, products that vmap has turned
-    round are turned back, weight gradients are products of two matrices with the smaller side leading, products of
-    bfloat16, cast by whomever, have float32 sums and the form that there are kernels for, poolings that tile the image
-    and their gradients are elementwise, weight gradients of convolutions have a forward convolution's layout. Where
-    convolutions are most of the work, the compiler is told which library has them; those of bfloat16 are oneDNN's from
-    jaxlib 0.12 on, on processors with AMX. NaN and Inf stay where they were, ties in a pooling go where XLA's go,
-    dtypes and named scopes stay. For GPUs and TPUs there are no rules: the step is compiled as it is.
+    On a CPU: operands of matrix products are computed before the product reads them. Transposes introduced by vmap are
+    undone. Weight gradients are products of two matrices, the smaller side first. bfloat16 products (including casts
+    written by the user) have float32 sums and a form with fast kernels. Poolings with windows that tile the image, and
+    their gradients, become elementwise. Weight gradients of convolutions have the layout of a forward convolution. If
+    most of the work is convolutions, compiler options select their library: oneDNN for bfloat16, from jaxlib 0.12 on
+    CPUs with AMX. NaN and Inf stay in place, ties in a pooling have XLA's result, and dtypes and named scopes do not
+    change. For GPUs and TPUs there are no rules, and the step is compiled unchanged.
 
-    Rules are applied to the whole program, hence after differentiation: give `tune` the step, not the model. Put it
-    outermost: called with arrays it compiles by itself, with the compiler options that suit the program, and keeps the
-    donation of a jitted step. Under another transformation (jit, vmap, grad) it is rewritten in place, and the options
-    are those of the outer jit; if that loses options, a warning says so.
+    Rules apply to the whole program, after differentiation, so pass the step, not the model. Apply `tune` last: when
+    called with arrays, it compiles with the compiler options that suit the program, and keeps the donation of a jitted
+    step. Under another transformation (jit, vmap, grad), the step is rewritten in place with the options of the outer
+    jit; if that loses options, there is a warning.
 
     Args:
-        step: a function of arrays, jitted or not; fnet's or not. Loops, branches, jit, remat, shard_map and custom
-            derivatives inside it are entered. One that is not jitted by jax.jit may have other arguments and results,
-            as a whole Equinox model has: it is traced for each value of theirs.
-        chip: "auto" for this one, "cpu" for this machine's processor, the name of a chip, or a `hardware.Chip`.
-        rules: {name of a rule: False} switches rules off; `ft.explain(ft.tune(step), *args)` names those that fire.
+        step: a function of arrays, jitted or not, written with any library. Rules also apply inside loops, branches,
+            jit, remat, shard_map and custom derivatives. A step that is not jitted may have other arguments and
+            results, such as a whole Equinox model: it is traced for each of their values.
+        chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a `hardware.Chip`.
+        rules: {name of a rule: False} disables rules. `ft.explain(ft.tune(step), *args)` lists the rules that apply.
 
     Returns:
-        A function with step's signature and results, and jit's `trace` and `lower`.
+        A function with step's signature and results, and with `trace` and `lower` as of `jax.jit`.
 
     Raises:
-        ValueError: for an unknown chip or rule.
-        TypeError: where `step` is no function, or cannot be traced.
+        ValueError: an unknown chip or rule.
+        TypeError: `step` is not a function, or cannot be traced.
+
+    >>> step = tune(lambda w, x: jnp.tanh(x @ w), "cpu")
+    >>> step(jnp.zeros((3, 2)), jnp.ones((1, 3))).tolist()
+    [[0.0, 0.0]]
     """
     if not callable(step):
         raise TypeError(f"tune: a step is a function of arrays; got a {type(step).__name__}")
@@ -74,7 +78,7 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
 
 class _Tuned:
-    """A tuned step. `trace` and `lower` are methods of a class, since jax.jit copies the attributes of functions."""
+    """A tuned step. `trace` and `lower` are methods of a class, because jax.jit copies the attributes of functions."""
 
     def __init__(self, step, chip, rules):
         wraps(step)(self)
@@ -92,14 +96,14 @@ class _Tuned:
         return self if instance is None else types.MethodType(self, instance)
 
     def trace(self, *args, **kwargs):
-        """The traced program, as of a jitted function: the way to compile ahead of time."""
+        """Traces the program, like `trace` of a jitted function, for ahead-of-time compilation."""
         return self._program(args, kwargs).trace(args, kwargs)
 
     def lower(self, *args, **kwargs):
         return self.trace(*args, **kwargs).lower()
 
     def _inside(self, args, kwargs):
-        """Under another transformation: rewritten in place, without compiler options."""
+        """Rewrites in place under another transformation, without compiler options."""
         result = self._tuner.run(self._step, args, kwargs)
         if self._tuner.lost and not self._tuner.warned:
             self._tuner.warned = True
@@ -112,7 +116,7 @@ class _Tuned:
         leaves, structure = jax.tree.flatten((args, kwargs))
         plain = not hasattr(self._step, "trace") or isinstance(self._step, _Tuned)
         if plain and not all(map(is_array, leaves)):
-            structure = jax.tree.structure(boxed((args, kwargs)))    # a program for each value of what is not traced
+            structure = jax.tree.structure(boxed((args, kwargs)))    # one program for each value of static leaves
         if structure not in self._programs:
             self._programs[structure] = _Program(self._step, self._tuner, plain, args, kwargs)
         return self._programs[structure]
@@ -140,7 +144,7 @@ class _Program:
         return self.call(self._compiled, args, kwargs)
 
     def call(self, compiled, args, kwargs):
-        """A compiled form of the program, called with the step's arguments."""
+        """Calls a compiled form of the program with the step's arguments."""
         args, kwargs, found = self._arguments(args, kwargs)
         result = compiled(*args, **kwargs)
         if not self._direct:
@@ -154,7 +158,7 @@ class _Program:
         return traced if self._direct and not self._statics else _Stage(self, traced)
 
     def _arguments(self, args, kwargs):
-        """(positional arguments, keyword arguments, nnx modules) of the compiled function."""
+        """Returns (positional arguments, keyword arguments, nnx modules) of the compiled function."""
         if self._direct:
             return args, kwargs, ()
         tree, modules, found = mutable.extract((args, kwargs))
@@ -162,13 +166,13 @@ class _Program:
 
     def _boxed(self, result, given=()):
         result = results_boxed(result, given)
-        self._statics = self._statics or bool(statics(result))    # at every trace, since it may depend on shapes
+        self._statics = self._statics or bool(statics(result))    # in every trace, because it may depend on shapes
         return result
 
 
 class _Stage:
     """A stage of ahead-of-time compilation (traced, lowered, compiled) of a program with arguments or results that are
-    not arrays; the compiled one is called with the step's own arguments."""
+    not arrays. The compiled stage is called with the step's arguments."""
 
     def __init__(self, program, stage):
         self._program, self._stage = program, stage
@@ -211,7 +215,7 @@ def _chosen(chip, rules) -> tuple[Rule, ...]:
 
 
 def _pays(rule) -> bool:
-    """Whether the rule is on for the XLA that is installed."""
+    """Whether the rule is enabled for the installed version of XLA."""
     return rule.below is None or _version(jaxlib.__version__) < _version(rule.below)
 
 
@@ -224,7 +228,7 @@ def _name(step) -> str:
 
 
 def _compiled(inner, tuner, args, kwargs, *, name):
-    """A jitted function, tuned and compiled with the donation of the original and the options that suit the program."""
+    """Tunes and compiles a jitted function, with its donation and the options that suit the program."""
     try:
         traced = inner.trace(*args, **kwargs)
     except _NOT_TRACED as error:
@@ -244,7 +248,7 @@ def _compiled(inner, tuner, args, kwargs, *, name):
 
 
 def _donated(traced) -> tuple:
-    """Which leaves of the arguments are donated; by a jitted function too that the step only calls, as
+    """Which leaves of the arguments are donated, also by a jitted function that the step only calls, as
     functools.partial does."""
     leaves, structure = jax.tree.flatten(traced.args_info)
     program, donated = traced.jaxpr.jaxpr, [leaf.donated for leaf in leaves]
@@ -261,7 +265,7 @@ def _all(donated) -> bool:
 
 
 class Fired(NamedTuple):
-    """What tune made of one equation: its scope, primitive, the rule that fired, and what it does."""
+    """An equation changed by tune: its scope, its primitive, the rule, and what the rule does."""
 
     scope: str
     primitive: str
@@ -270,7 +274,7 @@ class Fired(NamedTuple):
 
 
 class _Tuner(Interpreter):
-    """A note says that a value costs nothing to read as it is, see `_tune_cpu`, or how it is transposed."""
+    """A note says that a value can be read without cost (see `_tune_cpu`), or how it is transposed."""
 
     def __init__(self, rules, rows=None):
         super().__init__()
@@ -281,10 +285,10 @@ class _Tuner(Interpreter):
                 self.rules.setdefault(primitive, []).append(rule)
 
     def depends(self, at):
-        return None if self.rows is None else object()    # every call is explained
+        return None if self.rows is None else object()    # explain needs every call
 
     def options(self, closed) -> dict:
-        """The compiler options for a program; none for symbolic sizes, since an exported program has no options."""
+        """The compiler options for a program; none for symbolic sizes, because an exported program has no options."""
         equations = list(jaxpr.equations(closed.jaxpr)) if self.compiling else []
         if not all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars)):
             return {}
@@ -314,11 +318,10 @@ class _Tuner(Interpreter):
 
 
 def _known(aval) -> bool:
-    """Whether no size of this type is symbolic."""
+    """Whether this type has no symbolic size."""
     return all(isinstance(size, int) for size in getattr(aval, "shape", ()))
 
 
 def _free(aval) -> bool:
-    """Whether arrays of this type may be given another shape: their sizes are known, and JAX leaves it to the compiler
-    which axes lie on which devices."""
+    """Whether arrays of this type may be reshaped: sizes are known, and the compiler determines the sharding."""
     return _known(aval) and not jaxpr.explicit(aval)

@@ -1,8 +1,8 @@
-"""Rules of tune for CPUs: the forms of a finished step that XLA:CPU runs fast, with the same numbers up to rounding.
+"""Rules of tune for CPUs: forms for which XLA:CPU generates fast code, with equal results up to rounding.
 
-Each rule takes an equation and its inputs and gives the outputs, or None where it does not apply. An input's note is
-True where it costs nothing to read as it is: an argument of the function, a view of one, or one number for all. Other
-notes are `_tune_layout`'s.
+A rule receives an equation and its inputs and returns the outputs, or None if it does not apply. The note of an input
+is True if it can be read without cost: an argument of the function, a view of one, or a broadcast scalar. Other notes
+are those of `_tune_layout`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fnet.transforms._lowered import as_matrices
 from fnet.transforms._tune_layout import transposed
 
 F32 = jnp.dtype("float32")
-LARGE = 1 << 19    # elements from which on a product's operand is worth it; below, XLA's own way is as good
-LARGE_LOW = 1 << 20    # multiplications from which on a product of bfloat16 gains; below, both ways take as long (AMX)
+LARGE = 1 << 19    # minimum elements of a product's operand; below, XLA is as fast
+LARGE_LOW = 1 << 20    # minimum multiplications of a bfloat16 product; below, XLA is as fast (AMX)
 VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
-    """A rule of tune: the primitives that it looks at, what it does, in words, and from which jaxlib on it is off.
+    """A rule of tune: its name, its primitives, its function, a description, and the jaxlib version that disables it.
 
-    `options` are the compiler's, for a program whose equations `when` says yes to; `apply` is None where there is
-    nothing to rewrite.
+    `options` are compiler options for programs for whose equations `when` is true. `apply` is None if the rule rewrites
+    no equations.
     """
 
     name: str
@@ -45,16 +45,17 @@ class Rule(NamedTuple):
 
 
 def apart(x):
-    """x, computed before what reads it: without this XLA computes elementwise producers inside strided copies."""
+    """A barrier: x is computed before it is read. Otherwise XLA computes elementwise producers inside strided copies.
+    """
     return lax.optimization_barrier(x)
 
 
 def products(eqn, inputs):
-    """A matrix product whose operands are computed first: an array times a matrix with the array first, the axis that
-    is summed last; x^T y in two dimensions, with its smaller side leading.
+    """Computes the operands of a matrix product first. An array times a matrix has the array first and contracts its
+    last axis; x^T y in two dimensions has the smaller side first.
 
-    Under vmap a dense layer is w a, its result [out, ...]: where such results are added up with arrays [..., out], XLA
-    computes all that came before anew in every layout that is read.
+    Under vmap, a dense layer is w a with result [out, ...]. If such results are added to arrays [..., out], XLA
+    recomputes their inputs in every layout that is read.
     """
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
@@ -80,17 +81,17 @@ def products(eqn, inputs):
     x, y = x.reshape(rows, -1), y.reshape(rows, -1)
     dot = functools.partial(lax.dot_general, dimension_numbers=(((0,), (0,)), ((), ())), **rest)
     narrow = x.shape[1] <= y.shape[1]
-    z = apart(dot(x, y) if narrow else dot(y, x))    # else XLA swaps the sides again where the result is transposed
+    z = apart(dot(x, y) if narrow else dot(y, x))    # otherwise XLA swaps the sides again if the result is transposed
     return [(z if narrow else z.T).reshape(shape)]
 
 
 def _ready(value, x):
-    """x, a view of the value, computed before it is read, unless that is an argument as it is."""
+    """x, a view of the value, computed before it is read, unless it is an argument."""
     return x if value.note is True else apart(x)
 
 
 def bfloat16_products(eqn, inputs):
-    """A product of bfloat16 arrays as one of matrices with float32 sums; other forms take up to ten times as long."""
+    """A bfloat16 product as a product of matrices with float32 sums. Other forms take up to ten times as long."""
     x, y = (value.x for value in inputs)
     product = jaxpr.product(eqn)
     work = eqn.outvars[0].aval.size * product.summed
@@ -109,16 +110,16 @@ def _windows(eqn, x):
     window = jaxpr.pooling_window(eqn)
     if window is None or any(size % k for size, k in zip(x.shape, window)):
         return None
-    return window if 1 < math.prod(window) <= 16 else None    # 64 compiled for a minute
+    return window if 1 < math.prod(window) <= 16 else None    # with 64, compilation took a minute
 
 
 def _split(shape, window):
-    """Every axis that is pooled as two: windows, and places in the window."""
+    """Splits every pooled axis into windows and positions in the window."""
     return [part for size, k in zip(shape, window) for part in ((size // k, k) if k > 1 else (size,))]
 
 
 def _tiles(x, window):
-    """The elements of each window, row by row, an array of the pooling's shape each."""
+    """The elements of each window in row-major order, each an array of the pooling's shape."""
     x = x.reshape(_split(x.shape, window))
     places = itertools.product(*(range(k) if k > 1 else (None,) for k in window))
     return [x[tuple(part for i in place for part in ((slice(None),) if i is None else (slice(None), i)))]
@@ -126,15 +127,15 @@ def _tiles(x, window):
 
 
 def max_pool(eqn, inputs):
-    """Windows that tile the array, as elementwise maxima."""
+    """A pooling with tiling windows as elementwise maxima."""
     x = inputs[0].x
     window = _windows(eqn, x)
     return None if window is None else [functools.reduce(lax.max, _tiles(x, window))]
 
 
 def max_pool_gradient(eqn, inputs):
-    """The gradient of such a pooling: the cotangent where the window's first largest element stands, found as
-    select_and_scatter finds it, NaN and ties included."""
+    """The gradient of such a pooling: the cotangent at the position of the window's first largest element, as in
+    select_and_scatter, including NaN and ties."""
     g, x = inputs[0].x, inputs[1].x
     window = _windows(eqn, x)
     if window is None or not jaxpr.selects_largest(eqn):
@@ -151,9 +152,9 @@ def max_pool_gradient(eqn, inputs):
 
 
 def _ends_swapped(x):
-    """[a, b, c] -> [c, b, a], by ways that stay in the cache: in one go it takes four to ten times as long.
+    """[a, b, c] -> [c, b, a] in cache-sized steps. In one step it takes four to ten times as long.
 
-    A loop over halves is what keeps XLA from making one strided copy of it all, together with what x is computed from.
+    The loop over halves prevents XLA from fusing both steps, and the computation of x, into one strided copy.
     """
     a, b, c = x.shape
     halves = 1 if a % 2 else 2
@@ -163,8 +164,8 @@ def _ends_swapped(x):
 
 
 def convolution_gradient(eqn, inputs):
-    """The weight gradient of a convolution in the layout of a forward one; of a bfloat16 convolution too, where XLA
-    would compute it in float32 anyway."""
+    """The weight gradient of a convolution in the layout of a forward convolution; also for bfloat16, for which XLA
+    would compute in float32 anyway."""
     product = jaxpr.product(eqn)
     dtype = product.dtype
     if product.op is not jaxpr.CONVOLUTION or dtype not in (F32, library.BF16):

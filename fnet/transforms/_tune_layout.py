@@ -1,9 +1,9 @@
-"""Layouts that vmap leaves behind, for tune: what is computed elementwise from a transposed product follows it.
+"""Layouts left by vmap, for tune: elementwise operations on a transposed product are applied before the transpose.
 
-XLA:CPU keeps the order of axes that a program is written in. Under vmap a dense layer's result is [out, batch, time],
-and all that is computed from it until the next product would be read and written across. A value's note (p, q, ...)
-says that it is `y.transpose(p, q, ...)` of a y that stands in memory as it is; what is elementwise is then computed
-from y, and the transposes between cancel out.
+XLA:CPU keeps the order of axes of the program. Under vmap, a dense layer's result is [out, batch, time], and
+elementwise operations up to the next product would read and write strided memory. A value's note (p, q, ...) says that
+it is `y.transpose(p, q, ...)` of an array y in memory. Elementwise operations are computed from y, and the transposes
+cancel.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fnet.jaxpr import POINTWISE, Value, permutation, plain
 
 
 def transposed(y, order) -> Value:
-    """`y.transpose(order)`, with a note of it."""
+    """Returns `y.transpose(order)` with a note."""
     order = tuple(order)
     return Value(y) if order == tuple(range(y.ndim)) else Value(lax.transpose(y, order), order)
 
 
 def followed(eqn, inputs) -> list[Value] | None:
-    """The equation on the arrays that stand in memory, where its inputs are transposed alike; None where it is not
-    elementwise or nothing is transposed."""
+    """The equation applied to the arrays in memory, if its inputs are transposed alike. None if it is not elementwise
+    or no input is transposed."""
     name, orders = eqn.primitive.name, {_order(value) for value in inputs} - {None}
     if len(orders) != 1:
         return None
@@ -40,5 +40,5 @@ def followed(eqn, inputs) -> list[Value] | None:
 
 
 def _order(value):
-    """The note of a transpose, or None; slices of a loop come with notes that are not theirs."""
+    """The note of a transpose, or None; notes of a loop's slices refer to the whole array."""
     return value.note if isinstance(value.note, tuple) and len(value.note) == np.ndim(value.x) else None

@@ -1,9 +1,9 @@
-"""Which library computes what, for tune on CPUs: compiler options, and when they pay.
+"""Selects the library for products and convolutions, for tune on CPUs: compiler options, and when they are used.
 
-XLA:CPU hands products and convolutions to YNNPACK, to Eigen or to oneDNN. oneDNN has convolutions of bfloat16 with
-float32 sums that take a tenth of the time of all others where the processor multiplies bfloat16 (AMX); its products of
-bfloat16 are slower than YNNPACK's, and so are its weight gradients of float32 convolutions than Eigen's. An option
-holds for the whole program: what the program does most of decides.
+XLA:CPU runs products and convolutions with YNNPACK, Eigen or oneDNN. For bfloat16 convolutions with float32 sums,
+oneDNN needs a tenth of the time of the others on CPUs with AMX. Its bfloat16 products are slower than YNNPACK's, and
+its weight gradients of float32 convolutions are slower than Eigen's. An option applies to the whole program, so the
+kind of operation with the most work determines it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fnet.jaxpr import CONVOLUTION, product
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
-LARGE = 1 << 21    # multiplications of a convolution from which on a call of oneDNN is worth it
+LARGE = 1 << 21    # minimum multiplications of a convolution for a call of oneDNN
 
 
 @functools.cache
 def bfloat16_pays() -> bool:
-    """Whether this processor multiplies bfloat16; others were not measured."""
+    """Whether this CPU has fast bfloat16 products (AMX). Other CPUs were not measured."""
     return not {"amx_bf16", "avx512_bf16"}.isdisjoint(read_cpu().flags)
 
 
 def eigen_pays(equations: Sequence) -> bool:
-    """Whether convolutions are most of the work, and none of them is grouped.
+    """Whether most of the work is convolutions, and none of them is grouped.
 
     Eigen takes 0.50 to 1.10 of YNNPACK's time for ungrouped convolutions, but up to 1.27 for depthwise ones, which take
     most of the time where there are any (`python -m benchmarks.convolutions`, benchmarks/RESULTS.md).
@@ -43,7 +43,7 @@ def eigen_pays(equations: Sequence) -> bool:
 
 
 def onednn_pays(equations: Sequence) -> bool:
-    """Whether convolutions of bfloat16 are most of the work, and not small."""
+    """Whether most of the work is large bfloat16 convolutions."""
     work, products = _work(equations), filter(None, map(product, equations))
     every, low = sum(each.op is CONVOLUTION for each in products), work["convolution", BF16]
     return 2 * low > sum(work.values()) and low >= LARGE * every and onednn()
