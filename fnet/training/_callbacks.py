@@ -11,6 +11,7 @@ import numpy as np
 
 from fnet.training import _metrics
 from fnet.training._media import MEDIA
+from fnet.training._signals import Stopping
 
 if TYPE_CHECKING:
     from fnet.training._run import Run
@@ -64,9 +65,14 @@ def call(run: Run, metrics: Any) -> None:
     def stop():
         run.loop["stopped"] = np.array(True)
 
+    if not run.on_step:
+        return
     try:
-        for function in run.on_step:
-            function(StepEnd(run.at, run.state, metrics, write, stop))
+        with run.seen.interrupting(run.alone):             # a function may wait for something
+            for function in run.on_step:
+                function(StepEnd(run.at, run.state, metrics, write, stop))
+    except Stopping:
+        run.interruption(boundary=False)                   # which raises unless this was the last step
     except BaseException:
         run.rescue()
         raise

@@ -1,7 +1,11 @@
 """on_step, and what TensorBoard is shown: read back from its event files."""
 
+import contextlib
+import os
 import re
+import signal
 import struct
+import time
 import zlib
 from pathlib import Path
 
@@ -89,6 +93,21 @@ def test_stopping_is_the_end_of_the_run(tmp_path):
     assert int(train(on_step=stopping, **options).step) == 2
     assert int(train(**options).step) == 2 and tr.load(tmp_path).step == 2
     assert [row["step"] for row in tr.read_metrics(tmp_path) if "v/w" in row] == [2]
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_a_signal_ends_a_function_that_waits(tmp_path, at):
+    def waiting(end):
+        if end.step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+            finished.append(at)
+
+    finished = []
+    with pytest.raises(tr.Interrupted) if at == 2 else contextlib.suppress(tr.Interrupted):
+        train(workdir=tmp_path, config={}, on_step=waiting)
+    assert not finished and tr.load(tmp_path).step == at
+    np.testing.assert_array_equal(train(workdir=tmp_path, config={}).params["w"], train().params["w"])
 
 
 def pixels(png):
