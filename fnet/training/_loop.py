@@ -57,77 +57,92 @@ def fit(
     tune: bool = True,
     plan: Plan | None = None,
 ) -> Any:
-    """Trains until step `steps`, from the last checkpoint in `workdir` if there is one.
+    """Trains until step `steps`; continues from the last checkpoint in `workdir` if there is one.
 
-    Resuming is exact: a run that was stopped and started again ends with the same bits as one that was not, in
-    parameters, optimizer, average, metrics and order of the data. Metrics are added up on the device and fetched every
-    `log_every` steps; between those the host never waits for it, except to keep no more than two steps in flight.
+        state = fit(step, state, Batches(data, 128), steps=1000)                                  # the shortest form
+        state = fit(step, state, Batches(data, 128), steps=1000, workdir="runs/digits",           # can be resumed
+                    evaluate={"validation": evaluator(metrics, data)}, every=100, best="validation/accuracy")
 
-    A run begins from the last whole checkpoint in its own `workdir`, else from `state` as given. Where there are
-    checkpoints and none can be read it is an error, never a fresh start.
+    Resuming is exact: an interrupted and resumed run has bit-identical parameters, optimizer state, average, metrics
+    and order of the data. Metrics are accumulated on the device and fetched every `log_every` steps. In between, the
+    host waits for the device only to limit the number of steps in flight to two.
+
+    A run starts from the last complete checkpoint in `workdir`, or else from `state`. If there are checkpoints but none
+    can be read, an error is raised.
+
+    The arguments, by purpose:
+
+        what to train     step, state, batches, steps
+        where             workdir, plan
+        evaluation        evaluate, every, best, best_mode, early_stop, restore_best
+        checkpoints       save_every, keep, keep_every, restart
+        reproducibility   config, notes
+        errors            nonfinite, debug
+        output            log_every, progress, tensorboard, on_step
+        compilation       jit, tune
 
     Args:
-      step: pure, `step(state, batch) -> (state, metrics)`; it increases `state.step` by 1 and keeps the state's
-        structure, shapes and dtypes. Metrics are scalars (averaged over the steps between two logs) and what
-        `mean(values, weight)` returns (averaged over examples).
-      state: a `TrainState`, or any pytree with an integer array `step`. It is copied, then donated.
-      batches: `batches(i)` is the batch of step i, such as `Batches`. A thread calls it, for the next steps while one
-        runs; the log says how much of the time the loop still waited ("time/data").
-      steps: how many there will be in all, those of earlier calls on this workdir included.
-      workdir: the run's folder: config.json, metrics.jsonl, tensorboard/ and checkpoints/. A path, or a URL of an
-        object store (s3://bucket/run, gs://, az://; `pip install 'fnet[cloud]'`). None keeps nothing.
-      evaluate: functions of the state by name; they return what `evaluator(...)` returns.
-      evaluate: functions of the state by name; they return what `evaluator(...)` returns, and may add `Histogram`,
-        `Image` and `Text`.
-      every: evaluate after every so many steps and after the last; None: after the last alone.
-      log_every: steps between two fetches of the training metrics.
-      save_every: steps between two checkpoints; None: as `every`. The last step is always saved.
-      keep: how many of the latest checkpoints to keep.
-      keep_every: keep each checkpoint whose step is a multiple of this as well.
-      best: a metric such as "validation/accuracy". The state with the best value is saved when it occurs, and kept.
+      step: a pure function, `step(state, batch) -> (state, metrics)`. It increases `state.step` by 1 and keeps the
+        structure, shapes and dtypes of the state. Metrics are scalars (averaged over the steps between two logs) or
+        results of `mean(values, weight)` (averaged over examples).
+      state: a `TrainState`, or any pytree with an integer array `step`. It is copied; the copy is donated.
+      batches: a function such as `Batches`: `batches(i)` is the batch of step i. A thread calls it for the next steps
+        while a step runs. The log reports the fraction of time that the loop waited for it ("time/data").
+      steps: total number of steps, including those of earlier calls with this workdir.
+      workdir: the folder of the run: config.json, metrics.jsonl, tensorboard/ and checkpoints/. A path, or a URL of an
+        object store (s3://bucket/run, gs://, az://; `pip install 'fnet[cloud]'`). None: nothing is written.
+      plan: the result of `parallel.plan(step, ...)`. The step runs on the plan's devices, with the results of one
+        device up to rounding. State and batches are transferred to the plan's shardings, and a resumed run may have another
+        plan. Short batches are padded with rows of weight 0, as by `parallel.feed`. With several processes,
+        `batches(i)` has all rows, equal in all processes, or the rows of this process.
+      evaluate: {name: function of the state} with results of `evaluator(...)`, which may include `Histogram`, `Image`
+        and `Text`.
+      every: steps between two evaluations. The last step is always evaluated. None: only the last step.
+      best: the name of a metric such as "validation/accuracy". The state with its best value is saved and kept.
       best_mode: "max" or "min".
-      early_stop: when to stop before `steps`; it decides about `best` too unless that is given.
-      nonfinite: what happens at a step after which a metric or the state is NaN or infinite: "stop" raises
-        `Diverged`; "skip" leaves the state as it was before the step, its counter apart; "rollback" goes back to the
-        last checkpoint and continues from there with the batches after the bad one.
-      debug: when the run breaks, replay up to the step that broke it and name the first layer that did.
-      config: the hyperparameters, a dataclass or a dict of JSON types. They are written to config.json and into each
-        checkpoint, with the number of steps and the identity of the data, and a run is resumed only with the same ones.
-        A larger `steps` is always allowed. Fields called steps or epochs are not compared, and neither are fields
-        of a dataclass declared with `compare=False`. Without a config a `ResumeWarning` says what cannot be
-        compared.
-      restart: remove the run in `workdir` first, once the arguments have been checked and no other run has the folder.
-      restore_best: return the state that was best by `best` or `early_stop` instead of the last one.
-      notes: what else of the run each checkpoint is to remember, JSON's types, such as {"policy": str(policy)}.
-      progress: a `Progress` that shows the run, or None for silence.
-      on_step: a function, or several, called with a `StepEnd` after each step, for logs of your own. If one raises, the
-        state is saved and `fit` raises the same.
-      tensorboard: write TensorBoard's event files as well.
-      jit: False runs everything op by op, for a debugger.
-      tune: rewrite the step into what this chip's compiler runs fast (`transforms.tune`), same numbers up to rounding.
-        A resumed run keeps the rules that it began with.
-      plan: of `parallel.plan(step, ...)`: runs the step on the plan's chips, with the numbers of one up to rounding.
-        The state goes where the plan says if it is not there, batches go straight to their chips, and a resumed run
-        may have another plan. A short batch is filled up with rows of weight 0, as `parallel.feed` does. Where the
-        chips are of several processes, `batches(i)` are all rows, the same in each process, or each one's own.
+      early_stop: when to stop before `steps`. It also selects the metric for `best`, unless `best` is given.
+      restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last one.
+      save_every: steps between two checkpoints. None: `every`. The last step is always saved.
+      keep: number of the latest checkpoints to keep.
+      keep_every: also keep every checkpoint whose step is a multiple of this.
+      restart: whether to delete the run in `workdir` first, after the arguments have been checked and if no other run
+        uses the folder.
+      config: the hyperparameters, a dataclass or a dict of JSON types. They are written to config.json and to each
+        checkpoint, with the number of steps and the identity of the data. A run is resumed only with equal ones, except
+        for a larger `steps`, fields named steps or epochs, and fields of a dataclass declared with `compare=False`.
+        Without a config, a `ResumeWarning` names what cannot be compared.
+      notes: other data of JSON types to store in each checkpoint, such as {"policy": str(policy)}.
+      nonfinite: what to do after a step with a NaN or infinite metric or state. "stop" raises `Diverged`. "skip" keeps
+        the state before the step, except for its counter. "rollback" returns to the last checkpoint and continues with
+        the batches after the bad one.
+      debug: after such a step, whether to replay it and to name the first layer with a non-finite value.
+      log_every: steps between two fetches of the training metrics.
+      progress: a `Progress` that displays the run, or None.
+      tensorboard: whether to write TensorBoard's event files.
+      on_step: a function, or several, called with a `StepEnd` after each step. If one raises an exception, the state is
+        saved and `fit` raises it.
+      jit: False runs each operation separately, for a debugger.
+      tune: whether to rewrite the step with `transforms.tune` into faster code for this chip, with equal results up to
+        rounding. A resumed run keeps its rules.
 
     Returns:
-      The state after the last step; with `restore_best`, the best one. `load` and `restore` read both from `workdir`.
+      The state after the last step, or the best one with `restore_best`. `load` and `restore` read both from `workdir`.
 
     Raises:
-      Interrupted: on SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1, once the last finished step is on the disk. A signal
-        that comes more than a second later ends the process at once. (Signals are only seen where `fit` runs in the
-        main thread.)
-      Diverged: the state or a metric is NaN or infinite, naming the step and the leaf.
+      Interrupted: a SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 arrived; the last complete step has been saved. A
+        second signal, more than one second later, ends the process immediately. (Only if `fit` runs in the main
+        thread.)
+      Diverged: the state or a metric is NaN or infinite; the message names the step and the leaf.
       CheckpointError: no checkpoint can be read, or they are of another model or optimizer; one cannot be written;
-        another run is using the workdir, or has replaced it.
-      ConfigError: the run in `workdir` was begun with another config, other data or more steps.
-      OutOfMemory: the device has too little memory, naming the largest arrays and an estimate of the largest batch.
-      PeerLost: another process of the run is gone.
-      TypeError: a step or batches that are no functions, a state without `step`, or a step that changes the structure,
-        a shape or a dtype of the state.
-      ValueError: an interval that is no whole number from 1 up, a metric to watch that no evaluation returns, a step
-        that does not increase `state.step` by 1, or a plan of another state or for chips that are not here.
+        another run uses the workdir, or has replaced it.
+      ConfigError: the run in `workdir` was started with another config, other data or more steps.
+      OutOfMemory: the device has too little memory; the message lists the largest arrays and estimates the largest
+        batch.
+      PeerLost: another process of the run has ended.
+      TypeError: step or batches is not a function, the state has no `step`, or the step changes the structure, a shape
+        or a dtype of the state.
+      ValueError: an interval is not an integer >= 1, no evaluation returns the metric to watch, the step does not
+        increase `state.step` by 1, or the plan is for another state or for devices that are not attached.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax

@@ -1,6 +1,7 @@
 """Names, methods and habits of other libraries: each error shows fnet's form in one line. And what help() shows."""
 
 import dataclasses
+import inspect
 import pydoc
 import re
 import sys
@@ -101,3 +102,12 @@ def test_help_shows_the_fields_first_and_no_generated_methods():
     assert text.index("features: length of the output") < text.index("Methods")
     own = text[text.index("Methods defined here"):text.index("inherited from")]
     assert "cross_entropy" in own and not re.search(r"__(eq|hash|setattr|delattr)__\(", own)
+
+
+def test_help_of_fit_groups_its_parameters():
+    """Every parameter is in one group of the overview, which precedes the details."""
+    doc = inspect.getdoc(training.fit)
+    overview = doc[doc.index("The arguments, by purpose:"):doc.index("Args:")]
+    names = re.findall(r"^ {4}\S.*?  +(.*)$", overview, re.MULTILINE)
+    assert sorted(", ".join(names).split(", ")) == sorted(inspect.signature(training.fit).parameters)
+    assert re.findall(r"^  (\w+): ", doc[doc.index("Args:"):doc.index("Returns:")], re.MULTILINE) and "[" not in overview
