@@ -26,6 +26,7 @@ _SCHEMES = {      # what to set where the store refuses
 _CHUNK = 8 << 20            # bytes of one request; a larger object is written in several parts
 _RETRIES, _ATTEMPTS = 8, 6  # by obstore, in each of our attempts: half a minute is bridged
 _PAUSE = 0.5                # seconds before the second attempt, doubled for each further one
+_LIMIT = 60.0               # seconds after which there is no further attempt: of a server that does not answer
 
 
 class StorageError(OSError):
@@ -72,7 +73,7 @@ def _store(scheme: str, bucket: str) -> Any:
     if scheme == "memory":
         return _memory(bucket)
     endpoints = [value for name, value in os.environ.items() if re.fullmatch(r"(AWS|AZURE)_.*ENDPOINT.*", name)]
-    options: dict[str, Any] = {"timeout": "60s"}
+    options: dict[str, Any] = {"timeout": "30s"}
     if any(value.startswith("http://") for value in endpoints) or os.environ.get("AZURE_STORAGE_USE_EMULATOR"):
         options["allow_http"] = True
     made = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[scheme]
@@ -258,7 +259,7 @@ class StorePath:
         """
         from obstore import exceptions as refusals
 
-        final = (refusals.AlreadyExistsError, refusals.PreconditionError)
+        final, began = (refusals.AlreadyExistsError, refusals.PreconditionError), time.monotonic()
         for attempt in range(_ATTEMPTS):
             try:
                 return request(*args, **options)
@@ -275,7 +276,7 @@ class StorePath:
                 if _CREDENTIALS.search(text):
                     raise self._refused(error) from None
                 hopeless = isinstance(error, refusals.NotSupportedError | refusals.InvalidPathError)
-                if hopeless or attempt == _ATTEMPTS - 1:
+                if hopeless or attempt == _ATTEMPTS - 1 or time.monotonic() - began > _LIMIT:
                     raise StorageError(f"{self}: {_brief(error)}") from None
                 time.sleep(_PAUSE * 2 ** attempt * random.uniform(0.5, 1))
 

@@ -148,44 +148,52 @@ def allow(workdir, root, writing):
         path.chmod((0o755 if path.is_dir() else 0o644) if writing else (0o555 if path.is_dir() else 0o444))
 
 
+def pair(workdir, steps):
+    """Two processes of one run."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return [subprocess.Popen([sys.executable, VICTIM, workdir, f"--steps={steps}", f"--process={i}", "--of=2",
+                              f"--port={port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for i in range(2)]
+
+
+def ended(process):
+    """(what it said, its exit code)."""
+    try:
+        return process.communicate(timeout=180)[1], process.returncode
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[1], None
+
+
+def one_of_two(workdir, expected, asked, rng):
+    """Kills one process of two: "" if the other ends in bounded time with a sentence and both resume to `expected`."""
+    both = pair(workdir, 60)
+    for _ in range(rng.randint(8, 55)):
+        while both[1].stdout.readline() not in ("step\n", ""):
+            pass
+    both[1].kill()
+    began = time.monotonic()
+    said, code = ended(both[0])
+    seconds, at = time.monotonic() - began, asked(newest, workdir)
+    ended(both[1])
+    again = [ended(process) for process in pair(workdir, 60)]
+    if code != 2 or not one_sentence(said) or "lost the others" not in said or seconds > 60 or (
+            [code for _, code in again] != [0, 0]) or asked(remains, workdir) != expected:
+        return f"exit {code} after {seconds:.0f} s at step {at}: {said[-400:]}; then {again}"
+    return ""
+
+
 def workers(count, folder, rng):
     """One of two processes killed: the other ends in bounded time, the first one's with a sentence; both resume."""
-    def pair(workdir, steps):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        return [subprocess.Popen([sys.executable, VICTIM, workdir, f"--steps={steps}", f"--process={i}", "--of=2",
-                                  f"--port={port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-                for i in range(2)]
-
-    def end(process):
-        try:
-            return process.communicate(timeout=180)[1], process.returncode
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.communicate()[1], None
-
-    lost = []
     for process in pair(folder / "whole", 60):
-        said, code = end(process)
+        said, code = ended(process)
         if code != 0:
             return 1, 0, [f"two undisturbed processes ended with {code}: {said[-500:]}"]
-    for number in range(count):
-        workdir = folder / f"pair{number}"
-        both = pair(workdir, 60)
-        killed = 1
-        for _ in range(rng.randint(8, 55)):
-            while both[killed].stdout.readline() not in ("step\n", ""):
-                pass
-        both[killed].kill()
-        began = time.monotonic()
-        said, code = end(both[1 - killed])
-        seconds, at = time.monotonic() - began, newest(workdir)
-        end(both[killed])
-        again = [end(process) for process in pair(workdir, 60)]
-        if code != 2 or not one_sentence(said) or "lost the others" not in said or seconds > 60 or (
-                [code for _, code in again] != [0, 0]) or remains(workdir) != remains(folder / "whole"):
-            lost.append(f"worker {number}: exit {code} after {seconds:.0f} s at step {at}: {said[-400:]}; then {again}")
+    asked, expected = lambda function, workdir: function(workdir), remains(folder / "whole")
+    lost = [f"worker {number}: {wrong}" for number in range(count)
+            if (wrong := one_of_two(folder / f"pair{number}", expected, asked, rng))]
     return count, count - len(lost), lost
 
 

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+from tests.torture import harms
 from tests.torture.victims import Victim, newest, one_sentence, remains, whole
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -47,8 +48,9 @@ def _count(number):
     return [{**each, "count": number} for each in PASSING]
 
 
-def _each(count, folder, rng, harm):
-    """(tried, survived, what was lost) of `harm(server, url, number, rng)`, which returns what went wrong or ""."""
+def _each(count, folder, harm, notes=lambda: []):
+    """(tried, survived, what was lost) of `harm(server, url, number, expected)`, which returns what went wrong or "".
+    """
     if s3.MISSING:
         return 0, 0, [f"note: skipped, {s3.REASON}"]
     expected = whole(folder, "--steps=60")
@@ -62,7 +64,7 @@ def _each(count, folder, rng, harm):
         server.close()
         for name in server.environment:
             os.environ.pop(name)
-    return count, count - len(lost), lost
+    return count, count - len(lost), lost + notes()
 
 
 def kills(count, folder, rng, faults):
@@ -70,7 +72,7 @@ def kills(count, folder, rng, faults):
 
     Each number is one kill; a run is killed three times and then finished.
     """
-    state = {"before": 0}
+    state = {"before": 0, "killed": 0}
 
     def harm(server, url, number, expected):
         url = f"{url.rpartition('/')[0]}/{number // 3}"
@@ -85,6 +87,7 @@ def kills(count, folder, rng, faults):
         code = victim.end()
         server.faults()
         at = asked(newest, url)
+        state["killed"] += code != 0
         if code not in (0, -signal.SIGKILL) or at is None or at < state["before"]:
             return f"exit {code}, step {state['before']} was there, {at} is: {victim.said[-300:]}"
         state["before"] = at
@@ -95,11 +98,11 @@ def kills(count, folder, rng, faults):
                 return f"resumed from step {at}: exit {again.code}, another end: {again.said[-400:]}"
         return ""
 
-    return _each(count, folder, rng, harm)
+    return _each(count, folder, harm, lambda: [f"note: {state['killed']} of {count} were killed before their end"])
 
 
 def errors(count, folder, rng):
-    """A quarter of the requests fail, in different ways: the run ends as if none had."""
+    """A tenth of the reads and a fifth of the writes fail, in different ways: the run ends as if none had."""
     def harm(server, url, number, expected):
         server.faults(*_count(10**9))
         victim = Victim(url, "--steps=60")
@@ -108,7 +111,7 @@ def errors(count, folder, rng):
         same = asked(remains, url) == expected
         return "" if victim.code == 0 and same else f"exit {victim.code}, same end: {same}: {victim.said[-400:]}"
 
-    return _each(count, folder, rng, harm)
+    return _each(count, folder, harm)
 
 
 def outages(count, folder, rng):
@@ -132,7 +135,7 @@ def outages(count, folder, rng):
             return f"exit {victim.code} at step {at}: {victim.said[-400:]}; then {again.code}: {again.said[-300:]}"
         return ""
 
-    return _each(count, folder, rng, harm)
+    return _each(count, folder, harm)
 
 
 def races(count, folder, rng):
@@ -145,7 +148,24 @@ def races(count, folder, rng):
             return f"exits {codes}: {[victim.said for victim in pair]}"
         return "" if asked(remains, url) == expected else "another end"
 
-    return _each(count, folder, rng, harm)
+    return _each(count, folder, harm)
+
+
+def workers(count, folder, rng):
+    """One of two processes killed; undisturbed, two in the store come to the same as two in a folder."""
+    whole = []
+
+    def harm(server, url, number, expected):
+        if not whole:
+            for where in (folder / "pair", f"{url}-whole"):
+                if [code for _, code in map(harms.ended, harms.pair(where, 60))] != [0, 0]:
+                    return "two undisturbed processes did not end well"
+            whole.append(remains(folder / "pair"))
+            if asked(remains, f"{url}-whole") != whole[0]:
+                return "two undisturbed processes came to another end than in a folder"
+        return harms.one_of_two(url, whole[0], asked, rng)
+
+    return _each(count, folder, harm)
 
 
 def every(many):
@@ -154,4 +174,5 @@ def every(many):
             ("S3: kills and errors", many(40), lambda *a: kills(*a, True)),
             ("S3: errors and lost answers", many(20), errors),
             ("S3: an outage", many(10), outages),
-            ("S3: two processes, one prefix", many(6), races)]
+            ("S3: two runs, one prefix", many(6), races),
+            ("S3: a worker of two killed", many(4), workers)]

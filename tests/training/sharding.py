@@ -98,14 +98,25 @@ def main():
     with tr.Checkpoints(WHERE) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, tree(step, mesh(count), 0))
-    came = {"steps": tr.Checkpoints(WHERE).steps()}
+    whole = {"host": np.zeros(1, int)}
+    came = {"steps": tr.Checkpoints(WHERE).steps(),
+            "cast": cast(tr.Checkpoints(WHERE), tree(0, mesh(count // 2, 2), 1) | whole)}
     for name, target in (("same", tree(0, mesh(count), 0)), ("other", tree(0, mesh(count // 2, 2), 1)),
                          ("harmed", tree(0, mesh(count), 0))):
         if name == "harmed" and ME == 0:
             harm()
         multihost_utils.sync_global_devices(name)
-        came[name] = restored(tr.Checkpoints(WHERE), target | {"host": np.zeros(1, int)})
+        came[name] = restored(tr.Checkpoints(WHERE), target | whole)
     return came
+
+
+def cast(checkpoints, target):
+    """Whether shards are converted as whole arrays are."""
+    half = jax.ShapeDtypeStruct((8, 3), ml_dtypes.bfloat16, sharding=target["rows"].sharding)
+    back = checkpoints.restore(target | {"rows": half}, cast=True)["rows"]
+    wanted = values(2)["rows"].astype(ml_dtypes.bfloat16)
+    return back.dtype == half.dtype and all((np.asarray(shard.data) == wanted[shard.index]).all()
+                                            for shard in back.addressable_shards)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_two_processes_save_and_two_or_one_restore(where, free_port):
     came = processes(free_port, 2, where)
     common = [["arrays-0", name] for name in ("host", "key", "same", "step")]
     for me, each in enumerate(came):      # two devices of each process: two shards of each leaf that is sharded
-        assert each["steps"] == [1, 2]
+        assert each["steps"] == [1, 2] and each["cast"] is True
         own = [[f"arrays-{me}", name] for name in ("columns", "half", "rows")] * 2
         assert each["same"] == {"step": 2, "bits": True, "read": sorted(own + common), "warned": []}
         assert (each["other"]["step"], each["other"]["bits"]) == (2, True)
