@@ -92,8 +92,8 @@ def fit(
       workdir: the folder of the run: config.json, metrics.jsonl, tensorboard/ and checkpoints/. A path, or a URL of an
         object store (s3://bucket/run, gs://, az://; `pip install 'fnet[cloud]'`). None: nothing is written.
       plan: the result of `parallel.plan(step, ...)`. The step runs on the plan's devices, with the results of one
-        device up to rounding. State and batches are transferred to the plan's shardings, and a resumed run may have another
-        plan. Short batches are padded with rows of weight 0, as by `parallel.feed`. With several processes,
+        device up to rounding. State and batches are transferred to the plan's shardings, and a resumed run may have
+        another plan. Short batches are padded with rows of weight 0, as by `parallel.feed`. With several processes,
         `batches(i)` has all rows, equal in all processes, or the rows of this process.
       evaluate: {name: function of the state} with results of `evaluator(...)`, which may include `Histogram`, `Image`
         and `Text`.
