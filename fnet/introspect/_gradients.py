@@ -1,0 +1,157 @@
+"""Derivatives compared with finite differences."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_STEPS = tuple(2.0**-k for k in range(2, 14, 2))    # relative to the size of a leaf; smaller ones drown in rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Slope:
+    """The derivative along one direction in one leaf of the first argument.
+
+    Attributes:
+        path: the leaf. derivative: as JAX computes it. difference: the finite difference.
+        uncertainty: of the finite difference, from rounding and curvature. smallest: a difference between derivatives
+            that can be told from rounding; errors are relative to this at least.
+    """
+
+    path: str
+    derivative: float
+    difference: float
+    uncertainty: float
+    smallest: float
+
+    @property
+    def error(self) -> float:
+        """|derivative - difference| beyond four times the uncertainty, relative to the larger one."""
+        excess = max(0.0, abs(self.derivative - self.difference) - 4 * self.uncertainty)
+        if not np.isfinite([self.derivative, self.difference]).all():
+            return float("inf")
+        return excess / max(abs(self.derivative), abs(self.difference), self.smallest)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientCheck:
+    """What `check_gradient` returns; `str()` is a table, the worst leaf first.
+
+    Attributes:
+        rows: a `Slope` for each leaf, the worst first.
+        tolerance: the largest error that counts as equal.
+        dtype: in which the function was evaluated.
+    """
+
+    rows: tuple[Slope, ...]
+    tolerance: float
+    dtype: str
+
+    @property
+    def worst(self) -> Slope:
+        return self.rows[0]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all derivatives agree with the differences."""
+        return self.worst.error <= self.tolerance
+
+    def __str__(self):
+        table = [("leaf", "derivative", "finite difference", "uncertainty", "error")]
+        table += [(row.path, f"{row.derivative:.6g}", f"{row.difference:.6g}", f"{row.uncertainty:.1e}",
+                   f"{row.error:.1e}") for row in self.rows]
+        widths = [max(len(row[i]) for row in table) for i in range(5)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
+        verdict = "all derivatives agree" if self.equal else f"the derivative by {self.worst.path} is wrong"
+        return "\n".join([*lines, f"{verdict} (in {self.dtype}, tolerance {self.tolerance:.0e})"])
+
+
+def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int = 0) -> GradientCheck:
+    """Compares the derivative of `f` by each leaf of its first argument with finite differences.
+
+        report = introspect.check_gradient(loss, params, batch)
+        assert report.equal, report
+
+    Each leaf is moved along a random direction d of norm 1, and (f(x + h d) - f(x - h d)) / 2h is computed for several
+    h; the h at which the difference changes least is used. A function that runs in float64 is evaluated in float64.
+
+    Args:
+        f: a function with a scalar or other floating-point results, of which a random sum is differentiated.
+        args: its arguments; floating-point leaves of the first are checked.
+        tolerance: the largest relative error that counts as equal.
+        seed: of the directions.
+
+    Returns:
+        A `GradientCheck`.
+
+    Raises:
+        TypeError: if the first argument has no floating-point arrays, or f returns none.
+
+    >>> check_gradient(lambda x: jnp.sum(jnp.sin(x)), jnp.ones(3)).equal
+    True
+    """
+    if not any(map(_real, jax.tree.leaves(args[:1]))):
+        raise TypeError("check_gradient: the first argument has no floating-point arrays to differentiate by")
+    with contextlib.suppress(TypeError, ValueError), jax.enable_x64(True):    # of a function that needs its own dtypes
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64) if _real(x) else x, args)
+        return _check(f, wide, tolerance, seed)
+    return _check(f, args, tolerance, seed)
+
+
+def _check(f, args, tolerance, seed) -> GradientCheck:
+    leaves, structure = jax.tree.flatten(args[0])
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(args[0])]
+    where = [i for i, x in enumerate(leaves) if _real(x)]
+    rng = np.random.default_rng(seed)
+
+    @jax.jit
+    def total(moved):
+        filled = list(leaves)
+        for i, x in zip(where, moved):
+            filled[i] = x
+        return _sum(f(jax.tree.unflatten(structure, filled), *args[1:]), seed)
+
+    moving = [leaves[i] for i in where]
+    gradients = jax.jit(jax.grad(total))(moving)
+    rows = []
+    for n, i in enumerate(where):
+        x = np.asarray(leaves[i])
+        direction = rng.normal(size=x.shape)
+        direction = (direction / np.linalg.norm(direction)).astype(x.dtype)
+        scale = max(float(np.linalg.norm(x.astype(np.float64))), 1.0)
+
+        def at(h, n=n, x=x, direction=direction):
+            changed = (x + h * direction).astype(x.dtype)
+            return float(total([*moving[:n], jnp.asarray(changed), *moving[n + 1:]]))
+
+        slopes = [(at(h * scale) - at(-h * scale)) / (2 * h * scale) for h in _STEPS]
+        changes = np.abs(np.diff(slopes)).tolist()
+        best = int(np.nanargmin(changes)) if not np.isnan(changes).all() else 0
+        derivative = float(np.sum(np.asarray(gradients[n], np.float64) * direction))
+        rows.append(Slope(paths[i] or "the argument", derivative, slopes[best + 1], changes[best], 0.0))
+    largest = max(abs(row.derivative) for row in rows)
+    smallest = float(np.sqrt(np.finfo(np.float32 if moving[0].dtype.itemsize < 8 else np.float64).eps)) * largest
+    rows = [dataclasses.replace(row, smallest=max(smallest, np.finfo(np.float32).tiny)) for row in rows]
+    rows.sort(key=lambda row: -row.error)
+    return GradientCheck(tuple(rows), tolerance, str(moving[0].dtype))
+
+
+def _sum(result, seed):
+    """A random sum of the floating-point results; a scalar is itself."""
+    arrays = [x for x in jax.tree.leaves(result) if _real(x)]
+    if not arrays:
+        raise TypeError("check_gradient: the function returns nothing of a floating-point dtype")
+    if len(arrays) == 1 and arrays[0].ndim == 0:
+        return arrays[0]
+    keys = jax.random.split(jax.random.key(seed), len(arrays))
+    return sum(jnp.sum(x * jax.random.normal(key, x.shape, x.dtype)) for key, x in zip(keys, arrays))
+
+
+def _real(x) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)

@@ -1,0 +1,119 @@
+"""Statistics of values, cotangents and gradients by path."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet import transforms as ft
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistic:
+    """Statistics of one array: the value of a site, or a parameter.
+
+    Attributes:
+        name: the site or the path of the parameter; in a scan or stack one for each iteration, "blocks/mlp [2]".
+        mean, std, largest: of its numbers; largest is the maximum of |x|.
+        nonfinite: how many numbers are NaN or infinite.
+        dead: the share of units (of the last axis) whose derivative is 0 everywhere, as behind a relu that is never
+            positive.
+        gradient: the Euclidean norm of the derivative of the function's result with respect to the array.
+    """
+
+    name: str
+    mean: float
+    std: float
+    largest: float
+    nonfinite: int
+    dead: float
+    gradient: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What `statistics` returns; `str()` is a table.
+
+    Attributes:
+        result: of the function.
+        sites, parameters: a `Statistic` for each site, in the order of computation, and for each parameter.
+        arrays: {"values/site", "cotangents/site", "parameters/path" or "gradients/path": its numbers}, for histograms.
+    """
+
+    result: float
+    sites: tuple[Statistic, ...]
+    parameters: tuple[Statistic, ...]
+    arrays: Mapping[str, np.ndarray]
+
+    def __str__(self):
+        title = ("", "mean", "std", "largest", "not finite", "dead", "gradient norm")
+        table = [("site", *title[1:]), *map(_cells, self.sites), ("parameter", *title[1:]),
+                 *map(_cells, self.parameters)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(title))]
+        return "\n".join("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width)
+                                   in enumerate(zip(row, widths))).rstrip() for row in table)
+
+
+def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Statistics:
+    """Computes mean, spread, dead units and gradient norms of the values in a function, by site and by parameter.
+
+        print(introspect.statistics(loss, params, batch))
+
+    For histograms in TensorBoard, an evaluation returns `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
+
+    Args:
+        f: `f(params, *args)` returns a floating-point scalar, such as a loss.
+        params: a tree of arrays.
+        args: further arguments.
+        pattern: the names of the sites: a regular expression, as in `transforms.capture`.
+
+    Returns:
+        `Statistics`.
+
+    Raises:
+        TypeError: if f returns no scalar. ValueError: as `transforms.capture_cotangents`.
+    """
+    scans = {site.name: len(site.scans) for site in ft.sites(f)(params, *args)}
+    result = jax.eval_shape(f, params, *args)
+    if getattr(result, "shape", None) != () or not jnp.issubdtype(result.dtype, jnp.floating):
+        what = f"{result.dtype}{list(result.shape)}" if hasattr(result, "dtype") else f"a {type(result).__name__}"
+        raise TypeError(f"statistics: the function must return a floating-point scalar, such as a loss; got {what}")
+    (value, values), cotangents = ft.capture_cotangents(ft.capture(f, pattern), pattern, has_aux=True)(params, *args)
+    gradients = jax.tree.leaves(jax.grad(f, allow_int=True)(params, *args))
+    arrays: dict[str, np.ndarray] = {}
+    sites, parameters = [], []
+    for name in [name for name in scans if name in values]:
+        for path, x in jax.tree.leaves_with_path(values[name]):
+            cotangent = next((y for other, y in jax.tree.leaves_with_path(cotangents[name]) if other == path), None)
+            if cotangent is not None:
+                arrays[f"values/{name}{jax.tree_util.keystr(path)}"] = np.asarray(x)
+                arrays[f"cotangents/{name}{jax.tree_util.keystr(path)}"] = np.asarray(cotangent)
+                sites += _rows(name + jax.tree_util.keystr(path), x, cotangent, scans[name])
+    for (path, x), gradient in zip(jax.tree.leaves_with_path(params), gradients):
+        if jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "params"
+            arrays[f"parameters/{name}"], arrays[f"gradients/{name}"] = np.asarray(x), np.asarray(gradient)
+            parameters += _rows(name, x, gradient, 0)
+    return Statistics(float(value), tuple(sites), tuple(parameters), arrays)
+
+
+def _rows(name, x, gradient, scans) -> list[Statistic]:
+    """The statistics of an array whose first `scans` axes are iterations."""
+    if scans:
+        return [row for i in range(len(x)) for row in _rows(f"{name} [{i}]", x[i], gradient[i], scans - 1)]
+    x, gradient = (np.asarray(each, np.float64) for each in (x, gradient))
+    finite = x[np.isfinite(x)]
+    units = gradient.reshape(-1, gradient.shape[-1]) if gradient.ndim else gradient.reshape(1, 1)
+    return [Statistic(name, float(finite.mean()) if finite.size else 0.0, float(finite.std()) if finite.size else 0.0,
+                      float(np.abs(finite).max(initial=0.0)), int(x.size - finite.size),
+                      float((units == 0).all(0).mean()) if units.size else 0.0, float(np.linalg.norm(gradient)))]
+
+
+def _cells(row) -> tuple[str, ...]:
+    return (row.name, f"{row.mean:.3g}", f"{row.std:.3g}", f"{row.largest:.3g}", str(row.nonfinite or ""),
+            f"{100 * row.dead:.0f} %" if row.dead else "", f"{row.gradient:.3g}")
