@@ -64,6 +64,7 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
         if not kept:
             raise ValueError(f"{path}: every line has a missing value")
         columns = {name: [cells[i] for i in kept] for name, cells in columns.items()}
+        lines = [lines[i] for i in kept]
     return {name: _array(path, name, cells, numeric.get(name), lines, missing) for name, cells in columns.items()}
 
 
@@ -136,6 +137,8 @@ def _array(path: Path, name: str, cells: list[str], kind: Callable | None, lines
         raise ValueError(f"{path}: missing={given!r} for column '{name}': expected a number") from None
     with np.errstate(over="ignore"):
         narrow = wide.astype(np.float32)
-    if (over := np.isinf(narrow) & np.isfinite(wide)).any():
-        raise ValueError(f"{path}: column '{name}' holds {wide[over][0]}, more than float32 can hold: scale the column")
+    for line, cell, value in zip(lines, cells, narrow):
+        if np.isinf(value) and "inf" not in cell.lower() and not _missing(cell):
+            raise ValueError(f"{path}, line {line}: column '{name}' holds {cell[:40]}, more than float32 can hold: "
+                             "scale the column")
     return narrow

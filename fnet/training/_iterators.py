@@ -147,9 +147,14 @@ class _Stream:
             return self._last
 
     def steps(self, epochs: float) -> int:
-        """How many batches so many epochs have, where the source has a length."""
-        return math.ceil(epochs * (len(self._opened) if self._batch_size is None else
-                                   math.ceil(len(self._opened) / self._batch_size)))
+        """How many batches so many epochs have.
+
+        Raises:
+          TypeError: the source has no length.
+        """
+        if not hasattr(self._opened, "__len__"):
+            raise TypeError(f"from_iterator: a {type(self._opened).__name__} has no length: give the number of steps")
+        return math.ceil(epochs * math.ceil(len(self._opened) / (self._batch_size or 1)))
 
     def position(self, step: int) -> dict[str, Any]:
         """Where batch `step` begins, in types of JSON, for a step at most a few before the newest one."""

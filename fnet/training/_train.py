@@ -36,15 +36,16 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
       inputs, targets: their names, where batches are dicts.
       seed: of the initial parameters and of dropout.
       ema: decay of a moving average of the parameters, which is then what is evaluated.
-      every: evaluate after so many steps; None: after each epoch.
+      every: evaluate after so many steps; None: after each epoch, where its length is known, otherwise at the end.
       options: of `fit`, such as workdir, early_stop, restore_best, progress and config.
 
     Returns:
       What `fit` returns: the last `TrainState`, or with restore_best the best one.
 
     Raises:
-      TypeError: data that is no function of the step, or a batch that has no inputs and targets.
-      ValueError: both or none of epochs and steps; a loss or metric without one value for each example.
+      TypeError: a model without `init`, data that is no function of the step, or a batch without inputs and targets.
+      ValueError: both or none of epochs and steps; epochs of unknown length; a loss or metric without one value for
+        each example.
       Others: as `fit`.
 
     Example:
@@ -55,6 +56,8 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
       >>> state.params["kernel"].round(2).tolist()
       [[2.0], [3.0]]
     """
+    if not hasattr(model, "init"):
+        raise TypeError(f"train: model is a layer with init, got a {type(model).__name__}: write a step for tr.fit")
     if not callable(data):
         raise TypeError(f"train: data is a function of the step, got a {type(data).__name__}: pass "
                         "tr.Batches(data, batch_size)")
@@ -95,13 +98,21 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
 
     params, variables = model.init(key, parts(data(0))[0])
     state = TrainState.create(params, optimizer, state=variables, ema=ema)
-    if steps is None or (every is None and hasattr(data, "steps")):
-        every = every or data.steps(1)
-        steps = data.steps(epochs) if steps is None else steps
+    if steps is None and (steps := _steps(data, epochs)) is None:
+        raise ValueError("train: the number of batches of an epoch is not known: give steps instead of epochs")
+    every = every or _steps(data, 1)
     if validation is not None:
         held_out = evaluator(measure, validation, getattr(data, "batch_size", 256))
         options["evaluate"] = {"validation": held_out, **options.get("evaluate", {})}
     return fit(step, state, data, steps=steps, every=every, **options)
+
+
+def _steps(data: Callable, epochs: float) -> int | None:
+    """How many batches so many epochs have, where the source knows it."""
+    try:
+        return data.steps(epochs)
+    except (AttributeError, TypeError):                    # a function; an iterable without a length
+        return None
 
 
 def _per_example(name: str, values: jax.Array, y: Any, weight: jax.Array | None) -> Mean:

@@ -135,16 +135,21 @@ def test_missing_values(tmp_path):
     ("a;b\n1;2\n", {}, "line 1: there is one column, 'a;b': pass delimiter=';'"),
     ("a,b\n1,\"2\n", {}, "t.csv, line 2: unexpected end of data"),
     (b"a,b\n1,\xff\n", {}, "t.csv, after line 0: the file is not in UTF-8"),
-    ("a,b\n1,1e40\n", {}, "column 'b' holds 1e.40, more than float32 can hold: scale the column"),
+    ("a,b\nNA,2\n1,1e5000\n", {"missing": "drop"}, "line 3: column 'b' holds 1e5000, more"),
+    ("a,b\n1,1e40\n", {}, "t.csv, line 2: column 'b' holds 1e40, more than float32 can hold: scale the column"),
     ("a,b\n1,\n", {"missing": "drop"}, "every line has a missing value"),
     ("a,b\n1,NA\n2,3\n", {"missing": "mean"}, "missing='mean' for column 'b': expected a number"),
     ("a,b\n1,NA\n2,3\n", {"missing": {"c": 1}}, r"missing= names \['c'\], but the columns are \['a', 'b'\]"),
     ("1,2\n", {"names": ["a", "a"]}, r"names=\['a', 'a'\]: expected different names"),
     ("1,2\n", {"names": ["a"]}, r"line 1: expected 1 cells \(a\), got 2"),
-], ids=range(16))
+], ids=range(17))
 def test_files_that_are_no_tables(tmp_path, text, options, message):
     with pytest.raises(ValueError, match=message):
         written(tmp_path, text, **options)
+
+
+def test_infinity_is_a_number(tmp_path):
+    assert written(tmp_path, "a\ninf\n-Infinity\n")["a"].tolist() == [float("inf"), -float("inf")]
 
 
 def test_a_file_without_names(tmp_path):

@@ -68,6 +68,13 @@ def test_best_weights_and_early_stopping(tmp_path):
     assert int(state.step) == min(losses, key=losses.get) and max(losses) < 313
 
 
+def test_generators_without_a_length():
+    batches = tr.from_iterator(lambda epoch: ((X[i:i + 20], Y[i:i + 20]) for i in range(0, 50, 20)))
+    assert int(tr.train(MODEL, batches, LOSS, TX, steps=4, validation=(X, Y)).step) == 4
+    with pytest.raises(TypeError, match="from_iterator: a generator has no length: give the number of steps"):
+        batches.steps(1)
+
+
 def test_sequences_and_functions():
     model = nn.Sequential(nn.Embed(5, 4), nn.Dense(5))
     tokens = np.arange(24, dtype=np.int32).reshape(8, 3) % 5
@@ -75,17 +82,23 @@ def test_sequences_and_functions():
     assert int(state.step) == 2
 
 
+def test_a_model_without_init():
+    with pytest.raises(TypeError, match=r"train: model is a layer with init, got a function: write a step for tr.fit"):
+        tr.train(lambda params, x: x, tr.Batches((X, Y), 16), LOSS, TX, epochs=1)
+
+
 @pytest.mark.parametrize(("options", "error", "text"), [
     ({"data": (X, Y)}, TypeError, r"data is a function of the step, got a tuple: pass tr.Batches\(data, batch_size\)"),
     ({"epochs": None}, ValueError, "give epochs or steps, one of the two; got epochs=None, steps=None"),
     ({"steps": 2}, ValueError, "got epochs=1, steps=2"),
+    ({"data": lambda i: (X, Y)}, ValueError, "the number of batches of an epoch is not known: give steps instead of"),
     ({"data": tr.Batches({"a": X, "b": Y}, 4)}, TypeError, r"batches with 'x' and 'y', got \['a', 'b'\]: pass inputs="),
     ({"data": tr.Batches(X, 4)}, TypeError, r"batches \(x, y\), or dicts with 'x' and 'y', got a ndarray"),
     ({"data": tr.Batches((X,), 4)}, TypeError, "got a tuple of 1"),
     ({"loss": lambda a, b: LOSS(a, b).mean()}, ValueError,
      r"'loss' must return one value for each of 16 examples, got shape \(\): leave out its mean"),
     ({"metrics": {"m": lambda a, b: jnp.zeros(2)}}, ValueError, r"'m' must return one value .* got shape \(2,\)"),
-], ids=range(8))
+], ids=range(9))
 def test_wrong_arguments(options, error, text):
     arguments = {"data": tr.Batches((X, Y), 16), "loss": LOSS, "epochs": 1} | options
     with pytest.raises(error, match="train: .*" + text):
