@@ -112,7 +112,7 @@ def of_operation(op_name: str) -> Scope:
     """The scope of an operation of a compiled program, from its HLO metadata.
 
     >>> of_operation("jit(step)/transpose(jvp(block))/up/dot_general")
-    Scope(path='block/up', phase='backward')
+    Scope(path='block/up', phase='backward', transposes=0)
     """
     # XLA joins the names of operations that it merged: "block/(up/add:down/add)" keeps what they share.
     parts = re.sub(r"(^|/)\(.*", r"\1", op_name).split("/")[:-1]
