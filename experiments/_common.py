@@ -273,7 +273,7 @@ def sentence(error):
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
-    if isinstance(error, tr.CheckpointError | tr.Diverged):
+    if isinstance(error, tr.CheckpointError | tr.Diverged | tr.OutOfMemory):
         return text
     first = (text.splitlines() or [type(error).__name__])[0]
     return first if isinstance(error, _GIVEN) and text == first else f"{first} (--debug shows where)"
