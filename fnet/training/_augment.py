@@ -89,7 +89,7 @@ def random_affine(
     scale: float = 0.1,
     shift: float = 0.1,
 ) -> jax.Array:
-    """Turns, scales and moves each image a little, with linear interpolation and zeros outside.
+    """Rotates, scales and shifts each image by random amounts, with linear interpolation and zeros outside.
 
     Args:
       key: a PRNG key.

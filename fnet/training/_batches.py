@@ -13,9 +13,9 @@ from fnet.training._arrays import as_arrays
 class Batches:
     """Shuffled batches of arrays in memory, addressed by the step.
 
-    The examples come in the order of one random permutation per epoch, laid end to end, and batch i
-    is the i-th stretch of `batch_size` of them. So every example is seen once per epoch, no batch is
-    short, and a run resumed at step i needs no iterator's state to go on with the same batches.
+    Each epoch is a random permutation of the examples. The permutations of all epochs form one sequence, and batch i
+    contains its examples i * batch_size to (i + 1) * batch_size - 1. So every example occurs once per epoch, all
+    batches have the same size, and a resumed run continues with the same batches without a saved iterator.
 
     Args:
       data: arrays with one row for each example: a dict such as {"image": [n, ...], "label": [n]}, a tuple, any
