@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 STAMP   = $(VENV)/.installed
 
-# $(call install,PYTHON,EXTRAS): fnet, in the versions that were tested with that Python, or with the newest
+# $(call install,PYTHON,EXTRAS): installs fnet with the tested versions for this Python, or with those of the newest
 comma := ,
 define install
 @version=$$($(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
@@ -23,10 +23,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
-# Numerical tests with the instructions of another CPU: no bound may hold only for the rounding of one machine. AVX has
-# no fused multiply-add, so elementwise code rounds differently from AVX2 and AVX512, which round alike here. It is the
-# oldest set that compiles float16: with SSE4_2, XLA lacks the conversion functions. Matrix products call kernels that
-# choose their instructions themselves, so the flag does not change them.
+# Numerical tests with the instructions of another CPU, so that no tolerance depends on one machine's rounding. AVX has
+# no fused multiply-add, so elementwise code rounds differently from AVX2 and AVX512, which round equally here. It is the
+# oldest set that compiles float16: with SSE4_2, XLA lacks the conversion functions. Kernels of matrix products select
+# their own instructions, so the flag does not affect them.
 NUMERICAL = $(addprefix tests/,$(addprefix transforms/test_,autocast_table.py autocast_primitives.py \
 	autocast_float16.py lowered.py tune.py tune_bfloat16.py tune_steps.py) $(addprefix layers/test_,attend.py \
 	attend_precision.py torch_values.py layers_values.py recurrent.py attention.py) \
@@ -35,11 +35,11 @@ NUMERICAL = $(addprefix tests/,$(addprefix transforms/test_,autocast_table.py au
 test-isa: $(STAMP)
 	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX" $(BIN)/python -m pytest -n auto $(NUMERICAL) $(ARGS)
 
-# What docs/reliability.md promises, put to the test: processes killed, disks filled, bits flipped, for half an hour or so.
+# Tests the claims of docs/reliability.md for about half an hour: killed processes, full disks, flipped bits.
 torture: $(STAMP)
 	$(BIN)/python -m tests.torture $(ARGS)
 
-# Every CPU table; in an environment of its own, since the peers (PyTorch, Keras) are nobody's dependency.
+# All tables for CPUs, in a separate environment, because PyTorch and Keras are not dependencies of fnet.
 bench: PEERS = .venv-bench/bin/python -m benchmarks.peers
 bench: .venv-bench/.installed
 	for table in dispatch 'dispatch pmap' eager tracing precision 'precision step' cross_entropy; do .venv-bench/bin/python -m benchmarks.$$table || exit; done
@@ -48,23 +48,23 @@ bench: .venv-bench/.installed
 	$(PEERS) lstm vit-tiny resnet18 --mode=train,infer $(ARGS)
 	.venv-bench/bin/python -m benchmarks.compiling gpt cnn mlp
 
-# Plans for TPUs that are not there, compiled: libtpu is 200 MB, and lies beside the environment for these alone.
+# Compiled plans for TPUs that are not attached. libtpu (200 MB) is installed in a separate folder for them.
 pods: $(STAMP) .libtpu/.installed
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/parallel/test_targets.py $(ARGS)
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pods
 
-# In an environment of its own, too: PyTorch's twins and scikit-image's photos.
+# Also in a separate environment, with PyTorch for comparison and scikit-image for photos.
 verify-pretrained: .venv-verify/.installed
 	.venv-verify/bin/python tests/reference/verify_pretrained.py $(ARGS)
 
-# Every program of tests/programs under every transform, compared with plain JAX; diffrax and numpyro are installed for it.
+# All programs of tests/programs with all transforms, compared with plain JAX. Installs diffrax and numpyro.
 verify-programs: .venv-programs/.installed
 	.venv-programs/bin/python -m tests.programs $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
-# The stamp is written last: an installation that was interrupted is taken up again.
+# The stamp is written last, so an interrupted installation is repeated.
 $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "fnet needs Python 3.11 or newer; $(PYTHON) is %d.%d: try make PYTHON=python3.12 $(MAKECMDGOALS)" % v[:2])'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot create a virtual environment: install its venv package (on Debian and Ubuntu: apt-get install python3-venv), or name another interpreter: make PYTHON=... $(MAKECMDGOALS)" >&2; exit 1; }

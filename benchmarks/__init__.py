@@ -1,1 +1,1 @@
-"""fnet beside its peers. Each table is one command; figures that were measured stand in RESULTS.md."""
+"""Benchmarks of fnet and other libraries. Each table is one command; RESULTS.md contains measured figures."""

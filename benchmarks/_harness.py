@@ -1,7 +1,7 @@
-"""What the benchmarks print: medians, ranges and ratios, under the command, the machine and the versions.
+"""The output of the benchmarks: medians, ranges and ratios, with the command, the machine and the versions.
 
 A small benchmark is a module with a dict of name -> function that returns one figure, and ends with `main(...)`. The
-machines are shared and noisy, so peers take turns (`_live`) and only ratios within one run are compared.
+machines are shared and noisy. Therefore the peers alternate (`_live`), and only ratios within one run are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks._live import Live, serve, turns
 
 
 def seconds(run, *, budget=1.0, repeats=5) -> float:
-    """The best of several means, each over enough calls to fill a share of the budget (seconds)."""
+    """The best of several means, each over enough calls to fill a part of the budget in seconds."""
     run()
     once = max(timeit.timeit(run, number=3) / 3, 1e-7)
     number = max(1, int(budget / repeats / once))
@@ -26,13 +26,13 @@ def seconds(run, *, budget=1.0, repeats=5) -> float:
 
 
 def main(module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, base: str | None = None) -> dict:
-    """Runs every peer once a round, each in a process of its own; prints a table and returns {name: median}.
+    """Runs every peer once in each round, each in its own process; prints a table and returns {name: median}.
 
     Args:
         module: the module to run (`python -m module name` is the process of one peer).
         peers: name -> function returning seconds.
-        unit, scale: how figures are printed: seconds * scale in that unit.
-        base: the peer that ratios are taken to; None: the last.
+        unit, scale: figures are printed as seconds * scale in this unit.
+        base: the peer in the denominator of ratios; None: the last.
     """
     if len(sys.argv) > 1 and sys.argv[1] in peers:
         serve({"time": lambda budget: peers[sys.argv[1]]()})
@@ -48,9 +48,9 @@ def main(module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, 
 
 def table(figures: dict[str, list[float]], *, unit: str, scale: float, bases: list[str],
           more: dict | None = None) -> str:
-    """A line for each peer: median, min and max over the rounds, ratios to the bases, and further columns.
+    """One line for each peer: median, min and max over the rounds, ratios to the bases, and further columns.
 
-    A ratio is the median of the rounds' own ratios, of peers that ran one after the other.
+    A ratio is the median of the ratios in the rounds, between peers that ran one after another.
     """
     columns = ["peer", f"median {unit}", "min", "max", *(f"ratio to {base}" for base in bases), *(more or {})]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
@@ -63,8 +63,8 @@ def table(figures: dict[str, list[float]], *, unit: str, scale: float, bases: li
 
 
 def header(command: str, rounds: int, packages: tuple[str, ...] = (), allocator: str = "") -> str:
-    """The command, the machine and the versions: what a figure needs to be read; the allocator where there is one for
-    all tables."""
+    """The command, the machine and the versions, which are needed to interpret a figure; the allocator if all tables use
+    the same."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = []
@@ -72,7 +72,7 @@ def header(command: str, rounds: int, packages: tuple[str, ...] = (), allocator:
         try:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            pass    # a peer that is not here is not in the table either
+            pass    # a peer that is not installed is not in the table
     return (f"`{command}`, {datetime.date.today()}, {rounds} rounds, {len(os.sched_getaffinity(0))} cores of {_cpu()}, "
             f"Python {platform.python_version()}, {', '.join(versions)}"
             + f", allocator: {allocator}" * bool(allocator) + "\n")

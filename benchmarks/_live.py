@@ -1,7 +1,7 @@
-"""Peers that are all alive at once, each in a process of its own, and take turns while the others sleep.
+"""Peers in separate processes that run at the same time and alternate: one works while the others sleep.
 
-A peer's process reads one JSON object a line and answers each with one: see `serve`. Peers that are started once
-compile once, and a slow spell of the machine meets all of them alike.
+A peer's process reads one JSON object per line and answers each with one: see `serve`. Peers are started and compiled
+once, and a slow period of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 
 
 class PeerError(Exception):
-    """A peer that died, was silent for too long, or could not do what it was asked; the sentence says which."""
+    """A peer died, did not answer in time, or failed; the message states which."""
 
 
 class Live:
-    """A process that answers questions; leaving its `with` ends it.
+    """A process that answers questions. Leaving its `with` block ends it.
 
     Args:
-        name: what it is called in sentences.
-        command: what to run, in the repository's root; it ends in `serve`.
+        name: its name in messages.
+        command: the command to run in the repository's root; it ends in `serve`.
         environment: variables to set.
     """
 
@@ -83,7 +83,7 @@ class Live:
 def serve(answers: dict) -> None:
     """Answers the questions on standard input with `answers[do](**details)` until it closes.
 
-    Standard output carries the answers alone: whatever else is printed goes to standard error.
+    Standard output contains only the answers. All other output goes to standard error.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -103,8 +103,8 @@ def turns(peers: list[Live], *, rounds: int, budget: float, untimed: int = 0,
           limit: float = 600) -> dict[str, list[float]]:
     """Seconds per step of every peer in every round; in each round each runs for about `budget` seconds.
 
-    `untimed` rounds go first and do not count. JAX queues steps, each with memory of its own, so that a process grows
-    in its first turns; what it touches for the first time can be ten times as slow as what it has had before.
+    The first `untimed` rounds are discarded. JAX queues steps, each with its own memory, so the process grows
+    in the first rounds, and the first access to memory can be ten times as slow as later ones.
     """
     figures = {peer.name: [] for peer in peers}
     for _ in range(untimed + rounds):

@@ -1,11 +1,11 @@
-"""What saving costs a training loop: 100 steps with one checkpoint beside 100 steps without.
+"""The cost of saving in a training loop: 100 steps with one checkpoint, compared with 100 steps without.
 
-    python -m benchmarks.checkpoints                 # digits' CNN, and an MLP whose steps are short for its size
+    python -m benchmarks.checkpoints                 # the CNN for digits, and an MLP with short steps for its size
     python -m benchmarks.checkpoints --rounds=20 mlp
 
-Rounds of both, taken in turns; a round with a checkpoint ends when it is on the disk. "wall" is the median over the
-rounds of the ratio of wall times, "processor" that of the time that the cores spent on this process, which other work
-on the machine disturbs less. "call" is how long the loop stands still in `save`.
+Rounds with and without a checkpoint alternate. A round with a checkpoint ends when it is on the disk. "wall" is the
+median ratio of wall times; "processor" that of the time that the cores spent on this process, which is less affected by
+other work on the machine. "call" is how long `save` blocks the loop.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="*", help="cnn, mlp (default: both)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", default=None, help="where the checkpoints go (default: a temporary folder)")
+    parser.add_argument("--folder", default=None, help="folder of the checkpoints (default: a temporary folder)")
     options = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, {options.rounds} rounds of {STEPS} steps\n"
           f"{'task':5} {'state':>9} {'step':>9} {'call':>9} {'wall':>7} {'processor':>10}")
@@ -76,7 +76,7 @@ def measure(name, model, x, labels, rounds, folder):
                     calls.append(time.perf_counter() - wall)
                 for i in range(STEPS):
                     state = step(state)
-                    if i % 2:                              # as `fit` does: no more than two in flight
+                    if i % 2:                              # as in `fit`: at most two steps in flight
                         jax.block_until_ready(state.step)
                 checkpoints.wait()
                 jax.block_until_ready(state)

@@ -1,5 +1,5 @@
-"""What `ft.tune` costs before the first step: the seconds that a training step takes to trace and to compile, plain and
-tuned, in turns in one process.
+"""The cost of `ft.tune` before the first step: seconds to trace and to compile a training step, plain and tuned,
+alternating in one process.
 
     python -m benchmarks.compiling gpt cnn mlp
     python -m benchmarks.compiling gpt --peer=linen --dtype=mixed --rounds=3
@@ -21,7 +21,7 @@ PLAIN, TUNED = "plain", "tuned"
 
 
 def seconds(peer: str, workload, dtype: str, rules) -> tuple[float, float]:
-    """(to trace, to compile) a step that JAX has not seen."""
+    """Seconds to (trace, compile) a new step."""
     module = importlib.import_module(f"benchmarks.peers._{peer}")
     run = module.build(workload, spec.weights(workload), spec.batches(workload, 1), train=True, mixed=dtype == "mixed",
                        rules=rules)
@@ -37,9 +37,9 @@ def main(arguments=None) -> None:
     made.add_argument("workloads", nargs="+", choices=list(spec.WORKLOADS), metavar="WORKLOAD",
                       help=f"of {', '.join(spec.WORKLOADS)}")
     made.add_argument("--peer", choices=("fnet", "handwritten", "linen", "equinox"), default="fnet",
-                      help="whose step it is")
+                      help="the library of the step")
     made.add_argument("--dtype", type=several(TOLERANCE), default=["float32"], help="float32, mixed or float32,mixed")
-    made.add_argument("--size", choices=("full", "small"), default="full", help="small: for a test of this")
+    made.add_argument("--size", choices=("full", "small"), default="full", help="small: to test this benchmark")
     made.add_argument("--rounds", type=int, default=5)
     options = made.parse_args(arguments)
     command = " ".join(sys.argv[1:] if arguments is None else arguments)
@@ -53,7 +53,7 @@ def main(arguments=None) -> None:
 def compared(peer, workload, dtype, rounds) -> str:
     """The table of a workload."""
     parts = {PLAIN: [], TUNED: []}
-    seconds(peer, workload, dtype, None)    # what a first step finds ready, later ones do too
+    seconds(peer, workload, dtype, None)    # warm up, because later steps reuse some results
     for _ in range(rounds):
         for name, rules in ((PLAIN, None), (TUNED, {})):
             parts[name].append(seconds(peer, workload, dtype, rules))

@@ -1,8 +1,8 @@
-"""Which convolutions `tune`'s rule `convolution_kernels` makes faster: each alone, with Eigen's and YNNPACK's kernels.
+"""Which convolutions the rule `convolution_kernels` of `tune` makes faster: Eigen's and YNNPACK's kernels compared.
 
     python -m benchmarks.convolutions
 
-Both programs are in one process and take turns, since a process of its own for each of 24 programs would take minutes.
+Both programs run in one process and alternate, because a process for each of 24 programs would take minutes.
 """
 
 from __future__ import annotations

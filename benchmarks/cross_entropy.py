@@ -1,8 +1,8 @@
-"""The loss of a tied head over GPT-2's vocabulary and its gradient: whole logits beside stretches of them.
+"""The loss of a tied head over GPT-2's vocabulary and its gradient: complete logits compared with chunks.
 
     python -m benchmarks.cross_entropy
 
-Time, and the memory that XLA sets aside beside arguments and results.
+Time, and the temporary memory that XLA allocates in addition to arguments and results.
 """
 
 import jax
@@ -41,4 +41,4 @@ PEERS = {"linear_cross_entropy": lambda: _time(_chunked), "whole logits": lambda
 
 if __name__ == "__main__" and main("benchmarks.cross_entropy", PEERS, unit="ms", scale=1e3, rounds=3):
     for name, loss in (("linear_cross_entropy", _chunked), ("whole logits", _whole)):
-        print(f"{name}: {_compiled(loss).memory_analysis().temp_size_in_bytes / 2 ** 20:,.0f} MiB beside arguments")
+        print(f"{name}: {_compiled(loss).memory_analysis().temp_size_in_bytes / 2 ** 20:,.0f} MiB of temporary memory")

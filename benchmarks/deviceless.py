@@ -1,9 +1,9 @@
-"""GPT-2's training step in bfloat16 compiled for an H100 that is not there: its memory, and the kernels attention got.
+"""GPT-2's training step in bfloat16, compiled for an H100 that is not attached: its memory and attention kernels.
 
     python -m pip install --no-deps jax-cuda13-pjrt==VERSION jax-cuda13-plugin==VERSION      # jax's own version
     python -m benchmarks.deviceless [--preset=gpt2] [--batch=8,16]
 
-Neither a GPU nor CUDA is needed. What this cannot tell is speed: nothing runs.
+Neither a GPU nor CUDA is needed. Nothing runs, so this does not measure speed.
 """
 
 import re
@@ -22,7 +22,7 @@ from fnet import hardware, models
 from fnet import transforms as ft
 from fnet.parallel import _gpus
 
-PRESET = flags.DEFINE_string("preset", "gpt2", "which GPT")
+PRESET = flags.DEFINE_string("preset", "gpt2", "the preset of GPT")
 BATCH = flags.DEFINE_list("batch", ["8", "16"], "texts of 1,024 tokens in a step")
 
 
@@ -33,7 +33,7 @@ def h100():
 
 
 def compiled(model, batch, loss, device):
-    """The step of AdamW on a batch of texts, compiled for the device."""
+    """A training step with AdamW, compiled for the device."""
     place = NamedSharding(jax.sharding.Mesh(np.array([device]), ("data",)), P())
     tx = optax.adamw(6e-4)
 
@@ -62,7 +62,7 @@ def main(_):
     device, model = h100(), models.GPT.preset(PRESET.value)
     print(f"`python -m benchmarks.deviceless --preset={PRESET.value} --batch={','.join(BATCH.value)}`, jax "
           f"{jax.__version__}, for one {device.device_kind}\n\n"
-          "| batch | loss | state GiB | beside it GiB | attention's kernels | compile s |\n|---|---|---|---|---|---|")
+          "| batch | loss | state GiB | temporary GiB | attention's kernels | compile s |\n|---|---|---|---|---|---|")
     for batch in map(int, BATCH.value):
         for name, loss in ("model.cross_entropy", chunked), ("of whole logits", whole):
             start = time.perf_counter()

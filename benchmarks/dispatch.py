@@ -1,6 +1,6 @@
-"""What calling a model costs beside hand-written JAX: the jitted training step of three dense layers, small enough
-that dispatch is what is timed; and what a call of `ft.pmap` costs beside one of `jax.pmap`, over eight emulated
-devices.
+"""The overhead of calling a model compared with hand-written JAX: the jitted training step of three dense layers that
+are so small that the time is that of dispatch; and the overhead of a call of `ft.pmap` compared with `jax.pmap`, on
+eight emulated devices.
 
     python -m benchmarks.dispatch
     python -m benchmarks.dispatch pmap
@@ -52,7 +52,7 @@ def handwritten():
 def _pmap(make):
     step = make(lambda params, x: [p + x.sum() for p in params])
     params = step([jnp.ones((8, 4))] * 8, jnp.ones((8, 4)))
-    x = step([jnp.ones((8, 4))], jnp.ones((8, 4)))[0]    # where it is to lie
+    x = step([jnp.ones((8, 4))], jnp.ones((8, 4)))[0]    # with its final sharding
     return seconds(lambda: jax.block_until_ready(step(params, x)), budget=3, repeats=15)
 
 

@@ -1,4 +1,4 @@
-"""Without jit, as one debugs: the forward pass of a 24-layer MLP beside flax.linen's and hand-written JAX.
+"""Without jit, as in debugging: the forward pass of a 24-layer MLP, compared with flax.linen and hand-written JAX.
 
     python -m benchmarks.eager
 """

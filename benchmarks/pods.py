@@ -1,10 +1,10 @@
-"""GPTs planned and compiled for slices of TPUs that are not there: what is predicted beside what the compiler says.
+"""GPTs planned and compiled for slices of TPUs that are not attached: estimates compared with the compiler's values.
 
     python -m pip install libtpu        # 200 MB; no TPU is needed
     python -m benchmarks.pods [--only=124M]
 
-Each runs in a process of its own. The exit code is 1 where bytes of state and batch are not those of the program, or
-the estimate of the chosen one's peak is further off than a quarter.
+Each runs in its own process. The exit code is 1 if the predicted bytes of state and batch differ from those of the
+program, or if the estimated peak of the selected strategy differs by more than 25 %.
 """
 
 import json
@@ -22,13 +22,13 @@ from fnet import models, parallel
 from fnet import training as tr
 from fnet import transforms as ft
 
-# name: (what a GPT is made with, texts of 1,024 tokens in a batch, chips)
+# name: (configuration of the GPT, texts of 1,024 tokens in a batch, chips)
 CASES = {
     "124M": (dict(vocab_size=50257, width=768, depth=12, heads=12), 512, "v5e:16x16"),
     "872M": (dict(vocab_size=32000, width=1536, depth=29, heads=12), 32, "v5e:2x2"),
 }
 ONLY = flags.DEFINE_string("only", None, f"one of {', '.join(CASES)}")
-CHILD = flags.DEFINE_bool("child", False, "in this process, its figures as JSON on the last line")
+CHILD = flags.DEFINE_bool("child", False, "run in this process and print the figures as JSON in the last line")
 
 
 def planned(config, rows, devices):

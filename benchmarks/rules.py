@@ -1,12 +1,12 @@
-"""Which rules of `ft.tune` pay on the XLA that is installed: each alone, with all others off, beside the plain step.
+"""Which rules of `ft.tune` make a step faster with the installed XLA: each rule alone, compared with the plain step.
 
     python -m benchmarks.rules gpt cnn mlp
-    python -m benchmarks.rules cnn --without          # each off, with all others on, beside all of them
+    python -m benchmarks.rules cnn --without          # each disabled, compared with all rules
     python -m benchmarks.rules cnn --dtype=mixed      # for convolutions of bfloat16
 
-Alone, a rule stands beside `convolution_kernels` (compiler options), which the others were made for, and that beside
-the plain step. A rule pays where it takes less time than the step without it in nine rounds of ten and in the median
-2 % less; 5 % less where there were fewer than nine rounds.
+A single rule is combined with `convolution_kernels` (compiler options), because the others were written for it, and
+`convolution_kernels` is compared with the plain step. A rule pays if the step is faster in nine of ten rounds and the
+median is at least 2 % lower (5 % with fewer than nine rounds).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ KERNELS = "convolution_kernels"
 
 def main(arguments=None) -> None:
     made = parser(prog="python -m benchmarks.rules", description=__doc__.split("\n")[0])
-    made.add_argument("--peer", choices=("jax", "fnet", "linen", "equinox"), default="jax", help="whose step is tuned")
-    made.add_argument("--without", action="store_true", help="each rule off and all others on, instead")
+    made.add_argument("--peer", choices=("jax", "fnet", "linen", "equinox"), default="jax", help="library of the step")
+    made.add_argument("--without", action="store_true", help="disable each rule in turn instead")
     options = made.parse_args(arguments)
     names = [rule.name for rule in RULES["cpu"]]
     plain, base = {"peer": options.peer}, "all" if options.without else KERNELS
@@ -47,7 +47,7 @@ def main(arguments=None) -> None:
 
 
 def verdict(on: list[float], off: list[float]) -> str:
-    """What a rule does to the time of a step, from its rounds with the rule and without."""
+    """The effect of a rule on the time of a step, from rounds with and without it."""
     ratios = sorted(a / b for a, b in zip(on, off))
     median, most = statistics.median(ratios), max(1, len(ratios) * 9 // 10)
     margin = 0.02 if len(ratios) >= 9 else 0.05

@@ -1,4 +1,4 @@
-"""fnet beside its peers: a table for each workload, see `benchmarks.peers`."""
+"""fnet compared with other libraries: one table for each workload, see `benchmarks.peers`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from benchmarks.peers._worker import PEERS
 
 
 def main(arguments=None) -> None:
-    """Runs the workloads one after the other and prints their tables."""
+    """Runs the workloads one after another and prints their tables."""
     made = parser(prog="python -m benchmarks.peers", description=__doc__)
-    made.add_argument("--peers", type=several(PEERS), help=f"of {', '.join(PEERS)}; by default all that are there")
-    made.add_argument("--base", type=several(PEERS), default="jax,torch-compile", help="what ratios are taken to")
+    made.add_argument("--peers", type=several(PEERS), help=f"of {', '.join(PEERS)}; by default all that are installed")
+    made.add_argument("--base", type=several(PEERS), default="jax,torch-compile", help="denominators of the ratios")
     options = made.parse_args(arguments)
     peers = {name: {"peer": name} for name in options.peers or PEERS}
     command = " ".join(sys.argv[1:] if arguments is None else arguments)

@@ -1,4 +1,4 @@
-"""One comparison: the peers' processes, their losses held against each other, their turns, and the table."""
+"""One comparison: the processes of the peers, the check of their losses, their rounds, and the table."""
 
 from __future__ import annotations
 
@@ -57,27 +57,27 @@ def compare(peers: dict, workload: str, mode: str, dtype: str, options, *, bases
 
 
 def parser(**named) -> argparse.ArgumentParser:
-    """What every comparison can be told."""
+    """The command line of every comparison."""
     made = argparse.ArgumentParser(**named)
     made.add_argument("workloads", nargs="+", choices=list(spec.WORKLOADS), metavar="WORKLOAD",
                       help=f"of {', '.join(spec.WORKLOADS)}")
     made.add_argument("--mode", type=several(("train", "infer")), default="train", help="train, infer or train,infer")
     made.add_argument("--dtype", type=several(TOLERANCE), help="float32, mixed or float32,mixed; by default mixed for "
                       f"{', '.join(spec.ACCELERATOR)} and float32 otherwise")
-    made.add_argument("--size", choices=("full", "small"), default="full", help="small: for a test of the harness")
+    made.add_argument("--size", choices=("full", "small"), default="full", help="small: to test the benchmark")
     made.add_argument("--allocator", choices=("default", "tuned", "huge"), default="default",
                       help="tuned: glibc keeps what one step allocated for the next; huge: it asks for huge pages; "
                       "in all peers")
     made.add_argument("--rounds", type=int, default=9)
-    made.add_argument("--untimed", type=int, default=2, help="rounds before those that count")
-    made.add_argument("--budget", type=float, default=0.5, help="seconds of a turn, which is two steps at least")
+    made.add_argument("--untimed", type=int, default=2, help="rounds to discard at the start")
+    made.add_argument("--budget", type=float, default=0.5, help="seconds of a peer in a round, at least two steps")
     made.add_argument("--limit", type=float, default=600, help="seconds that a peer may take to compile or run")
-    made.add_argument("--force", action="store_true", help="run on a CPU what is meant for accelerators")
+    made.add_argument("--force", action="store_true", help="run workloads for accelerators on a CPU")
     return made
 
 
 def several(names):
-    """A type of argument: some of the names, with commas between."""
+    """An argument type: some of the names, separated by commas."""
     def parse(text):
         values = text.split(",")
         for value in values:
@@ -89,7 +89,7 @@ def several(names):
 
 
 def tables(options):
-    """(workload, mode, dtype) of every table that was asked for."""
+    """(workload, mode, dtype) of every requested table."""
     for workload in options.workloads:
         for mode in options.mode:
             for dtype in options.dtype or ["mixed" if workload in spec.ACCELERATOR else "float32"]:
@@ -97,9 +97,9 @@ def tables(options):
 
 
 def agree(name, losses, reference, expected, tolerance):
-    """Raises a PeerError where a loss is not the reference's within the tolerance.
+    """Raises a PeerError if a loss differs from the reference's by more than the tolerance.
 
-    It is relative to the largest of the reference's: what is learned by heart has a loss near 0, which is no measure.
+    It is relative to the largest loss of the reference, because the loss of a memorized batch is near 0.
     """
     for i, (got, want) in enumerate(zip(losses, expected, strict=True)):
         if not abs(got - want) <= tolerance * max(map(abs, expected)):
@@ -129,8 +129,8 @@ def _present(peers, workload, options, required):
             notes.append(f"Left out: {sentence}\n")
             continue
         if refused and answer["platform"] == "cpu":
-            raise PeerError(f"{workload} is meant for an accelerator and {peer.name} sees none here: a step would take "
-                            "minutes; --force runs it all the same")
+            raise PeerError(f"{workload} needs an accelerator, and {peer.name} finds none here; a step would take "
+                            "minutes; --force runs it nevertheless")
         present.append(peer)
     return present, notes
 
@@ -140,7 +140,7 @@ def _peak(memory):
 
 
 def _rates(workload, mode, dtype, options, figures, started):
-    """What one step gets through, per second; on an accelerator also the model FLOPs utilization."""
+    """Tokens or examples per second; on an accelerator also the model FLOPs utilization."""
     w = spec.workload(workload, options.size)
     kind, count = spec.items(w)
     medians = {name: statistics.median(values) for name, values in figures.items()}
