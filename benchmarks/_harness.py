@@ -63,8 +63,8 @@ def table(figures: dict[str, list[float]], *, unit: str, scale: float, bases: li
 
 
 def header(command: str, rounds: int, packages: tuple[str, ...] = (), allocator: str = "") -> str:
-    """The command, the machine and the versions, which are needed to interpret a figure; the allocator if all tables use
-    the same."""
+    """The command, the machine and the versions, which are needed to interpret a figure; the allocator if all tables
+    use the same."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = []

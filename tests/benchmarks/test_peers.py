@@ -71,8 +71,8 @@ def test_a_peer_that_is_not_installed():
 
 def test_what_is_meant_for_accelerators():
     said = peers("gpt2-124m", "--peers=fnet", code=1)
-    assert said.strip() == ("benchmarks.peers: gpt2-124m is meant for an accelerator and fnet sees none here: a step "
-                            "would take minutes; --force runs it all the same")
+    assert said.strip() == ("benchmarks.peers: gpt2-124m needs an accelerator, and fnet finds none here; a step "
+                            "would take minutes; --force runs it nevertheless")
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
