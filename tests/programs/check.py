@@ -62,8 +62,10 @@ def applies(program: Program, transform: str, check: str) -> bool:
         return False
     if transform == "autocast16" and not program.float16:
         return False
-    if program.inner and check == "gradient inside":
+    if check == "gradient inside" and program.inner:
         return False
+    if check == "gradient inside" and transform == "microbatch" and {*program.wrt} & {*program.batched}:
+        return False    # it averages results, and the gradients of the rows of a batch are not to be averaged
     if check == "vmap":
         with settings(program):
             return bool(Arguments(program, program.args()).arrays)
