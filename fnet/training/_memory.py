@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from fnet import hardware as hw
-from fnet.parallel import Plan
 from fnet.parallel._estimate import Estimate, Split, estimate
 from fnet.parallel._planner import ROOM
 from fnet.training import _leaves
+
+if TYPE_CHECKING:
+    from fnet.training._run import Run
 
 _SHOWN = 6
 _GUESSES = 6
@@ -26,31 +27,28 @@ def exhausted(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def error(reason: BaseException, doing: str, step: Callable, state: Any, batch: Any, plan: Plan | None) -> OutOfMemory:
-    """What to raise in place of XLA's error, which does not name what holds the memory.
-
-    Args:
-      reason: XLA's error.
-      doing: what ran out of memory, such as "step 12".
-      step, state, batch: as `fit` takes them; shapes are enough.
-      plan: of several devices, or None.
-    """
-    lines = [f"{doing} ran out of memory ({str(reason).strip().splitlines()[0][:160]})"]
+def error(reason: BaseException, run: Run) -> OutOfMemory:
+    """What to raise in place of XLA's error, which does not name what holds the memory."""
+    first = "the first step" if run.clock.compiled is None else f"the step, near step {run.at},"
+    lines = [f"{run.busy or first} ran out of memory ({str(reason).strip().splitlines()[0][:160]})"]
+    step, state, batch, plan = run.step, run.state, run.batch_kinds.shapes(), run.spread.plan
     device = next(iter(next(x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)).sharding.device_set))
     memory = hw.detect(device).per_device.memory_bytes
     shapes = jax.tree.map(_shape, (state, batch))
     largest = [(x.size * x.dtype.itemsize, f"{x.dtype.name}{list(x.shape)} {name}{path}")
                for name, tree in (("", shapes[0]), ("batch/", shapes[1]))
                for path, x in _leaves.paths(tree).items() if not _leaves.is_key(x)]
-    if plan is None:
+    if plan is None and not run.busy:
         try:
             lines += _needs(step, *shapes, memory, largest)
         except Exception as failed:                        # the report must not hide the error that it is about
             lines.append(f"  (what it needs cannot be estimated: {type(failed).__name__})")
     largest.sort(key=lambda held: -held[0])
-    lines.append("  largest arrays" + (" of the state and batch, all devices together:" if plan else ":"))
+    held = " of the state and batch, all devices together:" if plan else " of the state and batch:" if run.busy else ":"
+    lines.append(f"  largest arrays{held}")
     lines += [f"    {_gib(size):>9}  {what}" for size, what in largest[:_SHOWN]]
-    lines.append("Use a smaller batch, ft.microbatch, ft.rematerialize, or more devices (parallel.plan)")
+    lines.append("Use a smaller batch_size in tr.evaluator" if run.busy else
+                 "Use a smaller batch, ft.microbatch, ft.rematerialize, or more devices (parallel.plan)")
     return OutOfMemory("\n".join(lines))
 
 

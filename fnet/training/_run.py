@@ -150,10 +150,7 @@ class Run:
             self.until_done()
         except jax.errors.JaxRuntimeError as error:
             if _memory.exhausted(error) and self.batch_kinds.last is not None:
-                first = "the first step" if self.clock.compiled is None else f"the step, near step {self.at},"
-                doing = self.busy or first
-                raise _memory.error(error, doing, self.step, self.state, self.batch_kinds.shapes(),
-                                    self.spread.plan) from error
+                raise _memory.error(error, self) from error
             if self.alone:
                 raise
             kept = self.checkpoints and self.checkpoints.latest()

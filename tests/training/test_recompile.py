@@ -128,8 +128,11 @@ def test_an_evaluation_that_runs_out_of_memory():
     def evaluation(state):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
 
-    with pytest.raises(tr.OutOfMemory, match=r"^the evaluation 'test' ran out of memory \(RESOURCE_EX"):
+    text = (r"the evaluation 'test' ran out of memory \(RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes\.\)\n"
+            r"  largest arrays of the state and batch:\n( +0\.0 MiB  .*\n)+Use a smaller batch_size in tr\.evaluator")
+    with pytest.raises(tr.OutOfMemory) as raised:
         lines(lambda i: {"x": np.ones(2, np.float32)}, 2, evaluate={"test": evaluation})
+    assert re.fullmatch(text, str(raised.value))
 
 
 def test_other_errors_of_xla_are_raised_as_they_are():
