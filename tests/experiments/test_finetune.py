@@ -164,7 +164,8 @@ def test_weights_and_data_that_do_not_fit(tiny, weights, photos, tmp_path, monke
     params, state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, "f4"), tuple(vit.spec(vit.example())))
     pretrained.save(vit, params, state, tmp_path / "vit.safetensors", names="timm")
     for changes, text in {
-        ("mobilenet_v2", str(weights)): "holds no weights of a MobileNetV2 by the names of torchvision or timm",
+        ("mobilenet_v2", str(weights)): "contains no weights of a MobileNetV2 with the names of "
+            "torchvision or timm",
         ("alexnet", None): "the weights 'alexnet' are not on this disk: .* write its model.safetensors in Python",
         ("tiny_vit", str(tmp_path / "vit.safetensors")): "--size=64: tiny_vit takes images of 224 pixels alone",
     }.items():
