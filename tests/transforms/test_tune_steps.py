@@ -176,7 +176,7 @@ def test_a_planned_step_is_lowered_tuned():
     got, _ = tuned(state, normal(2, 16, 6))
     close(got, want)
     assert state["w"].is_deleted() and got["w"].sharding == want["w"].sharding
-    with pytest.raises(ValueError, match=r"^plan\.jit: .* has 12 rows, which 8 devices do not divide"):
+    with pytest.raises(ValueError, match=r"^plan\.jit: .* has 12 rows, not a multiple of 8 devices"):
         ft.tune(plan.jit(step), "cpu")(plan.init(jax.random.key(0)), normal(2, 12, 6))
 
 
