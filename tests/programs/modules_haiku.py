@@ -59,7 +59,8 @@ def lstm(params, x):
 
 
 def _remat(x):
-    return hk.remat(hk.Linear(4))(hk.scan(lambda c, x: (c + hk.Linear(4)(x), c), x[0], x)[1])
+    cell = hk.Linear(4, name="cell")    # not in the loop, which JAX may trace more than once
+    return hk.remat(hk.Linear(4))(hk.scan(lambda c, x: (c + cell(x), c), x[0], x)[1])
 
 
 @topic(_params(_remat, x), x)
