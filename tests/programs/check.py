@@ -49,6 +49,7 @@ def _identities(f):
 _LIMITS = {    # what plain JAX says -> why the check means nothing
     "the platform for the specified backend": "JAX lowers callbacks for attached platforms alone",
     "MLIR translation rule for primitive": "plain JAX has no form of a primitive for the platform",
+    "'NoneType' object has no attribute 'build_": "plain JAX needs the GPU plugin to lower it",
     "Leaked trace": "plain JAX leaks a tracer",
 }
 

@@ -15,6 +15,7 @@ from .program import Made, Topic, integers, key, normal
 topic = Topic("structure")
 x3 = normal(3)
 Pair = collections.namedtuple("Pair", ["first", "second"])
+NOTHING = {("autocast32", "*"): "a program without operations, and a rule that matches nothing is an error"}
 NUMBERS = {("tune", "*"): "tune traces numbers, by contract"}
 
 
@@ -114,12 +115,13 @@ def callable_or_number_argument(x, f):
     return f(x) if callable(f) else x * f
 
 
-@topic(x3, None, others=[(x3, "b"), (x3, None)], static=(1,))
+@topic(x3, None, others=[(x3, "b"), (x3, None)], static=(1,), excluded=NOTHING)
 def none_then_string_argument(x, mode):
     return x if mode is None else x * 2
 
 
-@topic({"a": normal(1)}, others=[({"a": normal(1), "flag": 1.},), ({"a": normal(1)},)], promotion="standard")
+@topic({"a": normal(1)}, others=[({"a": normal(1), "flag": 1.},), ({"a": normal(1)},)], promotion="standard",
+       excluded=NOTHING)
 def result_with_a_string_at_times(d):
     return {"y": d["a"], **({"note": "big"} if "flag" in d else {})}
 
@@ -149,7 +151,7 @@ def numpy_arrays(x):
     return jnp.asarray(x) * np.ones(3, np.float32), np.float32(2)
 
 
-@topic(x3, wrt=(), promotion="standard")
+@topic(x3, wrt=(), promotion="standard", excluded=NOTHING)
 def results_that_are_numbers(x):
     return 3, 2.5, True, x.shape[0], x
 
@@ -212,7 +214,7 @@ def dict_with_integer_keys(d):
     return {k + 1: v * (k + 1.) for k, v in d.items()}
 
 
-@topic(x3, wrt=())
+@topic(x3, wrt=(), excluded=NOTHING)
 def shapes_and_types_as_results(x):
     return jax.eval_shape(lambda x: x @ x, x).shape, x.dtype, x.shape
 
@@ -258,6 +260,6 @@ def microbatched_value_and_grad(w, x):
     return jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
 
 
-@topic(key(), normal(3), wrt=(1,))
+@topic(key(), normal(3), wrt=(1,), excluded=NOTHING)
 def key_among_results_and_static(k, x):
     return k, x, "done"
