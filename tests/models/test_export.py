@@ -241,7 +241,7 @@ def test_time_without_a_constraint():
         with pytest.raises(ValueError) as caught:
             export.export(jax.jit(lambda params, x, model=model: model(params, x)))(params, tokens)
         assert str(caught.value) == (
-            f"{name}: the symbolic size time must be at most {CONTEXT}, which its constraints do not say: call "
+            f"{name}: the symbolic size time must be at most {CONTEXT}, but is not constrained; call "
             f"jax.export.symbolic_shape with constraints=('time <= {CONTEXT}',)")
 
 
