@@ -1,6 +1,7 @@
 """The conditions every test runs under: eight CPU devices, strict promotion, warnings as errors."""
 
 import os
+import signal
 
 import pytest
 
@@ -9,6 +10,12 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.setdefault("FNET_PROBE", "0")    # no test waits for, or depends on, what this CPU measures
+
+
+# A run in the background may have inherited that these are ignored, which the processes of tests would inherit too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")

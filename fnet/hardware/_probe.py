@@ -43,7 +43,7 @@ class Probe(NamedTuple):
     Attributes:
         dot, conv: the ratio for a matrix product and for a convolution; infinite if XLA has no bfloat16 operation.
         clock: "wall", or "processor" if the machine was busy: the time that the cores spent on this process.
-        jaxlib: the version of jaxlib.
+        jaxlib: its version.
         date: the date of the measurement, as 2026-11-21.
     """
 

@@ -174,11 +174,11 @@ def test_features_are_what_the_last_layer_sees():
 
 @pytest.mark.parametrize(("model", "shape", "text"), [
     (models.AlexNet(), (1, 200, 224, 3),
-     r"come to 6 x 6 before its dense layers, as 224 x 224 do; \(1, 200, 224, 3\) comes to 5 x 6"),
+     r"reduce to 6 x 6, such as 224 x 224; \(1, 200, 224, 3\) is reduced to 5 x 6"),
     (models.ViT(8, 1, 2), (1, 225, 224, 3),
-     r"images are \[batch, 224, 224, channels\], a whole number of patches of 16; got \(1, 225, 224, 3\)"),
-    (models.ViT(8, 1, 2, size=30), (1, 30, 30, 3), "a whole number of patches of 16"),
-    (models.ResNet((1,), version="v2"), (1, 32, 32, 3), "ResNet: version is 'v1' or 'v1.5'; got 'v2'"),
+     r"images \[batch, 224, 224, channels\], with a size that is a multiple of patch=16; got \(1, 225, 224, 3\)"),
+    (models.ViT(8, 1, 2, size=30), (1, 30, 30, 3), "a multiple of patch=16"),
+    (models.ResNet((1,), version="v2"), (1, 32, 32, 3), "ResNet: version must be 'v1' or 'v1.5'; got 'v2'"),
 ])
 def test_inputs_and_fields_without_sense(model, shape, text):
     with pytest.raises(ValueError, match=text):
