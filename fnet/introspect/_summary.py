@@ -172,7 +172,7 @@ def _as_function(f, args, train, options) -> tuple[Callable, Any, tuple]:
         raise TypeError("summary: expected a layer, a flax.nnx module, or a function and its parameters; got "
                         f"{'no arguments' if callable(f) else f'a {type(f).__name__}'}")
     if train:
-        raise TypeError("summary: train=True is for layers; pass the arguments of a function as they are")
+        raise TypeError("summary: train=True is for layers; a function takes its own arguments")
     return (lambda params, *inputs: f(params, *inputs, **options)), args[0], args[1:]
 
 

@@ -115,7 +115,7 @@ class Inspector(Interpreter):
             return self._scan(eqn, at, inputs, level)
         if name in ("jit", "pjit", "remat2", "checkpoint"):
             return self._call(eqn, at, inputs, level)
-        if name in ENTER and ENTER[name] is not inline:    # its derivative is its own, so it is evaluated as it is
+        if name in ENTER and ENTER[name] is not inline:    # a custom derivative: evaluated without changes
             self._body(bodies(eqn)[0].closed, at, level)(*arrays_of(inputs))
             return super().default(eqn, at, inputs, (None,) * len(eqn.outvars))
         closed = bodies(eqn)[0].closed

@@ -124,11 +124,10 @@ def _copy_attributes(old, new, kind, seen) -> None:
         for name in before.keys() - after.keys():
             delattr(a, name)
         for name, value in after.items():
-            if not any(isinstance(x, _kinds()) or hasattr(x, "shape")
-                       for x in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, _kinds()))):
-                setattr(a, name, value)
-            elif name in before and jax.tree.structure(before[name], is_leaf=is_module) == jax.tree.structure(
-                    value, is_leaf=is_module):
+            leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, _kinds()))
+            has_state = any(isinstance(x, _kinds()) or hasattr(x, "shape") for x in leaves)
+            structures = [jax.tree.structure(x, is_leaf=is_module) for x in (before.get(name), value)]
+            if has_state and structures[0] == structures[1]:
                 _copy_attributes(before[name], value, kind, seen)
             else:
                 setattr(a, name, value)

@@ -33,7 +33,7 @@ class Site:
         structure: its tree; types: of its leaves, for one iteration of all scans around it; None where the program no
             longer contains a leaf.
         scans: (path, length) of the scans around it, outermost first.
-        obstacle: what it is inside of, if no value can be taken out of that.
+        obstacle: the enclosing operation, such as a while loop, that prevents capturing the value, or None.
         differentiated: whether the program around it contains its derivative.
         custom: whether it is inside a function with its own derivative.
         compute: `compute(eqn, arrays)`, for a value inside a primitive.

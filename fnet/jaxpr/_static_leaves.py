@@ -38,8 +38,11 @@ def boxed(tree: Any) -> Any:
 
 
 def results_boxed(tree: Any, arguments: Any = ()) -> Any:
-    """The tree with all leaves that are neither arrays nor numbers as `Static`s, and Python's numbers inside objects
-    that the function hands back as they are in its boxed arguments, such as the options of an Equinox module."""
+    """The tree with all leaves that are neither arrays nor numbers as `Static`s.
+
+    Python numbers inside objects, such as the options of an Equinox module, become `Static`s too if the function
+    returns them unchanged from its boxed arguments.
+    """
     given = {(_field(path), x) for path, x in jax.tree.leaves_with_path(arguments, is_leaf=_static) if _static(x)}
 
     def box(path, x):

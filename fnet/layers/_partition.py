@@ -24,8 +24,8 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
     Args:
       params: a tree of arrays, or of their shapes (`jax.ShapeDtypeStruct`), traced or not.
       pattern: a regular expression, or several. It applies to a leaf if it matches the leaf's path, such as
-        "block1/conv2/kernel", or a prefix of it, such as "block1", completely. Layers of a Stack have one path and
-        cannot be told apart.
+        "block1/conv2/kernel", or a prefix of it, such as "block1", completely. All layers of a Stack have the same
+        path, so a pattern selects all of them or none.
 
     Returns:
       (trainable, frozen). Leaves that have no gradient (integers, bools, keys) are frozen, whether they match or not.

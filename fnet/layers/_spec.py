@@ -109,7 +109,7 @@ def count_parameters(tree: Any) -> int:
         tree: parameters, specs (`model.spec(x).params`), or any tree whose leaves have a shape.
 
     Returns:
-        The sum of the sizes of all leaves. A quantized or shared array counts as often as it is in the tree.
+        The sum of the sizes of all leaves. An array that occurs several times in the tree is counted each time.
 
     >>> from fnet import layers as nn
     >>> nn.count_parameters(nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32")).params)

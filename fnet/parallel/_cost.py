@@ -74,7 +74,7 @@ def units(batch: Any) -> Units:
 
 
 def price(target: Target, seconds: float, count: int) -> list[str]:
-    """Lines with the dollars and watt-hours of a step and of a million units, as far as they are known."""
+    """Lines with the price and energy of a step and of a million units. Unknown values are omitted."""
     chip: Chip = target.chip
     chips = chip.chips_of(target.count)
     hours = seconds / 3600 * chips

@@ -33,7 +33,7 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
     Args:
       data: a tree of arrays (dicts, tuples, lists and their nestings), of data frames, or one of these alone. A data
         frame becomes a dict of its columns.
-      what: what it is for, as messages call it.
+      what: the name of the data in error messages.
 
     Raises:
       ValueError: there are no arrays, or their lengths differ.

@@ -15,7 +15,7 @@ _CHUNK = 8 << 20
 
 
 def local(where: str | os.PathLike) -> Path:
-    """A local path as it is; of a URL, the path of a copy in FNET_DATA or ~/.cache/fnet.
+    """Returns a local path unchanged, and for a URL the path of a copy in FNET_DATA or ~/.cache/fnet.
 
     The copy is used again while the object is the same version and the copy has the checksum it was written with;
     otherwise it is downloaded again, under another name that is changed when it is complete.

@@ -29,8 +29,8 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
       names: the columns of a file without such a line.
       delimiter: what separates cells, such as ";" or tab.
       missing: what to do where a cell of a column of numbers or bools is empty, NA, N/A, NaN, null, none or ?. None
-        raises an error; "drop" leaves out its row; a number replaces it, and so does {column: number}. In a column of
-        text every cell is kept as it is.
+        raises an error; "drop" leaves out its row; a number replaces it, and so does {column: number}. Cells in a
+        column of text are not changed.
 
     Raises:
       ValueError: the file is not such a table, naming the file and the line; or a cell is missing.
