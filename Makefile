@@ -14,14 +14,18 @@ echo "installing fnet and its extras $(2) with $(1) ($$pins)"; \
 $(1) -m pip install --quiet --disable-pip-version-check -c $$pins -e '.[$(2)]'
 endef
 
-.PHONY: demo test test-isa torture verify-pretrained verify-programs pods lint bench clean
+.PHONY: demo test test-all test-isa torture verify-pretrained verify-programs pods lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
 	$(BIN)/python experiments/image_classification.py --workdir=runs/digits $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not exhaustive" $(ARGS)
+
+# The exhaustive tables as well.
+test-all: test
+	$(BIN)/python -m pytest -n auto -m exhaustive $(ARGS); status=$$?; [ $$status = 5 ] || exit $$status    # 5: none is marked
 
 # Numerical tests with the instructions of another CPU, so that no tolerance depends on one machine's rounding. AVX has
 # no fused multiply-add, so elementwise code rounds differently from AVX2 and AVX512, which round equally here. It is the
