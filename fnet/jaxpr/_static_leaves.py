@@ -96,5 +96,5 @@ def _box(path, x):
         hash(x)
     except TypeError:
         where = jax.tree_util.keystr(path) or "the result"
-        raise TypeError(f"{where} is a {type(x).__name__}, which is neither an array nor has a hash") from None
+        raise TypeError(f"{where} is a {type(x).__name__}, which is neither an array nor hashable") from None
     return Static(x)

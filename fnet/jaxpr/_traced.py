@@ -66,7 +66,7 @@ def _check(x: Any) -> None:
         inside += inspect.getclosurevars(x).nonlocals.values()
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(inside)):
         what = f"the function {x.__qualname__!r}, which closes over" if function else f"a {type(x).__name__} with"
-        raise TypeError(f"a transformed function must return arrays, or trees that JAX knows; it returned {what} "
+        raise TypeError(f"a transformed function must return arrays, or pytrees of arrays; it returned {what} "
                         "arrays that were computed inside. Return the arrays themselves, or register the class with "
                         "jax.tree_util.register_dataclass")
 

@@ -88,10 +88,10 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
     if isinstance(policy, str):
         name, policy = policy, hardware.policy(None if policy == "auto" else policy)
         if policy.compute == F32 and name not in ("auto", *_NAMES) and not hardware.detect(name).known:
-            raise ValueError(f"autocast: {name!r} is neither 'auto', nor {', '.join(map(repr, _NAMES))}, nor a chip "
-                             f"that is known; nearest: {', '.join(hardware.chips.nearest(name))}")
+            raise ValueError(f"autocast: expected policy 'auto', {', '.join(map(repr, _NAMES))} or the name of a chip "
+                             f"in hardware.chips; got {name!r}. Nearest: {', '.join(hardware.chips.nearest(name))}")
     if not isinstance(policy, Policy):
-        raise TypeError(f"autocast: a policy is a hardware.Policy or a string; got a {type(policy).__name__}")
+        raise TypeError(f"autocast: expected a hardware.Policy or a string as policy; got a {type(policy).__name__}")
     every = []
     for pattern, dtype in (*(rules or {}).items(), *policy.rules):
         try:
@@ -99,8 +99,8 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
         except TypeError:
             dtype = None
         if dtype is None or dtype.name not in _NAMES:
-            raise ValueError(f"autocast: the rule {pattern!r} gives {(rules or {}).get(pattern)!r}; a dtype is one of "
-                             f"{', '.join(_NAMES)}")
+            raise ValueError(f"autocast: expected a dtype for the rule {pattern!r} ({', '.join(_NAMES)}); got "
+                             f"{(rules or {}).get(pattern)!r}")
         every.append((pattern, re.compile(pattern), dtype))
     return policy, tuple(every)
 
@@ -153,7 +153,7 @@ class _Autocast(Interpreter):
                                  (v for eqn in jaxpr.equations(program) for v in (*eqn.invars, *eqn.outvars)))
         if not any(map(_wide, values)):
             types = sorted({str(v.aval) for v in program.invars})
-            raise TypeError("autocast lowers float32 alone, and the function has none; its inputs are "
+            raise TypeError("autocast changes only float32 values, and the function has none; its inputs are "
                             f"{', '.join(types) or 'no arrays'}")
         return (True,) * len(program.outvars)
 

@@ -239,7 +239,8 @@ def _patterns(who, pattern) -> list[str]:
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
     for each in patterns:
         if not isinstance(each, str):
-            raise TypeError(f"{who}: a pattern is a string, such as 'blocks/attention'; got a {type(each).__name__}")
+            raise TypeError(f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
+                            f"{type(each).__name__}")
     return patterns
 
 
@@ -273,11 +274,11 @@ def _scalar(result, has_aux):
 def _check_original(who, site) -> None:
     if site.differentiated:
         raise ValueError(f"{who}: the site {site.name!r} is in a part of the function that has been differentiated: "
-                         "the backward pass is that of the original value. Apply it to the function before "
+                         "its backward pass uses the original value. Apply it to the function before "
                          f"differentiation: grad({who}(f, ...))")
     if site.custom:
-        raise ValueError(f"{who}: the site {site.name!r} is inside a function with its own derivative (custom_jvp or "
-                         "custom_vjp), which is that of the original value")
+        raise ValueError(f"{who}: the site {site.name!r} is inside a function with custom_jvp or custom_vjp, whose "
+                         "derivative uses the original value")
 
 
 def _changed(site, steps) -> Callable:

@@ -97,8 +97,8 @@ def explain(f: Callable, *args, **kwargs) -> Explanation | Tuning:
     inner = f
     while not hasattr(inner, "autocast") and not hasattr(inner, "tuned"):
         if not hasattr(inner, "__wrapped__"):
-            raise ValueError(f"explain: {getattr(f, '__name__', f)!r} is not what autocast or tune returned: "
-                             "explain(ft.autocast(f), ...)")
+            raise ValueError(f"explain: expected a function returned by autocast or tune; got "
+                             f"{getattr(f, '__name__', f)!r}. Call explain(ft.autocast(f), *args)")
         inner = inner.__wrapped__
     if hasattr(inner, "tuned"):
         return _tuning(*inner.tuned, args, kwargs)

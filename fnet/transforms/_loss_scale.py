@@ -68,10 +68,10 @@ def loss_scale(inner, policy=None, *, initial: float | None = None, growth: floa
     import optax
 
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"loss_scale wraps an Optax transformation, such as optax.adamw(1e-3); got {inner!r}")
+        raise TypeError(f"loss_scale: expected an Optax transformation, such as optax.adamw(1e-3); got {inner!r}")
     if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(f"loss_scale: policy is a hardware.Policy or None; got {policy!r}: "
-                        "hardware.policy(...) makes one")
+        raise TypeError(f"loss_scale: expected a hardware.Policy or None; got {policy!r}. "
+                        "hardware.policy(chip) returns a Policy")
     if policy is not None and policy.loss_scale is None:
         return inner
     if initial is None:
@@ -79,7 +79,7 @@ def loss_scale(inner, policy=None, *, initial: float | None = None, growth: floa
     if not (0 < minimum <= initial <= maximum < 2.0**128 and growth >= 1 and 0 < backoff < 1
             and isinstance(interval, int) and interval >= 1):
         raise ValueError("loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and "
-                         f"a whole interval >= 1; got minimum={minimum}, initial={initial}, maximum={maximum}, "
+                         f"an integer interval >= 1; got minimum={minimum}, initial={initial}, maximum={maximum}, "
                          f"growth={growth}, backoff={backoff}, interval={interval}")
     inner = optax.with_extra_args_support(inner)
 
@@ -121,8 +121,8 @@ def loss_scale_state(opt_state) -> LossScaleState | None:
     """
     found = _states(opt_state)
     if len(found) > 1:
-        raise ValueError(f"the optimizer's state holds {len(found)} loss scales, and one loss has one scale: wrap the "
-                         "whole optimizer in loss_scale, once")
+        raise ValueError(f"expected one loss scale in the optimizer state; got {len(found)}. Wrap the complete "
+                         "optimizer in loss_scale once")
     return found[0] if found else None
 
 
@@ -161,12 +161,12 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
         def multiplied(*args, **kwargs):
             output = loss(*args, **kwargs)
             if has_aux and not (isinstance(output, tuple) and len(output) == 2):
-                raise TypeError("scaled_value_and_grad: with has_aux the loss has to return a pair (scalar, aux)")
+                raise TypeError("scaled_value_and_grad: with has_aux=True the loss must return a pair (scalar, aux)")
             value, aux = output if has_aux else (output, None)
             kind = jnp.result_type(value) if isinstance(value, (jax.Array, float)) else None
             if kind is None or not jnp.issubdtype(kind, jnp.floating) or jnp.shape(value):
                 what = f"{kind}{list(jnp.shape(value))}" if kind else f"a {type(value).__name__}"
-                raise TypeError(f"scaled_value_and_grad: the loss has to be a floating-point scalar; it is {what}")
+                raise TypeError(f"scaled_value_and_grad: the loss must be a floating-point scalar; got {what}")
             value = jnp.asarray(value, _wide(kind))
             return value * state.scale.astype(value.dtype), (value, aux)
 

@@ -52,9 +52,9 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
             floating point nor integer, or a weight is not a real scalar or has side effects.
     """
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"microbatch needs a positive number of slices; got {n!r}")
+        raise ValueError(f"microbatch: the number of slices must be a positive integer; got {n!r}")
     if weight is not None and not callable(weight):
-        raise TypeError("microbatch: weight= is a function of f's arguments that returns the weight of a slice; "
+        raise TypeError("microbatch: weight= must be a function of f's arguments that returns the weight of a slice; "
                         f"got {weight!r}")
     n = int(n)
 
@@ -63,7 +63,7 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         where = batched("microbatch", args, argnums)
         rows = batch_rows("microbatch", args, where)
         if rows % n:
-            raise ValueError(f"microbatch: {n} slices do not divide a batch of {rows} rows; nearest that do: "
+            raise ValueError(f"microbatch: a batch of {rows} rows cannot be divided into {n} equal slices; use "
                              f"{max(d for d in range(1, n + 1) if rows % d == 0)}")
         if n == 1:
             return jax.tree.map(_strong, f(*args, **options))
@@ -171,8 +171,7 @@ def batch_rows(who: str, args, where) -> int:
         for path, leaf in jax.tree.leaves_with_path(args[i]):
             if isinstance(leaf, jax.Ref):
                 raise TypeError(f"{who}: argument {i}{jax.tree_util.keystr(path)} is a jax.Ref, which has no slices; "
-                                "batched arguments are arrays. Pass ref[...], or name the batched arguments in "
-                                "argnums= without it")
+                                "expected arrays. Pass ref[...], or exclude this argument from argnums=")
             if jnp.ndim(leaf):
                 rows.setdefault(jnp.shape(leaf)[0], f"argument {i}{jax.tree_util.keystr(path)} {jnp.shape(leaf)}")
     if len(rows) != 1:
@@ -219,8 +218,8 @@ def _wide(y):
         return jnp.float32 if jnp.finfo(y.dtype).bits < 32 else y.dtype
     if jnp.issubdtype(y.dtype, jnp.integer):
         return y.dtype
-    raise ValueError(f"microbatch: an output is {y.dtype}{list(y.shape)}; floating-point outputs are averaged and "
-                     "integers summed, anything else has no meaning over slices")
+    raise ValueError(f"microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype "
+                     f"(summed); got {y.dtype}{list(y.shape)}")
 
 
 def _strong(y):

@@ -37,7 +37,8 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
         ValueError: if it matches nothing, is ambiguous, or names a site that has no single value.
     """
     if not isinstance(pattern, str):
-        raise TypeError(f"{who}: a pattern is a string, such as 'blocks/attention'; got a {type(pattern).__name__}")
+        raise TypeError(f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
+                        f"{type(pattern).__name__}")
     sites = list(sites)
     try:
         whole = [Match(site, site.name, (None,) * len(site.scans)) for site in sites if _fits(pattern, site)]

@@ -99,8 +99,8 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
     def split(path, x):
         if not np.ndim(x) or len(x) % mesh.size:
-            raise ValueError(f"shard: {_named(path)}has shape {np.shape(x)}, and its rows do not divide among "
-                             f"{mesh.size} devices: give it a multiple of {mesh.size} rows")
+            raise ValueError(f"shard: {_named(path)}has shape {np.shape(x)}; its first axis must be a multiple "
+                             f"of the {mesh.size} devices")
         return _put(mesh, x.reshape(mesh.size, -1, *x.shape[1:]), [0], "devices")
 
     return jax.tree.map_with_path(split, tree)
@@ -128,7 +128,7 @@ def unreplicate(tree: Any) -> Any:
     """
     def first(path, x):
         if not np.ndim(x):
-            raise ValueError(f"unreplicate: {_named(path)}is a scalar, without an axis of devices before it")
+            raise ValueError(f"unreplicate: {_named(path)}is a scalar; expected a leading axis of devices")
         shards = getattr(x, "addressable_shards", ())
         if len(shards) > 1 and shards[0].data.shape[0] == 1:
             return shards[0].data[0]    # without a gather, which x[0] would need
@@ -178,10 +178,10 @@ class _Mapped:
         axes = self.in_axes
         if isinstance(axes, (tuple, list)):
             if len(axes) != len(args):
-                raise ValueError(f"pmap: '{self.name}' has {len(args)} positional arguments; in_axes={axes!r} has an "
-                                 f"entry for {len(axes)}")
+                raise ValueError(f"pmap: '{self.name}' has {len(args)} positional arguments, but in_axes={axes!r} "
+                                 f"has {len(axes)} entries")
             axes = axes[i]
-        return _broadcast(axes, args[i], f"pmap: in_axes={self.in_axes!r} is no prefix of argument {i}")
+        return _broadcast(axes, args[i], f"pmap: in_axes={self.in_axes!r} is not a tree prefix of argument {i}")
 
     def over(self, g, results):
         """g(result, its out axis) of every leaf."""
@@ -189,7 +189,8 @@ class _Mapped:
         return jax.tree.unflatten(structure, [g(y, axis) for y, axis in zip(leaves, self.out_axes_of(results))])
 
     def out_axes_of(self, results) -> list:
-        return _broadcast(self.out_axes, results, f"pmap: out_axes={self.out_axes!r} is no prefix of the results")
+        message = f"pmap: out_axes={self.out_axes!r} is not a tree prefix of the results"
+        return _broadcast(self.out_axes, results, message)
 
     def check_out_axes(self, results):
         for (path, y), axis in zip(jax.tree.leaves_with_path(results), self.out_axes_of(results)):
@@ -205,7 +206,7 @@ class _Mapped:
             name = f"{path[1].key}{jax.tree_util.keystr(path[2:])}"
             raise ValueError(f"pmap: {'keyword ' * path[0].idx}argument {name} has shape {tuple(shape)}; its axis "
                              f"{axis} needs one slice for each of {self.mesh.size} devices. ft.shard splits the rows "
-                             "of a batch in this way; with in_axes=None every device gets the whole argument")
+                             "of a batch in this way; with in_axes=None every device gets the complete argument")
         return where
 
     def check_same(self, body, leaves, axes):
@@ -227,7 +228,7 @@ class _Mapped:
 def _check_axes(name, axes):
     for axis in jax.tree.leaves(axes):
         if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-            raise TypeError(f"pmap: {name} are integers, None, or trees of them; got {axis!r} in {name}={axes!r}")
+            raise TypeError(f"pmap: {name} must be integers, None, or trees of them; got {axis!r} in {name}={axes!r}")
 
 
 def _positions(name, positions) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     [[0.0, 0.0]]
     """
     if not callable(step):
-        raise TypeError(f"tune: a step is a function of arrays; got a {type(step).__name__}")
+        raise TypeError(f"tune: expected a function of arrays; got a {type(step).__name__}")
     chip = _chip(chip)
     chosen = _chosen(chip, rules or {})
     return _Tuned(step, chip, chosen)
@@ -194,12 +194,12 @@ def _chip(chip) -> hardware.Chip:
     if isinstance(chip, hardware.Chip):
         return chip
     if not isinstance(chip, str):
-        raise TypeError(f"tune: a chip is 'auto', a name or a hardware.Chip; got a {type(chip).__name__}")
+        raise TypeError(f"tune: expected a chip that is 'auto', a name or a hardware.Chip; got a {type(chip).__name__}")
     if chip == "cpu":
         return hardware.detect(jax.local_devices(backend="cpu")[0])
     found = hardware.detect(None if chip == "auto" else chip)
     if not found.known and chip != "auto":
-        raise ValueError(f"tune: no chip is called {chip!r}; nearest: "
+        raise ValueError(f"tune: chip {chip!r} is not in hardware.chips; nearest: "
                          f"{', '.join(map(repr, hardware.chips.nearest(chip)))}")
     return found
 
@@ -208,9 +208,9 @@ def _chosen(chip, rules) -> tuple[Rule, ...]:
     every = {rule.name: rule for platform in RULES.values() for rule in platform}
     for name, on in rules.items():
         if name not in every:
-            raise ValueError(f"tune: no rule is called {name!r}; there are {', '.join(every)}")
+            raise ValueError(f"tune: unknown rule {name!r}; the rules are {', '.join(every)}")
         if not isinstance(on, bool):
-            raise ValueError(f"tune: the rule {name!r} is True (on) or False (off); got {on!r}")
+            raise ValueError(f"tune: the value of rule {name!r} must be True (on) or False (off); got {on!r}")
     return tuple(rule for rule in RULES.get(chip.kind, ()) if rules.get(rule.name, _pays(rule)))
 
 
@@ -232,14 +232,14 @@ def _compiled(inner, tuner, args, kwargs, *, name):
     try:
         traced = inner.trace(*args, **kwargs)
     except _NOT_TRACED as error:
-        raise TypeError(f"tune traces the step with arrays in place of numbers, and '{name}' cannot be traced: "
+        raise TypeError(f"tune: '{name}' cannot be traced with abstract arrays: "
                         f"{str(error).strip().splitlines()[0]}") from error
     if not isinstance(traced, jax.stages.Traced):
-        raise TypeError(f"tune: a step is a function of arrays, jitted by jax.jit or not at all; '{name}' is a "
+        raise TypeError(f"tune: expected a plain function or the result of jax.jit; '{name}' is a "
                         f"{type(inner).__module__}.{type(inner).__name__}")
     where, named = traced.args_info
     if len(where) != len(args) or len(named) != len(kwargs):
-        raise TypeError("tune: a step takes arrays alone; bind its static arguments with functools.partial")
+        raise TypeError("tune: a jitted step with static arguments is not supported; bind them with functools.partial")
     given = _donated(traced)
     return jax.jit(wraps(inner)(lambda *args, **kwargs: tuner.run(inner, args, kwargs)),
                    donate_argnums=[i for i, info in enumerate(given[0]) if _all(info)],

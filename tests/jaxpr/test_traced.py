@@ -90,7 +90,7 @@ def test_is_array(x, expected):
 
 @pytest.mark.parametrize("put", [boxed, results_boxed])
 def test_a_leaf_without_a_hash_is_an_error(put):
-    with pytest.raises(TypeError, match=r"^\['a'\]\[0\] is a set, which is neither an array nor has a hash$"):
+    with pytest.raises(TypeError, match=r"^\['a'\]\[0\] is a set, which is neither an array nor hashable$"):
         put({"a": [{1}]})
 
 

@@ -199,7 +199,7 @@ def partial_that_is_a_tree(f, x):
 
 
 @topic(x3, types.SimpleNamespace(width=3, rate=0.5), wrt=(0,), static=(1,),
-       refused={("tune", "value"): "nor has a hash", ("tune", "again"): "nor has a hash"})
+       refused={("tune", "value"): "nor hashable", ("tune", "again"): "nor hashable"})
 def configuration_without_a_hash(x, config):
     return x * config.rate
 

@@ -59,7 +59,7 @@ def test_inside_a_function_with_its_own_derivative():
     same(seen["inside"], y)
     captured = jax.grad(lambda x: ft.capture(own_derivative, "inside")(x)[0].sum())(X)
     same(captured, jnp.ones_like(X))    # its own derivative, not cos
-    with pytest.raises(ValueError, match="the site 'inside' is inside a function with its own derivative"):
+    with pytest.raises(ValueError, match="the site 'inside' is inside a function with custom_jvp"):
         ft.intervene(own_derivative, {"inside": lambda value, index: value})(X)
 
 
@@ -74,7 +74,7 @@ def test_a_differentiated_site_cannot_be_changed():
     ("blocks[3]/mlp", "has the index 3, and the scan at 'blocks' has 3 iterations"),
     ("head[0]", r"the pattern 'head\[0\]' matches no site"),
     ("(", r"the pattern '\(' is not a regular expression \(missing \), unterminated subpattern"),
-    (3, None), ([3], "a pattern is a string, such as 'blocks/attention'; got a int"),
+    (3, None), ([3], "a pattern must be a string, such as 'blocks/attention'; got a int"),
 ])
 def test_errors_of_patterns(pattern, message):
     with pytest.raises((ValueError, TypeError), match=message):

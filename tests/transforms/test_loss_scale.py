@@ -370,18 +370,17 @@ def test_a_loss_of_1e_7_learns_in_float16_only_with_the_scaler():
 
 
 SGD = optax.sgd(1.0)
-TWO = ("the optimizer's state holds 2 loss scales, and one loss has one scale: wrap the whole optimizer in loss_scale, "
-       "once")
+TWO = "expected one loss scale in the optimizer state; got 2. Wrap the complete optimizer in loss_scale once"
 
 
 @pytest.mark.parametrize(("call", "error", "text"), [
     (lambda: ft.loss_scale(1e-3), TypeError,
-     "loss_scale wraps an Optax transformation, such as optax.adamw(1e-3); got 0.001"),
+     "loss_scale: expected an Optax transformation, such as optax.adamw(1e-3); got 0.001"),
     (lambda: ft.loss_scale(SGD, "float16"), TypeError,
-     "loss_scale: policy is a hardware.Policy or None; got 'float16': hardware.policy(...) makes one"),
+     "loss_scale: expected a hardware.Policy or None; got 'float16'. hardware.policy(chip) returns a Policy"),
     *[(lambda options=options: ft.loss_scale(SGD, **options), ValueError,
-       "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and a whole interval "
-       f">= 1; got minimum={options.get('minimum', 2.0**-14)}, initial={options.get('initial', 2.0**15)}, "
+       "loss_scale needs 0 < minimum <= initial <= maximum < 2^128, growth >= 1, 0 < backoff < 1 and an integer "
+       f"interval >= 1; got minimum={options.get('minimum', 2.0**-14)}, initial={options.get('initial', 2.0**15)}, "
        f"maximum={options.get('maximum', 2.0**24)}, growth={options.get('growth', 2.0)}, "
        f"backoff={options.get('backoff', 0.5)}, interval={options.get('interval', 2000)}")
       for options in ({"initial": 0.0}, {"initial": float("nan")}, {"initial": 2.0**25}, {"minimum": 2.0**16},
@@ -393,13 +392,13 @@ TWO = ("the optimizer's state holds 2 loss scales, and one loss has one scale: w
         optax.multi_transform({"a": ft.loss_scale(SGD), "b": ft.loss_scale(SGD)}, {"w": "a", "v": "b"}).init(
             PARAMS | {"v": jnp.ones(2)}), PARAMS), ValueError, TWO),
     (lambda: ft.scaled_value_and_grad(lambda p: p["w"])(ft.loss_scale(SGD).init(PARAMS), PARAMS), TypeError,
-     "scaled_value_and_grad: the loss has to be a floating-point scalar; it is float32[2]"),
+     "scaled_value_and_grad: the loss must be a floating-point scalar; got float32[2]"),
     (lambda: ft.scaled_value_and_grad(lambda p: jnp.int32(3))(ft.loss_scale(SGD).init(PARAMS), PARAMS), TypeError,
-     "scaled_value_and_grad: the loss has to be a floating-point scalar; it is int32[]"),
+     "scaled_value_and_grad: the loss must be a floating-point scalar; got int32[]"),
     (lambda: ft.scaled_value_and_grad(lambda p: (p["w"].sum(), 1))(ft.loss_scale(SGD).init(PARAMS), PARAMS), TypeError,
-     "scaled_value_and_grad: the loss has to be a floating-point scalar; it is a tuple"),
+     "scaled_value_and_grad: the loss must be a floating-point scalar; got a tuple"),
     (lambda: ft.scaled_value_and_grad(lambda p: p["w"].sum(), has_aux=True)(ft.loss_scale(SGD).init(PARAMS), PARAMS),
-     TypeError, "scaled_value_and_grad: with has_aux the loss has to return a pair (scalar, aux)"),
+     TypeError, "scaled_value_and_grad: with has_aux=True the loss must return a pair (scalar, aux)"),
 ])
 def test_errors(call, error, text):
     with pytest.raises(error) as caught:

@@ -293,10 +293,10 @@ def test_weight_is_traced_into_one_loop():
 
 ROWS = "the batched arguments must be arrays with the same number of rows (argnums= says which arguments are batched)"
 ERRORS = {
-    "slices": (lambda: ft.microbatch(loss, 0), "microbatch needs a positive number of slices; got 0"),
+    "slices": (lambda: ft.microbatch(loss, 0), "microbatch: the number of slices must be a positive integer; got 0"),
     "indivisible": (
         lambda: ft.microbatch(loss, 5)(PARAMS, jnp.ones((24, 4))),
-        "microbatch: 5 slices do not divide a batch of 24 rows; nearest that do: 4"),
+        "microbatch: a batch of 24 rows cannot be divided into 5 equal slices; use 4"),
     "no arrays": (lambda: ft.microbatch(loss, 2)(PARAMS, 1.0), f"microbatch: {ROWS}; got no arrays"),
     "rows": (
         lambda: ft.microbatch(loss, 2)(PARAMS, {"x": jnp.ones((8, 4)), "y": jnp.ones(4)}),
@@ -312,12 +312,12 @@ ERRORS = {
         "microbatch: weight= must return a real scalar, the weight of a slice; got complex64[]"),
     "booleans of one slice": (
         lambda: ft.microbatch(lambda _, x: (x > 0).any(), 1)(None, jnp.ones((8, 2))),
-        "microbatch: an output is bool[]; floating-point outputs are averaged and integers summed, anything else "
-        "has no meaning over slices"),
+        "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype (summed); "
+        "got bool[]"),
     "booleans": (
         lambda: ft.microbatch(lambda _, x: (x > 0).any(), 2)(None, jnp.ones((8, 2))),
-        "microbatch: an output is bool[]; floating-point outputs are averaged and integers summed, anything else "
-        "has no meaning over slices"),
+        "microbatch: expected outputs with floating-point dtype (averaged over slices) or integer dtype (summed); "
+        "got bool[]"),
 }
 
 

@@ -267,10 +267,10 @@ def test_shard_replicate_unreplicate():
     (lambda: ft.pmap(lambda x: x)(jnp.float32(1)), "pmap: argument 0 has shape (); its axis 0 needs one slice"),
     (lambda: ft.pmap(lambda *, x: x)(x=X[:1]), "pmap: keyword argument x has shape (1, 3, 4); its axis 0"),
     (lambda: ft.pmap(lambda a, b: a, in_axes=(0,))(X, X),
-     "has 2 positional arguments; in_axes=(0,) has an entry for 1"),
+     "has 2 positional arguments, but in_axes=(0,) has 1 entries"),
     (lambda: ft.pmap(lambda a: a["x"], in_axes=({"y": 0},))({"x": X}),
-     "pmap: in_axes=({'y': 0},) is no prefix of argument 0, which has PyTreeDef({'x': *})"),
-    (lambda: ft.pmap(lambda a: a, out_axes={"y": 0})(X), "pmap: out_axes={'y': 0} is no prefix of the results"),
+     "pmap: in_axes=({'y': 0},) is not a tree prefix of argument 0, which has PyTreeDef({'x': *})"),
+    (lambda: ft.pmap(lambda a: a, out_axes={"y": 0})(X), "pmap: out_axes={'y': 0} is not a tree prefix of the results"),
     (lambda: ft.pmap(lambda x: {"a": x.sum()}, out_axes=None)(X),
      "pmap: result ['a'] of shape () has out_axes=None and may differ between devices: combine it first, e.g. "
      "with lax.pmean(..., 'devices'), or use out_axes=0 to stack it"),
@@ -288,8 +288,8 @@ def test_shard_replicate_unreplicate():
     (lambda: ft.pmap(jnp.sin, donate_argnums="a"), "counted from 0; got 'a'"),
     (lambda: ft.pmap(jnp.sin, devices=[]), "pmap needs at least one device; got devices=[]"),
     (lambda: ft.shard({"x": X[:6]}),
-     "shard: ['x'] has shape (6, 3, 4), and its rows do not divide among 8 devices: give it a multiple of 8 rows"),
-    (lambda: ft.unreplicate({"n": 3}), "unreplicate: ['n'] is a scalar, without an axis of devices before it"),
+     "shard: ['x'] has shape (6, 3, 4); its first axis must be a multiple of the 8 devices"),
+    (lambda: ft.unreplicate({"n": 3}), "unreplicate: ['n'] is a scalar; expected a leading axis of devices"),
 ])
 def test_errors(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -297,10 +297,10 @@ def test_errors(call, message):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"in_axes": 0.0}, "pmap: in_axes are integers, None, or trees of them; got 0.0 in in_axes=0.0"),
-    ({"in_axes": ({"x": True},)}, "pmap: in_axes are integers, None, or trees of them; got True in "
+    ({"in_axes": 0.0}, "pmap: in_axes must be integers, None, or trees of them; got 0.0 in in_axes=0.0"),
+    ({"in_axes": ({"x": True},)}, "pmap: in_axes must be integers, None, or trees of them; got True in "
      "in_axes=({'x': True},)"),
-    ({"out_axes": "i"}, "pmap: out_axes are integers, None, or trees of them; got 'i' in out_axes='i'"),
+    ({"out_axes": "i"}, "pmap: out_axes must be integers, None, or trees of them; got 'i' in out_axes='i'"),
 ])
 def test_axes_are_integers(options, message):
     with pytest.raises(TypeError, match=re.escape(message)):

@@ -372,8 +372,8 @@ def test_misuse_of_refs_is_jaxs_error_at_the_users_function(name, transform):
 
 
 def test_microbatch_refuses_a_ref_as_batch_and_effects_of_weights():
-    message = ("microbatch: argument 1['x'] is a jax.Ref, which has no slices; batched arguments are arrays. Pass "
-               "ref[...], or name the batched arguments in argnums= without it")
+    message = ("microbatch: argument 1['x'] is a jax.Ref, which has no slices; expected arrays. Pass "
+               "ref[...], or exclude this argument from argnums=")
     with pytest.raises(TypeError, match=re.escape(message) + "$"):
         ft.microbatch(lambda p, d: p * d["x"][...].sum(), 2)(1.0, {"x": jax.new_ref(X)})
 

@@ -385,17 +385,18 @@ def test_explain_is_a_table():
 
 
 @pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: ft.tune(3), TypeError, "tune: a step is a function of arrays; got a int"),
-    (lambda: ft.tune(jnp.sin, "TPU v99"), ValueError, "tune: no chip is called 'TPU v99'; nearest: "),
-    (lambda: ft.tune(jnp.sin, 5), TypeError, "tune: a chip is 'auto', a name or a hardware.Chip; got a int"),
+    (lambda: ft.tune(3), TypeError, "tune: expected a function of arrays; got a int"),
+    (lambda: ft.tune(jnp.sin, "TPU v99"), ValueError, "tune: chip 'TPU v99' is not in hardware.chips; nearest: "),
+    (lambda: ft.tune(jnp.sin, 5), TypeError,
+     "tune: expected a chip that is 'auto', a name or a hardware.Chip; got a int"),
     (lambda: ft.tune(jnp.sin, rules={"pool": False}), ValueError,
-     f"tune: no rule is called 'pool'; there are {', '.join(NAMES)}"),
+     f"tune: unknown rule 'pool'; the rules are {', '.join(NAMES)}"),
     (lambda: ft.tune(jnp.sin, rules={"products": "no"}), ValueError,
-     "tune: the rule 'products' is True (on) or False (off); got 'no'"),
+     "tune: the value of rule 'products' must be True (on) or False (off); got 'no'"),
     (lambda: ft.tune(lambda x: float(x) + 1)(jnp.ones(())), TypeError,
-     "tune traces the step with arrays in place of numbers, and '<lambda>' cannot be traced: "),
+     "tune: '<lambda>' cannot be traced with abstract arrays: "),
     (lambda: ft.tune(jax.jit(lambda x, n: x * n, static_argnums=1))(jnp.ones(()), 3), TypeError,
-     "tune: a step takes arrays alone; bind its static arguments with functools.partial"),
+     "tune: a jitted step with static arguments is not supported; bind them with functools.partial"),
 ])
 def test_bad_input(make, error, message):
     with pytest.raises(error, match=re.escape(message)):

@@ -61,9 +61,9 @@ def test_steps_with_values_that_are_not_arrays_compile_ahead_of_time():
 
 
 def test_a_value_without_a_hash_is_named():
-    with pytest.raises(TypeError, match=r"\[0\]\[1\] is a set, which is neither an array nor has a hash"):
+    with pytest.raises(TypeError, match=r"\[0\]\[1\] is a set, which is neither an array nor hashable"):
         ft.tune(lambda x, s: x, "cpu")(X, {1})
-    with pytest.raises(TypeError, match=r"^the result is a set, which is neither an array nor has a hash"):
+    with pytest.raises(TypeError, match=r"^the result is a set, which is neither an array nor hashable"):
         ft.tune(lambda x: {1}, "cpu")(X)
 
 
