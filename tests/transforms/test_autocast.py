@@ -149,14 +149,14 @@ def test_a_rule_that_matches_nothing_names_what_is_near():
 
 
 def test_bad_input_in_one_sentence():
-    with pytest.raises(ValueError, match="'float16' or the name of a chip in hardware.chips; got 'bfloat17'"):
+    with pytest.raises(ValueError, match=r"'float16' or the name of a chip in hardware\.chips; got 'bfloat17'"):
         ft.autocast(jnp.matmul, "bfloat17")
     with pytest.raises(TypeError, match=r"expected a hardware\.Policy or a string as policy; got a int"):
         ft.autocast(jnp.matmul, 16)
     with pytest.raises(ValueError, match=r"the rule 'head' \(float32, bfloat16, float16\); got 'int8'"):
         ft.autocast(jnp.matmul, "bfloat16", rules={"head": "int8"})
-    with pytest.raises(TypeError, match=re.escape("autocast changes only float32 values, and the function has none; its "
-                                                  "inputs are int32[3]")):
+    with pytest.raises(TypeError, match=re.escape("autocast changes only float32 values, and the function has none; "
+                                                  "its inputs are int32[3]")):
         ft.autocast(lambda x: x + 1, "bfloat16")(jnp.arange(3))
 
 

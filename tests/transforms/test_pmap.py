@@ -260,8 +260,8 @@ def test_shard_replicate_unreplicate():
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: ft.pmap(jnp.sin)(X[:6]), "pmap: argument 0 has shape (6, 3, 4); its axis 0 needs one slice for each of 8 "
-     "devices. ft.shard splits the rows of a batch in this way; with in_axes=None every device gets the whole "
-     "argument"),
+     "devices. ft.shard splits the rows of a batch in this way; with in_axes=None every device gets the "
+     "complete argument"),
     (lambda: ft.pmap(lambda a, b: b, in_axes=(None, 1))(W, {"x": X}),
      "pmap: argument 1['x'] has shape (8, 3, 4); its axis 1 needs one slice for each of 8 devices"),
     (lambda: ft.pmap(lambda x: x)(jnp.float32(1)), "pmap: argument 0 has shape (); its axis 0 needs one slice"),
