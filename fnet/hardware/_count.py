@@ -152,12 +152,16 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
 
 def count_jaxpr(closed: Any) -> Count:
     """`count` of a closed jaxpr."""
-    tally = _Tally()
-    tally.frame(read(closed.jaxpr), 1)
-    scopes = {path: tally.scopes[path] for path in tally.scopes}
     arguments = sum(nbytes(v.aval) for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars))
     outputs = sum(nbytes(aval) for aval in closed.out_avals)
-    return Count(_sum(scopes.values()), FrozenTable(scopes), tuple(tally.matmuls), arguments, outputs,
+    return dataclasses.replace(count_frame(read(closed.jaxpr)), argument_bytes=arguments, output_bytes=outputs)
+
+
+def count_frame(frame: Frame) -> Count:
+    """`count` of a frame, without its arguments and outputs."""
+    tally = _Tally()
+    tally.frame(frame, 1)
+    return Count(_sum(tally.scopes.values()), FrozenTable(tally.scopes), tuple(tally.matmuls), 0, 0,
                  tuple(dict.fromkeys(tally.notes)))
 
 
@@ -242,12 +246,20 @@ class _Tally:
 
 
 def _fused_traffic(frame: Frame) -> dict[str, int]:
-    """Bytes moved in each scope of a frame, if elementwise operations are fused with neighbors of the same scope.
+    traffic: dict[str, int] = {}
+    for op, size in fused_traffic(frame):
+        traffic[op.scope] = traffic.get(op.scope, 0) + size
+    return traffic
 
-    A value that enters or leaves the frame, or that another scope reads, is written to memory and read again.
+
+def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
+    """Bytes moved by the operations of a frame, if elementwise ones are fused with neighbors of the same scope.
+
+    A value that enters or leaves the frame, or that another scope reads, is written to memory and read again, once in
+    each scope: its first reader counts.
     """
     kept = Kept(frame, by_scope=True)
-    moved: dict[tuple[str, int, str], int] = {}
+    moved: dict[tuple[str, int, str], tuple[Op, int]] = {}
     for op in kept.real:
         if op.bodies:
             continue      # the frame of its body counts these bytes
@@ -257,11 +269,9 @@ def _fused_traffic(frame: Frame) -> dict[str, int]:
                 if i is not None and kept(i) and not (way == "write" and not kept.users.get(i)
                                                       and i not in kept.outputs):
                     key = (op.scope, kept.name(i), way)
-                    moved[key] = max(moved.get(key, 0), size)
-    traffic: dict[str, int] = {}
-    for (scope, _, _), size in moved.items():
-        traffic[scope] = traffic.get(scope, 0) + size
-    return traffic
+                    if key not in moved or size > moved[key][1]:
+                        moved[key] = op, size
+    return list(moved.values())
 
 
 class Kept:

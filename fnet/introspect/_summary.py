@@ -118,7 +118,7 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
     >>> print(summary(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5))).total.parameters)
     34
     """
-    run, params, inputs = _as_function(f, args, train, options)
+    run, params, inputs = as_function(f, args, train, options)
     forward = hw.count(run, params, *inputs)
     both, chip, seconds = _cost_of_training(run, params, inputs, chip)
     kept = kept_activations(run, params, *inputs)
@@ -150,7 +150,7 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
     return Summary(rows, row("", [result]), chip, notes)
 
 
-def _as_function(f, args, train, options) -> tuple[Callable, Any, tuple]:
+def as_function(f, args, train, options, caller="summary") -> tuple[Callable, Any, tuple]:
     """(a function of parameters and inputs, its parameters, its inputs)"""
     nnx = sys.modules.get("flax.nnx")
     if isinstance(f, Layer):
@@ -169,10 +169,10 @@ def _as_function(f, args, train, options) -> tuple[Callable, Any, tuple]:
         fresh = lambda: jax.tree.map(lambda x: x, rest)    # variables that belong to the current trace
         return (lambda params, *inputs: nnx.merge(graph, params, fresh())(*inputs, **options)), params, args
     if not callable(f) or not args:
-        raise TypeError("summary: expected a layer, a flax.nnx module, or a function and its parameters; got "
+        raise TypeError(f"{caller}: expected a layer, a flax.nnx module, or a function and its parameters; got "
                         f"{'no arguments' if callable(f) else f'a {type(f).__name__}'}")
     if train:
-        raise TypeError("summary: train=True is for layers; a function takes its own arguments")
+        raise TypeError(f"{caller}: train=True is for layers; a function takes its own arguments")
     return (lambda params, *inputs: f(params, *inputs, **options)), args[0], args[1:]
 
 

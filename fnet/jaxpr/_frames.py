@@ -33,10 +33,15 @@ class Op:
 
 @dataclasses.dataclass
 class Frame:
-    """A straight piece of program: its operations in order, and the ids of its outputs."""
+    """A straight piece of program: its operations in order, and the ids of its results in order."""
 
     ops: list[Op]
-    outputs: set[int | None]
+    results: tuple[int | None, ...]
+
+    @property
+    def outputs(self) -> set[int | None]:
+        """The ids of its results."""
+        return set(self.results)
 
 
 def read(jaxpr: Any, outer: Scope = TOP) -> Frame:
@@ -65,4 +70,4 @@ def read(jaxpr: Any, outer: Scope = TOP) -> Frame:
 
     env: dict[Any, int | None] = {v: next(ids) for v in (*jaxpr.constvars, *jaxpr.invars)}
     run(jaxpr, env, outer)
-    return Frame(ops, {look(env, atom) for atom in jaxpr.outvars})
+    return Frame(ops, tuple(look(env, atom) for atom in jaxpr.outvars))

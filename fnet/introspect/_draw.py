@@ -1,0 +1,213 @@
+"""A program as SVG, with some scopes expanded. graph.js draws the same in the browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+from fnet.introspect._arrange import Arrangement, neighbors, route
+from fnet.introspect._flow import Node, Value
+from fnet.introspect._place import LIGHT, SIZES, STEPS, Placed, box, place, short
+
+_STYLE = """text{font:13px system-ui,sans-serif;fill:#1a2330}.l{font-size:11px;fill:#52606f}.b{font-weight:600}
+.e{fill:none;stroke:#8593a3;stroke-width:1.3}.p{stroke-dasharray:5 4}.n{stroke:#8593a3}.g{fill:#fff;stroke:#b6c0cb}
+.t{font-size:10.5px;fill:#52606f;paint-order:stroke;stroke:#fff;stroke-width:6px}.w{fill:#fff}"""
+
+
+class Drawing:
+    """Positions and SVG of a program.
+
+    Args:
+        made: the arrangement of each scope.
+        values: what edges carry.
+        expanded: the scopes whose inside is drawn.
+        line: the second line of text of a node. share: its share of the whole, which decides its color.
+    """
+
+    def __init__(self, made: dict[Node, Arrangement], values: list[Value], expanded: set[Node],
+                 line: Callable[[Node], str], share: Callable[[Node], float]):
+        self.made, self.values, self.expanded, self.line, self.share = made, values, expanded, line, share
+        self.placed: dict[Node, Placed] = {}
+        self.sizes: dict[Node, tuple[float, float]] = {}
+        self.parts: list[str] = []
+
+    def svg(self, root: Node) -> str:
+        pad = SIZES["pad"]
+        if any(child.kind == "phase" for child in root.children):
+            wide, high = self._columns(root)
+        else:
+            self._measure(root)
+            wide, high = self.placed[root].width, self.placed[root].height
+            self._inside(root, pad, pad, 0, 0)
+        wide, high = wide + 2 * pad, high + 2 * pad
+        return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" width="{wide:.0f}" '
+                f'height="{high:.0f}" role="img"><title>{escape(root.name)}</title><style>{_STYLE}</style><defs>'
+                '<marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+                '<path d="M0 0L8 4L0 8z" fill="#8593a3"/></marker></defs><rect width="100%" height="100%" '
+                f'fill="#fff"/>{"".join(self.parts)}</svg>')
+
+    def size(self, node: Node) -> tuple[float, float]:
+        if node not in self.sizes:
+            self.sizes[node] = self._measure(node) if node in self.expanded else box(node, self.line(node))
+        return self.sizes[node]
+
+    def _measure(self, node) -> tuple[float, float]:
+        made = self.made[node]
+        sizes = [self.size(child) for child in node.children]
+        sizes += [(SIZES["port"] + 5.7 * len(self._text([value])), 0) for value in made.entering]
+        sizes += [(SIZES["port"], 0) for _ in made.leaving]
+        sizes += [(SIZES["lane"], 0)] * (len(made.lines) - len(sizes))
+        placed = self.placed[node] = place(made, sizes)
+        title = 8 * len(short(node.name)) + 7 * len(node.badge) + 60
+        return max(placed.width + 2 * SIZES["pad"], title), placed.height + SIZES["header"] + SIZES["pad"]
+
+    def _text(self, carried: Sequence[int]) -> str:
+        if len(carried) == 1:
+            return self.values[carried[0]].type if carried[0] >= 0 else "several values"
+        return f"{len(carried)} values"
+
+    def _node(self, node, x, y, flip) -> None:
+        wide, high = self.size(node)
+        if node in self.expanded:
+            self.parts.append(f'<rect class="g" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" rx="8"/>'
+                              f'<text class="b" x="{x + 12:.1f}" y="{y + 20:.1f}">{escape(short(node.name))}'
+                              f'<tspan class="l" dx="8">{escape(node.badge)}</tspan></text>')
+            inner = x + (wide - self.placed[node].width) / 2
+            self._inside(node, inner, y + SIZES["header"], y, y + high, flip)
+            return
+        step = sum(self.share(node) >= limit for limit in STEPS)
+        white, line = (" w" if step >= 4 else ""), self.line(node)
+        radius = high / 2 if node.kind in ("input", "result") else 6
+        text = lambda of, level, words: (f'<text class="{of}{white}" text-anchor="middle" x="{x + wide / 2:.1f}" '
+                                         f'y="{y + level:.1f}">{words}</text>')
+        name = escape(short(node.name)) + (f'<tspan class="l{white}" dx="6">{escape(node.badge)}</tspan>'
+                                           if node.badge else "")
+        self.parts.append(
+            f'<g><title>{escape(node.path or node.name)}</title><rect class="n" x="{x:.1f}" y="{y:.1f}" '
+            f'width="{wide}" height="{high}" rx="{radius}" fill="{LIGHT[step]}"/>'
+            + text("b" if node.children else "", 20, name) + (text("l", 36, escape(line)) if line else "") + "</g>")
+
+    def _inside(self, node, x, y, top, bottom, flip=False) -> None:
+        """Draws the children of a scope from (x, y) on; its own box reaches from `top` to `bottom`."""
+        made, placed = self.made[node], self.placed[node]
+        layer, _ = neighbors(made)
+        turn = (lambda v: y + placed.height - v) if flip else (lambda v: y + v)
+        first_out = made.children + len(made.entering)
+        is_open = lambda i: i < made.children and node.children[i] in self.expanded
+        labels: dict[tuple, tuple[float, float, set]] = {}
+
+        def end(i, value, leaving):
+            """Where a line starts or ends at an item."""
+            at, level = x + placed.x[i], turn(placed.y[i])
+            if i >= made.children:
+                return at, level
+            high = self.size(node.children[i])[1]
+            level = turn(placed.y[i] + high) if leaving else level
+            return (at + self.port(node.children[i], value, leaving) if is_open(i) else at), level
+
+        for a, b, carried in made.edges:
+            through = route(made, layer, a, b)
+            for value in carried if is_open(a) or is_open(b) else carried[:1]:
+                (x0, y0), (x1, y1) = end(a, value, True), end(b, value, False)
+                before = x0, turn(placed.bottoms[layer[a]] + SIZES["trunk"])      # the label is beside one line
+                path = f"M{x0:.1f} {y0:.1f}L{x0:.1f} {before[1]:.1f}"
+                for i in through[1:]:
+                    at = x1 if i == b else x + placed.x[i]
+                    level = turn(placed.tops[layer[i]])
+                    middle = (before[1] + level) / 2
+                    path += f"C{before[0]:.1f} {middle:.1f} {at:.1f} {middle:.1f} {at:.1f} {level:.1f}"
+                    before = at, turn(placed.bottoms[layer[i]])
+                    final = y1 if i == b else before[1]
+                    path += f"L{at:.1f} {final:.1f}" if abs(final - level) > 0.1 else ""
+                arrow = ' marker-end="url(#a)"' if b < made.children else ""
+                self.parts.append(f'<path class="e" d="{path}"{arrow}/>')
+                named = made.children <= a < first_out or (
+                    a < made.children and not is_open(a) and node.children[a].kind != "input")
+                if named:
+                    label = labels.setdefault((a, round(x0)), (x0, y0 + (-8 if flip else 15), set()))
+                    label[2].update([value] if is_open(b) or is_open(a) else carried)
+        for i in range(made.children, first_out + len(made.leaving)) if node.parent is not None else ():
+            at, outer = x + placed.x[i], top if (i < first_out) != flip else bottom
+            self.parts.append(f'<path class="e" d="M{at:.1f} {outer:.1f}L{at:.1f} {turn(placed.y[i]):.1f}"/>')
+        for i, child in enumerate(node.children):
+            wide, high = self.size(child)
+            self._node(child, x + placed.x[i] - wide / 2, turn(placed.y[i] + (high if flip else 0)), flip)
+        for at, level, carried in labels.values():
+            self.parts.append(f'<text class="t" text-anchor="middle" x="{at:.1f}" y="{level:.1f}">'
+                              f'{escape(self._text(sorted(carried)))}</text>')
+
+    def port(self, node: Node, value: int, leaving: bool) -> float:
+        """How far from its center a value enters or leaves an expanded scope."""
+        made, placed = self.made[node], self.placed[node]
+        ports, first = (made.leaving, made.children + len(made.entering)) if leaving else (made.entering, made.children)
+        if not ports or (value not in ports and -1 not in ports):
+            return 0.0
+        return placed.x[first + (ports.index(value) if value in ports else 0)] - placed.width / 2
+
+    def _columns(self, root) -> tuple[float, float]:
+        """Draws the phases of a training step side by side: forward down, backward up, update down."""
+        made, pad, down = self.made[root], SIZES["pad"], SIZES["down"]
+        phase = [i for i, child in enumerate(root.children) if child.kind == "phase"]
+        layer = {i: r for r, items in enumerate(made.layers) for i in items}
+        given, after = ([i for i in range(made.children) if i not in phase and (layer[i] < layer[phase[0]]) == first]
+                        for first in (True, False))
+        lines = [(a, b, carried) for a, b, carried in made.edges]
+        head = max((self.size(root.children[i])[1] for i in given), default=0)
+        y = pad + head + down + 7 * len(lines)
+        high = max(self.size(root.children[i])[1] for i in phase)
+        at: dict[int, tuple[float, float, float, float]] = {}
+        left = float(pad)
+        for i in phase:
+            wide, tall = self.size(root.children[i])
+            at[i] = left, y, wide, tall
+            left += wide + SIZES["aisle"]
+        bottom = y + high + down + 7 * len(lines)
+        for group, level, below in ((given, pad, phase[0]), (after, bottom, phase[-1])):
+            total = sum(self.size(root.children[i])[0] + SIZES["across"] for i in group) - SIZES["across"]
+            x = max(pad, at[below][0] + (at[below][2] - total) / 2)
+            for i in group:
+                at[i] = x, level, *self.size(root.children[i])
+                x += at[i][2] + SIZES["across"]
+        backward = {i for i in phase if root.children[i].name.startswith("backward")}
+        used: dict[tuple[int, bool], int] = {}
+        for n, (a, b, carried) in enumerate(lines):
+            points = []
+            for i, leaving in ((a, True), (b, False)):
+                x, top, wide, tall = at[i]
+                k = used[i, leaving] = used.get((i, leaving), 0) + 1
+                at_bottom = leaving != (i in backward)
+                node = root.children[i]
+                apart = self.port(node, carried[0], leaving) if node in self.expanded and len(carried) == 1 else 0.0
+                points.append((x + wide / 2 + (apart or (k // 2 if k % 2 else -k // 2) * 14),
+                               top + tall if at_bottom else top,
+                               y - 14 - 7 * n if i in given or (i in phase and not at_bottom)
+                               else y + high + 14 + 7 * n))
+            (x0, y0, lane), (x1, y1, last) = points
+            corners = [(x0, y0), (x0, lane)]
+            if lane != last:
+                column = max((i for i in phase if at[i][0] <= x0), key=lambda i: at[i][0], default=phase[0])
+                aisle = at[column][0] + at[column][2] + SIZES["aisle"] / 2 - 7 * (n % 5) + 14
+                corners += [(aisle, lane), (aisle, last)]
+            corners += [(x1, last), (x1, y1)]
+            self.parts.append(f'<path class="e p" d="{rounded(corners)}" marker-end="url(#a)"/>')
+            text = escape(self._text(carried))
+            middle = (corners[-3][0] + corners[-2][0]) / 2 if abs(x1 - corners[-3][0]) > 60 else x1
+            self.parts.append(f'<text class="t" text-anchor="middle" x="{middle:.1f}" y="{last - 4:.1f}">{text}</text>')
+        for i, (x, top, _, _) in at.items():
+            self._node(root.children[i], x, top, i in backward)
+        end = max(top + tall for _, top, _, tall in at.values())
+        return max(x + wide for x, _, wide, _ in at.values()) - pad, max(end, bottom - down) - pad
+
+
+def rounded(corners: list[tuple[float, float]], radius: float = 9) -> str:
+    """The path along these corners, with round ones."""
+    path = f"M{corners[0][0]:.1f} {corners[0][1]:.1f}"
+    for (px, py), (x, y), (nx, ny) in zip(corners, corners[1:], corners[2:]):
+        a, b = abs(px - x) + abs(py - y), abs(nx - x) + abs(ny - y)
+        r = min(radius, a / 2, b / 2)
+        if r < 0.5:
+            continue
+        sx, sy = x + (px - x) / a * r, y + (py - y) / a * r
+        ex, ey = x + (nx - x) / b * r, y + (ny - y) / b * r
+        path += f"L{sx:.1f} {sy:.1f}Q{x:.1f} {y:.1f} {ex:.1f} {ey:.1f}"
+    return path + f"L{corners[-1][0]:.1f} {corners[-1][1]:.1f}"

@@ -1,0 +1,113 @@
+"""Operations nested by the segments of their paths, so that no two groups depend on each other in a circle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+_FEW, _MANY = 12, 160      # operations outside of any scope: beside scopes, and alone
+
+
+class Mark(str):
+    """The name of a group that is not a named scope, such as "backward"."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass(eq=False)
+class Item:
+    """A node, the names of the groups around it, and the indices of the items that it reads."""
+
+    node: Any
+    segments: tuple[str, ...]
+    needs: set[int]
+
+
+def nest(items: list[Item], owner: Any, base: str, *, scope: Callable[[str, str], Any]) -> None:
+    """Puts items into groups below `owner`, in their order.
+
+    A group that is entered several times (shared parameters) is one group, unless what is between two entries depends
+    on the first one and is read by the second one: then there are two, "embed" and "embed (2)".
+
+    Args:
+        base: the path of `owner`.
+        scope: makes a group of its name and path.
+    """
+    _nest(items, range(len(items)), 0, owner, base, scope)
+
+
+def _nest(items, members, level, owner, base, scope):
+    members = list(members)
+    loose = [i for i in members if len(items[i].segments) == level]
+    gathered = len(loose) < len(members) and len(loose) > _FEW
+    if gathered or len(loose) > _MANY:
+        for n, i in enumerate(loose):
+            first = n // 100 * 100
+            items[i].segments += (Mark("operations" if gathered else f"{first + 1} to {min(first + 100, len(loose))}"),)
+    runs: list[tuple[str | None, list[int]]] = []
+    for i in members:
+        name = items[i].segments[level] if len(items[i].segments) > level else None
+        if name is not None and runs and runs[-1][0] == name:
+            runs[-1][1].append(i)
+        else:
+            runs.append((name, [i]))
+    counts: dict[str, int] = {}
+    for name, group in _merged(items, runs):
+        if name is None or (gathered and isinstance(name, Mark) and name == "operations" and len(group) < 4):
+            for i in group:
+                owner.add(items[i].node)
+            continue
+        counts[name] = counts.get(name, 0) + 1
+        label = name if counts[name] == 1 else f"{name} ({counts[name]})"
+        path = base if isinstance(name, Mark) else f"{base}/{name}" if base else name
+        node = owner.add(scope(label, path))
+        node.phase = items[group[0]].node.phase
+        _nest(items, group, level + 1, node, path, scope)
+
+
+def _merged(items, runs):
+    """Runs of the same name joined wherever that makes no circle."""
+    run_of = {i: r for r, (_, group) in enumerate(runs) for i in group}
+    after: list[set[int]] = [set() for _ in runs]
+    for i, r in run_of.items():
+        for j in items[i].needs:
+            if j in run_of and run_of[j] != r:
+                after[run_of[j]].add(r)
+    root = list(range(len(runs)))
+
+    def find(r):
+        while root[r] != r:
+            root[r] = root[root[r]]
+            r = root[r]
+        return r
+
+    def detour(a, b):
+        """Whether a path leads from a to b through another group."""
+        seen, stack = {a}, [r for r in map(find, after[a]) if r not in (a, b)]
+        while stack:
+            r = stack.pop()
+            if r in seen:
+                continue
+            seen.add(r)
+            following = set(map(find, after[r]))
+            if b in following:
+                return True
+            stack.extend(following - seen)
+        return False
+
+    groups: dict[str, list[int]] = {}
+    for r, (name, _) in enumerate(runs):
+        if name is None:
+            continue
+        for other in groups.get(name, ()):
+            if not detour(other, r) and not detour(r, other):
+                root[r] = other
+                after[other] |= after[r]
+                break
+        else:
+            groups.setdefault(name, []).append(r)
+    joined: dict[int, list[int]] = {}
+    for r in range(len(runs)):
+        joined.setdefault(find(r), []).extend(runs[r][1])
+    return [(runs[r][0], group) for r, group in joined.items()]

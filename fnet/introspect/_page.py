@@ -1,0 +1,52 @@
+"""HTML pages that load nothing: one file with its style, script and data, from which no name or text is executed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html import escape
+from importlib import resources
+from typing import Any
+
+
+def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
+    """A page.
+
+    Its content security policy allows this style and this script, images within the page, and nothing else.
+
+    Args:
+        title: plain text.
+        body: HTML, in which every text is escaped.
+        style, script: files of this package, such as "fnet.introspect/page.css fnet.introspect/graph.css".
+        data: JSON types, which the script reads from the element "data".
+    """
+    css, js = ("\n".join(_asset(name) for name in names.split()) for names in (style, script))
+    allowed = base64.b64encode(hashlib.sha256(js.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
+    return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)}</title>\n'
+            f'<style>\n{css}</style>\n</head>\n<body>\n{body}\n'
+            f'<script type="application/json" id="data">{as_json(data)}</script>\n<script>{js}</script>\n'
+            '</body>\n</html>\n')
+
+
+def fill(name: str, **parts: str) -> str:
+    """A file of HTML with each {{part}} replaced."""
+    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], _asset(name))
+
+
+def as_json(data: Any) -> str:
+    """JSON that can stand in a script element: no "<", and no NaN, which browsers do not read."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text.encode("utf-8", "replace").decode()      # lone surrogates, of names of files
+
+
+def _asset(name: str) -> str:
+    package, _, file = name.partition("/")
+    return resources.files(package).joinpath(file).read_text(encoding="utf-8")

@@ -1,0 +1,94 @@
+"""Sizes and positions of what is visible. The page of a graph computes the same in graph.js."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from fnet.introspect._arrange import Arrangement, neighbors
+from fnet.introspect._flow import Node
+
+SIZES = {"across": 24, "down": 50, "trunk": 20, "pad": 16, "header": 32, "lane": 12, "port": 14, "tall": 46, "low": 30,
+         "aisle": 64}
+"""Pixels: between neighbors; between layers, and of these the part below a box; inside a scope; of lanes and ports; of
+the boxes of scopes and operations; between the phases of a training step."""
+STEPS = (0.003, 0.01, 0.03, 0.1, 0.3)      # shares of the whole, where the color changes
+LIGHT = ("#ffffff", "#eaf2fb", "#cfe2f5", "#9cc4e8", "#4f94cf", "#17568f")
+DARK = ("#1d222b", "#1f2f44", "#204268", "#265f97", "#4390d0", "#9fd0f7")
+_MOST = 30      # characters of a name
+
+
+def short(name: str) -> str:
+    return name if len(name) <= _MOST else name[:_MOST // 2 - 1] + "…" + name[-_MOST // 2:]
+
+
+def box(node: Node, line: str) -> tuple[int, int]:
+    """(width, height) of a node that is not expanded, with this second line of text."""
+    badge = 6.2 * len(node.badge) + 14 if node.badge else 0
+    wide = max(7.6 * len(short(node.name)) + badge + (18 if node.children else 0), 5.9 * len(line)) + 26
+    wide = max(wide, 5.7 * len(node.type) + 8 if node.kind == "operation" else 0)
+    return round(max(wide, 64)), SIZES["tall"] if line else SIZES["low"]
+
+
+@dataclasses.dataclass(eq=False)
+class Placed:
+    """The positions inside a scope: the center and the top of each item, and each layer's top and bottom."""
+
+    x: list[float]
+    y: list[float]
+    tops: list[float]
+    bottoms: list[float]
+    width: float
+    height: float
+
+
+def place(made: Arrangement, sizes: list[tuple[float, float]]) -> Placed:
+    """Positions for items of these sizes: lines are vertical, neighbors do not overlap, edges are short."""
+    layers, line = made.layers, made.lines
+    count = max(line, default=-1) + 1
+    left: list[dict[int, float]] = [{} for _ in range(count)]
+    right: list[dict[int, float]] = [{} for _ in range(count)]
+    for items in layers:
+        for a, b in itertools.pairwise(items):
+            need = (sizes[a][0] + sizes[b][0]) / 2 + SIZES["across"]
+            left[line[b]][line[a]] = max(need, left[line[b]].get(line[a], 0))
+            right[line[a]][line[b]] = left[line[b]][line[a]]
+    x = [0.0] * count
+    for _ in range(count):
+        moved = False
+        for b in range(count):
+            for a, need in left[b].items():
+                if x[a] + need > x[b] + 1e-6:
+                    x[b], moved = x[a] + need, True
+        if not moved:
+            break
+    near: list[list[int]] = [[] for _ in range(count)]
+    for a, b in neighbors(made)[1]:
+        if line[a] != line[b]:
+            near[line[a]].append(line[b])
+            near[line[b]].append(line[a])
+    for sweep in range(8):
+        for n in range(count - 1, -1, -1) if sweep % 2 == 0 else range(count):
+            if not near[n]:
+                continue
+            wanted = sum(x[m] for m in near[n]) / len(near[n])
+            low = max((x[m] + need for m, need in left[n].items()), default=wanted)
+            high = min((x[m] - need for m, need in right[n].items()), default=wanted)
+            if low <= high:
+                x[n] = min(max(wanted, low), high)
+    edges = [(x[line[i]] - sizes[i][0] / 2, x[line[i]] + sizes[i][0] / 2) for items in layers for i in items]
+    start = min((low for low, _ in edges), default=0)
+    at = [x[n] - start for n in line]
+    y, tops, bottoms, top = [0.0] * len(line), [], [], 0.0
+    first, last = made.children + len(made.entering), made.children + len(made.entering) + len(made.leaving)
+    for items in layers:
+        if items and all(first <= i < last for i in items):      # ports alone, with the labels of what leaves above
+            top -= SIZES["down"] - SIZES["trunk"] - 6
+        height = max((sizes[i][1] for i in items), default=0)
+        tops.append(top)
+        bottoms.append(top + height)
+        for i in items:
+            y[i] = top + (height - sizes[i][1]) / 2
+        top += height + SIZES["down"]
+    return Placed(at, y, tops, bottoms, max((high for _, high in edges), default=0) - start,
+                  bottoms[-1] if bottoms else 0)
