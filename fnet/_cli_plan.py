@@ -66,12 +66,13 @@ def run(args: argparse.Namespace) -> int:
 
     mesh = _mesh(args.mesh) if args.mesh else None
     rules = dict(_rule(text) for text in args.rule)
-    print(parallel.plan(*_found(args.function), devices=args.devices, strategy=args.strategy, mesh=mesh, rules=rules,
+    print(parallel.plan(*found(args.function), devices=args.devices, strategy=args.strategy, mesh=mesh, rules=rules,
                         compile=not args.estimate))
     return 0
 
 
-def _found(name: str) -> tuple:
+def found(name: str) -> tuple:
+    """What the function `module:function` returns: (step, init, batch)."""
     where, _, function = name.rpartition(":")
     if not where or not function:
         raise ValueError(f"{name!r}: expected module:function or file.py:function")
@@ -92,11 +93,11 @@ def _found(name: str) -> tuple:
             raise ValueError(f"there is no module {where}, also not in this folder") from None
     if not callable(getattr(module, function, None)):
         raise ValueError(f"{where} has no function {function!r}")
-    found = getattr(module, function)()
-    if not isinstance(found, tuple) or len(found) != 3 or not callable(found[0]) or not callable(found[1]):
+    made = getattr(module, function)()
+    if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]) or not callable(made[1]):
         raise ValueError(f"{name} must return (step, init, batch); it returned "
-                         f"{f'{len(found)} values' if isinstance(found, tuple) else type(found).__name__}")
-    return found
+                         f"{f'{len(made)} values' if isinstance(made, tuple) else type(made).__name__}")
+    return made
 
 
 def _mesh(text: str) -> dict[str, int]:

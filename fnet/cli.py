@@ -3,7 +3,9 @@
     fnet devices            the chips of this machine and their policies; a CPU is probed for one second, once
     fnet chips              the catalog of chips
     fnet chips "TPU v5e"    one chip: computed and published peaks, prices, FLOP per dollar, power, sources
+    fnet chips --plot FILE  FLOP per dollar and per watt over the years
     fnet plan module:function --devices v5e:16x16    shardings, transfers, memory and cost of a training step
+    fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    a training step on several chips, side by side
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from fnet import _cli_plan
+from fnet import _cli_compare, _cli_plan
 from fnet.hardware._chip import Chip, si
 
 _WIDTH = 100      # columns of output to a pipe or a file
@@ -40,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices.add_argument("--measure", action="store_true", help="measure matmuls and a copy for a few seconds")
     chips = commands.add_parser("chips", help="show the catalog, or one chip")
     chips.add_argument("name", nargs="*", help='a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
+    chips.add_argument("--plot", metavar="FILE", help="draw FLOP per dollar and per watt over the years: PNG, SVG, PDF")
     _cli_plan.define(commands)
+    _cli_compare.define(commands)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:      # closed, as in fnet chips >&-
             setattr(sys, name, open(os.devnull, "w"))
@@ -66,10 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if args.command == "devices":
         return _devices(args.measure)
+    if args.command == "chips" and args.plot:
+        from fnet.hardware import plot
+
+        plot(args.plot)
+        print(args.plot)
+        return 0
     if args.command == "chips":
         return _row(" ".join(args.name)) if args.name else _catalog()
     if args.command == "plan":
         return _cli_plan.run(args)
+    if args.command == "compare":
+        return _cli_compare.run(args)
     parser.print_help()
     return 0
 
@@ -218,8 +230,17 @@ def _figures(chip: Chip) -> list[tuple[str, str]]:
             for name, rate in chip.peaks.items()]
     if not rows:
         rows.append(("peak", "unknown, because the chip is not in the catalog"))
+    if chip.cores:
+        rows.append(("cores", f"{chip.cores:,}"))
     if chip.memory_bytes:
         rows.append(("memory", f"{chip.memory_bytes / 2**30:.4g} GiB ({chip.basis('memory_bytes')})"))
+    if chip.memory_kind:
+        rows.append(("memory kind", f"{chip.memory_kind} ({chip.basis('memory_kind')})"))
+    if chip.caches:
+        sizes = ", ".join(f"{name} {size / 2**20:g} MiB" for name, size in chip.caches.items())
+        rows.append(("caches", f"{sizes} ({chip.basis('caches')})"))
+    if tops := chip.units.get("npu_tops"):
+        rows.append(("neural engine", f"{tops:g} TOP/s (published; JAX cannot use it)"))
     bandwidth = f"{si(chip.bandwidth)}B/s ({chip.basis('bandwidth')})" if chip.bandwidth else "unknown"
     rows.append(("bandwidth", bandwidth))
     if chip.links:

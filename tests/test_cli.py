@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import re
 import shlex
 import subprocess
 import sys
@@ -263,3 +264,41 @@ def test_plan_errors(capsys, tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, "plan", *argv)
     assert (code, out) == (2, "") and message in err and len(err.splitlines()) == 1
+
+
+def test_compare(capsys, tmp_path):
+    (tmp_path / "own.py").write_text(textwrap.dedent("""
+        import jax, jax.numpy as jnp
+
+        def make():
+            def step(w, x):
+                return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w), {}
+
+            return step, lambda key: jnp.zeros((8, 4)), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+        """))
+    code, out, err = run(capsys, "compare", f"{tmp_path}/own.py:make", "--chips", "Titan RTX, TPU v2-8")
+    assert code == 0 and not err and re.search(r"FLOPs of a step +exact +\S+ k?F", out)
+    assert "energy per 1,000 steps" in out and "TPU v2-8: price of 2026" in out
+    out = run(capsys, "compare", "resnet18", "--batch=2", "--chips=i7-7700K", "--precision=float32")[1]
+    assert "energy per epoch" in out and "images per second" in out and "91 W" not in out
+
+
+@pytest.mark.parametrize(("line", "text"), [
+    ("resnet51 --chips T4", "'resnet51' is no known model: expected one such as resnet50, "),
+    ("minilm-l6 --chips T4", "'minilm-l6' is no known model"),
+    ("resnet50 --chips T5", "compare: devices must be 'local',"),
+    ("resnet50 --chips ,", "compare: expected at least one name of a chip"),
+    ("resnet50 --chips T4 --batch 0", "--batch=0: expected a number >= 1"),
+    ("own.py:make --chips T4 --batch 8", "--batch=8: the batch of own.py:make is what the function returns"),
+    ("resnet50 --chips V100", "'V100 SXM2 16GB', 'V100 PCIe 16GB', 'V100 SXM2 32GB', 'V100 PCIe 32GB'; choose one"),
+])
+def test_compare_errors_are_one_line(capsys, line, text):
+    code, out, err = run(capsys, "compare", *shlex.split(line))
+    assert code == 2 and not out and text in err and err.count("\n") == 1
+
+
+def test_plot_of_chips(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert run(capsys, "chips", "--plot", str(tmp_path / "years.svg")) == (0, f"{tmp_path}/years.svg\n", "")
+    assert "FLOP per dollar" in (tmp_path / "years.svg").read_text()
+    assert run(capsys, "chips", "--plot", str(tmp_path / "no" / "years.png"))[0] == 2

@@ -10,6 +10,7 @@ from fnet.hardware._chips import System, chips, systems
 from fnet.hardware._count import Cost, Count, Matmul, count
 from fnet.hardware._detect import detect
 from fnet.hardware._formula import Check, Computed, Value, checks, computed, flop_per_dollar
+from fnet.hardware._history import history, plot
 from fnet.hardware._measure import measure
 from fnet.hardware._mfu import MFU, mfu
 from fnet.hardware._policy import Policy, policy
@@ -19,5 +20,5 @@ from fnet.hardware._tiles import Waste, tile_waste
 __all__ = [
     "MFU", "Bound", "Check", "Chip", "Computed", "Cost", "Count", "FrozenTable", "Links", "Matmul", "Peak", "Policy",
     "Price", "Quote", "Roofline", "System", "Value", "Waste", "checks", "chips", "computed", "count", "cpu_allocator",
-    "detect", "flop_per_dollar", "measure", "mfu", "policy", "roofline", "systems", "tile_waste",
+    "detect", "flop_per_dollar", "history", "measure", "mfu", "plot", "policy", "roofline", "systems", "tile_waste",
 ]

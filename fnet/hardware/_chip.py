@@ -129,6 +129,8 @@ class Chip:
         architecture: compute capability ("9.0"), gfx name ("gfx942"), or the instruction set of a CPU.
         peaks: FLOP/s (operations/s for integers) by dtype, dense, with float32 accumulation.
         memory_bytes: bytes of memory, or None if unknown.
+        memory_kind: "HBM3", "GDDR6", "DDR5", ..., or None if unknown.
+        caches: bytes of each cache, shared and per-core ones added up over the chip, by name ("L2").
         bandwidth: bytes/s between the chip and its memory, or None if unknown.
         links: how chips of this kind are connected, or None.
         jax_devices_per_chip: how many JAX devices share the chip.
@@ -151,6 +153,8 @@ class Chip:
     architecture: str | None = None
     peaks: Mapping[str, float] = FrozenTable()
     memory_bytes: float | None = None
+    memory_kind: str | None = None
+    caches: Mapping[str, float] = FrozenTable()
     bandwidth: float | None = None
     links: Links | None = None
     jax_devices_per_chip: int = 1
@@ -196,6 +200,17 @@ class Chip:
         if name not in self.peaks:
             return None
         return Peak(self.peaks[name], name, self.basis(name))
+
+    @property
+    def cores(self) -> int | None:
+        """Cores as the vendor counts them: CUDA cores, stream processors, cores of a CPU, GPU cores of a system on a
+        chip, TensorCores of a TPU. None if unknown."""
+        units = self.units
+        if "multiprocessors" in units:
+            return units["multiprocessors"] * units["fp32_cores"]
+        if "compute_units" in units:
+            return 64 * units["compute_units"]
+        return units.get("gpu_cores", units.get("cores"))
 
     @property
     def per_device(self) -> Chip:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import functools
@@ -38,6 +39,11 @@ class System:
         return peak and peak.flops * self.count
 
 
+def _short(name: str) -> str:
+    """A name without the words in parentheses."""
+    return re.sub(r"\s*\(.*\)", "", name)
+
+
 class _Catalog(Mapping):
     """A lazily read mapping of names. Lookup ignores case and parenthesized words."""
 
@@ -51,9 +57,10 @@ class _Catalog(Mapping):
     @functools.cached_property
     def _index(self) -> dict[str, str]:
         index: dict[str, str] = {}
+        short = collections.Counter(_short(name) for name in self._rows)
         for name, row in self._rows.items():
-            for key in (name, re.sub(r"\s*\(.*\)", "", name), *getattr(row, "aliases", ()),
-                        *getattr(row, "device_kinds", ())):
+            plain = [_short(name)] if short[_short(name)] == 1 else []
+            for key in (name, *plain, *getattr(row, "aliases", ()), *getattr(row, "device_kinds", ())):
                 index.setdefault(key.lower(), name)
         return index
 
@@ -82,7 +89,15 @@ class _Catalog(Mapping):
         best = sorted(self._index, key=score.__getitem__, reverse=True)
         return list(dict.fromkeys(self._index[key] for key in best))[:n]
 
+    def variants(self, name: str) -> list[str]:
+        """Returns the names that contain `name` as complete words: the four chips called V100."""
+        whole = re.compile(rf"(?<!\w){re.escape(name.strip())}(?!\w)", re.IGNORECASE)
+        return [each for each in self if name.strip() and whole.search(each)]
+
     def _unknown(self, name: str) -> str:
+        if len(variants := self.variants(name)) > 1:
+            return (f"the catalog has {len(variants)} {self._what}s {name!r}: {', '.join(map(repr, variants))}; choose "
+                    "one")
         return (f"the catalog has no {self._what} {name!r}; the most similar names are "
                 f"{', '.join(repr(near) for near in self.nearest(name))}")
 
@@ -159,7 +174,8 @@ def _read_systems() -> Iterator[System]:
 
 
 def _chip(row: dict[str, Any]) -> Chip:
-    fields = {"memory_bytes", "bandwidth", "links", "power_watts", "clock", "units", "device_kinds", "year"}
+    fields = {"memory_bytes", "memory_kind", "caches", "bandwidth", "links", "power_watts", "clock", "units",
+              "device_kinds", "year"}
     bases = {name: "published" for name in row["peak_tflops"]}
     bases |= {name: "derived" for name in row.get("derived", ())}
     weak = row.get("unverified", ())
@@ -174,7 +190,9 @@ def _chip(row: dict[str, Any]) -> Chip:
         device_kinds=tuple(row["device_kinds"]), aliases=tuple(row.get("aliases", ())),
         architecture=row.get("architecture") or units.get("isa"),
         peaks=FrozenTable({name: tera * 1e12 for name, tera in row["peak_tflops"].items()}),
-        memory_bytes=row["memory_gib"] * _GIB if "memory_gib" in row else None, bandwidth=giga("bandwidth_gbs", row),
+        memory_bytes=row["memory_gib"] * _GIB if "memory_gib" in row else None, memory_kind=row.get("memory_kind"),
+        caches=FrozenTable({name: mib * 2**20 for name, mib in row.get("caches_mib", {}).items()}),
+        bandwidth=giga("bandwidth_gbs", row),
         links=links and Links(links["type"], links.get("count"), giga("each_way_gbs", links), giga("total_gbs", links),
                               links.get("topology"), giga("network_gbs", links), links.get("network_source", "")),
         jax_devices_per_chip=row["jax_devices_per_chip"], power_watts=row.get("power_watts"),

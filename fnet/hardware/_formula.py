@@ -46,6 +46,7 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
         GPU, tensor:  multiprocessors x tensor cores x FLOP per cycle x clock
         TPU:          cores x matrix units x dim^2 x 2 x clock
         CPU:          cores x FLOP per cycle x clock
+        GPU of a system on a chip:  cores x FP32 lanes x 2 x clock
 
     Args:
         chip: a chip or a system of the catalog.
@@ -84,6 +85,9 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
         n, mxus, dim = units["cores"], units["mxus_per_core"], units["mxu_dim"]
         rows.append(Computed("bf16", n * mxus * dim**2 * 2 * clock * giga,
                              f"{n} core{'s' if n > 1 else ''} x {mxus} MXU x {dim} x {dim} x 2 x {clock} GHz"))
+    elif "fp32_lanes" in units:
+        n, lanes = units["gpu_cores"], units["fp32_lanes"]
+        rows.append(Computed("fp32", n * lanes * 2 * clock * giga, f"{n} cores x {lanes} lanes x 2 x {clock} GHz"))
     elif "flop_per_cycle" in units:
         for dtype, rate in units["flop_per_cycle"].items():
             rows.append(Computed(dtype, units["cores"] * rate * clock * giga,

@@ -70,6 +70,7 @@ _BF16 = ("bfloat16", "float16", "float32")
 _FP8 = "fp8 is available but never the default: it needs scales or calibration"
 _MXU = "its matrix units multiply bfloat16 and accumulate in float32; it has no float16"
 _FAMILIES = {
+    "old": _Family("Kepler and Maxwell", ("float32",), "it has no tensor cores and no float16 arithmetic"),
     "pascal": _Family("Pascal", ("float32",), "it has no tensor cores, and float16 arithmetic gains nothing for "
                       "training (1/64 of the rate on 6.1; twice the rate on 6.0, but sums in float16)"),
     "volta": _Family("Volta", ("float16", "float32"), "its tensor cores support float16 only, bfloat16 is emulated; "
@@ -233,7 +234,7 @@ def _family(chip: Chip) -> str:
     if re.fullmatch(r"\d+\.\d+", architecture) and chip.vendor in ("NVIDIA", "unknown"):
         major, minor = map(int, architecture.split("."))
         if major < 6:
-            return "unknown"
+            return "old"
         return {6: "pascal", 7: "turing" if minor >= 5 else "volta", 8: "ada" if minor == 9 else "ampere",
                 9: "hopper"}.get(major, "blackwell")
     return next((family for pattern, family in _FROM_NAME if re.search(pattern, chip.name, re.IGNORECASE)), "unknown")

@@ -90,9 +90,9 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     rows = _check.rows(batch, rows_by)
     rungs = ladder(strategy, step, rows, rows_by)
     state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
-    traced = _Traced(step, state, batch)
+    traced = Traced(step, state, batch)
     _check.state(state, traced.out)
-    draft = _Drafts(chips, axes, places, state, batch, traced, rules or {}, init)
+    draft = Drafts(chips, axes, places, state, batch, traced, rules or {}, init)
     judged: list[Candidate] = []
     for rung in rungs:
         made = draft.compared(rung, compile)
@@ -107,7 +107,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     return dataclasses.replace(chosen, candidates=verdicts, find=draft.most if chips.count == 1 else None)
 
 
-class _Traced:
+class Traced:
     """A step's jaxprs, each traced once."""
 
     def __init__(self, step, state, batch):
@@ -127,8 +127,15 @@ class _Traced:
             self._found[key] = closed, count_jaxpr(closed)
         return self._found[key]
 
+    def resized(self, option: Strategy, batch: Any) -> Any:
+        """The jaxpr for another number of rows."""
+        key = option, tuple(x.shape for x in jax.tree.leaves(batch))
+        if key not in self._found:
+            self._found[key] = jax.make_jaxpr(option.applied(self.step))(self.state, batch)
+        return self._found[key]
 
-class _Drafts:
+
+class Drafts:
     """Plans by strategy, their requirements, and which of them fit."""
 
     def __init__(self, chips, axes, places, state, batch, traced, rules, init):
@@ -231,21 +238,25 @@ class _Drafts:
         return tuple((option, self.rows(option)) for option in options)
 
     def rows(self, option: Strategy) -> int:
-        """Interpolates: peak memory is roughly proportional to the rows, so each guess is linear in the two nearest."""
+        """The most rows that fit, all devices together, with a strategy of the kind "data".
+
+        Interpolates: peak memory is roughly proportional to the rows, so each guess is linear in the two nearest.
+        """
         def peak(rows):
             resized = lambda x: jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
             batch = jax.tree.map(lambda x: resized(x) if x.ndim else x, self.batch)
-            closed = jax.make_jaxpr(option.applied(self.traced.step))(self.state, batch)
+            closed = self.traced.resized(option, batch)
             splits = [Split()] * len(jax.tree.leaves(self.state))
             splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
             estimated = estimate(closed, splits, self.axes, kernels=self.kernels, casts=self.casts)
-            draft = self.plan(option)    # on one device, no array is split
+            draft = self.plan(option)    # every device has the whole state
             held = _held(self.state, draft.state, self.chips.chip) + _held(batch, draft.batch, self.chips.chip)
             unpadded = _unpadded(self.state, draft.state) + _unpadded(batch, draft.batch)
             return _padded(estimated, held.bytes, unpadded).peak
 
         room = ROOM * self.memory
         given = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
+        unit = option.microbatches * self.chips.count
         first = max(2, given) * option.microbatches
         tried = {rows: peak(rows) for rows in (first, 2 * first)}
         for _ in range(8):
@@ -255,7 +266,7 @@ class _Drafts:
                 break
             a, b = (below[0], above[0]) if below and above else (below or above)[:2]
             each = max(1.0, (tried[b] - tried[a]) / (b - a))
-            guess = max(1, int(a + (room - tried[a]) / each) // option.microbatches) * option.microbatches
+            guess = max(1, int(a + (room - tried[a]) / each) // unit) * unit
             if guess in tried:
                 break
             tried[guess] = peak(guess)

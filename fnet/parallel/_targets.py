@@ -89,6 +89,8 @@ def target(what: str | Sequence[jax.Device]) -> Target:
 
 
 def _nearest(name) -> str:
+    if len(variants := hardware.chips.variants(name)) > 1:
+        return f": the catalog has {len(variants)} chips {name!r}: {', '.join(map(repr, variants))}; choose one"
     known = (*TPUS, *hardware.chips.nearest(name, 2))
     return f": unknown chip {name!r}; slices are of {', '.join(TPUS)}; similar names in the catalog: " + ", ".join(
         repr(near) for near in known[len(TPUS):])

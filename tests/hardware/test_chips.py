@@ -15,7 +15,7 @@ BASES = {"exact", "measured", "published", "derived", "estimated", "unverified"}
 
 
 def test_every_row_is_whole():
-    assert len(hw.chips) >= 58
+    assert len(hw.chips) >= 85
     for name, chip in hw.chips.items():
         assert chip.name == name and chip.known and chip.sources
         assert chip.kind in ("cpu", "gpu", "tpu")
@@ -28,12 +28,16 @@ def test_every_row_is_whole():
 
 def test_every_figure_of_the_file_names_a_field_it_doubts():
     """What a row calls derived or unverified is a field it has: a misspelt one would vouch for a figure."""
-    fields = {"bandwidth", "clock", "links", "device_kinds", "units", "year", "all"}
+    fields = {"bandwidth", "clock", "links", "device_kinds", "units", "year", "all", "memory_bytes", "memory_kind",
+              "caches"}
     for row in json.loads(resources.files("fnet.hardware").joinpath("chips.json").read_text())["chips"]:
         for name in (*row.get("derived", ()), *row.get("unverified", ())):
             assert name in fields or name in row["peak_tflops"], f"{row['name']}: {name}"
             assert name != "bandwidth" or "bandwidth_gbs" in row
             assert name != "links" or "links" in row
+            assert name != "caches" or "caches_mib" in row
+            assert name != "memory_kind" or "memory_kind" in row
+            assert name != "memory_bytes" or "memory_gib" in row
 
 
 def test_rows_are_values():
@@ -60,6 +64,31 @@ def test_names():
 def test_an_unknown_name_lists_similar_names(look):
     with pytest.raises(KeyError, match="the catalog has no chip 'TPU v5x'; the most similar names are 'TPU v5"):
         look("TPU v5x")
+
+
+@pytest.mark.parametrize(("name", "variants"), [
+    ("V100", ["V100 SXM2 16GB", "V100 PCIe 16GB", "V100 SXM2 32GB", "V100 PCIe 32GB"]),
+    ("titan x", ["Titan X (Maxwell)", "Titan X (Pascal)"]),
+    ("P100", ["P100 PCIe 16GB", "P100 SXM2 16GB"]),
+])
+def test_a_name_of_several_chips_lists_them(name, variants):
+    with pytest.raises(KeyError) as error:
+        hw.chips[name]
+    assert error.value.args[0] == (f"the catalog has {len(variants)} chips {name!r}: {', '.join(map(repr, variants))}; "
+                                   "choose one")
+    assert name not in hw.chips and hw.chips.variants(name) == variants
+    with pytest.raises(KeyError, match="choose one"):
+        hw.chips.find(name)
+
+
+def test_cores_memory_and_caches():
+    facts = {name: (hw.chips[name].cores, hw.chips[name].memory_kind) for name in (
+        "Titan RTX", "MI300X", "i7-7700K", "TPU v3", "GTX Titan X", "K80", "M1 Max", "Graviton3")}
+    assert facts == {"Titan RTX": (4608, "GDDR6"), "MI300X": (19456, "HBM3"), "i7-7700K": (4, "DDR4"),
+                     "TPU v3": (2, "HBM"), "GTX Titan X": (3072, "GDDR5"), "K80": (4992, "GDDR5"),
+                     "M1 Max": (32, None), "Graviton3": (64, "DDR5")}
+    assert hw.chips["A100 SXM4 80GB"].caches["L2"] == 40 * 2**20
+    assert hw.chips["A100 SXM4 80GB"].basis("caches") == "unverified"
 
 
 def test_no_row_answers_for_another_kind():
@@ -110,6 +139,12 @@ FORMULAS = [
     ("TPU v2", "bf16", "2 cores x 1 MXU x 128 x 128 x 2 x 0.7 GHz", 45.9),
     ("TPU v3", "bf16", "2 cores x 2 MXU x 128 x 128 x 2 x 0.94 GHz", 123.2),
     ("MI300X", "fp16", "304 CU x 2048 x 2.1 GHz", 1307.4),
+    ("Titan X Pascal", "fp32", "28 SM x 128 cores x 2 x 1.531 GHz", 10.97),
+    ("K80", "fp32", "26 SM x 192 cores x 2 x 0.875 GHz", 8.74),
+    ("Apple A11 Bionic", "fp32", "3 cores x 64 lanes x 2 x 1.066 GHz", 0.41),
+    ("Apple M2", "fp32", "10 cores x 128 lanes x 2 x 1.398 GHz", 3.58),
+    ("Snapdragon X Elite", "fp32", "6 cores x 256 lanes x 2 x 1.5 GHz", 4.6),
+    ("Graviton3", "fp32", "64 cores x 32 x 2.6 GHz", 5.32),
 ]
 
 

@@ -74,6 +74,7 @@ def test_the_compute_capability_decides_where_the_name_is_new():
     assert hw.policy(new).compute == jnp.float16
     assert hw.policy(types.SimpleNamespace(**{**vars(new), "compute_capability": "12.1"})).compute == jnp.bfloat16
     assert hw.policy(types.SimpleNamespace(**{**vars(new), "compute_capability": "5.2"})).compute == jnp.float32
+    assert hw.policy("K80").reason == "K80 (Kepler and Maxwell): it has no tensor cores and no float16 arithmetic"
 
 
 def test_several_chips_share_what_all_run_well():

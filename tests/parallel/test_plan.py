@@ -226,13 +226,13 @@ def test_pins_where_they_send_less(make, pins):
 
 def limited(monkeypatch, limit):
     """Plans for devices of so much memory."""
-    made = _planner._Drafts.__init__
+    made = _planner.Drafts.__init__
 
     def init(self, *args):
         made(self, *args)
         self.memory = limit
 
-    monkeypatch.setattr(_planner._Drafts, "__init__", init)
+    monkeypatch.setattr(_planner.Drafts, "__init__", init)
 
 
 def test_least_is_sent_of_what_fits(monkeypatch):

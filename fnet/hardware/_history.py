@@ -1,0 +1,116 @@
+"""FLOP per dollar and per watt of the catalog's chips over the years, as a picture."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fnet.hardware._chips import chips, systems
+from fnet.hardware._formula import flop_per_dollar
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLORS = {"cpu": "tab:gray", "gpu": "tab:green", "tpu": "tab:orange"}
+_MARKS = {"fp32": "o", "fp16": "s", "bf16": "s"}
+_TITLES = {"dollar": "FLOP per dollar at the peak rate", "watt": "FLOP/s per watt at the peak rate"}
+
+
+class Point(NamedTuple):
+    """A chip or system in the picture: `value` is FLOP per dollar or FLOP/s per watt of `dtype`."""
+
+    name: str
+    kind: str
+    year: int
+    dtype: str
+    value: float
+    rented: bool
+
+
+def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]:
+    """The points of the picture: each chip and system with a price or a power, in the order of the years.
+
+    Args:
+        per: "dollar" (purchase: three years of use; rent: an hour) or "watt" (thermal design power).
+        dtypes: "fp32", "bf16", "fp16"; "best" is the faster one of the 16-bit types.
+
+    >>> [point.name for point in history("watt", ("fp32",))][:2]
+    ['K80', 'Titan X (Maxwell)']
+    """
+    points = []
+    for item in (*chips.values(), *systems.values()):
+        one = getattr(item, "chip", item)
+        fastest = max(("bf16", "fp16"), key=lambda name: one.peaks.get(name, 0.0))
+        for dtype in dtypes:
+            dtype = fastest if dtype == "best" else dtype
+            if dtype not in one.peaks or item.year is None:
+                continue
+            values = flop_per_dollar(item, dtype)
+            if per == "dollar" and values:
+                value, rented = values[0].flop_per_dollar, values[0].price.per == "hour"
+            elif per == "watt" and item.power_watts:
+                value, rented = one.peaks[dtype] * getattr(item, "count", 1) / item.power_watts, False
+            else:
+                continue
+            points.append(Point(item.name, one.kind, item.year, dtype, value, rented))
+    return sorted(points, key=lambda point: (point.year, point.value))
+
+
+def plot(path: str | os.PathLike | None = None) -> Figure:
+    """Draws FLOP per dollar and per watt of the catalog's chips over the years.
+
+    Circles are float32, squares the faster one of bfloat16 and float16; a filled mark is a purchase with three years of
+    use, an empty one a rent by the hour. Prices are from the years that the catalog states, not adjusted for inflation.
+
+    Args:
+        path: the file to write (.png, .svg, .pdf), or None.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: matplotlib cannot write files of this type.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("plots are drawn with matplotlib, which is missing: pip install 'fnet[experiments]'"
+                                  ) from None
+    figure = Figure(layout="constrained", figsize=(15, 8))
+    for axis, per in zip(figure.subplots(1, 2), _TITLES):
+        points = history(per)
+        for point in points:
+            axis.plot(point.year, point.value, _MARKS[point.dtype], markersize=5, color=_COLORS[point.kind],
+                      markerfacecolor="none" if point.rented else _COLORS[point.kind])
+        _label(axis, points)
+        axis.set(yscale="log", title=_TITLES[per], xlabel="year")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.margins(x=0.15)
+        axis.grid(alpha=0.3)
+    axis.legend(handles=_legend(), loc="upper left", fontsize="small")
+    if path is not None:
+        figure.savefig(path, dpi=130)
+    return figure
+
+
+def _label(axis: Any, points: list[Point]) -> None:
+    """Names beside the best point of each chip, where a name has room: at least 7 % above the last one of its year."""
+    taken: dict[int, list[float]] = {}
+    best: dict[str, Point] = {}
+    for point in points:
+        if point.name not in best or point.value > best[point.name].value:
+            best[point.name] = point
+    for point in sorted(best.values(), key=lambda point: -point.value):
+        near = [value for year in (point.year - 1, point.year, point.year + 1) for value in taken.get(year, ())]
+        if all(max(point.value / value, value / point.value) > 1.25 for value in near):
+            taken.setdefault(point.year, []).append(point.value)
+            axis.annotate(point.name, (point.year, point.value), xytext=(5, -2), textcoords="offset points", fontsize=7)
+
+
+def _legend() -> list:
+    from matplotlib.lines import Line2D
+
+    mark = lambda label, marker, color, fill: Line2D([], [], linestyle="", marker=marker, color=color, label=label,
+                                                     markerfacecolor=color if fill else "none")
+    return [*(mark(kind.upper(), "o", color, True) for kind, color in _COLORS.items()),
+            mark("float32", "o", "black", True), mark("bfloat16 or float16", "s", "black", True),
+            mark("rented by the hour", "o", "black", False)]

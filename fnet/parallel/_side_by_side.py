@@ -1,0 +1,242 @@
+"""compare: the same training step on several chips, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from fnet import hardware as hw
+from fnet import transforms as ft
+from fnet.hardware import Chip, Count
+from fnet.hardware._chip import si
+from fnet.hardware._roofline import seconds_text
+from fnet.parallel import _check, _cost, _mesh
+from fnet.parallel._planner import ROOM, Drafts, Traced
+from fnet.parallel._strategies import Strategy
+from fnet.parallel._targets import Target, target
+
+_OPTIONS = Strategy("data"), Strategy("data", remat=True)
+
+
+class Figure(NamedTuple):
+    """A value as text, and its basis: "exact", "published", "derived", "estimated", "unverified"; "" for words."""
+
+    text: str
+    basis: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnChips:
+    """A training step on the chips of one name.
+
+    Attributes:
+        name: the name that was requested.
+        target: the chips.
+        policy: the dtypes of the step on them.
+        count: FLOPs and bytes of the step.
+        time: the minimum time of the step at the chips' peaks.
+        peak: bytes that the step needs on each JAX device (estimated).
+        memory: bytes of memory of each JAX device, or None.
+        rows: the largest batch, as the step is written and with `ft.rematerialize` (estimated); None if the memory is
+            unknown.
+        units: what a batch consists of, and how many.
+        watts: power of all chips, or None.
+        values: FLOP per dollar for each price.
+    """
+
+    name: str
+    target: Target
+    policy: hw.Policy
+    count: Count
+    time: _cost.Time
+    peak: int
+    memory: float | None
+    rows: tuple[int, int] | None
+    units: _cost.Units
+    watts: float | None
+    values: tuple[hw.Value, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits into the memory as it is written; None if the memory is unknown."""
+        return None if self.memory is None else self.peak <= ROOM * self.memory
+
+    def watt_hours(self, steps: float) -> float | None:
+        """Energy of `steps` steps at the minimum time and at the chips' power."""
+        if self.watts is None or not self.time.seconds:
+            return None
+        return self.watts * self.time.seconds * steps / 3600
+
+    def dollars(self, steps: float) -> float | None:
+        """The price of `steps` steps at the minimum time, if the chips are rented by the hour."""
+        hourly = next((value.price.usd for value in self.values if value.price.per == "hour"), None)
+        if hourly is None or not self.time.seconds:
+            return None
+        return hourly * self._priced * self.time.seconds * steps / 3600
+
+    @property
+    def _priced(self) -> float:
+        """How many of what has a price: systems have a price of their own."""
+        return 1 if self.name in hw.systems and hw.systems[self.name].prices else self.target.chip.chips_of(
+            self.target.count)
+
+    def figures(self, steps: float, period: str) -> dict[str, Figure]:
+        """The column of the table: {quantity: figure}. `steps` steps make a `period`."""
+        chip, time = self.target.chip, self.time
+        peak = chip.peak(self.count.dtype) if self.count.dtype else None
+        names = ("as written", "recomputed")
+        said = "unknown, no size of memory" if self.rows is None else "yes" if self.fits else "no"
+        hours, dollars = self.watt_hours(steps), self.dollars(steps)
+        unknown = Figure("unknown")
+        return {
+            "chips": Figure(str(self.target)),
+            "dtype of products": Figure(str(self.count.dtype)),
+            "peak of a chip": Figure(f"{si(peak.flops, digits=3)}FLOP/s", peak.basis) if peak else unknown,
+            "FLOPs of a step": Figure(f"{si(self.count.flops)}F", "exact"),
+            "bytes moved by a step": Figure(f"{si(self.count.total.fused_bytes)}B", "estimated"),
+            "bound by": Figure(time.bound, "estimated"),
+            "best possible time": Figure(seconds_text(time.seconds), "estimated") if time.seconds else unknown,
+            f"{self.units.name} per second": Figure(f"{self.units.count / time.seconds:,.0f}", "estimated")
+            if time.seconds else unknown,
+            "memory of a device": Figure(f"{self.memory / 2**30:.4g} GiB", chip.basis("memory_bytes"))
+            if self.memory else unknown,
+            "needed on a device": Figure(f"{self.peak / 2**30:.3g} GiB", "estimated"),
+            "fits": Figure(said, "estimated" if self.rows else ""),
+            **{f"largest batch, {name}": Figure(f"{self.rows[i]:,}", "estimated") if self.rows else unknown
+               for i, name in enumerate(names)},
+            f"energy per {period}": Figure(f"{hours:,.3g} Wh", "estimated") if hours is not None else unknown,
+            f"rent per {period}": Figure(f"${dollars:,.3g}", "estimated") if dollars is not None else Figure("unknown"),
+            "price": _price(self.values),
+            "FLOP per dollar": Figure(f"{self.values[0].flop_per_dollar:.2g}", "derived") if self.values else unknown,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class SideBySide:
+    """What `compare` returns. `str()` is a table with a column for each name of chips.
+
+    Attributes:
+        columns: one `OnChips` for each name.
+        steps: how many steps the lines with energy and rent refer to.
+        period: their name: "1,000 steps" or "epoch".
+    """
+
+    columns: tuple[OnChips, ...]
+    steps: float
+    period: str
+
+    def table(self) -> list[list[str]]:
+        """Rows of the table: the quantity, its basis, and its value for each name. The first row is the heading."""
+        figures = [column.figures(self.steps, self.period) for column in self.columns]
+        rows = [["", "basis", *(column.name for column in self.columns)]]
+        quantities = list(dict.fromkeys(name for each in figures for name in each))
+        for name in quantities:
+            cells = [each.get(name, Figure("-")) for each in figures]
+            bases = {cell.basis for cell in cells if cell.basis}
+            shared = bases.pop() if len(bases) == 1 else ""
+            rows.append([name, shared, *(cell.text + (f" ({cell.basis})" if cell.basis and not shared else "")
+                                         for cell in cells)])
+        return rows
+
+    def __str__(self) -> str:
+        table = self.table()
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
+        return "\n".join([*lines, "", *self.notes()])
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        head, *rows = self.table()
+        lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+        return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+    def notes(self) -> list[str]:
+        """What the figures mean."""
+        notes = ["FLOPs are exact (convolutions: padding included). The best possible time is the longest of compute,",
+                 "memory traffic and transfers at the chips' peak rates; programs reach a part of these. Energy: this",
+                 "time at the chips' thermal design power, without host and cooling."]
+        notes += [f"{column.name}: price of {value.price.date}, {value.price.source}; FLOP per dollar: "
+                  f"{value.assumption}" for column in self.columns for value in column.values[:1]]
+        return [*notes, *dict.fromkeys(f"note: {note}" for column in self.columns for note in column.count.notes)]
+
+
+def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *, precision: str = "auto",
+            examples: int | None = None) -> SideBySide:
+    """Compares the same training step on several chips, which need not be attached. Nothing is compiled or run.
+
+        print(parallel.compare(step, init, batch, ["RTX 2080 Ti", "TPU v2-8", "h100:8"]))
+
+    On several devices, each has the whole state and a part of the batch.
+
+    Args:
+        step, init, batch: as for `plan`: `step(state, batch) -> (state, metrics)`, `init(key) -> state`.
+        chips: names of chips, systems or slices, as for `plan`.
+        precision: "auto" applies `ft.autocast` with the policy of each chip; "float32", "bfloat16" or "float16" the
+            same policy for all; "as written" leaves the step unchanged.
+        examples: rows of an epoch: energy and rent are for an epoch. By default they are for 1,000 steps.
+
+    Returns:
+        A `SideBySide`: a table in which each number is marked as exact, published, derived, estimated or unverified.
+
+    Raises:
+        ValueError: an unknown chip, no chip, or rows that are not a multiple of the devices.
+
+    >>> import jax.numpy as jnp
+    >>> def step(w, x):
+    ...     return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w), {}
+    >>> init = lambda key: jax.random.normal(key, (784, 10))
+    >>> table = compare(step, init, jax.ShapeDtypeStruct((64, 784), "float32"), ["i7-7700K", "Titan RTX"])
+    >>> table.columns[0].time.bound, table.columns[0].count.model_flops
+    ('memory', 2007040)
+    """
+    if not chips:
+        raise ValueError("compare: expected at least one name of a chip, such as 'RTX 2080 Ti'; got none")
+    batch = jax.tree.map_with_path(_check.shape, batch)
+    rows = _check.rows(batch, 1)
+    state = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+    traced: dict[str, Traced] = {}
+    columns = []
+    for name in chips:
+        on = _target(name)
+        policy = hw.policy(on.chip if precision in ("auto", "as written") else precision, probe=False)
+        key = "" if precision == "as written" else policy.compute.name
+        if key not in traced:
+            cast = ft.autocast(step, policy) if key else step
+            traced[key] = Traced(cast, state, batch)
+        columns.append(_column(name, on, policy, init, traced[key]))
+    return SideBySide(tuple(columns), 1000 if examples is None else examples / rows,
+                      "1,000 steps" if examples is None else "epoch")
+
+
+def _target(name: str) -> Target:
+    try:
+        return target(name)
+    except ValueError as error:
+        raise ValueError(f"compare: {str(error).removeprefix('plan: ')}") from None
+
+
+def _column(name, on, policy, init, traced) -> OnChips:
+    axes = _mesh.sizes(on, None)
+    _check.rows(traced.batch, on.count)
+    draft = Drafts(on, axes, _mesh.make(on, axes), traced.state, traced.batch, traced, {}, init)
+    first, memory = draft.candidate(_OPTIONS[0]), draft.memory
+    most = memory and tuple(map(draft.rows, _OPTIONS))
+    system = hw.systems[on.name] if on.name in hw.systems else None
+    chip: Chip = on.chip
+    watts = (system and system.power_watts) or (chip.power_watts and chip.power_watts * chip.chips_of(on.count))
+    counted = traced(_OPTIONS[0])[1]
+    peak = chip.peak(counted.dtype) if counted.dtype else None
+    values = hw.flop_per_dollar(system if system and system.prices else chip, peak and peak.dtype)
+    return OnChips(name, on, policy, counted, first.time, first.estimate.peak, memory, most,
+                   _cost.units(traced.batch), watts, values)
+
+
+def _price(values) -> Figure:
+    if not values:
+        return Figure("unknown")
+    price = values[0].price
+    return Figure(f"${price.usd:,.6g} {'an hour' if price.per == 'hour' else f'a {price.per}'} ({price.date})",
+                  "published")
