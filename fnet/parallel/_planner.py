@@ -148,10 +148,6 @@ class Drafts:
         self.alike = math.prod(n for name, n in axes.items() if name not in working)    # devices that do the same work
         chip = chips.chip
         self.memory = None if chip.memory_bytes is None else chip.per_device.memory_bytes
-        alone = all(n == 1 for name, n in axes.items() if name not in ("slice", "data"))
-        cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
-        self.casts = chip.kind != "cpu"
-        self.kernels = "cuda" if cudnn else "tpu" if chip.kind == "tpu" and alone else None
 
     def plan(self, option: Strategy) -> Plan:
         found = self.layout(option.state)
@@ -170,15 +166,9 @@ class Drafts:
     def candidate(self, option: Strategy) -> Candidate:
         closed, counted = self.traced(option)
         draft = self.plan(option)
-        placed = jax.tree.leaves(draft.state)
         persistent = _held(self.state, draft.state, self.chips.chip)
         arguments = persistent + _held(self.batch, draft.batch, self.chips.chip)
-        unpadded = _unpadded(self.state, draft.state) + _unpadded(self.batch, draft.batch)
-        splits = [_split(where.spec) for where in placed]
-        splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(self.batch)]
-        estimated = estimate(closed, splits, self.axes, whole=option.state == "zero1", kernels=self.kernels,
-                            casts=self.casts)
-        estimated = _padded(estimated, arguments.bytes, unpadded)
+        estimated = _estimated(draft, closed, self.state, self.batch)
         return self.timed(Candidate(option, persistent.bytes, arguments.bytes, arguments.exact, estimated, None,
                                     _cost.Time(None, None, None)), counted)
 
@@ -245,14 +235,7 @@ class Drafts:
         def peak(rows):
             resized = lambda x: jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
             batch = jax.tree.map(lambda x: resized(x) if x.ndim else x, self.batch)
-            closed = self.traced.resized(option, batch)
-            splits = [Split()] * len(jax.tree.leaves(self.state))
-            splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
-            estimated = estimate(closed, splits, self.axes, kernels=self.kernels, casts=self.casts)
-            draft = self.plan(option)    # every device has the whole state
-            held = _held(self.state, draft.state, self.chips.chip) + _held(batch, draft.batch, self.chips.chip)
-            unpadded = _unpadded(self.state, draft.state) + _unpadded(batch, draft.batch)
-            return _padded(estimated, held.bytes, unpadded).peak
+            return _estimated(self.plan(option), self.traced.resized(option, batch), self.state, batch).peak
 
         room = ROOM * self.memory
         given = max(x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim)
@@ -288,9 +271,30 @@ def _unpadded(tree, shardings) -> int:
     return sum(x.size * x.dtype.itemsize for x in _shards(tree, shardings))
 
 
-def _padded(estimated: Estimate, arguments: int, unpadded: int) -> Estimate:
+def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
+    """Estimates what a plan's step needs on each device with a batch of another size.
+
+    Args:
+        plan: the plan.
+        step: the planned step, as the user wrote it.
+        state, batch: shapes; the rows of the batch are a multiple of the devices (and microbatches).
+    """
+    return _estimated(plan, jax.make_jaxpr(plan.options.applied(step))(state, batch), state, batch)
+
+
+def _estimated(plan, closed, state, batch) -> Estimate:
     """The estimate with the padding of its arguments, below which no peak is."""
-    return estimated._replace(peak=max(arguments, estimated.peak + arguments - unpadded))
+    chip, axes = plan.chip, dict(plan.mesh.shape)
+    alone = all(n == 1 for name, n in axes.items() if name not in ("slice", "data"))
+    cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
+    kernels = "cuda" if cudnn else "tpu" if chip.kind == "tpu" and alone else None
+    splits = [_split(where.spec) for where in jax.tree.leaves(plan.state)]
+    splits += [Split(0 if x.ndim else None) for x in jax.tree.leaves(batch)]
+    found = estimate(closed, splits, axes, whole=plan.options.state == "zero1", kernels=kernels,
+                     casts=chip.kind != "cpu")
+    padded = (_held(state, plan.state, chip) + _held(batch, plan.batch, chip)).bytes
+    unpadded = _unpadded(state, plan.state) + _unpadded(batch, plan.batch)
+    return found._replace(peak=max(padded, found.peak + padded - unpadded))
 
 
 def _split(spec) -> Split:

@@ -15,6 +15,7 @@ from fnet.training._checkpoint import Checkpoints
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
 from fnet.training._csv import read_csv
 from fnet.training._early_stop import EarlyStop
+from fnet.training._ending import Interrupted
 from fnet.training._fingerprint import ResumeWarning
 from fnet.training._iterators import from_iterator
 from fnet.training._load import Snapshot, load, restore
@@ -27,7 +28,7 @@ from fnet.training._nonfinite import Diverged
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
 from fnet.training._progress import Progress, duration
 from fnet.training._reading import CheckpointError, CheckpointWarning
-from fnet.training._run import Interrupted, PeerLost
+from fnet.training._run import PeerLost
 from fnet.training._split import split
 from fnet.training._state import TrainState
 from fnet.training._train import train

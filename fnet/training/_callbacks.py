@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from fnet.training import _metrics
+from fnet.training import _ending, _metrics
 from fnet.training._media import MEDIA
-from fnet.training._signals import Stopping
+from fnet.training._signals import GRACE, Stopping
 
 if TYPE_CHECKING:
     from fnet.training._run import Run
@@ -57,7 +57,8 @@ class StepEnd:
 
 
 def call(run: Run, metrics: Any) -> None:
-    """Calls the user's functions after a step. If one raises, the state is saved first."""
+    """Calls the user's functions after a step. If one raises or a signal ends it, the state is saved first, with what
+    is still to be done at this step."""
     def write(values):
         if run.logger is not None:
             run.logger.write(run.at, values)
@@ -68,11 +69,13 @@ def call(run: Run, metrics: Any) -> None:
     if not run.on_step:
         return
     try:
-        with run.seen.interrupting(run.alone):             # a function may wait for something
+        with run.seen.interrupting(run.alone, grace=GRACE):      # a function may wait for something
             for function in run.on_step:
                 function(StepEnd(run.at, run.state, metrics, write, stop))
     except Stopping:
-        run.interruption(boundary=False)                   # which raises unless this was the last step
+        _ending.put_off(run)
+        _ending.interruption(run, boundary=False)          # which raises unless nothing is left to be done
     except BaseException:
-        run.rescue()
+        _ending.put_off(run)
+        _ending.rescue(run)
         raise

@@ -25,6 +25,7 @@ GUARANTEES = {
              "source yields the same ones whenever it is asked for that epoch",
     "none": "a resumed run begins the data anew",
 }
+_SAVED = 8       # of so many checkpoints the states are kept, and
 _STATES = 64     # of so many steps the states are kept: batches are prepared before they are needed
 
 
@@ -130,7 +131,7 @@ class _Stream:
         self._structure, self._last = _Structure(), None
         self._epochs = {0: 0}                              # first step: epoch
         self._states: dict[int, str] = {}                  # the source's state before a step
-        self._saved: set[int] = set()                      # steps whose states are kept
+        self._saved: dict[int, None] = {}                  # steps whose states are kept, in order
         self._stateful = resume is None
         self._open(0)
         self._stateful = resume is None and self._methods() is not None
@@ -158,8 +159,12 @@ class _Stream:
 
     def position(self, step: int) -> dict[str, Any]:
         """Where batch `step` begins, in types of JSON, for a step at most a few before the newest one."""
-        self._saved.add(step)
-        first = max(first for first in self._epochs if first <= step)
+        self._saved[step] = None
+        if len(self._saved) > _SAVED:
+            self._saved.pop(old := next(iter(self._saved)))
+            if old < step - _STATES:
+                self._states.pop(old, None)
+        first = max(first for first in tuple(self._epochs) if first <= step)      # the thread may add one
         return {"epoch": self._epochs[first], "first": first, "state": self._states.get(step)}
 
     def seek(self, step: int, position: Mapping[str, Any] | None) -> None:
@@ -171,7 +176,7 @@ class _Stream:
             self._epochs[position["first"]] = position["epoch"]
             if self._stateful and position["state"] is not None:
                 self._states[step] = position["state"]
-                self._saved.add(step)
+                self._saved[step] = None
 
     def _go(self, step: int) -> None:
         """To batch `step`, from the nearest position that is known, reading the batches between."""

@@ -75,7 +75,8 @@ class Logger:
         checkpoint, are removed, because they will be written again. Damaged lines are removed too, with a `LogWarning`;
         the file with them is kept as metrics.jsonl.damaged.
       tensorboard: False for metrics.jsonl alone.
-      again: names of evaluations that `step` will run again: their lines of that step are removed as well.
+      again: names of evaluations that `step` will run again, and of single values that it will log again: their lines
+        of that step are removed as well.
     """
 
     hyperparameters: Mapping[str, Any] | None = None       # shown by TensorBoard, set before the first line
@@ -89,10 +90,10 @@ class Logger:
         self._events: Any = None
         self._step = step
         path = self.workdir / METRICS
-        _append.rewrite(path, lambda raw: self._kept(path, raw, step, again))
+        _append.rewrite(path, lambda raw: self._kept(path, raw, step, frozenset(again)))
         self._file = _append.appending(path)
 
-    def _kept(self, path: Path | StorePath, raw: bytes, step: int, again: Collection[str]) -> bytes:
+    def _kept(self, path: Path | StorePath, raw: bytes, step: int, again: frozenset[str]) -> bytes:
         """The lines from which the run is resumed."""
         rows, wrong, last = _parsed(raw)
         if torn := wrong.keys() - {last}:
@@ -100,7 +101,8 @@ class Logger:
             kept.write_bytes(raw)
             warnings.warn(f"{path}: {len(torn)} damaged lines were left out, the first of them line {min(torn)}; "
                           f"the file is kept as {kept.name}", LogWarning, stacklevel=6)
-        repeated = lambda row: row["step"] == step and any(name.partition("/")[0] in again for name in row)
+        repeated = lambda row: row["step"] == step and not again.isdisjoint(
+            part for name in row for part in (name, name.partition("/")[0]))
         rows = [row for row in rows if row["step"] <= step and not repeated(row)] if step else []
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
 

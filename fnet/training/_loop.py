@@ -18,11 +18,12 @@ from fnet.training._callbacks import StepEnd
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._config import save_config
 from fnet.training._early_stop import EarlyStop
+from fnet.training._ending import Interrupted
 from fnet.training._fingerprint import as_dict, compare, identity
 from fnet.training._logs import Logger
 from fnet.training._progress import Progress
 from fnet.training._recovery import NONFINITE
-from fnet.training._run import Interrupted, Run
+from fnet.training._run import Run
 from fnet.training._signals import Stopping, signals
 from fnet.training._storage import StorePath, location
 from fnet.training._workdir import CHECKPOINTS, remove_logs
@@ -195,7 +196,8 @@ def fit(
             if jax.process_index() == 0:
                 def logs():
                     logger = Logger(workdir, step=run.at, tensorboard=tensorboard,
-                                    again=run.evaluate if run.loop["due"] else ())
+                                    again=[*run.evaluate] * bool(run.loop["due"])
+                                    + [f"train/{name}" for name in run.zeros] * run.unlogged)
                     logger.hyperparameters, logger.compared = configured, sorted(run.watched())
                     return logger
 

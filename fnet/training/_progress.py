@@ -66,10 +66,16 @@ class Progress:
 
     def line(self, text: str) -> None:
         """A line of its own."""
+        text = self._encodable(text)
         if self._bar is not None:
             self._written(lambda: self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True))
         else:
             self._written(lambda: print(text, file=self._stream, flush=True))
+
+    def _encodable(self, text: str) -> str:
+        """What an ASCII terminal can show of it."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
 
     def _written(self, write: Callable[[], None]) -> None:
         if self._stream is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +18,11 @@ from fnet.training import (
     _advance,
     _callbacks,
     _contract,
+    _ending,
     _memory,
     _metrics,
     _nonfinite,
+    _positions,
     _provenance,
     _recompile,
     _recovery,
@@ -29,22 +30,18 @@ from fnet.training import (
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._clock import Clock
 from fnet.training._early_stop import EarlyStop, better
+from fnet.training._ending import Interrupted
 from fnet.training._fingerprint import ResumeWarning
 from fnet.training._iterators import GUARANTEES
 from fnet.training._logs import Logger
 from fnet.training._media import MEDIA
 from fnet.training._prefetch import Prefetch
 from fnet.training._progress import Progress, duration
-from fnet.training._reading import CheckpointError
 from fnet.training._signals import Signals, Stopping
 from fnet.training._spread import Spread
 from fnet.training._utilization import utilization
 
 _IN_FLIGHT = 2         # steps that the device may be behind, so that stopping takes no longer than those
-
-
-class Interrupted(Exception):
-    """The run was asked to stop and has saved its last finished step."""
 
 
 class PeerLost(RuntimeError):
@@ -58,6 +55,8 @@ class Run:
     logger: Logger | None = None
     logs: Callable[[], Logger] | None = None
     saved: int | None = None           # the step of the newest checkpoint
+    unlogged: bool = False             # whether the log of this step is still to be written
+    prefetch: Prefetch | None = None
     use: Callable[[float], Any] | None = None
 
     def __init__(self, step, state, batches, *, seen: Signals, steps: int, evaluate: Mapping[str, Any], every: int,
@@ -115,10 +114,10 @@ class Run:
             return
         self.load()
         self.begun = self.at
+        where, notes = self.checkpoints.folder / str(self.at), self.checkpoints.notes(self.at)
         if hasattr(self.batches, "seek"):                  # of `from_iterator`
-            self.batches.seek(self.at + int(self.loop["offset"]), self.checkpoints.notes(self.at).get("position"))
-        where = self.checkpoints.folder / str(self.at)
-        notes = self.checkpoints.notes(self.at)
+            position = _positions.own(notes.get("position"), self.at)
+            self.batches.seek(self.at + int(self.loop["offset"]), position)
         if self.tune:
             self.tune = _provenance.rules(notes, self.facts) or True
         if changed := _provenance.differences(notes, self.facts):
@@ -131,6 +130,7 @@ class Run:
         self.at = self.saved = int(self.state.step)
         self.watch = self.spread.whole(_nonfinite.start(self.loop["skipped"]))
         notes = self.checkpoints.notes(self.at)
+        self.unlogged = notes.get("unlogged", False)
         before = notes.get("fit", {})
         if before.get("best", now := self.criteria()["best"]) != now:        # values of another metric say nothing
             self.loop["top"] = np.array(math.nan)
@@ -165,10 +165,17 @@ class Run:
             self.progress.start(self.at, self.steps)
         if (resume := getattr(self.batches, "resume", None)) in GUARANTEES:
             self.say(f"resume guarantee of the data: {resume} ({GUARANTEES[resume]})")
+        if self.unlogged:
+            trained, self.saved = self.log(), None
+            self.save()                                    # again: its metrics began anew
+        else:
+            trained = {}
         if self.loop["due"]:
-            self.evaluation({})
+            self.evaluation(trained)
+        elif trained:
+            self.show(trained)
         if self.at < self.steps and not self.loop["stopped"]:
-            self.interruption(boundary=True)
+            _ending.interruption(self, boundary=True)
             if self.progress is not None or self.logger is not None:
                 self.use = utilization(self.step, self.state, self.spread.shapes(lambda: self.example))
             self.example = None
@@ -221,8 +228,7 @@ class Run:
             self.waited = self.prefetch.waited
             self.say(f"compiled in {duration(clock.compiled)}, the first step included")
         _callbacks.call(self, metrics)
-        last = self.at == self.steps or bool(self.loop["stopped"])
-        logs, measures = (self.at % often == 0 or last for often in (self.log_every, self.every))
+        logs, measures = self.left()
         if (logs or measures) and _recovery.broken(self):
             return
         trained = self.log() if logs else {}
@@ -230,20 +236,25 @@ class Run:
             self.evaluation(trained)
         elif trained:
             self.show(trained)
-        self.interruption(boundary=logs or measures or self.at % self.save_every == 0)
+        _ending.interruption(self, boundary=logs or measures or self.at % self.save_every == 0)
         if self.saves() or self.loop["stopped"]:
             self.save()
         if self.progress is not None:
             self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
 
+    def left(self) -> tuple[bool, bool]:
+        """Whether this step is logged, and whether it is evaluated."""
+        last = self.at == self.steps or bool(self.loop["stopped"])
+        return self.at % self.log_every == 0 or last, self.at % self.every == 0 or last
+
     def next_batch(self) -> Any:
         try:
             return self.prefetch()
         except Stopping:
-            self.interruption(boundary=False)
+            _ending.interruption(self, boundary=False)
             raise
         except BaseException:
-            self.rescue()
+            _ending.rescue(self)
             raise
 
     def check_counter(self) -> None:
@@ -254,23 +265,32 @@ class Run:
     def show(self, values: Mapping[str, float]) -> None:
         if self.progress is not None:
             rate = self.clock.rate
-            self.progress.log(self.at, values, rate, rate and self.clock.left(self.at, self.steps),
-                              self.use(rate) if rate and self.use else None)
+            left, mfu = rate and self.clock.left(self.at, self.steps), self.use(rate) if rate and self.use else None
+            try:
+                self.progress.log(self.at, values, rate, left, mfu)
+            except BaseException:                          # a stream or a subclass of the user's
+                _ending.rescue(self)
+                raise
 
     def log(self) -> dict[str, float]:
         self.check_counter()
         values = _metrics.results(self.loop["metrics"])
-        self.loop["metrics"] = self.fresh()
-        rate, lap = self.clock.lap(self.at), self.at - self.logged
-        waited, self.waited = self.prefetch.waited - self.waited, self.prefetch.waited
-        self.logged = self.at
+        times = {}
+        if self.prefetch is not None:                      # it has begun
+            rate, lap, self.logged = self.clock.lap(self.at), self.at - self.logged, self.at
+            waited, self.waited = self.prefetch.waited - self.waited, self.prefetch.waited
+            times = {"steps_per_second": rate, "mfu": rate and self.use and self.use(rate).value,
+                     "compile_seconds": self.clock.compiled, "data": rate and waited * rate / lap}
         if self.logger is not None:
-            mfu = self.use(rate).value if rate is not None else None
-            times = {"steps_per_second": rate, "mfu": mfu, "compile_seconds": self.clock.compiled,
-                     "data": rate and waited * rate / lap}
             row = {f"train/{k}": v for k, v in values.items()}
             row |= {f"time/{k}": v for k, v in times.items() if v is not None}
-            self.logger.write(self.at, row)
+            try:
+                self.logger.write(self.at, row)
+            except BaseException:                          # a disk that is full, a store that refuses
+                _ending.put_off(self)
+                _ending.rescue(self)
+                raise
+        self.loop["metrics"], self.unlogged = self.fresh(), False
         return _scalars(values)
 
     # Evaluating.
@@ -287,13 +307,12 @@ class Run:
             values = self.measure()
             _contract.check_watched(self.watched(), self.evaluate, values=values)
         except Stopping:
-            self.interruption(boundary=False)
+            _ending.interruption(self, boundary=False)
             raise
         except BaseException:
-            self.rescue()
+            _ending.rescue(self)
             raise
         self.loop["due"] = np.array(False)
-        self.show({**trained, **_scalars(values)})
         improved = self.judge(values)
         if self.saved == self.at and self.checkpoints is not None:
             scalars = _scalars(values)
@@ -301,6 +320,7 @@ class Run:
             self.checkpoints.amend(self.at, metrics=scalars, notes={"evaluated": evaluated})
         elif improved or self.loop["stopped"]:
             self.save(values)
+        self.show({**trained, **_scalars(values)})
 
     def measure(self) -> dict[str, Any]:
         jax.block_until_ready(self.state)
@@ -350,48 +370,12 @@ class Run:
             return
         self.loop["skipped"] = self.watch["skipped"]
         if hasattr(self.batches, "position"):
-            position = self.batches.position(self.at + int(self.loop["offset"]))
-            self.facts["position"] = position if self.alone else position | {"state": None}      # others have their own
+            at = self.at + int(self.loop["offset"])
+            self.facts["position"] = _positions.gathered(self.batches.position(at))
+        sound = _nonfinite.sound(self.watch, self.nonfinite == "skip")
         self.checkpoints.save(self.at, {"state": self.state, "loop": self.loop}, metrics=_scalars(values or {}),
-                              notes=self.facts, sound=_nonfinite.sound(self.watch, self.nonfinite == "skip"))
+                              notes=self.facts | {"unlogged": self.unlogged}, sound=sound)
         self.saved = self.at
-
-    def rescue(self) -> None:
-        """Saves the last finished step after an error in the data or an evaluation, which is what will be raised."""
-        if self.alone and self.at > self.begun:
-            with contextlib.suppress(CheckpointError, OSError):
-                self.save()
-                self.checkpoints and self.checkpoints.wait()
-
-    def interruption(self, *, boundary: bool) -> None:
-        """Saves and ends the run if a signal has come; several processes agree on it at boundaries."""
-        if not self.alone:
-            if not boundary:
-                return
-            from jax.experimental import multihost_utils
-
-            flags = multihost_utils.process_allgather(np.int32(self.seen.received is not None))
-            if flags.any():
-                self.seen.received = self.seen.received or "a signal to another process"
-        unfinished = self.at < self.steps and not self.loop["stopped"]
-        if self.seen.received and (unfinished or self.loop["due"]):
-            self.save()
-            self.interrupted()
-
-    def interrupted(self) -> None:
-        name = self.seen.received
-        if self.checkpoints is None:
-            raise Interrupted(f"{name}: stopped at step {self.at}; without a workdir nothing is kept")
-        self.checkpoints.wait()
-        saved = "it"
-        if self.nonfinite != "skip" and (bad := int(self.watch["bad"])) >= 0:      # so that it was not saved
-            if self.nonfinite == "stop" or self.checkpoints.latest() is None:
-                raise _recovery.diverged(self, bad)
-            saved = f"step {self.checkpoints.latest()}, the last that was finite,"
-        raise Interrupted(
-            f"{name}: stopped at step {self.at} of {self.steps} and saved {saved} in "
-            f"{self.checkpoints.folder}; the same command goes on from there"
-        )
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 NUMBERS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 ONE = 1.0              # seconds within which repeated signals count as one: `timeout` signals its child and its group
 POLL = 0.1             # seconds between two looks at whether a signal has come, wherever the main thread waits
+GRACE = 0.5            # seconds for what must be called although a signal has come before it
 _runs: list[Signals] = []      # nested runs; the innermost one listens, because signals belong to the process
 
 
@@ -34,19 +35,37 @@ class Signals:
     interrupts: bool = False
 
     @contextlib.contextmanager
-    def interrupting(self, allowed: bool = True) -> Iterator[None]:
-        """Lets a signal end the body with `Stopping`, one that came before it included."""
+    def interrupting(self, allowed: bool = True, *, grace: float = 0.0) -> Iterator[None]:
+        """Lets a signal end the body with `Stopping`.
+
+        Args:
+          allowed: False: a signal does not end it.
+          grace: seconds that the body has if a signal came before it.
+        """
+        alarm = None
         try:
             self.interrupts = allowed
-            self.poll()
+            if grace and allowed and self.received and _no_alarm():
+                alarm = signal.signal(signal.SIGALRM, lambda *_: self.poll())
+                signal.setitimer(signal.ITIMER_REAL, grace)
+            elif not grace:
+                self.poll()
             yield
         finally:
             self.interrupts = False
+            if alarm is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, alarm)
 
     def poll(self) -> None:
         """Raises `Stopping` if a signal has come and may interrupt."""
         if self.interrupts and self.received:
             raise Stopping
+
+
+def _no_alarm() -> bool:
+    """Whether nobody else uses the alarm of this process."""
+    return hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
 def poll() -> None:

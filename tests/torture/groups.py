@@ -1,5 +1,6 @@
 """Harm from around a run: its group, its workers, its source, its evaluation, its folder, its log, its optimizer."""
 
+import re
 import shutil
 import signal
 import time
@@ -8,10 +9,10 @@ from fnet import training as tr
 from tests.torture.victims import Victim, newest, one_sentence, remains, whole
 
 
-def _ended(workdir, victim, *, within, code=0, seconds=None):
+def _ended(workdir, victim, *, within, code=0, seconds=None, again=()):
     """"" if the run ended as promised and resumes to the bits of an undisturbed one; else what happened."""
     said = victim.said
-    again = Victim(workdir, "--steps=60")
+    again = Victim(workdir, "--steps=60", *again)
     again.end()
     finished = newest(workdir) == 60 and not said
     if victim.code != code or not (one_sentence(said) or finished) or (seconds is not None and seconds > within):
@@ -29,9 +30,9 @@ def _config(workdir):
 _expected = None
 
 
-def _each(count, folder, harm):
+def _each(count, folder, harm, *arguments):
     global _expected
-    _expected = whole(folder, "--steps=60")
+    _expected = whole(folder, "--steps=60", *arguments)
     lost = [f"{number}: {wrong}" for number in range(count) if (wrong := harm(folder / str(number), number))]
     return count, count - len(lost), lost
 
@@ -92,6 +93,53 @@ def raising(count, folder, rng):
         victim.end()
         if newest(workdir) != at:
             return f"the {what} raised at {at}, saved is step {newest(workdir)}"
+        return _ended(workdir, victim, code=2, within=None)
+
+    return _each(count, folder, harm)
+
+
+def functions_of_on_step(count, folder, rng):
+    """A function of on_step waits for ever and a signal comes, or it raises: the step is saved, and what is still to be
+    done at it is done after the restart. A tenth of the steps is logged, a twentieth evaluated."""
+    def harm(workdir, number):
+        kind, at = ["wait", "retry", "raise", "exit"][number % 4], rng.choice([10, 20, 40, rng.randint(1, 59)])
+        victim = Victim(workdir, "--steps=60", f"--on-step={kind}:{at}")
+        victim.until(f"on_step {at}")
+        began = time.monotonic()
+        if kind in ("wait", "retry"):
+            time.sleep(rng.uniform(0, 0.2))
+            victim.signal(rng.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
+        victim.end(60)
+        seconds, reached = time.monotonic() - began, newest(workdir)
+        if reached != at:
+            return f"{kind} at step {at}, saved step {reached}: exit {victim.code}: {victim.said[-300:]}"
+        code = {"raise": 2, "exit": 1}.get(kind, 0)
+        return _ended(workdir, victim, code=code, within=10, seconds=seconds, again=["--on-step=none"])
+
+    return _each(count, folder, harm, "--on-step=none")
+
+
+def signals_before_on_step(count, folder, rng):
+    """A signal at any moment of a run whose on_step logs each step: no step's line is missing or there twice."""
+    def harm(workdir, number):
+        victim = Victim(workdir, "--steps=60", "--on-step=none")
+        victim.until("step", count=rng.randint(2, 50))
+        time.sleep(rng.uniform(0, 0.01))
+        victim.signal(rng.choice([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]))
+        victim.end(60)
+        return _ended(workdir, victim, within=None, again=["--on-step=none"])
+
+    return _each(count, folder, harm, "--on-step=none")
+
+
+def broken_logs(count, folder, rng):
+    """A line of metrics.jsonl or TensorBoard is written by half, and then writing raises: no complete step is lost."""
+    def harm(workdir, number):
+        victim = Victim(workdir, "--steps=60", f"--log={rng.randint(0, 17)}")
+        victim.end()
+        broken = re.search(rb"broken (\d+)", victim.words)
+        if broken is None or newest(workdir) != int(broken[1]):
+            return f"{broken}, saved is step {newest(workdir)}: {victim.said[-300:]}"
         return _ended(workdir, victim, code=2, within=None)
 
     return _each(count, folder, harm)

@@ -2,15 +2,19 @@
 
     python tests/torture/victim.py WORKDIR [--steps=N] [--slow=evaluation|save] [--process=I --of=N --port=P]
         [--workers=N] [--hang=STEP] [--raise=evaluation|source:STEP] [--infinite=STEP:LEAF] [--config=NAME]
+        [--on-step=none|wait|retry|raise|exit:STEP] [--log=NUMBER]
 
 It prints what it is at, one word a line ("compile", "step", "evaluation", "save"), for whoever means it harm, and ends
 as the experiments do: 0 when finished or told to stop, 2 with one sentence where something is wrong.
 """
 
 import argparse
+import errno
+import itertools
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import warnings
 
@@ -20,7 +24,7 @@ import numpy as np
 import optax
 
 from fnet import training as tr
-from fnet.training import _manifest, _run
+from fnet.training import _logs, _manifest, _run
 
 RNG = np.random.default_rng(0)
 DATA = {"x": RNG.normal(size=(200, 16)).astype(np.float32), "y": RNG.integers(0, 4, 200).astype(np.int32)}
@@ -94,7 +98,50 @@ def infinite(path):
     return harmed
 
 
-def run(workdir, *, steps, slow="", mesh=None, workers=0, hang=None, raises="", harmed="", config=None):
+def on_step(kind):
+    """A function that logs each step, and at one of them waits for ever or raises."""
+    kind, _, at = kind.partition(":")
+
+    def call(end):
+        end.log({"own/step": end.step})
+        if end.step != int(at or 0):
+            return
+        announce(f"on_step {end.step}")
+        if kind == "raise":
+            raise OSError(f"on_step: step {end.step} cannot be shown")
+        if kind == "exit":
+            sys.exit("error: on_step: the end")
+        while kind == "retry":                             # retrying on errors does not swallow a signal
+            try:
+                time.sleep(600)
+            except Exception:
+                pass
+        threading.Event().wait()
+
+    return call
+
+
+def break_log(number):
+    """From the writing number `number` on, lines of the logs are written half and then an error is raised."""
+    writing, logging, count, at = _logs._written, _logs.Logger.write, itertools.count(), 0
+
+    def log(self, step, values):
+        nonlocal at
+        at = step
+        logging(self, step, values)
+
+    def write(file, data):
+        if next(count) >= number:
+            writing(file, data[:len(data) // 2])
+            announce(f"broken {at}")
+            raise OSError(errno.EIO, "Input/output error", str(file.name))
+        writing(file, data)
+
+    _logs._written, _logs.Logger.write = write, log
+
+
+def run(workdir, *, steps, slow="", mesh=None, workers=0, hang=None, raises="", harmed="", config=None, called="",
+        log=None):
     """The run; where `slow` is, it takes its time, so that harm done then meets it there."""
     inner, state = tr.Batches(DATA, batch_size=16, seed=1), start()
     inner = forked(inner, workers) if workers else inner
@@ -136,9 +183,13 @@ def run(workdir, *, steps, slow="", mesh=None, workers=0, hang=None, raises="", 
 
     watched = {"evaluate": {"test": evaluating}, "early_stop": tr.EarlyStop(metric="test/accuracy", patience=10**6)}
     _manifest.write_arrays, _run.Run.compile = write, compile_
-    return tr.fit(infinite(harmed) if harmed else step, state, batches, steps=steps, workdir=workdir, tensorboard=False,
-                  notes={"victim": True}, config={} if config is None else {"name": config},
-                  **({} if mesh is not None else watched), **EVERY)
+    if log is not None:
+        break_log(log)
+    if called:
+        watched["on_step"] = on_step(called)
+    return tr.fit(infinite(harmed) if harmed else step, state, batches, steps=steps, workdir=workdir,
+                  tensorboard=log is not None, notes={"victim": True},
+                  config={} if config is None else {"name": config}, **({} if mesh is not None else watched), **EVERY)
 
 
 def spread(state, mesh):
@@ -166,6 +217,8 @@ def main(argv=None):
     parser.add_argument("--raise", dest="raises", default="")
     parser.add_argument("--infinite", default="")
     parser.add_argument("--config")
+    parser.add_argument("--on-step", default="")
+    parser.add_argument("--log", type=int)
     options = parser.parse_args(argv)
     mesh = None
     if options.of > 1:
@@ -175,7 +228,8 @@ def main(argv=None):
         mesh = jax.make_mesh((options.of,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     try:
         run(options.workdir, steps=options.steps, slow=options.slow, mesh=mesh, workers=options.workers,
-            hang=options.hang, raises=options.raises, harmed=options.infinite, config=options.config)
+            hang=options.hang, raises=options.raises, harmed=options.infinite, config=options.config,
+            called=options.on_step, log=options.log)
     except tr.Interrupted as stopped:
         print(stopped, file=sys.stderr, flush=True)
         return 0

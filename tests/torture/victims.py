@@ -43,6 +43,8 @@ class Victim:
                     if before is not None:
                         before()
                     code = victim.main([str(workdir), *arguments])
+                except SystemExit as end:
+                    print(end, file=sys.stderr)
                 except BaseException:
                     traceback.print_exc()
                 sys.stderr.flush()
@@ -110,14 +112,14 @@ def remains(workdir):
     return json.loads(json.dumps([leaves, rows]))
 
 
-def whole(folder, steps):
-    """What a run of so many steps comes to that nothing disturbs."""
-    if steps not in _WHOLE:
-        unbroken = Victim(folder / "whole", steps)
+def whole(folder, *arguments):
+    """What a run with these arguments comes to that nothing disturbs."""
+    if arguments not in _WHOLE:
+        unbroken = Victim(folder / "whole", *arguments)
         if (code := unbroken.end(300)) != 0:
             raise SystemExit(f"the undisturbed run ended with {code}: {unbroken.said}")
-        _WHOLE[steps] = remains(folder / "whole")
-    return _WHOLE[steps]
+        _WHOLE[arguments] = remains(folder / "whole")
+    return _WHOLE[arguments]
 
 
-_WHOLE: dict[str, list] = {}
+_WHOLE: dict[tuple[str, ...], list] = {}

@@ -1,10 +1,14 @@
 """on_step, and what TensorBoard is shown: read back from its event files."""
 
 import contextlib
+import errno
+import io
+import itertools
 import os
 import re
 import signal
 import struct
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -16,6 +20,7 @@ import optax
 import pytest
 
 from fnet import training as tr
+from fnet.training import _logs, _signals
 
 TX = optax.sgd(0.1)
 X = np.linspace(0, 1, 16, dtype=np.float32)
@@ -108,6 +113,99 @@ def test_a_signal_ends_a_function_that_waits(tmp_path, at):
         train(workdir=tmp_path, config={}, on_step=waiting)
     assert not finished and tr.load(tmp_path).step == at
     np.testing.assert_array_equal(train(workdir=tmp_path, config={}).params["w"], train().params["w"])
+
+
+@pytest.mark.parametrize("at", [2, 4])
+@pytest.mark.parametrize("end", ["signal", "error"])
+def test_what_is_left_to_be_done_at_its_step_is_done_after_the_restart(tmp_path, at, end):
+    """The log and the evaluation come after on_step, so a checkpoint written there notes them."""
+    def ending(step_end):
+        step_end.log({"train/own": step_end.step})
+        if step_end.step == at and end == "error":
+            raise ZeroDivisionError
+        if step_end.step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+    def rows(workdir):
+        return [{name: value for name, value in row.items() if not name.startswith("time/")}
+                for row in tr.read_metrics(workdir)]
+
+    options = {"config": {}, "log_every": 2, "every": 4, "evaluate": {"v": lambda state: {"w": state.params["w"]}}}
+    with pytest.raises(ZeroDivisionError if end == "error" else tr.Interrupted):
+        train(6, workdir=tmp_path / "parts", on_step=ending, **options)
+    assert tr.load(tmp_path / "parts").step == at
+    out = io.StringIO()
+    own = lambda step_end: step_end.log({"train/own": step_end.step})
+    train(6, workdir=tmp_path / "parts", on_step=own, progress=tr.Progress(out, bar=False), **options)
+    assert re.search(rf"step {at}/6  (v/w|loss) ", out.getvalue())
+    train(6, workdir=tmp_path / "whole", on_step=own, **options)
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    assert tr.Checkpoints(tmp_path / "parts" / "checkpoints").notes()["unlogged"] is False
+
+
+def test_a_signal_before_it_leaves_it_half_a_second(tmp_path):
+    """It is called once for each step that is saved, and a function that waits is ended all the same."""
+    def source(i):
+        if i == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"x": X[:4]}
+
+    seen, began = [], []
+    def waiting(end):
+        seen.append(end.step)
+        if _signals._runs[-1].received:
+            began.append(time.monotonic())
+            threading.Event().wait(30)
+
+    with pytest.raises(tr.Interrupted):
+        tr.fit(step, start(), source, steps=9, workdir=tmp_path, config={}, on_step=waiting, tensorboard=False)
+    assert time.monotonic() - began[0] < 5 and seen == list(range(1, tr.load(tmp_path).step + 1))
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+@pytest.mark.parametrize(("failing", "at"), [("metrics.jsonl", 3), ("tfevents", 3), ("metrics.jsonl", 5)])
+def test_a_log_that_cannot_be_written_loses_no_step(tmp_path, monkeypatch, failing, at):
+    """Half of the line is written, as on a full disk; the step is saved, and its line is written after the restart."""
+    def rows(workdir):
+        return [(row["step"], row["train/loss"]) for row in tr.read_metrics(workdir)]
+
+    written, count = _logs._written, itertools.count()
+
+    def broken(file, data):
+        if failing in str(file.name) and next(count) == at:
+            written(file, data[:len(data) // 2])
+            raise OSError(errno.EIO, "Input/output error", file.name)
+        written(file, data)
+
+    options = {"config": {}, "log_every": 2, "save_every": 50}
+    monkeypatch.setattr(_logs, "_written", broken)
+    with pytest.raises(OSError, match=f"Input/output error: .*{failing}"):
+        train(12, workdir=tmp_path / "parts", **options)
+    monkeypatch.undo()
+    assert tr.load(tmp_path / "parts").step == (4 if failing == "tfevents" else 2 * at + 2)
+    train(12, workdir=tmp_path / "parts", **options)
+    for steps in (12, 14):                                 # the metrics of the last step begin anew as well
+        train(steps, workdir=tmp_path / "parts", **options)
+        train(steps, workdir=tmp_path / "whole", **options)
+        assert rows(tmp_path / "parts") == rows(tmp_path / "whole") and len(rows(tmp_path / "whole")) == steps / 2
+
+
+def test_a_display_that_raises_loses_no_step(tmp_path):
+    class Raising(tr.Progress):
+        def log(self, *arguments):
+            raise RuntimeError("no display")
+
+    with pytest.raises(RuntimeError, match="no display"):
+        train(workdir=tmp_path, config={}, log_every=2, progress=Raising(bar=False))
+    assert tr.load(tmp_path).step == 2
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    for bar in (False, True):
+        train(workdir=tmp_path / str(bar), config={}, evaluate={"café": lambda state: {"a": 1.0}},
+              progress=tr.Progress(stream, bar=bar))
+    stream.flush()
+    assert raw.getvalue().count(b"caf\\xe9/a 1") == 2
 
 
 def pixels(png):

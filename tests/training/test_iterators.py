@@ -2,14 +2,17 @@
 
 import io
 import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from several import processes
 
 from fnet import training as tr
+from fnet.training import _positions
 
 TX = optax.sgd(0.1)
 
@@ -143,6 +146,14 @@ def test_a_stateful_source_does_not_read_the_epoch_again():
     assert again.read == 1
 
 
+def test_states_do_not_pile_up():
+    batches = tr.from_iterator(StatefulSource())
+    for i in range(700):
+        batches(i)
+        batches.position(i)
+    assert len(batches._states) < 100
+
+
 def test_steps_in_any_order():
     for make, _ in SOURCES.values():
         batches = tr.from_iterator(make())
@@ -165,6 +176,21 @@ def test_a_source_that_cannot_be_repeated_warns_at_a_resume(tmp_path):
     fixed = Loader(None)
     del fixed.generator
     assert tr.from_iterator(fixed).resume == "epoch" and tr.from_iterator(fixed).steps(2.5) == 13
+
+
+def test_each_process_goes_on_where_it_was(tmp_path):
+    """Two processes with epochs of five and three batches: the guarantee "exact" is that of each."""
+    script = pathlib.Path(__file__).with_name("reading.py")
+    for me, came in enumerate(processes(script, 2, str(tmp_path))):
+        assert came["same"] and came["read"] in (5, 6), (me, came)     # one to look at, five to use: nothing again
+
+
+def test_another_number_of_processes_is_reported():
+    saved = {"processes": [{"epoch": 1, "first": 5, "state": "{}"}, {"epoch": 2, "first": 6, "state": "{}"}]}
+    with pytest.warns(tr.ResumeWarning, match="the data was read by 2 processes and is now read by 1: each one reads "
+                                              "its epoch from the start up to step 7, and the batches differ"):
+        assert _positions.own(saved, 7) == {"epoch": 1, "first": 5, "state": None}
+    assert _positions.own(saved["processes"][0], 7) == saved["processes"][0] and _positions.own(None, 7) is None
 
 
 def test_a_state_that_json_cannot_hold_reads_the_epoch_again():

@@ -13,6 +13,7 @@ from fnet import hardware as hw
 from fnet import layers as nn
 from fnet import parallel
 from fnet import training as tr
+from fnet.parallel import _planner
 from fnet.training._recompile import Arguments
 
 TX = optax.sgd(0.1)
@@ -143,12 +144,39 @@ def test_other_errors_of_xla_are_raised_as_they_are():
         lines(lambda i: {"x": np.ones(2, np.float32)}, 2, evaluate={"test": evaluation})
 
 
-def test_out_of_memory_under_a_plan():
+@pytest.fixture
+def planned(monkeypatch):
+    """(plan on two devices, initial state) of a step that does not fit, which planning itself would refuse."""
+    monkeypatch.setattr(_planner, "ROOM", 1e9)
+    init = lambda key: tr.TrainState.create(MODEL.init(key, jnp.zeros((1, 1)))[0], TX)
+    plan = parallel.plan(wide_step, init, {"x": np.ones((ROWS, 1), np.float32)}, devices=jax.devices()[:2],
+                         strategy="zero1", compile=False)
+    return plan, plan.init(jax.random.key(0))
+
+
+def test_out_of_memory_under_a_plan(planned):
+    """All numbers are those of one device, and the batch is a multiple of the devices."""
+    plan, state = planned
+    with pytest.raises(tr.OutOfMemory) as raised:
+        tr.fit(wide_step, state, lambda i: {"x": np.ones((ROWS, 1), np.float32)}, steps=2, tune=False, plan=plan)
+    text, memory = str(raised.value), hw.detect().per_device.memory_bytes
+    assert re.match(r"the first step ran out of memory \(RESOURCE_EXHAUSTED: .*\)\n  the step needs [\d,.]+ GiB on "
+                    r"each device \(estimated\), and each device has [\d,.]+ GiB\n", text), text
+    fits, given = map(int, re.search(r"batch that fits: (\d+) \(estimated, a multiple of 2\); this batch has (\d+)",
+                                     text).groups())
+    assert given == ROWS and fits % 2 == 0 and 0.5 * memory < needs(fits) / 2 < memory      # a sort mixes the rows
+    assert re.search(r"\n  largest arrays on each device:\n", text)
+    assert re.search(rf"\n +32.0 MiB  float32\[1, {WIDTH}\] params/wide/kernel\n", text), text
+    assert text.endswith("or more devices (parallel.plan)")
+
+
+def test_an_evaluation_under_a_plan():
     def evaluation(state):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")
 
     init = lambda key: tr.TrainState.create({"w": jnp.zeros(())}, TX)
-    batch = {"x": np.ones(8, np.float32)}
+    batch = {"x": np.ones(2**18, np.float32)}
     plan = parallel.plan(step, init, batch, devices=jax.devices()[:2])
-    with pytest.raises(tr.OutOfMemory, match=r"largest arrays of the state and batch, all devices together:\n +0.0"):
+    with pytest.raises(tr.OutOfMemory, match=r"arrays of the state and batch on each device:\n +0.5 MiB  "
+                                             r"float32\[131072\] batch/x\n"):
         lines(lambda i: batch, 2, plan.init(jax.random.key(0)), plan=plan, evaluate={"test": evaluation})

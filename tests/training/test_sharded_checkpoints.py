@@ -1,30 +1,19 @@
 """Checkpoints of several processes: each writes and reads its own shards, in a folder and in an object store."""
 
-import json
-import os
 import pathlib
 import re
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 import s3
 import sharding
+from several import processes
 
 from fnet import training as tr
 
 SCRIPT = pathlib.Path(__file__).with_name("sharding.py")
 NEEDS_S3 = pytest.mark.skipif(bool(s3.MISSING), reason=s3.REASON)
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture(params=["folder", pytest.param("store", marks=NEEDS_S3)])
@@ -34,26 +23,10 @@ def where(request, tmp_path):
     return f"{request.getfixturevalue('store')}/{request.node.name}"
 
 
-def processes(port, count, where):
-    """What each process printed."""
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")}
-    every = [subprocess.Popen([sys.executable, str(SCRIPT), str(port), str(i), str(count), where], env=env,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for i in range(count)]
-    ends = []
-    for process in every:
-        try:
-            ends.append((*process.communicate(timeout=150), process.returncode))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            ends.append((*process.communicate(), None))
-    assert [code for *_, code in ends] == [0] * count, [err[-1500:] for _, err, _ in ends]
-    return [json.loads(out.splitlines()[-1]) for out, *_ in ends]
-
-
-def test_two_processes_save_and_two_or_one_restore(where, free_port):
+def test_two_processes_save_and_two_or_one_restore(where):
     """On the mesh that saved, on one with two axes, and in this process on other numbers of devices. Damage that only
     one of two processes sees is judged by both."""
-    came = processes(free_port, 2, where)
+    came = processes(SCRIPT, 2, where)
     common = [["arrays-0", name] for name in ("host", "key", "same", "step")]
     for me, each in enumerate(came):      # two devices of each process: two shards of each leaf that is sharded
         assert each["steps"] == [1, 2] and each["cast"] is True
