@@ -1,8 +1,8 @@
 """fnet: neural networks as pure functions on JAX.
 
 A model is a function of a plain parameter tree (`fnet.layers`); whatever one does to it is a transform of that function
-(`fnet.transforms`); what suits the chip underneath is looked up and measured (`fnet.hardware`). `fnet.introspect`,
-`fnet.models`, `fnet.parallel` and `fnet.training` load on first use.
+(`fnet.transforms`); what suits the chip underneath is looked up and measured (`fnet.hardware`). `fnet.export`,
+`fnet.introspect`, `fnet.models`, `fnet.parallel` and `fnet.training` load on first use.
 """
 
 import importlib
@@ -10,8 +10,8 @@ import importlib
 from fnet import hardware, layers, transforms
 
 __version__ = "0.1.0"
-__all__ = ["hardware", "introspect", "layers", "models", "parallel", "training", "transforms"]
-_LAZY = ("introspect", "models", "parallel", "training")
+__all__ = ["export", "hardware", "introspect", "layers", "models", "parallel", "training", "transforms"]
+_LAZY = ("export", "introspect", "models", "parallel", "training")
 
 
 def __getattr__(name):

@@ -24,8 +24,8 @@ lazy = [name for name in fnet.__all__ if f"fnet.{name}" not in sys.modules]
 assert set(fnet.__all__) <= set(dir(fnet))
 print(lazy, [getattr(fnet, name).__name__ for name in lazy])
 """
-    assert _run(code) == ("['introspect', 'models', 'parallel', 'training'] "
-                          "['fnet.introspect', 'fnet.models', 'fnet.parallel', 'fnet.training']")
+    assert _run(code) == ("['export', 'introspect', 'models', 'parallel', 'training'] "
+                          "['fnet.export', 'fnet.introspect', 'fnet.models', 'fnet.parallel', 'fnet.training']")
 
 
 def test_import_costs_at_most_half_of_jax():

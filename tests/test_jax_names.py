@@ -277,3 +277,13 @@ def test_private_names_are_used_in_one_package():
              if path.parent.name != "_jax" for number, line in enumerate(path.read_text().splitlines(), 1)
              if private.search(line.split("#")[0])]
     assert not found, f"move to fnet/_jax: {found}"
+
+
+def test_exported_programs_contain_no_source_lines():
+    from jax import export
+
+    with _jax.without_locations():
+        program = export.export(jax.jit(lambda x: jnp.sin(x) + 1))(jax.ShapeDtypeStruct((2,), jnp.float32))
+    assert "test_jax_names" not in str(program.mlir_module_serialized), MOVED.format("traceback_in_locations_limit")
+    plain = export.export(jax.jit(lambda x: jnp.sin(x) + 1))(jax.ShapeDtypeStruct((2,), jnp.float32))
+    assert "test_jax_names" in str(plain.mlir_module_serialized)      # the test finds them

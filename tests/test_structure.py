@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "introspect": {"_jax", "jaxpr", "layers", "hardware", "transforms", "parallel"},
     "training": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models", "parallel",
                  "introspect"},
+    "export": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -26,12 +26,13 @@ from fnet._jax._tracing import (
     trace_state,
     varies_over,
     vary_alike,
+    without_locations,
 )
 
 __all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "bind", "bind_again", "close", "consts_as_inputs",
            "current_names", "custom_vmap_rule", "disabled", "equation_context", "hoisted", "line", "name_stack",
            "names_context", "origin", "outermost", "prng_impl", "scope_entries", "trace_state", "unplaced",
-           "varies_over", "vary_alike", "widened"]
+           "varies_over", "vary_alike", "widened", "without_locations"]
 
 
 def __getattr__(name):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, get_opaque_trace_state
 
-from fnet._jax._features import private
+from fnet._jax._features import Missing, private
 
 _core = private("jax._src.core", "rewriting of programs")
 _source_info = private("jax._src.source_info_util", "named scopes of rewritten programs")
@@ -17,6 +17,7 @@ _Scope = private("jax._src.source_info_util.Scope", "sites of untagged scopes")
 _DynamicJaxprTrace = private("jax._src.interpreters.partial_eval.DynamicJaxprTrace", "fast retracing")
 _DynamicJaxprTracer = private("jax._src.interpreters.partial_eval.DynamicJaxprTracer", "fast retracing")
 _LinearizeTrace = private("jax._src.interpreters.ad.LinearizeTrace", "cached linearization")
+_frames = private("jax._src.config.traceback_in_locations_limit", "programs without source locations")
 _reshard = private("jax._src.core.auto_insert_reshard", "operands that vary over different mesh axes")
 
 
@@ -42,6 +43,11 @@ def vary_alike(*arrays):
 def varies_over(x) -> frozenset:
     """The mesh axes over which a value varies, inside a shard_map that tracks it."""
     return jax.typeof(x).manual_axis_type.varying
+
+
+def without_locations():
+    """A context in which lowered programs contain no source lines of operations, with paths of this machine."""
+    return contextlib.nullcontext() if isinstance(_frames, Missing) else _frames(0)
 
 
 # Names and source lines of equations.

@@ -51,6 +51,13 @@ def _cuda_versions() -> Any:
     return private("jax._src.lib.cuda_versions", "cuDNN's attention")
 
 
+kernels_in_exports = jax.make_user_context(False)
+"""Whether exported programs contain kernels: `with kernels_in_exports(True): jax.export.export(...)`."""
+CUSTOM_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__cudnn$fmhaScaleBiasSoftmax",
+                "__cudnn$fmhaScaleBiasSoftmaxBackward", "tpu_custom_call")
+"""The names by which compiled programs call the attention kernels."""
+
+
 def partitioning(ctx: Any) -> str:
     """How the equation whose lowering rule received `ctx` will run.
 
@@ -59,7 +66,8 @@ def partitioning(ctx: Any) -> str:
         one device, or on the shards of a shard_map. "split": XLA partitions it. "unknown": XLA partitions it, over
         devices that are not known yet.
     """
-    if ctx.module_context.lowering_parameters.for_export or len(ctx.module_context.platforms) > 1:
+    for_export = ctx.module_context.lowering_parameters.for_export and not kernels_in_exports.value
+    if for_export or len(ctx.module_context.platforms) > 1:
         return "portable"
     context = ctx.module_context.axis_context
     if isinstance(context, _ShardingContext):

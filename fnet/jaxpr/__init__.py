@@ -5,6 +5,7 @@
 - `bodies`, `equations`, `scan`: the jaxprs inside equations.
 - `rewrite`, `Interpreter`: evaluation under the control of a rule.
 - `tag`, `find_sites`, `Inspector`: values with a name, taken out of a program or replaced.
+- `flatten`, `stable`: a program of few primitives, and the same as plain data.
 - `read`: a jaxpr as flat frames; `cost`, `touched`, `nbytes`: what an equation costs; `batch_axes`.
 """
 
@@ -36,6 +37,7 @@ from fnet.jaxpr._equations import (
     random_bits,
     selects_largest,
 )
+from fnet.jaxpr._flatten import flatten, inlined
 from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._inspect import Inspector
 from fnet.jaxpr._primitives import POINTWISE, Description, Inside, Traits, describe, description, traits, unsupported
@@ -47,6 +49,8 @@ from fnet.jaxpr._scopes import in_jaxpr as scopes_in
 from fnet.jaxpr._scopes import of_operation as scope_of_operation
 from fnet.jaxpr._sites import Level, Site
 from fnet.jaxpr._sites import find as find_sites
+from fnet.jaxpr._stable import Unsupported, stable
+from fnet.jaxpr._stable import size as stable_size
 from fnet.jaxpr._static_leaves import boxed, is_array, results_boxed, statics, unboxed
 from fnet.jaxpr._tags import BLOCK, is_tag, tag, tagging
 from fnet.jaxpr._traced import Traced
@@ -75,6 +79,7 @@ __all__ = [
     "Site",
     "Traced",
     "Traits",
+    "Unsupported",
     "Value",
     "batch_axes",
     "before",
@@ -89,8 +94,10 @@ __all__ = [
     "equations",
     "explicit",
     "find_sites",
+    "flatten",
     "has_shardings",
     "inline",
+    "inlined",
     "is_array",
     "is_tag",
     "kept_bits",
@@ -114,6 +121,8 @@ __all__ = [
     "scope_of_operation",
     "scopes_in",
     "selects_largest",
+    "stable",
+    "stable_size",
     "statics",
     "tag",
     "tagging",

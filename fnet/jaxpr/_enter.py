@@ -43,7 +43,9 @@ def _scan(self, eqn, scope, inputs, wanted):
         outputs = body(*constants, *carried, *sliced)
         return outputs[:parts.carry], outputs[parts.carry:]
 
-    carried, stacked = lax.scan(step, start, arrays_of(slices), **parts.options)
+    # lax.scan takes a symbolic length from the slices alone.
+    options = {name: x for name, x in parts.options.items() if name != "length" or isinstance(x, int)}
+    carried, stacked = lax.scan(step, start, arrays_of(slices), **options)
     return [*map(Value, carried), *map(Value, stacked)]
 
 

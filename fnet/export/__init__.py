@@ -1,0 +1,13 @@
+"""Export: models as files that run without fnet.
+
+    program = export.program(model, params, state, x=export.spec("b, 8, 8, 1", "float32"))
+    program.save("digits.fnet")                  # a bundle, which needs JAX and NumPy alone
+    logits = export.load("digits.fnet")(x)
+"""
+
+from fnet.export._loaded import Bundle, load
+from fnet.export._program import Program, program
+from fnet.export._reader import BundleError
+from fnet.export._spec import Spec, spec, spec_of
+
+__all__ = ["Bundle", "BundleError", "Program", "Spec", "load", "program", "spec", "spec_of"]

@@ -1,0 +1,208 @@
+"""Programs: functions traced for symbolic sizes, with their weights."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from fnet import _jax, jaxpr
+from fnet import layers as nn
+from fnet.export import _spec
+from fnet.export._tree import described, named_leaves
+
+PLATFORMS = "cpu", "cuda", "tpu"
+
+
+class Entry:
+    """One entry point, traced.
+
+    Attributes:
+        closed: the jaxpr from weights, in the order of `weights`, and the leaves of the inputs to those of the output.
+        weights: names of its weights. Arrays that the function closed over are called constants/DIGEST.
+        inputs: [(name, tree of {"dtype", "shape"})]; output: such a tree.
+        constraints: on the sizes, as text.
+        types: the leaves of the inputs as `jax.ShapeDtypeStruct`s.
+    """
+
+    def __init__(self, closed, weights, inputs, output, constraints, types):
+        self.closed, self.weights, self.inputs, self.output = closed, weights, inputs, output
+        self.constraints, self.types = constraints, types
+
+    @functools.cached_property
+    def portable(self) -> export.Exported:
+        """The program for all platforms, from (weights by name, list of inputs) to the list of outputs."""
+        return self.exported(PLATFORMS)
+
+    def exported(self, platforms: tuple[str, ...]) -> export.Exported:
+        def run(weights, inputs):
+            return jax.core.eval_jaxpr(self.closed.jaxpr, (), *(weights[name] for name in self.weights), *inputs)
+
+        types = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in zip(self.weights, self.closed.in_avals)}
+        allowed = () if len(platforms) > 1 else tuple(map(export.DisabledSafetyCheck.custom_call,
+                                                         _jax.kernels.CUSTOM_CALLS))
+        with _jax.without_locations():
+            return export.export(jax.jit(run), platforms=platforms, disabled_checks=allowed)(types, self.types)
+
+
+class Program:
+    """A model as programs for symbolic sizes, and its weights. `export.program` creates it.
+
+    Attributes:
+        entries: {name: `Entry`}, the entry points.
+        weights: {name: array}. Names begin with params/, state/ or constants/.
+    """
+
+    def __init__(self, entries: dict[str, Entry], weights: dict[str, Any], trees: tuple):
+        self.entries, self.weights, self._trees = entries, weights, trees
+
+    def entry(self, name: str, f: Callable, **specs: Any) -> Program:
+        """Returns the program with another entry point: a function of the same parameters and state.
+
+        The entry points "preprocess" and "postprocess" run before and after "predict" in `Bundle.run`.
+
+        Args:
+            name: an identifier, such as "embed", "decode" or "train_step".
+            f, specs: as for `export.program`.
+
+        Raises:
+            ValueError: there is an entry point of this name, or it is no identifier.
+        """
+        if not name.isidentifier() or name in self.entries:
+            what = "exists already" if name in self.entries else "must be a Python identifier"
+            raise ValueError(f"export: the entry point {name!r} {what}")
+        entry, constants = _traced(f, *self._trees, specs)
+        return Program({**self.entries, name: entry}, {**self.weights, **constants}, self._trees)
+
+    def call(self, name: str, *inputs: Any) -> list:
+        """Runs the program of an entry point in this process; returns the leaves of its output."""
+        entry = self.entries[name]
+        return jax.jit(entry.portable.call)({name: self.weights[name] for name in entry.weights},
+                                            jax.tree.leaves(inputs))
+
+    def save(self, path: str | os.PathLike, *, labels: Iterable[Any] | None = None,
+             tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+             tests: Mapping[str, Mapping[str, Any]] | None = None, differentiable: bool = False,
+             kernels: Sequence[str] = (), about: Mapping[str, Any] | None = None) -> None:
+        """Writes a bundle: one file with the programs and weights, which needs JAX and NumPy alone.
+
+        Args:
+            path: the file, such as "digits.fnet". It is replaced atomically.
+            labels: the names of the classes.
+            tokenizer: a folder, or files, of a tokenizer.
+            tests: {entry point: {input: array}}, the inputs of the check. Default: small random ones.
+            differentiable: whether the programs contain their gradients.
+            kernels: platforms ("cuda", "tpu") for which a second program contains attention kernels.
+            about: JSON data for the manifest's provenance, such as the data set and the accuracy.
+
+        Raises:
+            ValueError: an argument is not valid, or a weight has a dtype that safetensors files cannot hold.
+        """
+        from fnet.export import _write
+
+        _write.save(self, path, labels=labels, tokenizer=tokenizer, tests=tests, differentiable=differentiable,
+                    kernels=kernels, about=about)
+
+
+def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Program:
+    """A function and its parameters as a program that can be saved and run elsewhere.
+
+        program = export.program(model, params, state, x=export.spec("b, 8, 8, 1", "float32"))
+        program.save("digits.fnet")
+        program.onnx("digits.onnx")
+
+    The function is traced once, here. Its entry point is called "predict"; `Program.entry` adds others.
+
+    Args:
+        f: a model, or any function f(params, *inputs) of JAX, from Flax, Equinox or Haiku for example.
+        params: the parameters, a tree of arrays. Trees as leaves (quantized or low-rank arrays) are kept as they are.
+        state: None, or the state. A model, or a function with a parameter `state`, is then called with `state=state`
+            and returns (output, new state), of which the output is exported.
+        specs: the type of each input: `export.spec`, or a tree of them. Inputs are passed by name if f has parameters
+            of these names, otherwise in this order.
+
+    Returns:
+        A `Program`.
+
+    Raises:
+        TypeError: an input has no type, or f cannot be called with these inputs.
+        ValueError: two weights have the same name.
+
+    >>> from fnet import export
+    >>> f = lambda params, x: x @ params["kernel"]
+    >>> export.program(f, {"kernel": jnp.ones((3, 2))}, x=export.spec("b, 3")).entries["predict"].output
+    {'dtype': 'float32', 'shape': ['b', 2]}
+    """
+    weights = {name: x for root, tree in (("params", params), ("state", state))
+               for name, x in named_leaves(root, tree) if jaxpr.is_array(x)}
+    entry, constants = _traced(f, params, state, specs)
+    return Program({"predict": entry}, {**weights, **constants}, (params, state))
+
+
+def _traced(f, params, state, specs):
+    """(the entry point, the arrays it closes over by name)."""
+    if not specs:
+        raise TypeError("export.program: expected the type of each input by name, x=export.spec('b, 28, 28, 1')")
+    inputs, constraints = _spec.resolve(specs)
+    by_name, takes_state = _called(f, tuple(specs))
+    named = [pair for root, tree in (("params", params), ("state", state)) for pair in named_leaves(root, tree)]
+    names = [name for name, x in named if jaxpr.is_array(x)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"export.program: two weights have the name {next(n for n in names if names.count(n) > 1)!r}")
+    leaves, structure = jax.tree.flatten((params, state))
+    held = [x for x in leaves if jaxpr.is_array(x)]
+    types, tree = jax.tree.flatten([inputs[name] for name in specs])
+    output = []
+
+    def run(*arrays):
+        rest = iter(arrays[:len(held)])
+        params, state = jax.tree.unflatten(structure, [next(rest) if jaxpr.is_array(x) else x for x in leaves])
+        given = jax.tree.unflatten(tree, arrays[len(held):])
+        positional, named = ((), dict(zip(specs, given))) if by_name else (given, {})
+        if state is not None and takes_state:
+            y, _ = f(params, *positional, **named, state=state)
+        else:
+            y = f(params, *positional, **named)
+        y = jax.tree.map(lambda x: x if jaxpr.is_array(x) else jnp.asarray(x), y)
+        output[:] = [described(y)]
+        return jax.tree.leaves(y)
+
+    closed = jaxpr.inlined(jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held), *types))
+    constants = [_constant(x) for x in closed.consts]
+    closed = _jax.close(_jax.consts_as_inputs(closed))
+    described_inputs = [(name, described(inputs[name])) for name in specs]
+    weights = [*(name for name, _ in constants), *names]
+    return Entry(closed, weights, described_inputs, output[0], list(constraints), types), dict(constants)
+
+
+def _constant(x):
+    """(name, array) of an array that a function closes over. The name is its digest: it is saved once."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        raise TypeError("export.program: the function closes over a random key; pass the key as an input, "
+                        "key=jax.random.key(0)")
+    x = np.asarray(x)
+    return f"constants/{hashlib.sha256(x.tobytes() + str((x.dtype, x.shape)).encode()).hexdigest()[:16]}", x
+
+
+def _called(f, names) -> tuple[bool, bool]:
+    """(whether f has parameters of these names after its first, whether it takes a state)."""
+    forward = isinstance(f, nn.Layer)
+    try:
+        parameters = list(inspect.signature(type(f).forward if forward else f).parameters.values())
+    except (TypeError, ValueError):
+        return False, True
+    known = {p.name for p in parameters[2 if forward else 1:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    takes_state = forward or "state" in known or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    missing = [name for name in names if name not in known]
+    if not missing or len(missing) == len(names):
+        return not missing, takes_state
+    raise TypeError(f"export.program: the function has no parameter {missing[0]!r}; name all inputs as its parameters "
+                    f"({', '.join(sorted(known - {'state'}))}) or none")

@@ -1,0 +1,39 @@
+"""Sizes of axes: integers and expressions of variables. Bundles contain this file as sizes.py."""
+
+import ast
+
+
+def size(expression, sizes):
+    """The value of a size: an integer, or an expression such as "floordiv(h + 1, 2)*b^2".
+
+    >>> size("floordiv(h + 1, 2)*b^2", {"h": 6, "b": 3})
+    27
+    """
+    if isinstance(expression, int):
+        return expression
+    return _size(ast.parse(expression.replace("^", "**"), mode="eval").body, sizes)
+
+
+def _size(node, sizes):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.Name):
+        return sizes[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_size(node.operand, sizes)
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](_size(node.left, sizes), _size(node.right, sizes))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+        return _FUNCTIONS[node.func.id](*(_size(part, sizes) for part in node.args))
+    raise ValueError(f"cannot evaluate the size {ast.unparse(node)!r}")
+
+
+def _power(x, y):
+    if abs(y) > 64:
+        raise ValueError(f"cannot evaluate a size with the exponent {y}")
+    return x ** y
+
+
+_ARITHMETIC = {ast.Add: lambda x, y: x + y, ast.Sub: lambda x, y: x - y, ast.Mult: lambda x, y: x * y,
+               ast.Pow: _power, ast.FloorDiv: lambda x, y: x // y, ast.Mod: lambda x, y: x % y}
+_FUNCTIONS = {"floordiv": lambda x, y: x // y, "mod": lambda x, y: x % y, "max": max, "min": min}

@@ -1,0 +1,103 @@
+"""Types of inputs with symbolic sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The type of an input; see `spec`."""
+
+    shape: str
+    dtype: str
+    where: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        _parsed(self.shape, export.SymbolicScope(self.where))
+        _dtype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecOf:
+    """The types of what a function of sizes returns; see `spec_of`."""
+
+    function: Callable
+    where: tuple[str, ...] = ()
+
+
+def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ()) -> Spec:
+    """The type of an input of an exported program.
+
+    Args:
+        shape: sizes, separated by commas: numbers, names of size variables, or expressions of them, such as
+            "b, 2*h, 2*w, 3". A variable has one value in all inputs of a program, at least 1.
+        dtype: such as "float32" or "int32".
+        where: constraints on the variables: "t <= 64" or ("h >= 32", "mod(h, 2) == 0").
+
+    Raises:
+        ValueError: the shape, dtype or a constraint is not valid.
+
+    >>> from fnet import export
+    >>> export.spec("b, t", "int32", where="t <= 64")
+    Spec(shape='b, t', dtype='int32', where=('t <= 64',))
+    """
+    where = (where,) if isinstance(where, str) else tuple(where)
+    try:
+        return Spec(shape, str(jnp.dtype(dtype)) if not str(dtype).startswith("key<") else str(dtype), where)
+    except TypeError:
+        raise ValueError(f"export.spec: {dtype!r} is no dtype; use for example 'float32'") from None
+
+
+def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
+    """The types of the arrays that a function of sizes returns, for inputs that are trees, such as caches.
+
+    Args:
+        function: its parameters are the names of size variables. It is traced, not run.
+        where: constraints on the variables, as of `spec`.
+
+        cache = export.spec_of(lambda b: model.cache(jax.ShapeDtypeStruct((b, 64), jnp.int32)))
+    """
+    return SpecOf(function, (where,) if isinstance(where, str) else tuple(where))
+
+
+def resolve(specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(the inputs as trees of `jax.ShapeDtypeStruct`, all constraints). Variables are shared by all inputs."""
+    special = lambda x: isinstance(x, (Spec, SpecOf))
+    leaves = [x for x in jax.tree.leaves(specs, is_leaf=special) if special(x)]
+    where = tuple(dict.fromkeys(constraint for x in leaves for constraint in x.where))
+    scope = export.SymbolicScope(where)
+
+    def one(x):
+        if isinstance(x, Spec):
+            return jax.ShapeDtypeStruct(_parsed(x.shape, scope), _dtype(x.dtype))
+        if isinstance(x, SpecOf):
+            names = list(inspect.signature(x.function).parameters)
+            sizes = export.symbolic_shape(",".join(names), scope=scope) if names else ()
+            return jax.eval_shape(lambda: x.function(*sizes))
+        if hasattr(x, "shape") and hasattr(x, "dtype"):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        raise TypeError(f"export: expected an input type, export.spec('b, 3', 'float32'), got {x!r}")
+
+    return {name: jax.tree.map(one, tree, is_leaf=special) for name, tree in specs.items()}, where
+
+
+def _parsed(shape: str, scope) -> tuple:
+    try:
+        return tuple(export.symbolic_shape(shape, scope=scope)) if shape.strip() else ()
+    except Exception as error:    # JAX's parser raises errors of several types
+        raise ValueError(f"export.spec: {shape!r} is no shape, such as 'b, 28, 28, 1': "
+                         f"{str(error).splitlines()[0]}") from None
+
+
+def _dtype(name: str):
+    if name.startswith("key<"):
+        return jax.eval_shape(lambda: jax.random.key(0)).dtype
+    return jnp.dtype(name)

@@ -1,0 +1,243 @@
+"""Writes bundles."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import re
+import struct
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet import _jax, jaxpr
+from fnet.export import _interpret, _loaded, _reader, _sizes
+from fnet.export._program import PLATFORMS
+
+WINDOW = datetime.timedelta(days=180)    # JAX guarantees six months
+_ALIGNMENT = 64                          # of the weights in the file
+_CODES = {name: code for code, name in _reader.DTYPES.items()}
+_SIZES = 2, 3, 4, 5, 8, 16, 32, 33, 48, 64, 128, 224, 1
+
+
+def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None = None,
+         tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+         tests: Mapping[str, Mapping[str, Any]] | None = None, differentiable: bool = False,
+         kernels: Sequence[str] = (), about: Mapping[str, Any] | None = None) -> None:
+    """Writes a program and its weights to one file; `Program.save` documents the arguments."""
+    path = Path(path)
+    unknown = set(kernels) - set(PLATFORMS)
+    if unknown:
+        raise ValueError(f"Program.save: kernels={tuple(kernels)!r}: expected platforms among {', '.join(PLATFORMS)}")
+    weights = dict(program.weights)
+    files: dict[str, bytes] = {}
+    entries, checks = {}, {}
+    for name, entry in program.entries.items():
+        programs = {"portable": entry.portable}
+        for kind in kernels:
+            with _jax.kernels.kernels_in_exports(True):
+                programs[kind] = entry.exported((kind,))
+        for kind, exported in programs.items():
+            files[f"programs/{name}.{kind}.jax"] = _serialized(exported, differentiable)
+        description = {"inputs": entry.inputs, "output": entry.output, "constraints": entry.constraints,
+                       "weights": entry.weights, "constants": [],
+                       "custom_calls": {kind: sorted(_custom_calls(exported)) for kind, exported in programs.items()}}
+        try:
+            stable, constants = jaxpr.stable(entry.closed)
+        except jaxpr.Unsupported as error:
+            description["not_stable"] = str(error)
+        else:
+            description["constants"] = [f"constants/{name}/{i}" for i in range(len(constants))]
+            weights |= zip(description["constants"], constants)
+            files[f"programs/{name}.json"] = _json(stable)
+        entries[name] = description
+        narrow = any(a.dtype in (jnp.bfloat16, jnp.float16) for eqn in jaxpr.equations(entry.closed.jaxpr)
+                     for a in (v.aval for v in eqn.outvars) if hasattr(a, "dtype"))
+        description["tolerance"] = 2e-2 if narrow else 1e-5
+        inputs = _inputs(path, name, description, (tests or {}).get(name))
+        if inputs is not None:
+            outputs = program.call(name, *inputs)
+            checks |= {f"{name}/inputs/{i}": _data(x) for i, x in enumerate(inputs)}
+            checks |= {f"{name}/outputs/{i}": _data(x) for i, x in enumerate(outputs)}
+    files |= {f"tokenizer/{file.name}": file.read_bytes() for file in _tokenizer_files(tokenizer)} | _readers()
+    today = datetime.date.today()
+    manifest = {
+        "format": _reader.FORMAT, "version": _reader.VERSION, "created": today.isoformat(),
+        "read_until": (today + WINDOW).isoformat(),
+        "versions": {name: importlib.metadata.version(name) for name in ("fnet", "jax", "jaxlib", "numpy")},
+        "requires": {"portable": list(PLATFORMS), **{kind: _requirements(kind) for kind in kernels}},
+        "provenance": {"python": platform.python_version(), "system": platform.platform(), **(about or {})},
+        "labels": None if labels is None else [str(label) for label in labels],
+        "differentiable": differentiable, "entries": entries,
+    }
+    write(path, manifest, files, {_reader.WEIGHTS: weights, _reader.TESTS: checks})
+
+
+def write(path: Path, manifest: dict, files: Mapping[str, bytes], tensors: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes the archive atomically: small files, tensors, the manifest with their digests, the digest of the whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial, sums = path.with_name(f".{path.name}.{os.getpid()}.partial"), {}
+    try:
+        with zipfile.ZipFile(partial, "w") as archive:
+            for name, data in files.items():
+                archive.writestr(_info(name, zipfile.ZIP_DEFLATED), data)
+                sums[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, arrays in tensors.items():
+                sums[name] = _tensors(archive, name, arrays)
+            archive.writestr(_info(_reader.MANIFEST, zipfile.ZIP_DEFLATED), _json({**manifest, "files": sums}))
+            archive.comment = b"sha256:" + b"0" * 64
+        with partial.open("r+b") as opened:
+            opened.seek(-64, os.SEEK_END)
+            rest, digest = opened.tell() - len(b"sha256:"), hashlib.sha256()
+            opened.seek(0)
+            while rest:
+                block = opened.read(min(rest, 1 << 22))
+                digest.update(block)
+                rest -= len(block)
+            opened.seek(-64, os.SEEK_END)
+            opened.write(digest.hexdigest().encode())
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _serialized(exported, differentiable) -> bytes:
+    try:
+        return bytes(exported.serialize(vjp_order=int(differentiable)))
+    except ImportError:
+        raise ImportError("bundles need flatbuffers, which JAX does not install: pip install flatbuffers") from None
+
+
+def _custom_calls(exported) -> set:
+    return set(re.findall(_loaded.CALL, exported.mlir_module())) - {"shape_assertion"}
+
+
+def _requirements(kind) -> str:
+    if kind == "cuda":
+        return "an NVIDIA GPU of the Ampere generation or newer, and cuDNN 9.5 or newer, as installed by jax[cuda12]"
+    return f"a {kind} device, and jaxlib {importlib.metadata.version('jaxlib')} or newer"
+
+
+def _data(x) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x)
+
+
+def _inputs(path, name, description, given) -> list | None:
+    """Inputs for the check: those given, or random ones of small sizes; None if no sizes match the constraints."""
+    if given is not None:
+        return _loaded.bound(path, name, description, (), dict(given))[0]
+    sizes = _small_sizes(description)
+    if sizes is None:
+        return None
+    draw, flat = np.random.default_rng(0), []
+
+    def one(tree):
+        if tree is None:
+            return None
+        if "dtype" in tree and "shape" in tree:
+            shape = tuple(_sizes.size(n, sizes) for n in tree["shape"])
+            if tree["dtype"].startswith("key<"):
+                return jax.random.key(0) if not shape else jax.random.split(jax.random.key(0), shape)
+            dtype = np.dtype(tree["dtype"])
+            return (draw.integers(0, 2, shape) if dtype.kind in "iub" else draw.normal(size=shape)).astype(dtype)
+        (kind, children), = tree.items()
+        return {k: one(v) for k, v in children.items()} if kind == "dict" else [one(child) for child in children]
+
+    for _, tree in description["inputs"]:
+        _loaded._flatten("", "", tree, one(tree), flat, [])
+    return flat
+
+
+def _small_sizes(description) -> dict | None:
+    leaves: list = []
+    collect = lambda tree: tree and (leaves.append(tree) if "shape" in tree else [
+        collect(child) for part in tree.values() for child in (part.values() if isinstance(part, dict) else part)])
+    for _, tree in description["inputs"]:
+        collect(tree)
+    words = " ".join(str(n) for leaf in leaves for n in leaf["shape"])
+    names = sorted(set(re.findall(r"[A-Za-z_]\w*", words)) - {"floordiv", "mod", "max", "min"})
+    for values in itertools.islice(itertools.product(_SIZES, repeat=len(names)), 100_000):
+        sizes = dict(zip(names, values))
+        if all(_loaded.satisfied(constraint, sizes) for constraint in description["constraints"]):
+            return sizes
+    return None
+
+
+def _tokenizer_files(tokenizer) -> list[Path]:
+    if tokenizer is None:
+        return []
+    if isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = Path(tokenizer)
+        files = sorted(file for file in tokenizer.iterdir() if file.is_file()) if tokenizer.is_dir() else [tokenizer]
+    else:
+        files = [Path(file) for file in tokenizer]
+    for file in files:
+        if file.suffix not in (".json", ".txt", ".model", ".bin", ".jinja") or file.stat().st_size > _reader._SMALL:
+            raise ValueError(f"Program.save: {file} is no file of a tokenizer (.json, .txt, .model, .bin or .jinja, at "
+                             f"most {_reader._SMALL:,} bytes)")
+    return files
+
+
+def _readers() -> dict[str, bytes]:
+    """The code with which Python and JAX alone read the bundle."""
+    import flatbuffers
+
+    ours = {"load.py": _loaded, "reader.py": _reader, "interpret.py": _interpret, "sizes.py": _sizes}
+    files = {name: Path(module.__file__).read_bytes() for name, module in ours.items()}
+    files["__main__.py"] = b'"""Describes and checks this bundle: python FILE."""\n\nimport load\n\nload.main()\n'
+    # JAX reads its programs with flatbuffers (Apache License 2.0) and does not install it.
+    folder = Path(flatbuffers.__file__).parent
+    names = ("__init__", "_version", "builder", "compat", "encode", "number_types", "packer", "table", "util")
+    return files | {f"flatbuffers/{name}.py": (folder / f"{name}.py").read_bytes() for name in names
+                    if (folder / f"{name}.py").exists()}
+
+
+def _json(data) -> bytes:
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _info(name: str, kind: int) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name)      # a fixed date: equal contents give equal bytes
+    info.compress_type = kind
+    return info
+
+
+def _tensors(archive, name, arrays) -> dict:
+    """Writes a safetensors file, uncompressed and aligned, so that a reader can map it into memory."""
+    order = sorted(arrays, key=lambda key: (-arrays[key].dtype.itemsize, key))
+    header, end = {}, 0
+    for key in order:
+        array = arrays[key]
+        if str(array.dtype) not in _CODES:
+            raise ValueError(f"Program.save: {key!r} has dtype {array.dtype}, which safetensors files cannot hold")
+        size = int(np.prod(array.shape, dtype=np.int64)) * array.dtype.itemsize
+        header[key] = {"dtype": _CODES[str(array.dtype)], "shape": list(array.shape), "data_offsets": [end, end + size]}
+        end += size
+    head = _json(header)
+    head += b" " * (-(8 + len(head)) % _ALIGNMENT)
+    total, digest, info = 8 + len(head) + end, hashlib.sha256(), _info(name, zipfile.ZIP_STORED)
+    large = total >= zipfile.ZIP64_LIMIT
+    start = archive.fp.tell() + 30 + len(name) + (20 if large else 0) + 4
+    info.extra = struct.pack("<HH", 0xD935, -start % _ALIGNMENT) + b"\0" * (-start % _ALIGNMENT)
+    info.file_size = total
+    with archive.open(info, "w", force_zip64=large) as opened:
+        parts = itertools.chain([struct.pack("<Q", len(head)) + head],
+                                (np.ascontiguousarray(np.asarray(arrays[key])).reshape(-1).view(np.uint8).data
+                                 for key in order))
+        for part in parts:
+            if len(part):
+                digest.update(part)
+                opened.write(part)
+    return {"bytes": total, "sha256": digest.hexdigest()}

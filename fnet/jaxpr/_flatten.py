@@ -1,0 +1,116 @@
+"""Programs of few primitives: calls inlined, fnet's own primitives expanded, composite operations written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fnet.jaxpr._calls import CALLS, INLINED
+from fnet.jaxpr._enter import inline
+from fnet.jaxpr._primitives import description
+from fnet.jaxpr._rewrite import Interpreter
+from fnet.jaxpr._scopes import TOP
+from fnet.jaxpr._values import Value, restore
+
+_SAME = ("copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "sharding_constraint", "pvary",
+         "pbroadcast", "layout_constraint", "reshard", "device_put", "mesh_cast")
+
+
+def inlined(closed: Any) -> Any:
+    """The closed jaxpr with all jitted calls inlined, so that the arrays they close over are its constants."""
+    return _again(_Inliner(INLINED), closed)
+
+
+def flatten(closed: Any) -> Any:
+    """The closed jaxpr as operations, scans, while loops and conds of few primitives, for inference.
+
+    Calls are inlined, also those with custom derivatives or batching, so the result is not meant to be differentiated.
+    """
+    return _again(_Flattener(CALLS), closed)
+
+
+def _again(interpreter, closed):
+    def run(*arrays):
+        outputs = interpreter.evaluate(closed.jaxpr, closed.consts, [Value(x) for x in arrays], TOP,
+                                       (None,) * len(closed.jaxpr.outvars))
+        return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
+
+    return jax.make_jaxpr(run)(*closed.in_avals)
+
+
+class _Inliner(Interpreter):
+    def __init__(self, calls: frozenset[str]):
+        super().__init__()
+        self.calls = calls
+
+    def equation(self, eqn, at, inputs, plan):
+        if eqn.primitive.name in self.calls:
+            return inline(self, eqn, at, inputs, (None,) * len(eqn.outvars))
+        return NotImplemented
+
+
+class _Flattener(_Inliner):
+    def equation(self, eqn, at, inputs, plan):
+        name, own = eqn.primitive.name, description(eqn.primitive)
+        if own.plain is not None:
+            jaxpr = own.plain(eqn)
+            return self.evaluate(jaxpr, (), inputs, at, (None,) * len(eqn.outvars))
+        if own.stands_for is not None:
+            op, options, compute = own.stands_for(eqn.params)
+            operands = [value.x.astype(compute) for value in inputs]
+            wide = op.bind(*operands, **{**options, "preferred_element_type": jnp.dtype(jnp.float32)})
+            return [Value(wide.astype(eqn.outvars[0].aval.dtype))]
+        if name in _SAME:
+            return inputs
+        if name in _SIMPLER:
+            arrays = [value.x for value in inputs]
+            return [Value(y) for y in _SIMPLER[name](eqn.params, eqn.outvars, *arrays)]
+        return super().equation(eqn, at, inputs, plan)
+
+
+def _split(params, outvars, x):
+    start, axis, parts = 0, params["axis"], []
+    for size in params["sizes"]:
+        parts.append(lax.slice_in_dim(x, start, start + size, axis=axis))
+        start += size
+    return parts
+
+
+def _unstack(params, outvars, x):
+    axis = params["axis"]
+    return [lax.reshape(lax.slice_in_dim(x, i, i + 1, axis=axis), v.aval.shape) for i, v in enumerate(outvars)]
+
+
+def _stack(params, outvars, *arrays):
+    axis = params["axis"]
+    return [lax.concatenate([lax.reshape(x, (*x.shape[:axis], 1, *x.shape[axis:])) for x in arrays], axis)]
+
+
+def _tile(params, outvars, x):
+    reps = params["reps"]
+    both = tuple(size for pair in zip(reps, x.shape) for size in pair)
+    return [lax.reshape(lax.broadcast_in_dim(x, both, tuple(range(1, 2 * x.ndim, 2))), outvars[0].aval.shape)]
+
+
+def _reshape(params, outvars, x):
+    return [lax.reshape(x, outvars[0].aval.shape)]
+
+
+def _dimensions(params, outvars, x):
+    """A reshape may also permute the axes of its operand first."""
+    order = params.get("dimensions")
+    return _reshape(params, outvars, x if order is None else lax.transpose(x, order))
+
+
+_SIMPLER = {
+    "square": lambda params, outvars, x: [lax.mul(x, x)],
+    "one_minus_square": lambda params, outvars, x: [lax.sub(lax.full_like(x, 1), lax.mul(x, x))],
+    "add_any": lambda params, outvars, x, y: [lax.add(x, y)],
+    "squeeze": _reshape, "expand_dims": _reshape, "reshape": _dimensions,
+    "split": _split, "unstack": _unstack, "stack": _stack, "tile": _tile,
+    "empty": lambda params, outvars: [lax.full(outvars[0].aval.shape, 0, outvars[0].aval.dtype)],
+    "empty2": lambda params, outvars, *_: [lax.full(outvars[0].aval.shape, 0, outvars[0].aval.dtype)],
+}
