@@ -3,112 +3,26 @@
 import functools
 import re
 
-import equinox as eqx
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tune_cases import EVERY, NAMES, STEPS, cnn, fired, mlp, near, normal, only
 
 from fnet import hardware as hw
-from fnet import layers as nn
 from fnet import transforms as ft
 from fnet.transforms import _tune, _tune_cpu, _tune_library
 
 pytestmark = pytest.mark.filterwarnings("ignore:tune. the compiler options")    # tested in test_tune_calls
-ELSEWHERE = "bfloat16_products", "convolution_library"    # test_tune_bfloat16, test_tune_library
-NAMES = [rule.name for rule in _tune_cpu.RULES]
-EVERY = dict.fromkeys(NAMES, True)    # on whatever XLA is installed
-
-
-def normal(seed, *shape, scale=1.0):
-    return jnp.asarray(np.random.default_rng(seed).normal(0, scale, shape), jnp.float32)
-
-
-def jittered(params):
-    """Parameters moved off their initial zeros, where gradients vanish by symmetry."""
-    return jax.tree.map(lambda x: x + normal(x.size, *x.shape, scale=0.05), params)
 
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
     """Rules that spare small arrays take these small ones too."""
     monkeypatch.setattr(_tune_cpu, "LARGE", 2)
-
-
-def only(*names):
-    return {name: name in names for name in NAMES}
-
-
-def fired(step, *args, **options):
-    tuning = ft.explain(ft.tune(step, "cpu", **options), *args)
-    chosen = {rule.name for rule in tuning.rules if rule.options and rule.options.items() <= tuning.options.items()}
-    return {row.rule for row in tuning.rows} | chosen
-
-
-def cross_entropy(logits, classes=4):
-    labels = jnp.arange(len(logits)) % classes
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def of_layer(model, x):
-    params, state = model.init(jax.random.key(0), x)
-
-    def loss(params, x):
-        y, _ = model(params, x, state=state, train=True)
-        return cross_entropy(y.reshape(len(y), -1)[:, :4])
-
-    return jax.value_and_grad(loss), (jittered(params), x)
-
-
-def mlp():
-    return of_layer(nn.Sequential(nn.Dense(24), jax.nn.gelu, nn.Dense(4)), normal(1, 16, 12))
-
-
-def cnn():
-    return of_layer(nn.Sequential(nn.Conv(6, 3), jax.nn.relu, nn.MaxPool(2), nn.Conv(8, 3, 2), jax.nn.relu,
-                                  nn.MaxPool((2, 1)), nn.Flatten(), nn.Dense(4)), normal(1, 4, 8, 12, 3))
-
-
-def transformer():
-    block = nn.Sequential(nn.Residual(nn.LayerNorm(), nn.Attention(2, causal=True)),
-                          nn.Residual(nn.LayerNorm(), nn.Dense(32), jax.nn.gelu, nn.Dense(16)))
-    return of_layer(nn.Sequential(nn.Stack(nn.Remat(block), 2), nn.Dense(4)), normal(1, 3, 6, 16))
-
-
-def recurrent():
-    return of_layer(nn.Sequential(nn.LSTM(8), nn.Dense(4)), normal(1, 3, 5, 6))
-
-
-def linen_cnn():
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            x = linen.max_pool(linen.relu(linen.Conv(6, (3, 3))(x)), (2, 2), (2, 2))
-            return linen.Dense(4)(x.reshape(len(x), -1))
-
-    x = normal(1, 4, 8, 8, 3)
-    params = jittered(Net().init(jax.random.key(0), x))
-    return jax.value_and_grad(lambda params, x: cross_entropy(Net().apply(params, x))), (params, x)
-
-
-def equinox_mlp():
-    params, static = eqx.partition(eqx.nn.MLP(12, 4, 24, 2, key=jax.random.key(0)), eqx.is_array)
-    loss = lambda params, x: cross_entropy(jax.vmap(eqx.combine(params, static))(x))
-    return jax.value_and_grad(loss), (params, normal(1, 8, 12))
-
-
-STEPS = {f.__name__: f for f in (mlp, cnn, transformer, recurrent, linen_cnn, equinox_mlp)}
-
-
-def near(got, want, limit=1e-5):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        assert np.abs(a - b).max() <= limit * np.abs(b).max() + 1e-9
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -133,92 +47,6 @@ def test_every_rule_fires_somewhere(monkeypatch):
     made += [(ft.autocast(step, "bfloat16"), args) for step, args in made]
     made += [(lambda x: x @ x, (jnp.ones((4, 4), jnp.bfloat16),))]
     assert set().union(*(fired(step, *args, rules=EVERY) for step, args in made)) == set(NAMES)
-
-
-# Pooling.
-
-def pooled(x, window, g):
-    def pool(x):
-        return lax.reduce_window(x, -jnp.inf, lax.max, (1, *window, 1), (1, *window, 1), "VALID")
-
-    y, back = jax.vjp(pool, x)
-    return y, back(g)[0]
-
-
-@pytest.mark.parametrize("window", [(2, 2), (3, 2), (1, 4)])
-@pytest.mark.parametrize("kind", ["ties", "nan", "inf"])
-def test_pooling_is_that_of_xla_bit_for_bit(window, kind):
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 3, (4, 6, 12, 5)).astype(np.float32)
-    if kind == "nan":
-        x[rng.random(x.shape) < 0.3] = np.nan
-    if kind == "inf":
-        x = np.where(rng.random(x.shape) < 0.3, -np.inf, np.where(rng.random(x.shape) < 0.3, np.inf, x))
-    g = rng.normal(size=(4, 6 // window[0], 12 // window[1], 5)).astype(np.float32)
-    args = jnp.asarray(x, jnp.float32), jnp.asarray(g)
-    f = lambda x, g: pooled(x, window, g)
-    assert fired(f, *args) == {"max_pool", "max_pool_gradient"}
-    for got, want in zip(ft.tune(f, "cpu")(*args), jax.jit(f)(*args)):
-        np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize(("window", "shape"), [
-    ((1, 1, 2, 2), (2, 3, 6, 8)), ((1, 1, 2, 3, 1), (2, 1, 6, 6, 3)), ((1, 2, 2), (2, 6, 6)),
-    ((2, 2, 2, 1), (2, 6, 6, 3)), ((4, 4), (8, 12)),
-])
-def test_pooling_along_other_axes(window, shape):
-    x = jnp.asarray(np.random.default_rng(0).integers(0, 3, shape), jnp.float32)
-    g = normal(1, *(size // k for size, k in zip(shape, window)))
-
-    def f(x, g):
-        y, back = jax.vjp(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID"), x)
-        return y, back(g)[0]
-
-    assert fired(f, x, g) == {"max_pool", "max_pool_gradient"}
-    for got, want in zip(ft.tune(f, "cpu")(x, g), jax.jit(f)(x, g)):
-        np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize(("window", "strides", "padding", "shape"), [
-    ((1, 3, 3, 1), (1, 2, 2, 1), "SAME", (2, 6, 6, 3)),        # windows overlap
-    ((1, 2, 2, 1), (1, 2, 2, 1), "VALID", (2, 7, 6, 3)),       # a row is left over
-    ((1, 6, 3, 1), (1, 6, 3, 1), "VALID", (2, 12, 12, 1)),     # too many places
-    ((1, 1, 1, 1), (1, 1, 1, 1), "VALID", (2, 6, 6, 3)),       # nothing is pooled
-])
-def test_other_poolings_are_left_alone(window, strides, padding, shape):
-    f = jax.grad(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, window, strides, padding).sum())
-    assert not fired(f, normal(1, *shape)) & {"max_pool", "max_pool_gradient"}
-
-
-# NaN and Inf.
-
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nan_and_inf_stay_where_they_were(name, bad):
-    """One bad example among the gradients of each: no other's is touched."""
-    step, (params, x) = STEPS[name]()
-    x = x.at[1].set(bad)
-    each = lambda params, x: jax.vmap(lambda row: step(params, row[None]))(x)
-    for got, want in zip(jax.tree.leaves(ft.tune(each, "cpu")(params, x)), jax.tree.leaves(jax.jit(each)(params, x))):
-        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-
-
-@pytest.mark.parametrize("rule", [name for name in NAMES if name not in ELSEWHERE])
-def test_one_bad_number_spreads_no_further(rule):
-    x, w, g = normal(1, 2, 8, 8, 4), normal(2, 3, 3, 4, 6), normal(3, 2, 8, 8, 6)
-    conv = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    back = lambda x: jax.grad(lambda w: jnp.vdot(conv(x, w), g))(w)
-    f = {"products": lambda x: x.reshape(-1, 4).T @ g.reshape(-1, 6),
-         "max_pool": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[0],
-         "max_pool_gradient": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[1],
-         "convolution_gradient": back, "convolution_kernels": back}[rule]
-    assert rule in fired(f, x, rules=EVERY)
-    for bad in (np.nan, np.inf, -np.inf):
-        broken = x.at[1, 2, 3, 1].set(bad)
-        got, want = ft.tune(f, "cpu", rules=only(rule))(broken), jax.jit(f)(broken)
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-        np.testing.assert_array_equal(np.isposinf(got), np.isposinf(want))
 
 
 # Inside bodies, beside other transforms.
