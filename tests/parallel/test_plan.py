@@ -3,98 +3,17 @@
 import functools
 import re
 
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax import lax
+from plan_cases import TENSOR, cnn, flax, gpt, mlp, narrow, transformer
 
-from fnet import layers as nn
 from fnet import models, parallel
-from fnet import training as tr
 from fnet import transforms as ft
 from fnet.parallel import _compile, _planner
 
-N = 8
-TX = optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(0.1, momentum=0.9))
-
-
 pytestmark = pytest.mark.usefixtures("quickly")    # programs run a few times
-
-
-def gpt():
-    model = models.GPT(64, 64, 2, 2, context=16)
-    tokens = np.random.default_rng(0).integers(0, 64, (16, 17)).astype(np.int32)
-
-    def init(key):
-        return tr.TrainState.create(model.init(key, jnp.zeros((1, 16), jnp.int32))[0], TX)
-
-    def step(state, batch, *, microbatches=1):
-        loss = lambda params, batch: model.cross_entropy(params, batch["tokens"][:, :-1], batch["tokens"][:, 1:]).mean()
-        value, grads = ft.microbatch(jax.value_and_grad(loss), microbatches)(state.params, batch)
-        return state.apply(TX, grads), {"loss": value}
-
-    return step, init, {"tokens": tokens}
-
-
-def cnn():
-    """BatchNorm's statistics are over the whole microbatch, wherever it lies."""
-    model = nn.Sequential(nn.Conv(32, 3, use_bias=False), nn.BatchNorm(), jax.nn.relu, nn.MaxPool(2),
-                          nn.Conv(64, 3), jax.nn.relu, nn.GlobalAvgPool(), nn.Dense(8))
-    x = np.random.default_rng(0).normal(3, 1, (32, 8, 8, 3)).astype(np.float32)
-
-    def init(key):
-        params, state = model.init(key, x[:1])
-        return tr.TrainState.create(params, TX, state=state)
-
-    def step(state, batch, *, microbatches=2):
-        def loss(params, x):
-            y, after = model(params, x, state=state.state, train=True)
-            return jnp.square(y - 1).mean(), after
-
-        (value, after), grads = ft.microbatch(jax.value_and_grad(loss, has_aux=True), microbatches)(state.params, batch)
-        return state.apply(TX, grads, state=after), {"loss": value}
-
-    return step, init, x
-
-
-def flax():
-    class Block(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            x = x + linen.MultiHeadDotProductAttention(num_heads=2)(linen.LayerNorm()(x))
-            return x + linen.Dense(64)(linen.gelu(linen.Dense(128)(x)))
-
-    x = np.random.default_rng(0).normal(size=(16, 8, 64)).astype(np.float32)
-
-    def init(key):
-        params = Block().init(key, x[:1])
-        return {"params": params, "opt": TX.init(params)}
-
-    def step(state, batch):
-        loss = lambda params: jnp.square(Block().apply(params, batch)).mean()
-        value, grads = jax.value_and_grad(loss)(state["params"])
-        updates, opt = TX.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
-
-    return step, init, x
-
-
-def mlp():
-    model = nn.Sequential(nn.Dense(512), jnp.tanh, nn.Dense(16))
-    x = jax.ShapeDtypeStruct((4096, 32), jnp.float32)
-
-    def init(key):
-        return tr.TrainState.create(model.init(key, x)[0], TX)
-
-    def step(state, x):
-        return state.apply(TX, jax.grad(lambda params: jnp.square(model(params, x)).mean())(state.params)), {}
-
-    return step, init, x
-
-
 CASES = {"gpt": gpt, "cnn": cnn, "flax": flax}
 
 
@@ -103,12 +22,6 @@ def error(got, want):
     got, want = ([np.asarray(x, np.float64) for x in jax.tree.leaves(tree)] for tree in (got, want))
     least = 1e-2 * max(np.abs(b).max() for b in want)
     return max(np.abs(a - b).max() / max(np.abs(b).max(), least) for a, b in zip(got, want))
-
-
-RULES = {r"blocks/attention/(query|key|value)/kernel": (None, None, "tensor"),
-         r"blocks/attention/out/kernel": (None, "tensor"), r"blocks/fc/kernel": (None, None, "tensor"),
-         r"blocks/proj/kernel": (None, "tensor")}
-TENSOR = {"mesh": {"data": -1, "tensor": 2}, "rules": RULES}
 
 
 @pytest.mark.parametrize(("name", "strategy", "options"), [
@@ -164,52 +77,6 @@ def test_logical_axes_make_rules():
     assert "tensor" in plan.state.params["blocks"]["fc"]["kernel"].spec
     with pytest.raises(ValueError, match=re.escape("rules: no parameter has an axis named 'head'; there are ")):
         parallel.rules(spec, {"head": "tensor"})
-
-
-def transformer():
-    """A language model in plain JAX, of stacked blocks, its weights large beside its activations."""
-    width, vocab, depth, rows, time = 128, 512, 4, 32, 32
-    shapes = {"embed": (vocab, width), "q": (depth, width, width), "o": (depth, width, width),
-              "up": (depth, width, 4 * width), "down": (depth, 4 * width, width)}
-
-    def init(key):
-        return {"params": {name: jax.random.normal(key, shape) * 0.02 for name, shape in shapes.items()}}
-
-    def step(state, batch):
-        def loss(params):
-            x = params["embed"][batch[:, :-1]]
-
-            def block(x, p):
-                h = (x @ p["q"]).reshape(*x.shape[:2], 4, -1)
-                h = jax.nn.dot_product_attention(h, h, h, is_causal=True).reshape(x.shape)
-                x = x + h @ p["o"]
-                return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
-
-            x, _ = lax.scan(jax.checkpoint(block), x, {k: v for k, v in params.items() if k != "embed"})
-            return optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, batch[:, 1:]).mean()
-
-        value, grads = jax.value_and_grad(loss)(state["params"])
-        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, value
-
-    return step, init, jax.ShapeDtypeStruct((rows, time + 1), jnp.int32)
-
-
-def narrow():
-    """Weights of 512 x 512 and a batch of 64 rows: activations are the smaller of the two."""
-    def init(key):
-        return {"params": [jax.random.normal(key, (512, 512)) * 0.04 for _ in range(4)]}
-
-    def step(state, batch):
-        def loss(params):
-            x = batch
-            for w in params:
-                x = jnp.tanh(x @ w)
-            return jnp.square(x).mean()
-
-        value, grads = jax.value_and_grad(loss)(state["params"])
-        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, value
-
-    return step, init, jax.ShapeDtypeStruct((64, 512), jnp.float32)
 
 
 @pytest.mark.parametrize(("make", "pins"), [(transformer, True), (narrow, False)])
@@ -320,94 +187,19 @@ def test_what_the_compiler_refuses_is_rejected(monkeypatch):
         parallel.plan(step, init, batch)
 
 
-STEP, INIT, ROWS = narrow()
-SOME = np.ones((64, 512), np.float32)
-
-
-def called(*, batch=SOME, where=None, devices="local"):
-    plan = parallel.plan(STEP, INIT, ROWS, strategy="fsdp", compile=False, devices=devices)
-    return plan.jit(STEP)(jax.device_put(INIT(jax.random.key(0)), where), batch)
-
-
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: parallel.plan(STEP, INIT, ROWS, strategy="magic"),
-     "plan: unknown strategy 'magic'; there are auto, data, zero1, fsdp, fsdp+pins, each also with +remat and "
-     "+microbatches=N, in this order"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, strategy="data+pins"), "unknown strategy 'data+pins'"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, strategy="data+microbatches=2"),
-     "plan: for microbatches=2 the step needs a keyword: def step(state, batch, *, microbatches=1)"),
-    (lambda: parallel.plan(*gpt(), strategy="data+microbatches=3"),
-     "plan: 16 rows are not a multiple of 3 microbatches x 8 devices"),
-    (lambda: parallel.plan(STEP, INIT, {"x": np.ones((12, 512))}),
-     "plan: batch['x'] of shape (12, 512) has 12 rows, not a multiple of 8 devices; use 8 or 16 rows"),
-    (lambda: parallel.plan(STEP, INIT, np.ones((3, 512))), "not a multiple of 8 devices; use 8 rows"),
-    (lambda: parallel.plan(STEP, INIT, np.float32(1)), "plan: the batch has no rows"),
-    (lambda: parallel.plan(lambda s, b: s, INIT, ROWS),
-     "plan: expected a step that returns (state, metrics); this one returns dict"),
-    (lambda: parallel.plan(lambda s, b: ({"p": s["params"]}, 0), INIT, ROWS),
-     "plan: the step must return a state with the structure of init's: expected "),
-    (lambda: parallel.plan(lambda s, b: ({"params": [w[:3] for w in s["params"]]}, 0), INIT, ROWS),
-     "plan: state['params'][0] must keep its shape and dtype: init returns float32[512, 512], and the step float32[3,"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 3}),
-     "plan: mesh {'data': 3} needs 3 devices; 'local' has 8"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": -1, "tensor": -1}),
-     "or -1 for the remaining length of one axis"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, rules={"0": (None, "tensor")}),
-     "plan: the rule '0' for 0 [512, 512] uses the mesh axis 'tensor'; available are none; pass mesh= with such "
-     "an axis"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"fc/kernel": (None, "tensor")}),
-     "plan: the rule 'fc/kernel' matches no parameter; there are 0, 1, 2, 3"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"0": (None, "tensor"), ".": ()}),
-     "plan: two rules match 0 [512, 512]: '0' and '.'; expected one for each parameter"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"0": (None, None, "tensor")}),
-     "plan: the rule '0': (None, None, 'tensor') is for 3 axes, but 0 [512, 512] has 2"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"0": ("tensor", "tensor")}),
-     "uses a mesh axis twice"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"data": 4, "tensor": 2}, rules={"(": ("tensor",)}),
-     "plan: the rule '(' is not a regular expression: "),
-    (lambda: parallel.plan(lambda s, b: (s, 0), lambda key: {"params": {"w": jnp.ones((9, 4))}}, np.ones((4, 2)),
-                           mesh={"data": 2, "tensor": 4}, rules={"w": ("tensor",)}),
-     "plan: the rule 'w' splits axis 0 of w [9, 4] over 'tensor', but 9 is not a multiple of 4; use tensor=3"),
-    (lambda: parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 3}),
-     "plan: mesh {'tensor': 3, 'data': 2} needs 6 devices"),
-    (lambda: called(devices="v2:2x2"), "plan.jit: this plan is for 4 x TPU v2 (8 devices), which are not attached; use "
-     "devices='local' to run it"),
-    (lambda: called(batch=np.ones((12, 512), np.float32)),
-     "plan.jit: batch of shape (12, 512) has 12 rows, not a multiple of 8 devices; parallel.feed pads short"),
-    (lambda: called(batch={"x": np.ones((16, 512), np.float32)}),
-     "plan.jit: the batch has another structure than in the plan: PyTreeDef({'x': *}) and PyTreeDef(*)"),
-    (lambda: called(where=jax.devices()[0]), "plan.jit: state['params'][0] does not have the plan's sharding, but "
-     "SingleDeviceSharding(device=CpuDevice(id=0)"),
-])
-def test_errors(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
-
-
-def test_functions_are_needed():
-    with pytest.raises(TypeError, match="plan: step must be a function; got None"):
-        parallel.plan(None, INIT, ROWS)
-    with pytest.raises(TypeError, match=r"plan: init must be a function; got \{\}"):
-        parallel.plan(STEP, {}, ROWS)
-
-
 def test_a_step_that_reads_nothing():
     plan = parallel.plan(lambda state, batch: (state, {}), lambda key: {"a": jnp.ones(3)}, np.ones((8, 2)),
                          devices="h100:8", compile=False)
     assert "inf" not in plan.explain()
 
 
-def test_what_is_no_array():
-    with pytest.raises(TypeError, match=re.escape("plan: batch['name'] is a str; the leaves of a batch are arrays")):
-        parallel.plan(STEP, INIT, {"x": ROWS, "name": "a"})
-
-
 def test_an_axis_that_no_rule_names():
     """Its devices do the same work, and the time says so."""
-    plan = parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 4}, compile=False, strategy="data")
+    step, init, batch = narrow()
+    plan = parallel.plan(step, init, batch, mesh={"tensor": 4}, compile=False, strategy="data")
     assert dict(plan.mesh.shape) == {"data": 2, "tensor": 4}
     assert "no rule uses the mesh axis tensor, so the 4 devices along it do the same work" in plan.explain()
-    named = parallel.plan(STEP, INIT, ROWS, mesh={"tensor": 4}, rules={".": (None, "tensor")}, compile=False,
+    named = parallel.plan(step, init, batch, mesh={"tensor": 4}, rules={".": (None, "tensor")}, compile=False,
                           strategy="data")
     assert "no rule uses" not in named.explain()
     assert named.chosen.time.compute == pytest.approx(plan.chosen.time.compute / 4)
