@@ -6,8 +6,12 @@ A model is a function of a plain parameter tree (`fnet.layers`); whatever one do
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from fnet import hardware, layers, transforms
+
+if TYPE_CHECKING:    # for editors
+    from fnet import introspect, models, parallel, training
 
 __version__ = "0.1.0"
 __all__ = ["export", "hardware", "introspect", "layers", "models", "parallel", "training", "transforms"]

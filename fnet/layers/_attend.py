@@ -23,8 +23,9 @@ from fnet.layers._attend_xla import Form, Products
 from fnet.layers._sizes import sized
 
 
-def dot_product_attention(query, key, value, *, mask=None, lengths=None, starts=None, causal=False, window=None,
-                          scale=None) -> jax.Array:
+def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, mask: jax.Array | None = None,
+                          lengths: jax.Array | None = None, starts: jax.Array | None = None, causal: bool = False,
+                          window: int | None = None, scale: float | None = None) -> jax.Array:
     """Scaled dot-product attention.
 
         out[t, h] = sum_s softmax_s(scale query[t, h] . key[s, g] + mask[t, s]) value[s, g],  g = h // (heads / groups)

@@ -49,7 +49,7 @@ class Rotary:
     interleaved: bool = False
     scaling: Callable | None = None
 
-    def __call__(self, x, positions):
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         dim = x.shape[-1]
         if dim % 2:
             raise ValueError(f"Rotary: head_dim must be even; got {dim}")
@@ -126,7 +126,8 @@ class Attention(Layer):
     kernel_init: Callable = lecun_normal
     out_init: Callable | None = None
 
-    def forward(self, scope: Scope, x, context=None, *, mask=None, lengths=None, positions=None):
+    def forward(self, scope: Scope, x: jax.Array, context: jax.Array | None = None, *, mask: jax.Array | None = None,
+                lengths: jax.Array | None = None, positions: jax.Array | None = None) -> jax.Array:
         x = floating(x, scope, "Attention")
         source = x if context is None else floating(context, scope, "Attention")
         groups, dim = self._sizes(scope, x, source)

@@ -6,6 +6,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import KW_ONLY
+from typing import Any
 
 import jax
 from jax import lax
@@ -22,7 +23,7 @@ class _Children(Layer):
     layers: tuple[Callable, ...]
     names: tuple[str, ...]
 
-    def __init__(self, *layers, **named):
+    def __init__(self, *layers: Callable, **named: Callable):
         object.__setattr__(self, "layers", (*layers, *named.values()))
         object.__setattr__(self, "names", (*map(str, range(len(layers))), *named))
         for name, child in zip(self.names, self.layers):
@@ -59,7 +60,7 @@ class Sequential(_Children):
     ['0', 'head']
     """
 
-    def forward(self, scope: Scope, *inputs):
+    def forward(self, scope: Scope, *inputs: Any) -> Any:
         if not self.layers:
             return inputs[0] if len(inputs) == 1 else inputs
         first, *rest = self._each(scope)
@@ -89,7 +90,7 @@ class Residual(_Children):
     _: KW_ONLY
     shortcut: Callable | None = None
 
-    def __init__(self, *layers, shortcut=None, **named):
+    def __init__(self, *layers: Callable, shortcut: Callable | None = None, **named: Callable):
         super().__init__(*layers, **named)
         object.__setattr__(self, "shortcut", shortcut)
         if shortcut is not None and not callable(shortcut):
@@ -100,7 +101,7 @@ class Residual(_Children):
         if self.shortcut is not None:
             yield f"shortcut={self.shortcut!r}"
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: Any) -> Any:
         y = x
         for child in self._each(scope):
             y = child(y)
@@ -129,7 +130,7 @@ class Parallel(_Children):
     _: KW_ONLY
     combine: Callable = operator.add
 
-    def __init__(self, *layers, combine=operator.add, **named):
+    def __init__(self, *layers: Callable, combine: Callable = operator.add, **named: Callable):
         super().__init__(*layers, **named)
         object.__setattr__(self, "combine", combine)
         if not self.layers:
@@ -140,7 +141,7 @@ class Parallel(_Children):
         if self.combine is not operator.add:
             yield f"combine={getattr(self.combine, '__name__', self.combine)}"
 
-    def forward(self, scope: Scope, *inputs):
+    def forward(self, scope: Scope, *inputs: Any) -> Any:
         return functools.reduce(self.combine, [child(*inputs) for child in self._each(scope)])
 
 
@@ -170,7 +171,7 @@ class Stack(Layer):
     _: KW_ONLY
     unroll: int = 1
 
-    def forward(self, scope: Scope, x, *inputs, **options):
+    def forward(self, scope: Scope, x: Any, *inputs: Any, **options: Any) -> Any:
         f, params, state, keys = scope.pure(self.block, x, *inputs, copies=self.depth, **options)
 
         def body(x, copy):
@@ -206,7 +207,7 @@ class Remat(Layer):
     _: KW_ONLY
     policy: Callable | None = None
 
-    def forward(self, scope: Scope, *inputs, **options):
+    def forward(self, scope: Scope, *inputs: Any, **options: Any) -> Any:
         f, params, state, key = scope.pure(self.block, *inputs, **options)
         arrays, rebuild = _spec.partition((inputs, options))
 

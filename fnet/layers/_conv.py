@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -57,7 +58,7 @@ class Conv(Layer):
     kernel_init: Callable = lecun_normal
     bias_init: Callable = zeros
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "Conv")
         window, strides, dilation = geometry("Conv", scope, x, self.kernel_size, self.strides, self.dilation)
         inputs = x.shape[-1]
@@ -103,7 +104,7 @@ class DepthwiseConv(Layer):
     kernel_init: Callable = lecun_normal
     bias_init: Callable = zeros
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         inputs = floating(x, scope, "DepthwiseConv").shape[-1]
         conv = Conv(inputs * self.multiplier, self.kernel_size, self.strides, padding=self.padding,
                     dilation=self.dilation, groups=inputs, use_bias=self.use_bias, kernel_init=self.kernel_init,
@@ -149,7 +150,7 @@ class ConvTranspose(Layer):
     kernel_init: Callable = lecun_normal
     bias_init: Callable = zeros
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "ConvTranspose")
         window, strides, dilation = geometry("ConvTranspose", scope, x, self.kernel_size, self.strides, self.dilation)
         inputs, groups = x.shape[-1], self.groups

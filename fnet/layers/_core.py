@@ -9,6 +9,7 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,11 +75,11 @@ class Layer:
 
         cls.__init__ = __init__
 
-    def forward(self, scope: Scope, *inputs):
+    def forward(self, scope: Scope, *inputs: Any, **options: Any) -> Any:
         """Computes the outputs. Subclasses define it; `layer(scope, ...)` and `model(params, ...)` call it."""
         raise NotImplementedError(f"{type(self).__name__} has no forward(self, scope, ...)")
 
-    def __call__(self, where, *inputs, **options):
+    def __call__(self, where: Any, *inputs: Any, **options: Any) -> Any:
         """Computes the outputs: `layer(scope, *inputs)` inside a model, `model(params, *inputs)` outside.
 
             logits = model(params, x)                                             # inference
@@ -101,7 +102,7 @@ class Layer:
         """
         return _call(self, type(self).forward, where, inputs, options)
 
-    def spec(self, *inputs, train: bool = False, **options) -> Spec:
+    def spec(self, *inputs: Any, train: bool = False, **options: Any) -> Spec:
         """Returns shapes and initializers of all arrays: `(params, state)`, two trees of `ParamSpec`.
 
         Traces `forward` once, without computing anything. The arguments are those of `init`, without the key.
@@ -109,7 +110,7 @@ class Layer:
         record = self._record(inputs, options, train)
         return Spec(record["params"], record["state"])
 
-    def init(self, key, *inputs, train: bool = False, **options) -> tuple[dict, dict]:
+    def init(self, key: jax.Array, *inputs: Any, train: bool = False, **options: Any) -> tuple[dict, dict]:
         """Creates `(params, state)`, plain nested dicts, without running the model.
 
         The key of each array is `key` folded along the array's path. So adding a layer does not change the initial
@@ -128,7 +129,7 @@ class Layer:
         return (_spec.make(record["params"], _spec.fold(key, "params")),
                 _spec.make(record["state"], _spec.fold(key, "state")))
 
-    def cache(self, *inputs, **options) -> dict:
+    def cache(self, *inputs: Any, **options: Any) -> dict:
         """Creates empty key/value caches for inputs of shape [batch, max_length, ...].
 
         A cache is passed and returned as `state` (merged with the model's own state, if it has any):
@@ -140,7 +141,7 @@ class Layer:
             raise ValueError(f"{type(self).__name__} has no cache, because none of its layers is a causal Attention")
         return _spec.make(cache, jax.random.key(0))
 
-    def check(self, params, *inputs, state=None, **options) -> None:
+    def check(self, params: dict, *inputs: Any, state: dict | None = None, **options: Any) -> None:
         """Checks names and shapes of all arrays in `params` (and in `state`, if passed) for these inputs.
 
         Raises:

@@ -13,7 +13,8 @@ from fnet.layers._sizes import sized
 LOGITS = 1 << 25    # of one chunk: 128 MiB in float32
 
 
-def linear_cross_entropy(x, kernel, labels, *, bias=None, chunk_size: int | None = None):
+def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, bias: jax.Array | None = None,
+                         chunk_size: int | None = None) -> jax.Array:
     """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in chunks of positions.
 
     Logits [batch, time, vocab_size] are the largest array in a training step of a language model: 6.6 GB for 32 texts

@@ -35,7 +35,7 @@ class Dropout(Layer):
     _: KW_ONLY
     broadcast: tuple[int, ...] = ()
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         if not 0 <= self.rate <= 1:
             raise ValueError(f"Dropout at {scope}: rate must be between 0 and 1; got {self.rate}")
         x = floating(x, scope, "Dropout")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import KW_ONLY
 
+import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
@@ -47,7 +48,7 @@ class Embed(Layer):
     _: KW_ONLY
     embedding_init: Callable = initializers.normal(0.02)
 
-    def forward(self, scope: Scope, tokens):
+    def forward(self, scope: Scope, tokens: jax.Array) -> jax.Array:
         tokens = jnp.asarray(tokens)
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"Embed at {scope}: expected integer tokens; got {tokens.dtype}{list(tokens.shape)}")
@@ -55,7 +56,7 @@ class Embed(Layer):
         return table.at[tokens].get(mode="fill", wrap_negative_indices=False)
 
     @method
-    def attend(self, scope: Scope, x):
+    def attend(self, scope: Scope, x: jax.Array) -> jax.Array:
         """Computes tied logits `x @ embedding.T`: [..., features] to [..., vocab_size] (Press and Wolf, 2017)."""
         x = floating(x, scope, "Embed.attend")
         if x.shape[-1] != self.features:
@@ -63,7 +64,7 @@ class Embed(Layer):
         return linear(x, self._table(scope).T)
 
     @method
-    def cross_entropy(self, scope: Scope, x, labels):
+    def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array) -> jax.Array:
         """Computes the losses [...] in nats of tied logits for x [..., time, features]: `nn.linear_cross_entropy`."""
         return linear_cross_entropy(floating(x, scope, "Embed.cross_entropy"), self._table(scope).T, labels)
 

@@ -5,8 +5,8 @@ Flax is imported by the first call, not by `import fnet`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from fnet.layers._core import Layer, _tuples
 from fnet.layers._scope import describe
@@ -81,7 +81,7 @@ def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
     return _interop_linen.FnetLayer(_layer("to_linen", layer), name=name)
 
 
-def linen_variables(variables) -> tuple[dict, dict]:
+def linen_variables(variables: Mapping) -> tuple[dict, dict]:
     """Converts the variables of a flax.linen module to the `(params, state)` of its layer.
 
     The results are plain dicts: FrozenDicts are unfrozen, and boxes with logical axes are unboxed. The inverse is
@@ -97,7 +97,7 @@ def linen_variables(variables) -> tuple[dict, dict]:
     return _interop_linen.linen_variables(variables)
 
 
-def from_nnx(constructor: Callable[..., nnx.Module], *args, **kwargs) -> Layer:
+def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) -> Layer:
     """Converts a flax.nnx module to a layer: `from_nnx(CNN, features=32)` for `CNN(features=32, rngs=...)`.
 
     The layer's params are the module's `nnx.Param`s by path, as nested dicts (items of a list have their index as
@@ -129,7 +129,7 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args, **kwargs) -> Layer:
                                  tuple((name, _tuples(value)) for name, value in kwargs.items()))
 
 
-def to_nnx(layer: Layer, *inputs, rngs: nnx.Rngs, **options) -> nnx.Module:
+def to_nnx(layer: Layer, *inputs: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Module:
     """Converts a layer to a flax.nnx module, with params and state initialized from `rngs`.
 
     The arrays are `nnx.Param`s in `module.params` and `nnx.BatchStat`s in `module.state`, with the layer's names. As

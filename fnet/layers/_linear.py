@@ -45,13 +45,13 @@ class Dense(Layer):
     bias_init: Callable = zeros
     axes: tuple[str | None, str | None] = ("in", "out")
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "Dense")
         kernel, bias = self._params(scope, x)
         return linear(x, kernel) if bias is None else affine(x, kernel, bias)
 
     @method
-    def cross_entropy(self, scope: Scope, x, labels):
+    def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array) -> jax.Array:
         """Computes losses [...] in nats with the outputs for x [..., time, in] as logits: `nn.linear_cross_entropy`."""
         x = floating(x, scope, "Dense.cross_entropy")
         kernel, bias = self._params(scope, x)
@@ -92,7 +92,7 @@ class Maxout(Layer):
                                                          out_axis=1, batch_axis=2)
     bias_init: Callable = zeros
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "Maxout")
         shape = (self.features, self.pieces)
         kernel = scope.param("kernel", (*x.shape[-1:], *shape), self.kernel_init, ("in", "out", None))

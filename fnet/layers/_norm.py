@@ -43,7 +43,7 @@ class LayerNorm(Layer):
     use_scale: bool = True
     use_bias: bool = True
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "LayerNorm")
         return _normalize(x, *_affine(self, scope, x.shape[-1:]), epsilon=self.epsilon, center=True)
 
@@ -75,7 +75,7 @@ class RMSNorm(Layer):
     use_scale: bool = True
     use_bias: bool = False
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "RMSNorm")
         return _normalize(x, *_affine(self, scope, x.shape[-1:]), epsilon=self.epsilon, center=False)
 
@@ -109,7 +109,7 @@ class GroupNorm(Layer):
     use_scale: bool = True
     use_bias: bool = True
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "GroupNorm")
         channels = x.shape[-1]
         if x.ndim < 2 or channels % self.groups:
@@ -167,7 +167,7 @@ class BatchNorm(Layer):
     use_bias: bool = True
     scale_init: Callable = ones
 
-    def forward(self, scope: Scope, x, weight=None):
+    def forward(self, scope: Scope, x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
         x = floating(x, scope, "BatchNorm")
         if x.ndim < 2:
             raise ValueError(f"BatchNorm at {scope}: expected [batch, ..., channels]; got shape {x.shape}")

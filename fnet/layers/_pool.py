@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -35,7 +36,7 @@ class MaxPool(Layer):
     _: KW_ONLY
     padding: Padding = "VALID"
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"MaxPool at {scope}: expected real numbers; got {x.dtype}{list(x.shape)}")
@@ -63,7 +64,7 @@ class AvgPool(Layer):
     padding: Padding = "VALID"
     count_padding: bool = False
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "AvgPool")
         values = wide(x)
         zero = np.array(0, values.dtype)
@@ -83,7 +84,7 @@ class GlobalAvgPool(Layer):
     [[3.0, 4.0]]
     """
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "GlobalAvgPool")
         if x.ndim < 3:
             raise ValueError(f"GlobalAvgPool at {scope}: expected [batch, *space, channels]; got shape {x.shape}")
@@ -98,7 +99,7 @@ class Flatten(Layer):
     (2, 48)
     """
 
-    def forward(self, scope: Scope, x):
+    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = jnp.asarray(x)
         if not x.ndim:
             raise ValueError(f"Flatten at {scope}: expected [batch, ...]; got a scalar")

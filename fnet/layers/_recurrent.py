@@ -7,6 +7,7 @@ import functools
 import typing
 from collections.abc import Callable
 from dataclasses import KW_ONLY
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +60,12 @@ class _Recurrent(Layer):
     bias_init: Callable = zeros
     unroll: int = 1
 
-    def forward(self, scope: Scope, x, *, lengths=None):
+    def forward(self, scope: Scope, x: jax.Array, *, lengths: jax.Array | None = None) -> jax.Array:
         return self.scan(scope, x, lengths=lengths)[0]
 
     @method
-    def scan(self, scope: Scope, x, carry=None, *, lengths=None):
+    def scan(self, scope: Scope, x: jax.Array, carry: Any = None, *,
+             lengths: jax.Array | None = None) -> tuple[jax.Array, Any]:
         """Computes the outputs and the final carry, from which the next steps can continue.
 
             y, carry = lstm.scan(params, prompt, lengths=lengths)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +136,8 @@ class Scope:
         """Whether the model was called with `train=True`."""
         return self._place.run.train
 
-    def param(self, name: str, shape, init, axes=None) -> jax.Array:
+    def param(self, name: str, shape: Sequence[int], init: Callable,
+              axes: Sequence[str | None] | None = None) -> jax.Array:
         """Returns the parameter `name` of this layer.
 
         Args:
@@ -164,7 +166,8 @@ class Scope:
                              f"axes={tuple(axes)}")
         return place.read(name, ParamSpec(shape, jnp.float32, init, None if axes is None else tuple(axes)))
 
-    def state(self, name: str, shape, init, kind: str = "stats", *, dtype=jnp.float32) -> jax.Array | None:
+    def state(self, name: str, shape: Sequence[int], init: Callable, kind: str = "stats", *,
+              dtype: Any = jnp.float32) -> jax.Array | None:
         """Returns the state `name` of this layer: the last value passed to `update`, or the caller's.
 
         Args:
@@ -195,7 +198,7 @@ class Scope:
             raise place.misfit("state", name, shape, held)
         return held
 
-    def update(self, name: str, value) -> None:
+    def update(self, name: str, value: Any) -> None:
         """Sets the state `name` to `value`. For a subtree (see `pure`), `value` is a dict of new values.
 
         The caller receives it in the dtype of the state that was passed in.
@@ -234,7 +237,8 @@ class Scope:
         place.draws += 1
         return jax.random.fold_in(place.key(), place.draws)
 
-    def pure(self, layer, *inputs, copies: int | None = None, **options):
+    def pure(self, layer: Any, *inputs: Any, copies: int | None = None,
+             **options: Any) -> tuple[Callable, dict, Any, Any]:
         """Returns `layer`, with this scope's parameters, as a pure function for use with JAX's own transforms.
 
             f, params, state, key = scope.pure(self.block, x)

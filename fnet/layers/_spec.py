@@ -43,7 +43,7 @@ class ParamSpec:
         """The number of elements."""
         return math.prod(self.shape)
 
-    def make(self, keys, path, making):
+    def make(self, keys: Any, path: tuple[str, ...], making: Making) -> jax.Array:
         """Creates the array. `keys[i]` is the key folded along `path[:i]`."""
         # An initializer that is compiled by itself rounds as inside a larger program: init == jit(init), bit for bit.
         if making.staged:

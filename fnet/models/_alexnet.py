@@ -46,11 +46,11 @@ class AlexNet(Model):
     hidden: int = 4096
     dropout: float = 0.5
 
-    def forward(self, scope: nn.Scope, x):
+    def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         return nn.Dense(self.classes)(scope["head"], self.features(scope, x))
 
     @nn.method
-    def features(self, scope: nn.Scope, x):
+    def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         """Computes the input of the last layer: [batch, hidden]."""
 
         def conv(i, x, channels, kernel_size, padding, strides=1):
@@ -70,5 +70,5 @@ class AlexNet(Model):
             x = jax.nn.relu(nn.Dense(self.hidden)(scope[f"fc{i}"], x))
         return x
 
-    def example(self):
+    def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)

@@ -138,7 +138,8 @@ class Bert(Model):
     epsilon: float = 1e-12
     stacked: bool = True
 
-    def forward(self, scope: nn.Scope, tokens, lengths=None, segment=None):
+    def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None,
+                segment: jax.Array | None = None) -> jax.Array:
         x = self._embedded(scope["embed"], jnp.asarray(tokens), segment)         # [batch, time, width]
         x = nn.Dropout(self.dropout)(scope["drop"], x)
         block = bert_block(heads=self.heads, hidden=self.hidden, dropout=self.dropout, epsilon=self.epsilon)
@@ -158,11 +159,11 @@ class Bert(Model):
         x = x + nn.Embed(self.context, self.width)(scope["positions"], order)
         return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
 
-    def example(self):
+    def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, self.context), jnp.int32)
 
 
-def sentence_embedding(hidden, lengths):
+def sentence_embedding(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
     """Averages the valid tokens of each example and normalizes to length 1, so a dot product is the cosine.
 
     Args:

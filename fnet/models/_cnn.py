@@ -37,7 +37,7 @@ class CNN(nn.Layer):
     stem: tuple[int, int] = (3, 1)
     dropout: float = 0.0
 
-    def forward(self, scope: nn.Scope, x):
+    def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         convs = (self.convs,) * len(self.widths) if isinstance(self.convs, int) else self.convs
         if len(convs) != len(self.widths):
             raise ValueError(f"CNN: expected one number of convs for each of {len(self.widths)} widths; got {convs}")

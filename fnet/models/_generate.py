@@ -47,8 +47,9 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, lengths
 
 
-def generate(model: nn.Layer, params, prompts, key=None, *, max_tokens: int, temperature=1.0, top_k=None, top_p=None,
-             stop: Sequence[int] = (), lengths=None) -> Generated:
+def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | None = None, *, max_tokens: int,
+             temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, stop: Sequence[int] = (),
+             lengths: jax.Array | None = None) -> Generated:
     """Continues each prompt token by token.
 
     The prompts run through the model at once, which stores their keys and values in a cache. Then one `lax.while_loop`

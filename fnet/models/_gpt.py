@@ -139,5 +139,5 @@ class GPT(LanguageModel):
         scope.update("index", start + count)
         return jnp.where(order < count[:, None], start[:, None] + order, 0)
 
-    def example(self):
+    def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, self.context), jnp.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class ImageInput:
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
         return dataclasses.replace(self, size=size, resize=resize)
 
-    def crop(self, photo) -> np.ndarray:
+    def crop(self, photo: Any) -> np.ndarray:
         """Scales and crops a `PIL.Image`: uint8 [size, size, 3], in the order red, green, blue."""
         photo = photo.convert("RGB")
         if self.resize is None:
@@ -55,7 +56,7 @@ class ImageInput:
         left, top = (round((side - self.size) / 2) for side in (wide, high))
         return np.array(photo.crop((left, top, left + self.size, top + self.size)))
 
-    def normalize(self, pixels):
+    def normalize(self, pixels: np.ndarray) -> np.ndarray:
         """Converts uint8 [..., 3] (red, green, blue; a NumPy or JAX array) to the network's input, float32."""
         pixels = (pixels if self.order == "rgb" else pixels[..., ::-1]).astype(np.float32)
         lead = (1,) * (pixels.ndim - 1)

@@ -177,5 +177,5 @@ class Llama(LanguageModel):
         return cls(head.vocab_size, head.dim, head.n_layers, head.n_heads, head.n_kv_heads, head.hidden_dim,
                    context=head.seq_len, tied=head.tied, interleaved=True)
 
-    def example(self):
+    def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, self.context), jnp.int32)

@@ -25,7 +25,7 @@ class MLP(nn.Layer):
     widths: tuple[int, ...]
     dropout: float = 0.0
 
-    def forward(self, scope: nn.Scope, x):
+    def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         x = nn.Flatten()(scope["flatten"], x)                              # [batch, features]
         for i, width in enumerate(self.widths[:-1]):
             x = jax.nn.relu(nn.Dense(width)(scope[f"fc{i}"], x))

@@ -105,12 +105,12 @@ class MobileNetV2(Model):
     width: float = 1.0
     dropout: float = 0.2
 
-    def forward(self, scope: nn.Scope, x):
+    def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         x = nn.Dropout(self.dropout)(scope["drop"], self.features(scope, x))
         return nn.Dense(self.classes)(scope["head"], x)
 
     @nn.method
-    def features(self, scope: nn.Scope, x):
+    def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         """Computes the input of the last layer, before dropout: [batch, 1280]."""
         stem = conv_norm(channels=_divisible(32 * self.width), kernel_size=3, stride=2)
         x = jax.nn.relu6(stem(scope["stem"], x))                            # [batch, height / 2, width / 2, 32]
@@ -124,5 +124,5 @@ class MobileNetV2(Model):
         x = jax.nn.relu6(last(scope["last"], x))                            # [batch, height / 32, width / 32, 1280]
         return nn.GlobalAvgPool()(scope["pool"], x)
 
-    def example(self):
+    def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)

@@ -34,7 +34,7 @@ class Model(nn.Layer):
     HUB: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @classmethod
-    def preset(cls, name: str, **changes) -> Model:
+    def preset(cls, name: str, **changes: Any) -> Model:
         """Returns the published configuration `name`, with changed fields.
 
         Raises:
@@ -55,7 +55,7 @@ class LanguageModel(Model):
     """A language model. `_body(scope, tokens, lengths)` returns the head (an `nn.Dense`, or an `nn.Embed` for tied
     logits), its scope, and its input [batch, time, width]."""
 
-    def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
+    def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None) -> Any:
         head, at, x = self._body(scope, tokens, lengths)
         return head.attend(at, x) if isinstance(head, nn.Embed) else head(at, x)
 

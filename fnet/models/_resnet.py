@@ -108,14 +108,14 @@ class ResNet(Model):
         ), config=dict(version="v1", use_bias=True, epsilon=1e-3), image=CAFFE),
     }
 
-    def example(self):
+    def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
 
-    def forward(self, scope: nn.Scope, x):
+    def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         return nn.Dense(self.classes)(scope["head"], self.features(scope, x))
 
     @nn.method
-    def features(self, scope: nn.Scope, x):
+    def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         """Computes the input of the last layer: [batch, channels]."""
         if self.version not in ("v1", "v1.5"):
             raise ValueError(f"ResNet: version must be 'v1' or 'v1.5'; got {self.version!r}")
@@ -156,12 +156,12 @@ class ResNet9(Model):
     width: int = 64
     scale: float = 0.125
 
-    def forward(self, scope: nn.Scope, x):
+    def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         x = self.features(scope, x)
         return nn.Dense(self.classes, use_bias=False)(scope["head"], x) * self.scale
 
     @nn.method
-    def features(self, scope: nn.Scope, x):
+    def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         """Computes the input of the last layer: [batch, 8 width]."""
 
         def conv(at, x, channels):
@@ -177,5 +177,5 @@ class ResNet9(Model):
                 x = x + conv(stage["residual2"], conv(stage["residual1"], x, channels), channels)
         return x.max((1, 2))
 
-    def example(self):
+    def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)

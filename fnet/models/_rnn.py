@@ -65,7 +65,7 @@ class LSTMLanguageModel(LanguageModel):
             return embed, at, x
         return nn.Dense(self.vocab_size), scope["head"], x
 
-    def example(self):
+    def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 35), jnp.int32)
 
 
@@ -97,7 +97,7 @@ class LSTMClassifier(Model):
     _: KW_ONLY
     dropout: float = 0.0
 
-    def forward(self, scope: nn.Scope, tokens, lengths=None):              # [batch, time]
+    def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         x = nn.Embed(self.vocab_size, self.width)(scope["embed"], tokens)
         for i in range(self.depth):
             x = nn.Dropout(self.dropout)(scope[f"drop{i}"], x)
@@ -108,5 +108,5 @@ class LSTMClassifier(Model):
         x = nn.Dropout(self.dropout)(scope["drop"], x.max(1))
         return nn.Dense(self.classes)(scope["head"], x)
 
-    def example(self):
+    def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 35), jnp.int32)

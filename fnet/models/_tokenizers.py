@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -202,7 +203,7 @@ def _check_tokenizer(path, text):
     return held
 
 
-def read_tokenizer(path: str | os.PathLike):
+def read_tokenizer(path: str | os.PathLike) -> Any:
     """Reads the tokenizer of a file, or of a folder of weights.
 
     Args:

@@ -119,7 +119,8 @@ class TreeLSTM(Model):
     _: KW_ONLY
     forget_bias: float = 1.0
 
-    def forward(self, scope: nn.Scope, labels, parents, lengths):           # [batch, nodes]
+    def forward(self, scope: nn.Scope, labels: jax.Array, parents: jax.Array,
+                lengths: jax.Array) -> jax.Array:                               # [batch, nodes]
         labels, parents = jnp.asarray(labels), jnp.asarray(parents)
         if labels.ndim != 2 or labels.shape != parents.shape or jnp.shape(lengths) != labels.shape[:1]:
             raise ValueError("TreeLSTM: expected labels and parents [batch, nodes] and lengths [batch]; got "
@@ -148,6 +149,6 @@ class TreeLSTM(Model):
         _, hidden = lax.scan(step, sums, inputs)                            # [nodes, batch, width]
         return nn.Dense(self.classes)(scope["head"], hidden.swapaxes(0, 1))
 
-    def example(self):
+    def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         row = jax.ShapeDtypeStruct((1, 32), jnp.int32)
         return row, row, jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -153,11 +153,11 @@ class ViT(Model):
     dropout: float = 0.0
     epsilon: float = 1e-6
 
-    def forward(self, scope: nn.Scope, x):
+    def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         return nn.Dense(self.classes)(scope["head"], self.features(scope, x))
 
     @nn.method
-    def features(self, scope: nn.Scope, x):
+    def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         """Computes the input of the last layer, the class token: [batch, width]."""
         if x.ndim != 4 or x.shape[1:3] != (self.size, self.size) or self.size % self.patch:
             raise ValueError(f"ViT: expected images [batch, {self.size}, {self.size}, channels], with a size that is a "
@@ -174,5 +174,5 @@ class ViT(Model):
         x = nn.Stack(block, self.depth)(scope["blocks"], x)
         return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x[:, 0])
 
-    def example(self):
+    def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, self.size, self.size, 3), jnp.float32)

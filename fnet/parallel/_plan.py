@@ -15,6 +15,7 @@ from fnet import hardware
 from fnet.jaxpr import Compiled
 from fnet.parallel import _check, _compile, _cost, _explain
 from fnet.parallel._estimate import Estimate
+from fnet.parallel._ledger import Ledger
 from fnet.parallel._strategies import Strategy
 from fnet.parallel._targets import Target
 
@@ -53,7 +54,7 @@ class Candidate:
         return self.compiled.peak if self.compiled and self.compiled.peak is not None else self.estimate.peak
 
     @property
-    def ledger(self):
+    def ledger(self) -> Ledger:
         """The transfers, from the compiled program if there is one, else estimated."""
         return self.compiled.ledger if self.compiled and self.compiled.ledger is not None else self.estimate.ledger
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from jax.sharding import Mesh
 
 from fnet.parallel._pins import pin
 from fnet.transforms._rematerialize import rematerialize
@@ -46,7 +48,7 @@ class Strategy(NamedTuple):
         more += [f", {self.microbatches} microbatches one after another"] * (self.microbatches > 1)
         return STRATEGIES[f"{self.state}{'+pins' * self.pins}"] + "".join(more)
 
-    def applied(self, step: Callable, mesh=None, axes=()) -> Callable:
+    def applied(self, step: Callable, mesh: Mesh | None = None, axes: Sequence[str] = ()) -> Callable:
         """Returns the rewritten step. Without a mesh, it is not pinned, and batch sums in loops are not changed."""
         if self.microbatches > 1:
             step = functools.partial(step, microbatches=self.microbatches)

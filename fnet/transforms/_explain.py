@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from fnet.hardware import Chip, Policy
 from fnet.jaxpr import unsupported
@@ -75,7 +76,7 @@ class Tuning:
         return "\n".join([*lines, *self.disabled])
 
 
-def explain(f: Callable, *args, **kwargs) -> Explanation | Tuning:
+def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning:
     """Explains what autocast or tune does in a function for these arguments. Nothing is computed.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))

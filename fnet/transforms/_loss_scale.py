@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ from jax import lax
 
 from fnet.hardware import Policy
 from fnet.jaxpr import wraps
+
+if TYPE_CHECKING:
+    import optax
 
 
 class LossScaleState(NamedTuple):
@@ -29,8 +32,10 @@ class LossScaleState(NamedTuple):
     inner: Any
 
 
-def loss_scale(inner, policy=None, *, initial: float | None = None, growth: float = 2.0, interval: int = 2000,
-               backoff: float = 0.5, minimum: float = 2.0**-14, maximum: float = 2.0**24, axis_name=None):
+def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None, *,
+               initial: float | None = None, growth: float = 2.0, interval: int = 2000, backoff: float = 0.5,
+               minimum: float = 2.0**-14, maximum: float = 2.0**24,
+               axis_name: str | tuple[str, ...] | None = None) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer for gradients of a loss that is multiplied by a dynamic scale.
 
     The gradients are divided by their scale. If all are finite, `inner` updates the parameters, and after `interval`
@@ -113,7 +118,7 @@ def _wide(dtype):
     return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
-def loss_scale_state(opt_state) -> LossScaleState | None:
+def loss_scale_state(opt_state: Any) -> LossScaleState | None:
     """Returns the `LossScaleState` in an optimizer's state, or None if there is none.
 
     Raises:

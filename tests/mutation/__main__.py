@@ -1,0 +1,174 @@
+"""Plants faults in fnet, one at a time, and reports which ones the quick and the complete suite detect.
+
+    python -m tests.mutation --lines             # once: runs all tests and records which lines each of them runs
+    python -m tests.mutation                     # make mutation: all faults
+    python -m tests.mutation --only=layers,jaxpr
+
+For a fault, only the tests run that run the changed line: the quick ones first, those that take the least time before
+others, until one fails. If none fails, the other tests of the same modules run, since a module's tests may share what
+the first of them has computed. A failure counts only if the test passes without the fault.
+"""
+
+import argparse
+import ast
+import concurrent.futures
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mutation.faults import FAULTS
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCHES = 24, 200, 1000, None    # how many tests run in one process, for one fault
+
+
+def modules(root, package):
+    """The modules of a package; "cli": those of fnet itself."""
+    return sorted((root / "fnet").glob("*.py") if package == "cli" else (root / "fnet" / package).rglob("*.py"))
+
+
+def place(fault, root=ROOT):
+    """(the module of a fault, the numbers of its changed lines)"""
+    places = [(path, text) for path in modules(root, fault.package) if fault.before in (text := path.read_text())]
+    if len(places) != 1 or places[0][1].count(fault.before) != 1:
+        raise ValueError(f"expected {fault.before!r} once in fnet/{fault.package}; update tests/mutation/faults.py")
+    path, text = places[0]
+    first = text[:text.index(fault.before)].count("\n") + 1
+    return path, range(first, first + fault.before.count("\n") + 1)
+
+
+def read(folder):
+    """The records of `lines`: [(test, seconds, exhaustive, {module: {line}})]"""
+    rows = {}
+    for path in sorted(Path(folder).glob("*.jsonl")):
+        for text in path.read_text().splitlines():
+            test, seconds, exhaustive, lines = json.loads(text)
+            rows[test] = test, seconds, exhaustive, {name: set(numbers) for name, numbers in lines.items()}
+    return list(rows.values())
+
+
+def covering(fault, records):
+    """The tests that run a changed line, then the others of their modules: each a list, the cheapest test first."""
+    path, numbers = place(fault)
+    name = str(path.relative_to(ROOT / "fnet"))
+    covers = {test for test, _, _, lines in records if lines.get(name, set()) & _statement(path, numbers)}
+    files = {test.partition("::")[0] for test in covers}
+    folder = f"tests/{fault.package}/"
+    order = lambda row: (not row[0].startswith(folder), row[1])
+    mine = sorted((row for row in records if row[0] in covers), key=order)
+    rest = sorted((row for row in records if row[0] not in covers and row[0].partition("::")[0] in files), key=order)
+    return mine, rest
+
+
+def _statement(path, numbers):
+    """The lines of the statements that hold the changed lines: of a long expression, Python may count others."""
+    found = set(numbers)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
+            lines = range(node.lineno, node.end_lineno + 1)
+            if set(numbers) & set(lines):
+                found |= set(lines)
+    return found
+
+
+def pytest(root, tests, *options, limit=600):
+    """The first test that fails, or None."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
+        names.write("\n".join(tests))
+        names.flush()
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "-rfE",
+                   *options, f"@{names.name}"]
+        try:
+            done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=limit,
+                                  env={**os.environ, "PYTHONPATH": str(root)})
+        except subprocess.TimeoutExpired:
+            return "(no end)"
+    if done.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", done.stdout, re.M)
+    return failed[1] if failed else f"(pytest exits with {done.returncode})"
+
+
+def detect(fault, records, root):
+    """(the test that detects a fault or None, whether it is exhaustive, seconds)"""
+    began = time.monotonic()
+    path, _ = place(fault)
+    path = root / path.relative_to(ROOT)
+    whole = path.read_text()
+    path.write_text(whole.replace(fault.before, fault.after))
+    try:
+        mine, rest = covering(fault, records)
+        for exhaustive in (False, True):
+            for group in (mine, rest):
+                tests = [row[0] for row in group if row[2] == exhaustive]
+                for size in BATCHES:
+                    if tests and (failed := pytest(root, tests[:size])) is not None:
+                        return failed, exhaustive, time.monotonic() - began
+                    tests = tests[size:] if size else []
+    finally:
+        path.write_text(whole)
+    return None, False, time.monotonic() - began
+
+
+def copied(number, folder):
+    root = Path(folder) / str(number)
+    without = shutil.ignore_patterns(".git", ".venv*", ".libtpu", ".mutation", "__pycache__", "runs", ".*_cache")
+    shutil.copytree(ROOT, root, ignore=without)
+    return root
+
+
+def record(folder):
+    env = {**os.environ, "FNET_LINES": str(folder), "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", "pytest", "-n", "auto", "-p", "tests.mutation.lines"], cwd=ROOT,
+                          env=env).returncode
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
+    parser.add_argument("--lines", action="store_true", help="record which lines each test runs; needs Python 3.12")
+    parser.add_argument("--folder", default=str(ROOT / ".mutation"), help="of these records")
+    parser.add_argument("--only", default="", help="packages, separated by commas")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    if options.lines:
+        shutil.rmtree(options.folder, ignore_errors=True)
+        return record(options.folder)
+    records = read(options.folder)
+    if not records:
+        sys.exit(f"no records in {options.folder}; run python3.12 -m tests.mutation --lines first")
+    faults = [fault for fault in FAULTS if not options.only or fault.package in options.only.split(",")]
+    counts = {"quick": 0, "complete": 0}
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        roots: queue.Queue = queue.Queue()
+        for number in range(options.jobs):
+            roots.put(copied(number, folder))
+
+        def tried(fault):
+            root = roots.get()
+            try:
+                failed, exhaustive, seconds = detect(fault, records, root)
+                if failed and "::" in failed and pytest(root, [failed]):
+                    failed = f"(fails without the fault as well: {failed})"
+                return fault, failed, exhaustive, seconds
+            finally:
+                roots.put(root)
+
+        for fault, failed, exhaustive, seconds in pool.map(tried, faults):
+            sound = failed is not None and not failed.startswith("(fails")
+            counts["quick"] += sound and not exhaustive
+            counts["complete"] += sound
+            print(f"{'quick' if sound and not exhaustive else 'complete' if sound else 'MISSED':8} {seconds:5.0f} s  "
+                  f"{fault.package:10} {fault.what}: {failed or 'no test fails'}", flush=True)
+    print(f"of {len(faults)} faults the quick tests detect {counts['quick']}, all tests {counts['complete']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
