@@ -32,12 +32,12 @@ test-all: test
 # oldest set that compiles float16: with SSE4_2, XLA lacks the conversion functions. Kernels of matrix products select
 # their own instructions, so the flag does not affect them.
 NUMERICAL = $(addprefix tests/,$(addprefix transforms/test_,autocast_table.py autocast_primitives.py \
-	autocast_float16.py lowered.py tune.py tune_bfloat16.py tune_steps.py) $(addprefix layers/test_,attend.py \
+	autocast_float16.py lowered.py tune.py tune_pooling.py tune_bfloat16.py tune_steps.py) $(addprefix layers/test_,attend.py \
 	attend_precision.py torch_values.py layers_values.py recurrent.py attention.py) \
 	models/test_published_models.py models/test_published_text_models.py)
 
 test-isa: $(STAMP)
-	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX" $(BIN)/python -m pytest -n auto $(NUMERICAL) $(ARGS)
+	FNET_TEST_COMPILER=default XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX" $(BIN)/python -m pytest -n auto $(NUMERICAL) $(ARGS)
 
 # Tests the claims of docs/reliability.md for about half an hour: killed processes, full disks, flipped bits.
 torture: $(STAMP)
@@ -73,6 +73,7 @@ mutation: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 # The stamp is written last, so an interrupted installation is repeated.
 $(STAMP): pyproject.toml $(wildcard constraints/*.txt)

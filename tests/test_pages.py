@@ -9,8 +9,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/export.md", "docs/interop.md", "docs/introspection.md", "docs/layers.md",
-                                  "docs/models.md", "docs/parallel.md", "docs/performance.md", "docs/transforms.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/export.md", "docs/interop.md", "docs/introspection.md",
+                                  "docs/layers.md", "docs/models.md", "docs/parallel.md", "docs/performance.md",
+                                  "docs/transforms.md"])
 def test_a_page_runs(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks

@@ -115,7 +115,7 @@ class Stored(NamedTuple):
     def basis(self) -> str:
         return "exact" if self.exact else "estimated"
 
-    def __add__(self, other: Stored) -> Stored:
+    def __add__(self, other: Stored) -> Stored:    # type: ignore[override]
         return Stored(self.bytes + other.bytes, self.exact and other.exact)
 
 

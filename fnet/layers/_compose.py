@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import KW_ONLY
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
@@ -59,6 +59,9 @@ class Sequential(_Children):
     >>> sorted(params)
     ['0', 'head']
     """
+
+    if TYPE_CHECKING:    # type checkers would take the fields for the arguments of a dataclass
+        def __init__(self, *layers: Callable, **named: Callable): ...
 
     def forward(self, scope: Scope, *inputs: Any) -> Any:
         if not self.layers:

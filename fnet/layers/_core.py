@@ -195,7 +195,7 @@ class Layer:
 _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
-def method(function: Callable) -> Callable:
+def method(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a method of a layer be called like the layer: with a scope inside a model, with params outside.
 
         class Embed(nn.Layer):
@@ -214,7 +214,7 @@ def method(function: Callable) -> Callable:
     return called
 
 
-def layer(function: Callable) -> type[Layer]:
+def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
     """Creates a Layer class from a function: keyword-only parameters become fields, the others inputs.
 
         @nn.layer
