@@ -4,6 +4,7 @@
     fnet chips              the catalog of chips
     fnet chips "TPU v5e"    one chip: computed and published peaks, prices, FLOP per dollar, power, sources
     fnet chips --plot FILE  FLOP per dollar and per watt over the years
+    fnet bundle show FILE   an exported model; also check and renew
     fnet plan module:function --devices v5e:16x16    shardings, transfers, memory and cost of a training step
     fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    a training step on several chips, side by side
 """
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from fnet import _cli_compare, _cli_plan
+from fnet import _cli_bundle, _cli_compare, _cli_plan
 from fnet.hardware._chip import Chip, si
 
 _WIDTH = 100      # columns of output to a pipe or a file
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chips.add_argument("name", nargs="*", help='a chip, a system or a device kind, such as "TPU v5e" or DGX-1')
     chips.add_argument("--plot", metavar="FILE", help="draw FLOP per dollar and per watt over the years: PNG, SVG, PDF")
     _cli_plan.define(commands)
+    _cli_bundle.define(commands)
     _cli_compare.define(commands)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:      # closed, as in fnet chips >&-
@@ -80,6 +82,8 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         return _row(" ".join(args.name)) if args.name else _catalog()
     if args.command == "plan":
         return _cli_plan.run(args)
+    if args.command == "bundle":
+        return _cli_bundle.run(args)
     if args.command == "compare":
         return _cli_compare.run(args)
     parser.print_help()

@@ -8,6 +8,7 @@
 from fnet.export._loaded import Bundle, load
 from fnet.export._program import Program, program
 from fnet.export._reader import BundleError
+from fnet.export._rebuild import renew
 from fnet.export._spec import Spec, spec, spec_of
 
-__all__ = ["Bundle", "BundleError", "Program", "Spec", "load", "program", "spec", "spec_of"]
+__all__ = ["Bundle", "BundleError", "Program", "Spec", "load", "program", "renew", "spec", "spec_of"]

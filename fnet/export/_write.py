@@ -33,14 +33,15 @@ _SIZES = 2, 3, 4, 5, 8, 16, 32, 33, 48, 64, 128, 224, 1
 def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None = None,
          tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
          tests: Mapping[str, Mapping[str, Any]] | None = None, differentiable: bool = False,
-         kernels: Sequence[str] = (), about: Mapping[str, Any] | None = None) -> None:
-    """Writes a program and its weights to one file; `Program.save` documents the arguments."""
+         kernels: Sequence[str] = (), about: Mapping[str, Any] | None = None,
+         files: Mapping[str, bytes] | None = None) -> None:
+    """Writes a program and its weights to one file, and other files; `Program.save` documents the arguments."""
     path = Path(path)
     unknown = set(kernels) - set(PLATFORMS)
     if unknown:
         raise ValueError(f"Program.save: kernels={tuple(kernels)!r}: expected platforms among {', '.join(PLATFORMS)}")
     weights = dict(program.weights)
-    files: dict[str, bytes] = {}
+    files: dict[str, bytes] = dict(files or {})
     entries, checks = {}, {}
     for name, entry in program.entries.items():
         programs = {"portable": entry.portable}

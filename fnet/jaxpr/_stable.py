@@ -129,9 +129,9 @@ def _gather(self, eqn, at):
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     mode = lax.GatherScatterMode.from_any(params["mode"])
     fill = params["fill_value"]
-    return {"offset": list(numbers.offset_dims), "collapsed": list(numbers.collapsed_slice_dims),
-            "indexed": list(numbers.start_index_map), "batch": list(numbers.operand_batching_dims),
-            "index_batch": list(numbers.start_indices_batching_dims), "sizes": list(map(size, params["slice_sizes"])),
+    return {"offset": _ints(numbers.offset_dims), "collapsed": _ints(numbers.collapsed_slice_dims),
+            "indexed": _ints(numbers.start_index_map), "batch": _ints(numbers.operand_batching_dims),
+            "index_batch": _ints(numbers.start_indices_batching_dims), "sizes": list(map(size, params["slice_sizes"])),
             "fill": _filling(eqn, fill) if mode == lax.GatherScatterMode.FILL_OR_DROP else None}
 
 
@@ -150,27 +150,27 @@ def _filling(eqn, fill):
 def _scatter(kind):
     def options(self, eqn, at):
         params, numbers = eqn.params, eqn.params["dimension_numbers"]
-        return {"kind": kind, "window": list(numbers.update_window_dims),
-                "inserted": list(numbers.inserted_window_dims), "indexed": list(numbers.scatter_dims_to_operand_dims),
-                "batch": list(numbers.operand_batching_dims),
-                "index_batch": list(numbers.scatter_indices_batching_dims),
+        return {"kind": kind, "window": _ints(numbers.update_window_dims),
+                "inserted": _ints(numbers.inserted_window_dims), "indexed": _ints(numbers.scatter_dims_to_operand_dims),
+                "batch": _ints(numbers.operand_batching_dims),
+                "index_batch": _ints(numbers.scatter_indices_batching_dims),
                 "clip": lax.GatherScatterMode.from_any(params["mode"]) == lax.GatherScatterMode.CLIP}
     return options
 
 
 def _convolution(self, eqn, at):
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    return {"strides": list(params["window_strides"]), "padding": _pairs(params["padding"]),
-            "input_dilation": list(params["lhs_dilation"]), "dilation": list(params["rhs_dilation"]),
-            "input": list(numbers.lhs_spec), "kernel": list(numbers.rhs_spec), "output": list(numbers.out_spec),
+    return {"strides": _ints(params["window_strides"]), "padding": _pairs(params["padding"]),
+            "input_dilation": _ints(params["lhs_dilation"]), "dilation": _ints(params["rhs_dilation"]),
+            "input": _ints(numbers.lhs_spec), "kernel": _ints(numbers.rhs_spec), "output": _ints(numbers.out_spec),
             "groups": params["feature_group_count"], "batch_groups": params["batch_group_count"]}
 
 
 def _window(self, eqn, at):
     params, rank = eqn.params, len(eqn.params["window_dimensions"])
-    return {"window": list(params["window_dimensions"]), "strides": list(params["window_strides"]),
-            "padding": _pairs(params["padding"]), "input_dilation": list(params.get("base_dilation") or (1,) * rank),
-            "dilation": list(params.get("window_dilation") or (1,) * rank)}
+    return {"window": _ints(params["window_dimensions"]), "strides": _ints(params["window_strides"]),
+            "padding": _pairs(params["padding"]), "input_dilation": _ints(params.get("base_dilation") or (1,) * rank),
+            "dilation": _ints(params.get("window_dilation") or (1,) * rank)}
 
 
 def _select_window(self, eqn, at):
@@ -179,11 +179,16 @@ def _select_window(self, eqn, at):
 
 def _dot(self, eqn, at):
     contract, batch = eqn.params["dimension_numbers"]
-    return {"contract": [list(axes) for axes in contract], "batch": [list(axes) for axes in batch]}
+    return {"contract": [_ints(axes) for axes in contract], "batch": [_ints(axes) for axes in batch]}
 
 
 def _round(self, eqn, at):
     return {"even": eqn.params["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN}
+
+
+def _ints(values) -> list[int]:
+    """JAX's rules leave NumPy's integers in some parameters."""
+    return [int(value) for value in values]
 
 
 def _pairs(padding) -> list:
@@ -214,7 +219,7 @@ def _shape(self, eqn, at):
 
 
 def _broadcast(self, eqn, at):
-    return {**_shape(self, eqn, at), "axes": list(eqn.params["broadcast_dimensions"])}
+    return {**_shape(self, eqn, at), "axes": _ints(eqn.params["broadcast_dimensions"])}
 
 
 def _iota(self, eqn, at):

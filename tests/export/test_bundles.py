@@ -148,6 +148,7 @@ def test_programs_do_not_grow_with_the_weights(tmp_path):
     close(export.load(tmp_path / "f")(x), f(program.weights and {"kernel": jnp.ones((600, 300))}, x), 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_several_entry_points(tmp_path):
     model = UNSTACKED
     params, _ = model.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
@@ -219,6 +220,7 @@ def test_gradients_of_a_differentiable_bundle(tmp_path):
     close(got["params/head/kernel"], want["head"]["kernel"], 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_named_tuples_are_read_as_dicts(tmp_path):
     bert = models.Bert(VOCABULARY, 8, 1, 2, 16, context=CONTEXT)
     params, _ = bert.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
