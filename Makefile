@@ -14,7 +14,7 @@ echo "installing fnet and its extras $(2) with $(1) ($$pins)"; \
 $(1) -m pip install --quiet --disable-pip-version-check -c $$pins -e '.[$(2)]'
 endef
 
-.PHONY: demo test test-all test-isa torture verify-pretrained verify-programs mutation pods lint bench clean
+.PHONY: demo test test-all test-isa torture verify-pretrained verify-programs mutation pods lint docs dist bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -54,7 +54,7 @@ bench: .venv-bench/.installed
 
 # Compiled plans for TPUs that are not attached. libtpu (200 MB) is installed in a separate folder for them.
 pods: $(STAMP) .libtpu/.installed
-	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/parallel/test_targets.py $(ARGS)
+	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/parallel/test_targets.py tests/notebooks/test_compile_notebooks.py $(ARGS)
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pods
 
 # Also in a separate environment, with PyTorch for comparison and scikit-image for photos.
@@ -70,6 +70,16 @@ verify-programs: .venv-programs/.installed
 mutation: $(STAMP)
 	[ -d .mutation ] || $(BIN)/python -m tests.mutation --lines
 	$(BIN)/python -m tests.mutation $(ARGS)
+
+# The documentation site, without network access. Warnings are errors.
+docs: .venv-docs/.installed
+	JAX_PLATFORMS=cpu FNET_PROBE=0 .venv-docs/bin/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html $(ARGS)
+	.venv-docs/bin/python docs/check_links.py docs/_build/html
+
+# The wheel and the source distribution, in dist/.
+dist: $(STAMP)
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -93,6 +103,11 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	$(call install,.venv-verify/bin/python,experiments$(comma)verify)
 	@touch $@
 
+.venv-docs/.installed: pyproject.toml $(wildcard constraints/*.txt)
+	$(PYTHON) -m venv .venv-docs
+	$(call install,.venv-docs/bin/python,docs)
+	@touch $@
+
 .venv-programs/.installed: pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv .venv-programs
 	$(call install,.venv-programs/bin/python,dev$(comma)programs)
@@ -103,4 +118,4 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	@touch $@
 
 clean:
-	rm -rf .libtpu .mutation .venv* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf docs/_build docs/api/generated .libtpu .mutation .venv* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -4,12 +4,20 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import fnet
+
+# docs/api/index.md states these imports.
+IMPORTED = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "fnet": fnet, "nn": fnet.layers, "ft": fnet.transforms,
+            "tr": fnet.training, "hw": fnet.hardware, "models": fnet.models, "parallel": fnet.parallel,
+            "introspect": fnet.introspect}
 
 
 def modules():
@@ -23,8 +31,7 @@ def examples():
     found = []
     for name in modules():
         module = importlib.import_module(name)
-        names = {**vars(fnet.layers), **vars(fnet.transforms), "jax": jax, "jnp": jnp, "fnet": fnet,
-                 "nn": fnet.layers, "ft": fnet.transforms, "hw": fnet.hardware, **vars(module)}
+        names = {**vars(fnet.layers), **vars(fnet.transforms), **IMPORTED, **vars(module)}
         found += [test for test in finder.find(module, name, globs=names) if test.examples]
     return found
 
@@ -60,3 +67,22 @@ def test_every_public_method_is_documented():
     undocumented = [f"{name}.{attribute}" for name, attribute in methods if attribute not in ("forward", "make")
                     and not vars(getattr(fnet.layers, name))[attribute].__doc__]
     assert not undocumented
+
+
+# Exceptions, warnings, the results of functions that have examples, and names that need files or a second of time.
+WITHOUT_EXAMPLE = {
+    "training.CheckpointError", "training.CheckpointWarning", "training.Interrupted", "training.LogWarning",
+    "training.OutOfMemory", "training.PeerLost", "training.ResumeWarning", "parallel.PeersGone", "parallel.Transfer",
+    "models.Encoded", "models.HuggingFaceTokenizer", "models.LlamaBPE", "models.read_tokenizer",
+    "models.pretrained.Layout", "models.pretrained.Spare", "models.pretrained.Tied", "models.pretrained.flattened",
+    "models.pretrained.model", "models.pretrained.names_of", "hardware.Bound", "hardware.Check", "hardware.Computed",
+    "hardware.Cost", "hardware.FrozenTable", "hardware.Matmul", "hardware.Quote", "hardware.Value", "hardware.Waste",
+    "hardware.measure", "introspect.Difference", "introspect.Slope", "introspect.Statistic"}
+
+
+def test_public_names_have_examples(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs")
+    from _sphinx import names
+
+    assert sum(map(len, names.by_package().values())) > 200
+    assert set(names.without_example()) <= WITHOUT_EXAMPLE

@@ -25,6 +25,8 @@ def cpu_allocator() -> bool:
         True if the setting took effect (GNU C library on Linux), False otherwise.
 
     Source: mallopt(3).
+
+    >>> kept = hw.cpu_allocator()    # at the start of a script; False: no effect on this system
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt

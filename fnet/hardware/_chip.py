@@ -54,6 +54,9 @@ class Peak(NamedTuple):
         dtype: the catalog's name of the dtype ("bf16").
         basis: how the rate is known, see `Chip.bases`.
         note: a remark, for example that float32 products run in bfloat16 passes.
+
+    >>> hw.chips["TPU v5e"].peaks["bf16"]
+    197000000000000.0
     """
 
     flops: float
@@ -63,7 +66,11 @@ class Peak(NamedTuple):
 
 
 class Price(NamedTuple):
-    """A dated price: `usd` per "hour", per "chip" or per "system", and its source."""
+    """A dated price: `usd` per "hour", per "chip" or per "system", and its source.
+
+    >>> [price.per for price in hw.chips["TPU v5e"].prices][:1]
+    ['hour']
+    """
 
     usd: float
     per: str
@@ -102,6 +109,9 @@ class Links:
         topology: how the chips are connected.
         network: rate in one direction from one chip to chips of another slice or machine, in common offers.
         network_source: where `network` was published.
+
+    >>> hw.chips["TPU v5e"].links.type
+    'ICI'
     """
 
     type: str
@@ -141,6 +151,10 @@ class Chip:
             from units and clock), "estimated" or "unverified".
         sources: where the numbers were published.
         notes: remarks.
+
+    >>> chip = hw.chips["TPU v5e"]
+    >>> chip.kind, chip.per_device.memory_bytes / 2 ** 30
+    ('tpu', 16.0)
     """
 
     name: str

@@ -22,6 +22,9 @@ class System:
     """Several chips that are sold or rented together: a DGX-1, a TPU board, a pod.
 
     `flops(dtype)` is the sum over its chips; `quoted` holds published peaks.
+
+    >>> hw.systems["TPU v3-8"].name
+    'TPU v3-8'
     """
 
     name: str

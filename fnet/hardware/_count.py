@@ -74,6 +74,10 @@ class Count:
         argument_bytes, output_bytes: sizes of the arguments and outputs. Exact; their sum is a lower bound of the
             memory traffic.
         notes: why the count is not exact; empty if it is exact.
+
+    >>> x = jax.ShapeDtypeStruct((4, 4), "float32")
+    >>> hw.count(lambda x: x @ x, x).flops
+    128
     """
 
     total: Cost

@@ -102,6 +102,9 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
 
     Returns:
         One `Check` for each published peak. If the two differ, it contains an explanation.
+
+    >>> [type(check).__name__ for check in hw.checks(hw.systems["TPU v3-8"])][:1]
+    ['Check']
     """
     formulas = {c.dtype: c for c in computed(chip)}
     boosted = {c.dtype: c for c in computed(chip, boost=True)}
@@ -131,6 +134,8 @@ def flop_per_dollar(chip: Chip | System, dtype: str | None = None, *, years: flo
 
     Returns:
         One `Value` for each price in the catalog, with its date and source.
+
+    >>> rates = hw.flop_per_dollar(hw.chips["Titan RTX"], "fp32", years=3)
     """
     one = chip.chip if isinstance(chip, System) else chip
     count = chip.count if isinstance(chip, System) else 1

@@ -18,6 +18,9 @@ class MFU:
         peak: FLOP/s of all devices together, the denominator.
         dtype: the dtype of the peak.
         basis: how the peak is known, see `Chip.bases`.
+
+    >>> print(hw.mfu(1e12, 0.01, hw.chips["TPU v5e"], "bfloat16"))
+    MFU 50.8% of 197 TFLOP/s (bf16, published)
     """
 
     value: float | None

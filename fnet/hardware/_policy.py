@@ -31,6 +31,10 @@ class Policy:
         rules: pairs (pattern of a scope path, dtype) that override `compute`; the first match is used.
         reason: why these dtypes were selected.
         convolution: the dtype of the operands of convolutions; by default `compute`.
+
+    >>> policy = hw.policy("Tesla T4")
+    >>> str(policy.compute), bool(policy.loss_scale)
+    ('float16', True)
     """
 
     param: Any = "float32"

@@ -78,6 +78,10 @@ def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> 
 
     Returns:
         One `Waste` for each such product, the most wasted FLOPs first.
+
+    >>> count = hw.count(lambda x: x @ x, jax.ShapeDtypeStruct((100, 100), "float32"))
+    >>> len(hw.tile_waste(count.matmuls, hw.chips["TPU v5e"]))
+    1
     """
     found: dict[tuple, Waste] = {}
     for matmul in matmuls:

@@ -51,6 +51,11 @@ class Comparison:
         rows: a `Difference` for each site of both programs, in the order in which the first program computes them, and
             one for the result.
         only: the names of the sites that only the first program has, and those that only the second has.
+
+    >>> f = lambda x: ft.tag(2 * x, "double").sum()
+    >>> g = lambda x: ft.tag(x + x, "double").sum()
+    >>> introspect.compare(f, g, jnp.arange(3.0)).first is None
+    True
     """
 
     rows: tuple[Difference, ...]

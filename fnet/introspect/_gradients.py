@@ -47,6 +47,9 @@ class GradientCheck:
         rows: a `Slope` for each leaf, the worst first.
         tolerance: the largest error that counts as equal.
         dtype: in which the function was evaluated.
+
+    >>> introspect.check_gradient(lambda w: jnp.sum(w ** 2), jnp.arange(3.0)).equal
+    True
     """
 
     rows: tuple[Slope, ...]

@@ -43,6 +43,10 @@ class Statistics:
         result: of the function.
         sites, parameters: a `Statistic` for each site, in the order of computation, and for each parameter.
         arrays: {"values/site", "cotangents/site", "parameters/path" or "gradients/path": its numbers}, for histograms.
+
+    >>> report = introspect.statistics(lambda w, x: ft.tag(x @ w, "product").sum(), jnp.ones((2, 3)), jnp.ones((4, 2)))
+    >>> "product" in str(report)
+    True
     """
 
     result: float
@@ -77,6 +81,14 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
 
     Raises:
         TypeError: if f returns no scalar. ValueError: as `transforms.capture_cotangents`.
+
+    >>> def loss(w, x):
+    ...     with jax.named_scope("hidden"):
+    ...         h = jax.nn.relu(x @ w)
+    ...     return (h ** 2).mean()
+    >>> report = introspect.statistics(loss, jnp.ones((2, 3)), jnp.ones((4, 2)))
+    >>> "hidden" in str(report)
+    True
     """
     scans = {site.name: len(site.scans) for site in ft.sites(f)(params, *args)}
     result = jax.eval_shape(f, params, *args)

@@ -31,6 +31,10 @@ class Row:
         forward, backward: the cost of the forward pass, and of what the derivative by the parameters adds.
         kept: the activations that it stores for the backward pass (without arguments of the function).
         share: of the time at the roofline of a forward and backward pass; None if the chip's peaks are unknown.
+
+    >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
+    >>> summary["head"].parameters
+    15
     """
 
     path: str
@@ -60,6 +64,10 @@ class Summary:
         total: the row of the whole function.
         chip: the chip of the roofline.
         notes: why figures are not exact.
+
+    >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
+    >>> summary["head"].parameters
+    15
     """
 
     rows: tuple[Row, ...]

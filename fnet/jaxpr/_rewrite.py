@@ -52,6 +52,11 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 
     Raises:
         TypeError: if the rule returns anything but one array of the right shape and dtype for each output.
+
+    >>> def double_sines(primitive, scope, inputs, equation):
+    ...     return [2 * jnp.sin(inputs[0])] if primitive == "sin" else NotImplemented
+    >>> float(ft.rewrite(jnp.sin, double_sines)(jnp.pi / 2))
+    2.0
     """
     interpreter = _Rewriter(rule)
 

@@ -28,17 +28,15 @@ class Layer:
 
     Subclasses declare their options as dataclass fields and define one method, `forward(self, scope, *inputs)`:
 
-        class MLP(nn.Layer):
-            widths: tuple[int, ...]
-
-            def forward(self, scope, x):                                   # [batch, features]
-                for i, width in enumerate(self.widths[:-1]):
-                    x = jax.nn.relu(nn.Dense(width)(scope[f"fc{i}"], x))
-                return nn.Dense(self.widths[-1])(scope["head"], x)
-
-        model = MLP((128, 10))
-        params, state = model.init(jax.random.key(0), x)
-        logits = model(params, x)
+    >>> class Scale(nn.Layer):
+    ...     factor: float
+    ...
+    ...     def forward(self, scope, x):                                   # [batch, features]
+    ...         return self.factor * nn.Dense(3)(scope["dense"], x)
+    >>> model, x = Scale(2.0), jnp.ones((4, 5))
+    >>> params, state = model.init(jax.random.key(0), x)
+    >>> model(params, x).shape
+    (4, 3)
 
     A layer is immutable, hashable, comparable, picklable and a static pytree. List fields become tuples; arrays and
     dicts as fields raise an error. A lambda expression as a field is a new value in each evaluation, so `jax.jit`
@@ -198,12 +196,15 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a method of a layer be called like the layer: with a scope inside a model, with params outside.
 
-        class Embed(nn.Layer):
-            @nn.method
-            def attend(self, scope, x): ...
-
-        logits = embed.attend(scope, x)       # inside a model
-        logits = embed.attend(params, x)      # outside
+    >>> class Twice(nn.Layer):
+    ...     def forward(self, scope, x):
+    ...         return nn.Dense(3)(scope["dense"], x)
+    ...     @nn.method
+    ...     def half(self, scope, x):
+    ...         return self.forward(scope, x) / 2
+    >>> params, _ = Twice().init(jax.random.key(0), jnp.ones((1, 2)))
+    >>> Twice().half(params, jnp.ones((1, 2))).shape    # inside a model: layer.half(scope, x)
+    (1, 3)
     """
 
     @functools.wraps(function)
@@ -217,11 +218,13 @@ def method(function: Callable[..., Any]) -> Callable[..., Any]:
 def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
     """Creates a Layer class from a function: keyword-only parameters become fields, the others inputs.
 
-        @nn.layer
-        def residual_block(scope, x, *, channels, stride=1): ...
-
-        block = residual_block(channels=64)        # constructs; nothing runs
-        y = block(scope["block1"], x)
+    >>> @nn.layer
+    ... def scaled(scope, x, *, features, factor=2.0):
+    ...     return factor * nn.Dense(features)(scope["dense"], x)
+    >>> model = scaled(features=3)    # constructs a layer; nothing runs
+    >>> params, _ = model.init(jax.random.key(0), jnp.ones((4, 5)))
+    >>> model(params, jnp.ones((4, 5))).shape
+    (4, 3)
     """
     parameters = list(inspect.signature(function).parameters.values())
     name = function.__name__

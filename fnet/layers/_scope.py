@@ -113,6 +113,13 @@ class Scope:
         shared = scope["embed"]
         x = embed(shared, tokens)
         logits = embed.attend(shared, x)
+
+    >>> class Scale(nn.Layer):
+    ...     def forward(self, scope, x):
+    ...         return x * scope.param("scale", (), jax.nn.initializers.ones)
+    >>> params, _ = Scale().init(jax.random.key(0), jnp.zeros((2, 3)))
+    >>> params
+    {'scale': Array(1., dtype=float32)}
     """
 
     __slots__ = ("_names", "_owner", "_place")

@@ -96,7 +96,11 @@ class Making(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """The result of `Layer.spec`: `params` and `state`, two nested dicts of `ParamSpec`."""
+    """The result of `Layer.spec`: `params` and `state`, two nested dicts of `ParamSpec`.
+
+    >>> nn.Dense(3).spec(jnp.ones((1, 2))).params["kernel"].shape
+    (2, 3)
+    """
 
     params: dict
     state: dict

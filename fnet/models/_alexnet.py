@@ -27,6 +27,10 @@ class AlexNet(Model):
 
     Source: Krizhevsky (2014), One weird trick for parallelizing convolutional neural networks, footnote 1. The original
     is Krizhevsky, Sutskever and Hinton (2012), ImageNet Classification with Deep Convolutional Neural Networks.
+
+    >>> model = models.AlexNet.preset("alexnet")
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    61100840
     """
 
     PRESETS: ClassVar = {"alexnet": {}}

@@ -87,6 +87,10 @@ class Bert(Model):
 
     Source: Devlin et al. (2019), BERT: Pre-training of Deep Bidirectional Transformers; Wang et al. (2020), MiniLM:
     Deep Self-Attention Distillation.
+
+    >>> model = models.Bert.preset("minilm-l6")
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    22713216
     """
 
     PRESETS: ClassVar = {

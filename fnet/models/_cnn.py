@@ -29,6 +29,9 @@ class CNN(nn.Layer):
 
     Source: Simonyan and Zisserman (2015), Very Deep Convolutional Networks. BatchNorm: Ioffe and Szegedy (2015). Mean
     over all positions: Lin, Chen and Yan (2014), Network In Network.
+
+    >>> model = models.CNN(classes=10, widths=(8, 16))
+    >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 28, 28, 1)))
     """
 
     classes: int

@@ -24,6 +24,11 @@ class Generated(NamedTuple):
     Attributes:
         tokens: [batch, max_tokens], 0 after the end of an example.
         lengths: [batch], the number of tokens of each example before its stop token, or max_tokens.
+
+    >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
+    >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
+    >>> models.generate(gpt, params, jnp.array([[1, 2]]), max_tokens=3, temperature=0).tokens.shape
+    (1, 3)
     """
 
     tokens: jax.Array

@@ -73,6 +73,10 @@ class GPT(LanguageModel):
     the cached text; `models.generate` uses this.
 
     Source: Radford et al. (2019), Language Models are Unsupervised Multitask Learners.
+
+    >>> model = models.GPT(vocab_size=64, width=32, depth=2, heads=2, context=16)
+    >>> jax.eval_shape(model, model.spec(model.example()).params, jnp.zeros((4, 16), jnp.int32)).shape
+    (4, 16, 64)
     """
 
     PRESETS: ClassVar = {

@@ -95,6 +95,10 @@ class Llama(LanguageModel):
     Source: Touvron et al. (2023), LLaMA: Open and Efficient Foundation Language Models. Grouped queries: Llama 2.
     Grattafiori et al. (2024), The Llama 3 Herd of Models. SwiGLU: Shazeer (2020), GLU Variants Improve Transformer.
     Sizes of the stories models: Karpathy's llama2.c.
+
+    >>> model = models.Llama.preset("stories260k")
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    260032
     """
 
     PRESETS: ClassVar = {

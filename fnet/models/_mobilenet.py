@@ -81,6 +81,10 @@ class MobileNetV2(Model):
     Input: [batch, height, width, 3], 224 × 224 for pretrained weights. Output: [batch, classes].
 
     Source: Sandler et al. (2018), MobileNetV2: Inverted Residuals and Linear Bottlenecks, table 2.
+
+    >>> model = models.MobileNetV2.preset("mobilenet_v2")
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    3504872
     """
 
     PRESETS: ClassVar = {"mobilenet_v2": {}}

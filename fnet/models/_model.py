@@ -26,6 +26,10 @@ class Model(nn.Layer):
             key for timm's config.json is "timm".
         HUB: {preset: where its weights are published}: repositories of Hugging Face's hub, or "torchvision:NAME" for
             weights that only torchvision distributes, as pickles.
+
+    >>> model = models.ResNet.preset("resnet18", classes=10)
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    11181642
     """
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}

@@ -147,6 +147,10 @@ class ResNet9(Model):
     Input: [batch, height, width, channels], 32 × 32 × 3 in the original. Output: [batch, classes].
 
     Source: Page (2018), How to Train Your ResNet, part 4, the network of his entry to DAWNBench.
+
+    >>> model = models.ResNet9.preset("resnet9")
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    6573120
     """
 
     PRESETS: ClassVar = {"resnet9": {}}

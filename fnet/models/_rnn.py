@@ -33,6 +33,10 @@ class LSTMLanguageModel(LanguageModel):
 
     Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization. The presets are its three
     sizes for the Penn Treebank. Tied logits: Press and Wolf (2017).
+
+    >>> model = models.LSTMLanguageModel.preset("zaremba-small")
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    4651600
     """
 
     PRESETS: ClassVar = {
@@ -88,6 +92,10 @@ class LSTMClassifier(Model):
 
     Source: Schuster and Paliwal (1997), Bidirectional Recurrent Neural Networks. Maximum over time: Conneau et al.
     (2017), Supervised Learning of Universal Sentence Representations, section 3.2.2.
+
+    >>> model = models.LSTMClassifier(classes=2, vocab_size=100)
+    >>> "logits", jax.eval_shape(model, model.spec(model.example()).params, model.example()).shape[-1]
+    ('logits', 2)
     """
 
     classes: int

@@ -27,6 +27,10 @@ class Trees(NamedTuple):
         parents: integers [batch, nodes], the index of each node's parent in its example. It is `nodes`, one past the
             end, for the root and for padding.
         lengths: integers [batch], the number of valid nodes.
+
+    >>> trees = models.pack_trees([("not", True)], {"not": 0, True: 1}, nodes=4)
+    >>> trees.lengths.tolist()
+    [2]
     """
 
     labels: np.ndarray
@@ -111,6 +115,13 @@ class TreeLSTM(Model):
 
     Source: Tai, Socher and Manning (2015), Improved Semantic Representations From Tree-Structured Long Short-Term
     Memory Networks, eq. 2 to 8.
+
+    >>> vocabulary = {"and": 0, "not": 1, True: 2, False: 3}
+    >>> trees = models.pack_trees([("and", True, ("not", False))], vocabulary, nodes=4)
+    >>> model = models.TreeLSTM(classes=2, vocab_size=4, width=8)
+    >>> params, _ = model.init(jax.random.key(0), *trees)
+    >>> jax.eval_shape(model, params, *trees).shape
+    (1, 4, 2)
     """
 
     classes: int

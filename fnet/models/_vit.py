@@ -69,6 +69,10 @@ class ViT(Model):
 
     Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. Ti and S: Touvron et al. (2021),
     Training data-efficient image transformers, table 1.
+
+    >>> model = models.ViT.preset("vit_ti_16")
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    5717416
     """
 
     PRESETS: ClassVar = {

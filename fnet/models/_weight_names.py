@@ -61,6 +61,8 @@ class Rule:
         theirs: the key in the file, with the same fields, and others that count stacked copies.
         layout: the change of layout between the two.
         beside: keys that the file may contain in addition, with the same numbers.
+
+    >>> rule = models.pretrained.Rule("blocks/fc/kernel", "layers.{i}.fc.weight", models.pretrained.DENSE)
     """
 
     ours: str | tuple[str, ...]
@@ -116,6 +118,8 @@ class Names:
         metadata: the metadata that `save` writes into the file.
         image: the preprocessing of photos with which these weights were trained.
         header: for llama2.c's model.bin, a function from the model to the header. None: the file is safetensors.
+
+    >>> names = models.pretrained.Names((models.pretrained.torch.dense("head", "fc"),), metadata={"format": "pt"})
     """
 
     rules: tuple

@@ -70,6 +70,13 @@ def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=Non
         ValueError: the file is damaged or not a file of weights; keys are missing, unexpected or have another shape;
             fields of config.json differ from the model or are unknown; the file is for another configuration.
         TypeError: `dtype` is not a floating-point dtype, or the file's dtypes do not suit parameters.
+
+    >>> import tempfile
+    >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
+    >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 32, 32, 3)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = models.pretrained.save(model, params, state, folder, names="torchvision")
+    ...     params, state = models.pretrained.load(model, file)
     """
     if isinstance(model, str):
         name, cls = model, _class_of(model)
@@ -116,6 +123,15 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
 
     Raises:
         ValueError: params or state do not match the model in names or shapes, or `names` is ambiguous.
+
+    >>> import tempfile
+    >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
+    >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 32, 32, 3)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = models.pretrained.save(model, params, state, folder, names="torchvision")
+    ...     restored, _ = models.pretrained.load(model, file)
+    >>> jax.tree.structure(restored) == jax.tree.structure(params)
+    True
     """
     model.check(params, model.example(), state=state)
     kinds, leaves = _match.leaves_of(model)
@@ -186,6 +202,12 @@ def find(name: str | os.PathLike) -> Path:
 
     Raises:
         FileNotFoundError: they are not on this disk. The message lists the places searched, and what to download.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pretrained_folder = models.pretrained.find(folder)
+    ...     pretrained_folder == pathlib.Path(folder)
+    True
     """
     held = [cls.HUB.get(name, ()) for cls in _classes() if name in cls.PRESETS]
     return _hub.find(name, held[0] if held else ())

@@ -60,7 +60,7 @@ def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
 
 def call(plan, state, batch) -> str | None:
     """Returns why a plan's step cannot take this state and batch, or None."""
-    if not plan.here:
+    if not plan.attached:
         return f"this plan is for {plan.target}, which are not attached; use devices='local' to run it"
     for name, tree, wanted in (("state", state, plan.state), ("batch", batch, plan.batch)):
         if jax.tree.structure(tree) != jax.tree.structure(wanted):

@@ -16,9 +16,9 @@ def table(plan) -> str:
     said = [f"{plan.target}, {room}: {plan.strategy}, {plan.options.words}", f"mesh: {mesh}", ""]
     said += _rows(plan)
     said += ["", *_sent(plan)]
-    if plan.whole:
-        more = f"; and {len(plan.whole) - 8} more" if len(plan.whole) > 8 else ""
-        said += ["replicated: " + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.whole[:8])
+    if plan.replicated:
+        more = f"; and {len(plan.replicated) - 8} more" if len(plan.replicated) > 8 else ""
+        said += ["replicated: " + "; ".join(f"{path} {list(shape)} ({why})" for path, shape, why in plan.replicated[:8])
                  + more]
     working = {name for where in jax.tree.leaves(plan.state) for name in where.spec} | {"slice", "data"}
     for name, size in plan.mesh.shape.items():
@@ -27,13 +27,13 @@ def table(plan) -> str:
     if plan.unused:
         said += [f"leaves of the batch that the step does not read: {', '.join(plan.unused)}"]
     said += _costs(plan)
-    for option, rows in plan.most:
+    for option, rows in plan.largest_batches:
         more = ", with activations recomputed" * option.remat + f", in {option.microbatches} microbatches" * (
             option.microbatches > 1)
         said.append(f"largest batch that fits{more}: {rows:,} rows (estimated)")
     if not any(each.compiled for each in plan.candidates):
         said += [f"This is an estimate: {plan.target.why or 'nothing was compiled, as requested'}."]
-    elif not plan.here and plan.chip.kind == "gpu":
+    elif not plan.attached and plan.chip.kind == "gpu":
         said += ["Compiled without a GPU: this shows the partitioning and the memory of the program, but not which "
                  "cuDNN kernels it would use."]
     return "\n".join(said)

@@ -54,8 +54,13 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
 
     Source: jax.make_array_from_process_local_data. For unequal numbers of rows: PyTorch's DistributedSampler, which
         repeats or drops examples, and Join, in which finished ranks take part in the others' collectives.
+
+    >>> step = lambda state, batch: (state, {"mean": batch.mean()})
+    >>> plan = parallel.plan(step, lambda key: {"w": jnp.ones(3)}, jnp.ones((8, 3)), devices=jax.devices()[:1])
+    >>> [batch.shape for batch in parallel.feed([np.ones((8, 3), np.float32)], plan)]
+    [(8, 3)]
     """
-    if not plan.here:
+    if not plan.attached:
         raise ValueError(f"feed: this plan is for {plan.mesh.size} x {plan.chip.name}, which are not attached; use "
                          "devices='local' or jax.devices() to run it")
     if not hasattr(batches, "__iter__"):

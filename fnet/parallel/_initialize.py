@@ -39,6 +39,8 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
         TimeoutError: the others did not connect in time. The message names the address and this process.
 
     Source: jax.distributed.initialize, which ends the process instead of raising these errors.
+
+    >>> parallel.initialize()    # no effect in a run of one process
     """
     seconds = {"initialization_timeout": initialization_timeout, "heartbeat_timeout": heartbeat_timeout,
                "shutdown_timeout": shutdown_timeout}

@@ -52,7 +52,12 @@ class Transfer(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """All collectives of a program. `str()` is a table by kind and scope."""
+    """All collectives of a program. `str()` is a table by kind and scope.
+
+    >>> program = jax.jit(lambda x: 2 * x).lower(jnp.ones(3)).compile()
+    >>> parallel.ledger(program).transfers
+    ()
+    """
 
     transfers: tuple[Transfer, ...]
 
@@ -99,6 +104,10 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
 
     Raises:
         ValueError: the text is not an HLO module.
+
+    >>> program = jax.jit(lambda x: 2 * x).lower(jnp.ones(3)).compile()
+    >>> parallel.ledger(program).sent
+    0
     """
     text = program if isinstance(program, str) else program.as_text()
     bodies, entry = {}, None

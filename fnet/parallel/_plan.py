@@ -33,6 +33,12 @@ class Candidate:
         compiled: the same, read from the compiled program. None: not compiled.
         time: the minimum time of a step.
         verdict: "chosen", or why it was not selected.
+
+    >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
+    >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
+    >>> plan = parallel.plan(step, init, jnp.ones((8, 3)), devices="v5e:2x2", compile=False)
+    >>> [candidate.strategy for candidate in plan.candidates]
+    ['data', 'zero1', 'fsdp', 'fsdp+pins']
     """
 
     options: Strategy
@@ -69,12 +75,17 @@ class Plan:
         options: the selected strategy as a `Strategy`. `strategy` is its name.
         state, batch: trees of `NamedSharding`s.
         candidates: the compared strategies.
-        whole: (path, shape, reason) of leaves that are replicated although the strategy splits the state.
+        replicated: (path, shape, reason) of each leaf that is replicated although the strategy splits the state.
         shapes: the tree of shapes and dtypes of the batch.
         axes: the mesh axes over which the rows of the batch are split.
         unused: paths of the batch's leaves that the step does not read.
-        make: the init function.
-        find: a function that computes `most`.
+        init_fn: the function `init` that was planned.
+
+    >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
+    >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
+    >>> plan = parallel.plan(step, init, jnp.ones((8, 3)), devices="v5e:2x2", compile=False)
+    >>> plan.attached, plan.chip.name, dict(plan.mesh.shape)
+    (False, 'TPU v5e', {'data': 4})
     """
 
     target: Target
@@ -82,12 +93,12 @@ class Plan:
     options: Strategy
     state: Any
     batch: Any
-    whole: tuple[tuple[str, tuple[int, ...], str], ...]
+    replicated: tuple[tuple[str, tuple[int, ...], str], ...]
     shapes: Any
     unused: tuple[str, ...]
-    make: Callable = dataclasses.field(repr=False)
+    init_fn: Callable = dataclasses.field(repr=False)
     candidates: tuple[Candidate, ...] = ()
-    find: Callable | None = dataclasses.field(default=None, repr=False)
+    _find_largest: Callable | None = dataclasses.field(default=None, repr=False)
 
     @property
     def strategy(self) -> str:
@@ -102,18 +113,18 @@ class Plan:
         return self.target.chip
 
     @property
-    def here(self) -> bool:
+    def attached(self) -> bool:
         """Whether the devices are attached, so that the plan can run."""
-        return self.target.here
+        return self.target.attached
 
     @property
     def axes(self) -> tuple[str, ...]:
         return rows_over(self.mesh)
 
     @property
-    def most(self) -> tuple[tuple[Strategy, int], ...]:
+    def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
         """(strategy, rows) of the largest batches that fit on one chip, estimated; () if the plan is for several."""
-        return self.find() if self.find else ()
+        return self._find_largest() if self._find_largest else ()
 
     @property
     def chosen(self) -> Candidate:
@@ -121,20 +132,20 @@ class Plan:
 
     def init(self, key: jax.Array) -> Any:
         """Creates the state `init(key)` with its shardings. No chip ever holds more than its part."""
-        self._check_here("init")
-        return jax.jit(self.make, out_shardings=self.state)(key)
+        self._check_attached("init")
+        return jax.jit(self.init_fn, out_shardings=self.state)(key)
 
     def place(self, state: Any) -> Any:
         """Copies an existing state, for example one read from a file, to the plan's shardings. A copy is needed because
         the step donates its state."""
-        self._check_here("place")
+        self._check_attached("place")
         if jax.tree.structure(state) != jax.tree.structure(self.state):
             raise ValueError(f"plan.place: the state has another structure than in the plan: "
                              f"{jax.tree.structure(state)} and {jax.tree.structure(self.state)}")
         return jax.tree.map(lambda x, where: jax.device_put(jnp.array(x, copy=True), where), state, self.state)
 
-    def _check_here(self, what):
-        if not self.here:
+    def _check_attached(self, what):
+        if not self.attached:
             raise ValueError(f"plan.{what}: this plan is for {self.target}, which are not attached; use "
                              "devices='local' to run it")
 

@@ -78,6 +78,14 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         ValueError: an unknown strategy or chip, a number of rows that is not a multiple of the devices, a rule that
             matches no parameter, a step that changes the state's structure, or nothing fits; the message then lists the
             largest arrays.
+
+    >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
+    >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
+    >>> plan = parallel.plan(step, init, jnp.ones((8, 3)), devices=jax.devices()[:1])
+    >>> state = plan.init(jax.random.key(0))
+    >>> state, metrics = plan.jit(step)(state, jnp.ones((8, 3)))
+    >>> float(metrics["mean"])
+    1.0
     """
     for name, function in (("step", step), ("init", init)):
         if not callable(function):
@@ -101,10 +109,12 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
             break
     best = _best(judged, draft.memory)
     if best is None:
-        raise ValueError(_explain.nothing_fits(chips, judged, ROOM, draft.most() if chips.count == 1 else ()))
+        largest = draft.largest_batches() if chips.count == 1 else ()
+        raise ValueError(_explain.nothing_fits(chips, judged, ROOM, largest))
     verdicts = tuple(dataclasses.replace(each, verdict=each.verdict or _verdict(each, best, judged)) for each in judged)
     chosen = draft.plan(best.options)
-    return dataclasses.replace(chosen, candidates=verdicts, find=draft.most if chips.count == 1 else None)
+    find = draft.largest_batches if chips.count == 1 else None
+    return dataclasses.replace(chosen, candidates=verdicts, _find_largest=find)
 
 
 class Traced:
@@ -219,7 +229,7 @@ class Drafts:
         return each
 
     @functools.lru_cache(None)    # noqa: B019
-    def most(self) -> tuple[tuple[Strategy, int], ...]:
+    def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
         """The most rows that fit on one chip: as is, with activations recomputed, and with eight microbatches."""
         if not self.memory:
             return ()

@@ -31,6 +31,9 @@ class Strategy(NamedTuple):
         pins: whether activations are constrained to the batch.
         remat: whether activations are recomputed in the backward pass.
         microbatches: number of microbatches.
+
+    >>> str(parallel.Strategy("fsdp", pins=True, remat=True))
+    'fsdp+pins+remat'
     """
 
     state: str

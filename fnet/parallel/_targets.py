@@ -40,7 +40,7 @@ class Target(NamedTuple):
         count: number of JAX devices.
         groups: number of slices or machines that contain them, connected by a slower network.
         devices: devices to compile for. None: this is not possible here, and `why` is the reason.
-        here: whether they are attached, so that a program can run.
+        attached: whether they are attached, so that a program can run.
         sent, sent_between: bytes/s that a device sends to others of its group, and to other groups; None: unknown.
     """
 
@@ -49,7 +49,7 @@ class Target(NamedTuple):
     count: int
     groups: int = 1
     devices: list | None = None
-    here: bool = False
+    attached: bool = False
     why: str = ""
     sent: float | None = None
     sent_between: float | None = None

@@ -47,12 +47,20 @@ def random_crop(
 
 
 def random_shift(key: jax.Array, images: jax.Array, pixels: int = 2) -> jax.Array:
-    """Moves every image by up to `pixels` along both axes, zeros moving in: for digits and glyphs."""
+    """Moves every image by up to `pixels` along both axes, zeros moving in: for digits and glyphs.
+
+    >>> tr.random_shift(jax.random.key(0), jnp.ones((2, 8, 8, 1)), pixels=1).shape
+    (2, 8, 8, 1)
+    """
     return random_crop(key, images, pixels)
 
 
 def random_flip(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Mirrors each image left to right with probability one half."""
+    """Mirrors each image left to right with probability one half.
+
+    >>> tr.random_flip(jax.random.key(0), jnp.ones((2, 8, 8, 1))).shape
+    (2, 8, 8, 1)
+    """
     n, *_ = _batch(images, "random_flip")
     flip = jax.random.bernoulli(key, shape=(n, 1, 1, 1))
     return jnp.where(flip, images[:, :, ::-1], images)
@@ -68,6 +76,10 @@ def cutout(key: jax.Array, images: jax.Array, size: int = 8) -> jax.Array:
       key: a PRNG key.
       images: [batch, height, width, channels].
       size: side of the square in pixels; 0 cuts nothing.
+
+    >>> images = jnp.ones((2, 8, 8, 1))
+    >>> bool((tr.cutout(jax.random.key(0), images, size=4) == 0).any())
+    True
     """
     n, height, width, _ = _batch(images, "cutout")
     rows, columns = jax.random.split(key)
@@ -100,6 +112,9 @@ def random_affine(
 
     Raises:
       TypeError: images are integers, which cannot be interpolated.
+
+    >>> tr.random_affine(jax.random.key(0), jnp.ones((2, 8, 8, 1)), degrees=15.0).shape
+    (2, 8, 8, 1)
     """
     n, height, width, _ = _batch(images, "random_affine")
     if not jnp.issubdtype(images.dtype, jnp.floating):

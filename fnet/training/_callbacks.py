@@ -24,6 +24,14 @@ class StepEnd:
     Fields:
       step: how many steps have been made.
       state: the state after it. The next step reuses its memory: copy what is to be kept (`jax.device_get`).
+
+    >>> losses = []
+    >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {"loss": batch.sum()})
+    >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
+    >>> on_step = lambda end: losses.append(float(end.metrics["loss"]))
+    >>> _ = tr.fit(step, state, lambda i: jnp.ones(3), steps=2, on_step=on_step)
+    >>> losses
+    [3.0, 3.0]
     """
 
     step: int

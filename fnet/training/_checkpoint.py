@@ -41,6 +41,13 @@ class Checkpoints(Reading):
 
     Raises:
       ValueError: keep < 1, keep_every < 1, or another mode.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder, keep=2) as checkpoints:
+    ...     checkpoints.save(1, {"w": jnp.ones(3)})
+    ...     checkpoints.wait()
+    ...     checkpoints.restore({"w": jnp.zeros(3)})["w"].tolist()
+    [1.0, 1.0, 1.0]
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int = 3, keep_every: int | None = None,

@@ -18,7 +18,14 @@ LENGTHS = ("steps", "epochs")      # fields that say how long a run is: it may b
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message is one sentence for the user."""
+    """A configuration that cannot be used; the message is one sentence for the user.
+
+    >>> try:
+    ...     tr.from_dict(dict, {"rate": "fast"})
+    ... except (tr.ConfigError, TypeError) as error:
+    ...     print("refused")
+    refused
+    """
 
 
 def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "") -> Config:
@@ -69,6 +76,14 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
 
     Raises:
       ConfigError: no such file, not a JSON object, or what `from_dict` raises.
+
+    >>> import dataclasses, tempfile
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Config:
+    ...     rate: float = 0.1
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tr.load_config(Config, tr.save_config(Config(rate=0.2), folder))
+    Config(rate=0.2)
     """
     path = location(path)
     try:
@@ -92,6 +107,11 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
     Args:
       config: a dataclass, or a dict of JSON types.
       workdir: the run's folder, created if necessary, or its URL.
+
+    >>> import json, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     json.loads(tr.save_config({"rate": 0.2}, folder).read_text())
+    {'rate': 0.2}
     """
     folder = location(workdir)
     values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
@@ -117,6 +137,14 @@ def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...]
 
     Raises:
       ConfigError: naming each field that differs, with both values.
+
+    >>> import dataclasses, tempfile
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Config:
+    ...     rate: float = 0.1
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = tr.save_config(Config(rate=0.2), folder)
+    ...     tr.same_config(Config(rate=0.2), folder)    # no error
     """
     path = location(workdir) / CONFIG
     if not path.exists():

@@ -40,6 +40,9 @@ class Dataset:
         test_images: uint8 [m, height, width, channels].
         test_labels: int32 [m].
         classes: the name of every label.
+
+    >>> tr.datasets.load("digits").train_images.shape    # needs scikit-learn
+    (1437, 8, 8, 1)
     """
 
     name: str
@@ -198,6 +201,9 @@ def load_digits(split: str = "random") -> Dataset:
     Raises:
         ValueError: an unknown split.
         ModuleNotFoundError: scikit-learn is not installed.
+
+    >>> len(tr.datasets.load_digits().test_labels)    # needs scikit-learn
+    360
     """
     if split not in ("random", "last20"):
         raise ValueError(f"unknown split {split!r} of digits: use random or last20")

@@ -20,6 +20,9 @@ class EarlyStop:
 
     Raises:
       ValueError: another mode, patience < 1, or min_delta negative or not finite.
+
+    >>> tr.EarlyStop(metric="validation/loss", mode="min", patience=3).patience
+    3
     """
 
     metric: str

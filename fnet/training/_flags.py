@@ -36,6 +36,13 @@ def option(default: Any, help: str, *, within: str | None = None, choices: Seque
       within: the interval of its values, such as "[0, 1)" or "(0, 100]".
       choices: the strings that it may be.
       decides: whether it decides the result, so that a run is resumed with the same value only.
+
+    >>> import dataclasses
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Config:
+    ...     rate: float = tr.flags.option(0.1, "the step size", within="(0, 1]")
+    >>> Config().rate
+    0.1
     """
     metadata = {"help": help, "within": within, "choices": choices}
     return dataclasses.field(default=default, compare=decides, metadata=metadata)
@@ -101,7 +108,10 @@ def check(config: Any) -> None:
 
 
 def check_within(name: str, value: float, interval: str) -> None:
-    """Raises ConfigError unless the number lies in the interval, such as "(0, 1]"; NaN lies in none."""
+    """Raises ConfigError unless the number lies in the interval, such as "(0, 1]"; NaN lies in none.
+
+    >>> tr.flags.check_within("rate", 0.5, "(0, 1]")    # no error
+    """
     low, high = map(float, interval[1:-1].split(","))
     above = low <= value if interval[0] == "[" else low < value
     below = value <= high if interval[-1] == "]" else value < high

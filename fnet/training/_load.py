@@ -25,6 +25,10 @@ class Snapshot:
       config: what `fit(config=)` was given, as a dict, or None.
       metrics: the evaluations at that step by name, such as {"validation/accuracy": 0.97}; {} where there were none.
       ema: the moving average of the parameters, or None.
+
+    >>> snapshot = tr.Snapshot(step=10, params={"w": jnp.ones(3)}, state={}, config=None, metrics={})
+    >>> snapshot.averaged["w"].shape
+    (3,)
     """
 
     step: int
@@ -85,6 +89,14 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
     Raises:
       FileNotFoundError, ValueError: as `load`.
       CheckpointError: as `load`; or leaves differ from `like` in name, shape or dtype, each of which is listed.
+
+    >>> import tempfile
+    >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
+    >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = tr.fit(step, state, lambda i: jnp.ones(3), steps=2, workdir=folder, config={}, tensorboard=False)
+    ...     int(tr.restore(folder, like=state).step)
+    2
     """
     with _opened(workdir, which) as checkpoints:
         return checkpoints.restore(like, _step(checkpoints, which), cast=cast, part="state")

@@ -36,6 +36,14 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
     Raises:
       ValueError: another line is not a JSON object with an integer "step".
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     logger = tr.Logger(folder, tensorboard=False)
+    ...     logger.write(10, {"loss": 0.5})
+    ...     logger.close()
+    ...     tr.read_metrics(folder)
+    [{'step': 10, 'loss': 0.5}]
     """
     rows = []
     for path in _append.parts(location(workdir) / METRICS):
@@ -77,6 +85,14 @@ class Logger:
       tensorboard: False for metrics.jsonl alone.
       again: names of evaluations that `step` will run again, and of single values that it will log again: their lines
         of that step are removed as well.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     logger = tr.Logger(folder, tensorboard=False)
+    ...     logger.write(1, {"train/loss": 0.5})
+    ...     logger.close()
+    ...     tr.read_metrics(folder)
+    [{'step': 1, 'train/loss': 0.5}]
     """
 
     hyperparameters: Mapping[str, Any] | None = None       # shown by TensorBoard, set before the first line

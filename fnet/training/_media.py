@@ -18,6 +18,9 @@ class Histogram:
     Args:
       values: numbers of any shape; NaN and infinities are left out.
       bins: how many intervals between the smallest and the largest value.
+
+    >>> tr.Histogram(jnp.arange(100.0), bins=10).bins
+    10
     """
 
     def __init__(self, values: Any, bins: int = 64):
@@ -47,6 +50,8 @@ class Image:
 
     Raises:
       ValueError: another shape or dtype.
+
+    >>> image = tr.Image(jnp.zeros((28, 28)))    # for StepEnd.log or the result of an evaluation
     """
 
     def __init__(self, pixels: Any):
@@ -73,7 +78,10 @@ class Image:
 
 
 class Text:
-    """A text in Markdown, for `StepEnd.log` and the results of evaluations."""
+    """A text in Markdown, for `StepEnd.log` and the results of evaluations.
+
+    >>> text = tr.Text("a **text** in Markdown")    # for StepEnd.log or the result of an evaluation
+    """
 
     def __init__(self, text: str):
         self.text = str(text)

@@ -20,7 +20,12 @@ from fnet.training._signals import poll
 
 @struct.dataclass
 class Mean:
-    """A weighted mean in the making: `total / count`, both float32 scalars. Add two with `+`."""
+    """A weighted mean in the making: `total / count`, both float32 scalars. Add two with `+`.
+
+    >>> average = tr.mean(jnp.array([1.0, 2.0])) + tr.mean(jnp.array([6.0]))
+    >>> float(average.total / average.count)
+    3.0
+    """
 
     total: jax.Array
     count: jax.Array
@@ -38,7 +43,12 @@ class Mean:
 
 @struct.dataclass
 class Total:
-    """A sum over all batches, of any shape, such as a confusion matrix. Add two with `+`."""
+    """A sum over all batches, of any shape, such as a confusion matrix. Add two with `+`.
+
+    >>> both = tr.confusion(jnp.array([0]), jnp.array([1]), 2) + tr.confusion(jnp.array([1]), jnp.array([1]), 2)
+    >>> both.total.tolist()
+    [[0.0, 1.0], [0.0, 1.0]]
+    """
 
     total: jax.Array
 
@@ -88,6 +98,9 @@ def confusion(
       prediction: [batch], int.
       classes: how many there are.
       weight: [batch], or None for all ones.
+
+    >>> tr.confusion(jnp.array([0, 1, 1]), jnp.array([0, 1, 0]), classes=2).total.tolist()
+    [[1.0, 0.0], [1.0, 1.0]]
     """
     weight = jnp.ones(label.shape) if weight is None else weight
     counts = jnp.zeros((classes, classes)).at[label, prediction].add(weight.astype(jnp.float32))
@@ -157,6 +170,11 @@ def evaluator(
     Raises:
       ValueError: arrays of different lengths, one that is called "weight", or a metric that is a plain scalar.
       TypeError: values that are no numbers, or that are missing.
+
+    >>> def measure(state, batch):
+    ...     return {"error": tr.mean(jnp.abs(state - batch["x"]), batch["weight"])}
+    >>> tr.evaluator(measure, {"x": np.arange(6.0, dtype=np.float32)}, batch_size=4)(jnp.float32(2))
+    {'error': 1.5}
     """
     data, length = as_arrays(data, "evaluator")
     if batch_size < 1:

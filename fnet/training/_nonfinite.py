@@ -15,7 +15,16 @@ from fnet.training import _leaves
 
 
 class Diverged(ArithmeticError):
-    """The state or a metric is no longer finite; nothing non-finite was saved."""
+    """The state or a metric is no longer finite; nothing non-finite was saved.
+
+    >>> diverges = lambda state, batch: (state.apply(optax.sgd(1.0), {"w": jnp.log(state.params["w"])}), {})
+    >>> state = tr.TrainState.create({"w": -jnp.ones(3)}, optax.sgd(1.0))
+    >>> try:
+    ...     tr.fit(diverges, state, lambda i: jnp.ones(3), steps=2)
+    ... except tr.Diverged as error:
+    ...     print("params/w" in str(error))
+    True
+    """
 
 
 def start(skipped: Any) -> dict[str, Any]:

@@ -100,6 +100,9 @@ def decays(params: Any) -> Any:
 
     A leaf is left alone if it is called `bias` or `scale` or has fewer than two axes. Names come
     first because the scale of a stacked layer has two axes.
+
+    >>> tr.decays({"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)})
+    {'bias': False, 'kernel': True}
     """
 
     def wanted(path, leaf) -> bool:

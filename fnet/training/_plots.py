@@ -86,6 +86,8 @@ def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLik
 
     Raises:
       ModuleNotFoundError: matplotlib is missing.
+
+    >>> figure = tr.plots.confusion_matrix([[5, 1], [0, 4]], ["cat", "dog"])
     """
     figure = _figure(figsize=(7.5, 6.5))
     from matplotlib import colormaps

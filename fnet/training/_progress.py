@@ -32,6 +32,14 @@ class Progress:
       stream: where to; the standard output if None.
       bar: True for a bar under the lines, False for lines alone, None for a bar on a terminal.
       refresh: the bar is redrawn at most this many times a second.
+
+    >>> import io
+    >>> log = io.StringIO()
+    >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {"loss": batch.sum()})
+    >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
+    >>> _ = tr.fit(step, state, lambda i: jnp.ones(3), steps=2, progress=tr.Progress(log, bar=False))
+    >>> "loss 3" in log.getvalue()
+    True
     """
 
     def __init__(self, stream: Any = None, *, bar: bool | None = None, refresh: float = 4.0):

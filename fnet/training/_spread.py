@@ -26,7 +26,7 @@ class Spread:
     """
 
     def __init__(self, plan: Plan | None):
-        if plan is not None and not plan.here:
+        if plan is not None and not plan.attached:
             raise ValueError(f"fit: this plan is for {plan.mesh.size} x {plan.chip.name} that are not here; plan for "
                              "devices='local' or jax.devices() to run")
         self.plan = plan

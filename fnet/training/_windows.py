@@ -102,6 +102,13 @@ def read_tokens(path: str | os.PathLike) -> np.ndarray:
       ValueError: an empty file, or one of an odd number of bytes.
 
     Source: Karpathy's nanoGPT, data/*/prepare.py.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder) / "train.bin"
+    ...     np.array([5, 6, 7], np.uint16).tofile(path)
+    ...     tr.read_tokens(path).tolist()
+    [5, 6, 7]
     """
     file = local(path)
     size = file.stat().st_size

@@ -25,6 +25,13 @@ def clear(workdir: str | os.PathLike) -> None:
     Raises:
       CheckpointError: a run is using it, or checkpoints/ holds files that are not of checkpoints. Nothing is removed
         then.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (pathlib.Path(folder) / "config.json").write_text("{}")
+    ...     tr.clear(folder)
+    ...     list(pathlib.Path(folder).iterdir())
+    []
     """
     folder = location(workdir) / CHECKPOINTS
     if isinstance(folder, StorePath):

@@ -92,6 +92,10 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning:
 
     Raises:
         ValueError: `f` is not the result of `autocast` or `tune`.
+
+    >>> half = ft.autocast(lambda x: jnp.exp(x @ x), "bfloat16")
+    >>> [(row.primitive, row.dtype) for row in ft.explain(half, jnp.ones((2, 2))).rows]
+    [('dot_general', 'bfloat16'), ('exp', 'float32')]
     """
     while isinstance(f, functools.partial):
         f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}

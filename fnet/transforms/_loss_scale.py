@@ -24,6 +24,11 @@ class LossScaleState(NamedTuple):
         good_steps: int32 [], finite steps since the scale last changed.
         skipped: int32 [], skipped steps so far.
         inner: the state of the wrapped optimizer.
+
+    >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
+    >>> state = tx.init({"w": jnp.ones(3)})
+    >>> float(state.scale), int(state.good_steps), int(state.skipped)
+    (32768.0, 0, 0)
     """
 
     scale: jax.Array
@@ -69,6 +74,10 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
         ValueError: the options are out of range.
 
     Source: Micikevicius et al. (2018), Mixed Precision Training, section 3.2; the constants are PyTorch's and Keras'.
+
+    >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
+    >>> float(ft.loss_scale_state(tx.init({"w": jnp.ones(3)})).scale)
+    32768.0
     """
     import optax
 
@@ -123,6 +132,10 @@ def loss_scale_state(opt_state: Any) -> LossScaleState | None:
 
     Raises:
         ValueError: there are several.
+
+    >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
+    >>> int(ft.loss_scale_state(tx.init({"w": jnp.ones(3)})).skipped)
+    0
     """
     found = _states(opt_state)
     if len(found) > 1:
@@ -155,6 +168,11 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
     Raises:
         TypeError: the loss is not a floating-point scalar, or not a pair with `has_aux`.
         ValueError: `opt_state` contains several scales.
+
+    >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
+    >>> value, grads = ft.scaled_value_and_grad(lambda w: jnp.sum(w ** 2))(tx.init(jnp.ones(3)), jnp.ones(3))
+    >>> float(value), float(grads[0])
+    (3.0, 65536.0)
     """
 
     @wraps(loss, signature=False)    # it has the additional argument opt_state

@@ -50,6 +50,10 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         TypeError: if a batched argument is a `jax.Ref`, or `weight` is not a function.
         ValueError: if the batched arguments have no common number of rows, n does not divide it, an output is neither
             floating point nor integer, or a weight is not a real scalar or has side effects.
+
+    >>> f = lambda w, x: jnp.mean(w * x)
+    >>> float(ft.microbatch(f, 2)(2.0, jnp.arange(4.0)))
+    3.0
     """
     if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
         raise ValueError(f"microbatch: the number of slices must be a positive integer; got {n!r}")

@@ -29,6 +29,11 @@ def name_scopes(module: Any) -> Any:
 
     Raises:
         TypeError: for anything but an nnx module.
+
+    >>> from flax import nnx
+    >>> module = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jax.nn.relu)
+    >>> "layers/0" in ft.sites(ft.name_scopes(module))(jnp.ones((1, 2))).names
+    True
     """
     nnx = sys.modules.get("flax.nnx")    # no nnx module exists before flax.nnx is imported
     if nnx is None or not isinstance(module, nnx.Module):

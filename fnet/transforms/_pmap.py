@@ -125,6 +125,10 @@ def unreplicate(tree: Any) -> Any:
 
     Raises:
         ValueError: a leaf has no axis of devices.
+
+    >>> devices = jax.devices()[:1]
+    >>> ft.unreplicate(ft.replicate({"w": jnp.ones(3)}, devices))["w"].shape
+    (3,)
     """
     def first(path, x):
         if not np.ndim(x):

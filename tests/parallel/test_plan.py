@@ -155,11 +155,11 @@ def test_what_is_split_and_what_is_not():
     assert specs[up] == (None, None, "data")    # [depth, width, 4 width], whose first axis a scan goes over
     trace = next(name for name in specs if name.endswith("['blocks']['fc']['kernel']") and name != up)
     assert specs[trace] == specs[up]            # the momentum
-    whole = {path: why for path, _, why in plan.whole}
+    whole = {path: why for path, _, why in plan.replicated}
     assert whole[".step"] == "small" and "replicated: .step [] (small)" in plan.explain()
     odd = parallel.plan(lambda s, b: ((s[0] * b.mean(),), 0.0), lambda key: (jnp.ones((81, 81)),), jnp.ones(8),
                         strategy="fsdp")
-    assert odd.whole == (("[0]", (81, 81), "no axis of [81, 81] is a multiple of 8"),)
+    assert odd.replicated == (("[0]", (81, 81), "no axis of [81, 81] is a multiple of 8"),)
 
 
 def test_a_state_that_exists_is_copied():

@@ -60,7 +60,7 @@ def no_compilers(monkeypatch):
 def test_names(no_compilers, name, chip, count, groups):
     found = target(name)
     assert found.chip.name == chip and found.groups == groups and count in (None, found.count)
-    assert not found.here and found.devices is None and found.why
+    assert not found.attached and found.devices is None and found.why
 
 
 def test_what_a_chip_sends(no_compilers):
@@ -75,7 +75,7 @@ def test_what_a_chip_sends(no_compilers):
 
 def test_devices_of_this_run():
     assert target("local").devices == jax.devices() and target(jax.devices()[:2]).count == 2
-    assert target("local").here and str(target("local")).startswith("8 x ")
+    assert target("local").attached and str(target("local")).startswith("8 x ")
 
 
 @pytest.mark.parametrize(("name", "message"), [
@@ -120,7 +120,7 @@ def test_slices_send_gradients_alone(no_compilers):
     assert dict(plan.mesh.shape) == {"slice": 2, "data": 16} and plan.axes == ("slice", "data")
     assert {each.collective for each in plan.chosen.estimate.between.transfers} == {"all-reduce"}
     split = sum(np.prod(where.shard_shape(x.shape)) for x, where in zip(
-        jax.tree.leaves(jax.eval_shape(plan.make, jax.random.key(0)).params), jax.tree.leaves(plan.state.params)))
+        jax.tree.leaves(jax.eval_shape(plan.init_fn, jax.random.key(0)).params), jax.tree.leaves(plan.state.params)))
     between = plan.chosen.estimate.between.sent / 4     # a gradient's bytes, at two slices
     assert 0.9 * split <= between < 1.1 * split
     assert not any("slice" in (axis or ()) for where in jax.tree.leaves(plan.state) for axis in where.spec)
@@ -144,7 +144,7 @@ def test_one_chip(no_compilers):
     rows = lambda n: jax.ShapeDtypeStruct((n, 64), jnp.float32)
     plan = parallel.plan(step, init, rows(64), devices="RTX 3080")
     assert plan.strategy == "data" and plan.mesh.size == 1
-    (plain, most), (remat, more), (slices, by_slices) = plan.most
+    (plain, most), (remat, more), (slices, by_slices) = plan.largest_batches
     assert not plain.remat and remat.remat and slices.microbatches == 8 and 64 < most < more < by_slices
     text = plan.explain()
     assert f"largest batch that fits: {most:,} rows (estimated)" in text

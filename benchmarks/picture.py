@@ -1,0 +1,70 @@
+"""Draws the picture of the README: what `parallel.plan` estimates for a GPT on four TPU v5e that are not attached.
+
+    python -m benchmarks.picture [--path=docs/_static/plan.png]
+
+Nothing is compiled or measured, so the picture is the same on every machine, and takes a few seconds.
+"""
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import optax
+from absl import app, flags
+from matplotlib.figure import Figure
+
+from fnet import models, parallel
+from fnet import training as tr
+from fnet import transforms as ft
+
+PATH = flags.DEFINE_string("path", "docs/_static/plan.png", "the file to write")
+GREY, BLUE, RED = "#b8c0cc", "#2f6fdb", "#c8453b"
+
+
+def plan() -> parallel.Plan:
+    """The plan for a GPT with 872M parameters, 32 texts of 1,024 tokens, AdamW and bfloat16."""
+    model = models.GPT(vocab_size=32000, width=1536, depth=29, heads=12)
+    tx = optax.adamw(6e-4)
+
+    def init(key):
+        return tr.TrainState.create(model.init(key, model.example())[0], tx)
+
+    def step(state, tokens):
+        loss = lambda params: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean()
+        value, grads = ft.autocast(ft.value_and_grad(loss), "bfloat16")(state.params)
+        return state.apply(tx, grads), {"loss": value}
+
+    return parallel.plan(step, init, jax.ShapeDtypeStruct((32, 1025), jnp.int32), devices="v5e:2x2", compile=False)
+
+
+def draw(plan: parallel.Plan) -> Figure:
+    """Bars by strategy: memory of each chip beside its limit, and the bytes that each chip sends in a step."""
+    rows = plan.candidates[::-1]
+    names = [row.strategy for row in rows]
+    limit = plan.chip.memory_bytes / 2 ** 30
+    colors = [BLUE if row.options == plan.options else GREY for row in rows]
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    memory, sent = figure.subplots(1, 2, sharey=True)
+    peaks = [row.peak / 2 ** 30 for row in rows]
+    memory.barh(names, peaks, color=colors)
+    memory.axvline(limit, color=RED, linewidth=1.5)
+    memory.text(limit * 1.04, len(rows) - 0.45, f"{limit:.0f} GiB of a TPU v5e", color=RED, fontsize=9, va="bottom")
+    memory.set(xlabel="peak memory of each chip, GiB (estimated)", title=" ")
+    sent.barh(names, [row.ledger.sent / 2 ** 30 for row in rows], color=colors)
+    sent.set(xlabel="sent by each chip in a step, GiB (estimated)", title=" ")
+    for axis in (memory, sent):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(length=0)
+        for tick in axis.get_yticklabels():
+            tick.set_fontweight("bold" if tick.get_text() == plan.strategy else "normal")
+    return figure
+
+
+def main(argv):
+    del argv
+    matplotlib.rcParams["font.size"] = 10
+    draw(plan()).savefig(PATH.value, dpi=110, metadata={"Software": None})
+    print(f"wrote {PATH.value}")
+
+
+if __name__ == "__main__":
+    app.run(main)
