@@ -77,7 +77,9 @@ WITHOUT_EXAMPLE = {
     "models.pretrained.Layout", "models.pretrained.Spare", "models.pretrained.Tied", "models.pretrained.flattened",
     "models.pretrained.model", "models.pretrained.names_of", "hardware.Bound", "hardware.Check", "hardware.Computed",
     "hardware.Cost", "hardware.FrozenTable", "hardware.Matmul", "hardware.Quote", "hardware.Value", "hardware.Waste",
-    "hardware.measure", "introspect.Difference", "introspect.Slope", "introspect.Statistic"}
+    "hardware.measure", "hardware.plot", "introspect.Difference", "introspect.Graph", "introspect.Slope", "introspect.Statistic",
+    "parallel.OnChips", "parallel.SideBySide", "export.Bundle", "export.BundleError", "export.Program", "export.Spec",
+    "export.load", "export.spec_of"}
 
 
 def test_public_names_have_examples(monkeypatch):

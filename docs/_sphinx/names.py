@@ -5,7 +5,8 @@ import inspect
 
 import jax
 
-PACKAGES = ("layers", "transforms", "training", "parallel", "models", "models.pretrained", "hardware", "introspect")
+PACKAGES = ("layers", "transforms", "training", "parallel", "models", "models.pretrained", "hardware", "introspect",
+            "export")
 
 
 def by_package() -> dict[str, list[str]]:
