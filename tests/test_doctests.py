@@ -71,15 +71,16 @@ def test_every_public_method_is_documented():
 
 # Exceptions, warnings, the results of functions that have examples, and names that need files or a second of time.
 WITHOUT_EXAMPLE = {
-    "training.CheckpointError", "training.CheckpointWarning", "training.Interrupted", "training.LogWarning",
-    "training.OutOfMemory", "training.PeerLost", "training.ResumeWarning", "parallel.PeersGone", "parallel.Transfer",
-    "models.Encoded", "models.HuggingFaceTokenizer", "models.LlamaBPE", "models.read_tokenizer",
-    "models.pretrained.Layout", "models.pretrained.Spare", "models.pretrained.Tied", "models.pretrained.flattened",
-    "models.pretrained.model", "models.pretrained.names_of", "hardware.Bound", "hardware.Check", "hardware.Computed",
-    "hardware.Cost", "hardware.FrozenTable", "hardware.Matmul", "hardware.Quote", "hardware.Value", "hardware.Waste",
-    "hardware.measure", "hardware.plot", "introspect.Difference", "introspect.Graph", "introspect.Slope", "introspect.Statistic",
-    "parallel.OnChips", "parallel.SideBySide", "export.Bundle", "export.BundleError", "export.Program", "export.Spec",
-    "export.load", "export.spec_of"}
+    "export.Bundle", "export.BundleError", "export.Program", "export.Spec", "export.load", "export.spec_of",
+    "hardware.Bound", "hardware.Check", "hardware.Computed", "hardware.Cost", "hardware.FrozenTable",
+    "hardware.Matmul", "hardware.Quote", "hardware.Value", "hardware.Waste", "hardware.measure",
+    "hardware.plot", "introspect.Difference", "introspect.Graph", "introspect.Slope", "introspect.Statistic",
+    "models.Encoded", "models.HuggingFaceTokenizer", "models.LlamaBPE", "models.pretrained.Layout",
+    "models.pretrained.Spare", "models.pretrained.Tied", "models.pretrained.flattened",
+    "models.pretrained.model", "models.pretrained.names_of", "models.read_tokenizer", "parallel.OnChips",
+    "parallel.PeersGone", "parallel.SideBySide", "parallel.Transfer", "training.CheckpointError",
+    "training.CheckpointWarning", "training.Interrupted", "training.LogWarning", "training.OutOfMemory",
+    "training.PeerLost", "training.ResumeWarning"}
 
 
 def test_public_names_have_examples(monkeypatch):
