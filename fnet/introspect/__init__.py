@@ -5,13 +5,15 @@
 - `check_gradient`: derivatives against finite differences.
 - `compare`: the first site where two programs differ.
 - `graph`: a program drawn by its scopes.
+- `profile`: measured time by path and phase.
 """
 
 from fnet.introspect._compare import Comparison, Difference, compare
 from fnet.introspect._gradients import GradientCheck, Slope, check_gradient
 from fnet.introspect._graph import Graph, graph
+from fnet.introspect._profile import Profile, TimedRow, profile
 from fnet.introspect._statistics import Statistic, Statistics, statistics
 from fnet.introspect._summary import Row, Summary, summary
 
-__all__ = ["Comparison", "Difference", "GradientCheck", "Graph", "Row", "Slope", "Statistic", "Statistics", "Summary",
-           "check_gradient", "compare", "graph", "statistics", "summary"]
+__all__ = ["Comparison", "Difference", "GradientCheck", "Graph", "Profile", "Row", "Slope", "Statistic", "Statistics",
+           "Summary", "TimedRow", "check_gradient", "compare", "graph", "profile", "statistics", "summary"]

@@ -1,13 +1,53 @@
-"""A summary as text, Markdown, HTML and data."""
+"""Tables as text, Markdown and HTML, and a summary as such a table and as data."""
 
 from __future__ import annotations
 
 import html as _html
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from fnet.hardware._chip import si
+
+
+class Table(NamedTuple):
+    """A table whose first column is a path.
+
+    Attributes:
+        titles: of the columns. left: how many columns are aligned to the left.
+        rows: (depth of the path, cells); 0 for rows whose first cell is shown whole.
+        footer: lines below it.
+    """
+
+    titles: Sequence[str]
+    left: int
+    rows: Sequence[tuple[int, tuple[str, ...]]]
+    footer: Sequence[str]
+
+    def text(self) -> str:
+        # Indented, with the last segment alone.
+        shown = [("  " * (depth - 1) + cells[0].rpartition("/")[2], *cells[1:]) if depth else cells
+                 for depth, cells in self.rows]
+        table = [tuple(self.titles), *shown]
+        widths = [max(len(row[i]) for row in table) for i in range(len(self.titles))]
+        lines = ["  ".join(cell.ljust(width) if i < self.left else cell.rjust(width)
+                           for i, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in table]
+        return "\n".join([*lines, *self.footer])
+
+    def markdown(self) -> str:
+        escape = lambda cell: cell.replace("|", "\\|")
+        rule = "| " + " | ".join(["---"] * self.left + ["---:"] * (len(self.titles) - self.left)) + " |"
+        lines = ["| " + " | ".join(self.titles) + " |", rule]
+        lines += ["| " + " | ".join(map(escape, cells)) + " |" for _, cells in self.rows]
+        return "\n".join([*lines, "", *self.footer])
+
+    def html(self) -> str:
+        row_of = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{_html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        rows = [row_of(cells, "td") for _, cells in self.rows]
+        footer = [f"<p>{_html.escape(line)}</p>" for line in self.footer]
+        return "\n".join(["<table>", row_of(self.titles, "th"), *rows, "</table>", *footer])
+
 
 _TITLES = ("path", "output", "parameters", "forward FLOPs", "backward FLOPs", "kept", "share of time")
 
@@ -25,16 +65,10 @@ def _number(value) -> str:
     return si(value) if isinstance(value, (int, float)) else f"({value}) "    # a symbolic size is in no multiple
 
 
-def text(summary: Any) -> str:
-    rows = [_cells(row) for row in (*summary.rows, summary.total)]
-    # Indented, with the last segment alone.
-    shown = [("  " * (row.depth - 1) + row.path.rpartition("/")[2], *cells[1:])
-             for row, cells in zip(summary.rows, rows)]
-    table = [_TITLES, *shown, rows[-1]]
-    widths = [max(len(row[i]) for row in table) for i in range(len(_TITLES))]
-    lines = ["  ".join(cell.ljust(width) if i < 2 else cell.rjust(width)
-                       for i, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in table]
-    return "\n".join([*lines, _footer(summary), *(f"note: {note}" for note in summary.notes)])
+def _table(summary, *, notes: bool) -> Table:
+    rows = [(row.depth, _cells(row)) for row in (*summary.rows, summary.total)]
+    footer = [_footer(summary), *(f"note: {note}" for note in summary.notes if notes)]
+    return Table(_TITLES, 2, rows, footer)
 
 
 def _footer(summary) -> str:
@@ -43,17 +77,16 @@ def _footer(summary) -> str:
     return f"share of time: of a forward and backward pass at the roofline of {summary.chip.name}"
 
 
+def text(summary: Any) -> str:
+    return _table(summary, notes=True).text()
+
+
 def markdown(summary: Any) -> str:
-    escape = lambda cell: cell.replace("|", "\\|")
-    lines = ["| " + " | ".join(_TITLES) + " |", "| --- | --- |" + " ---: |" * (len(_TITLES) - 2)]
-    lines += ["| " + " | ".join(map(escape, _cells(row))) + " |" for row in (*summary.rows, summary.total)]
-    return "\n".join([*lines, "", _footer(summary)])
+    return _table(summary, notes=False).markdown()
 
 
 def html(summary: Any) -> str:
-    row_of = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{_html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-    rows = [row_of(_cells(row), "td") for row in (*summary.rows, summary.total)]
-    return "\n".join(["<table>", row_of(_TITLES, "th"), *rows, "</table>", f"<p>{_html.escape(_footer(summary))}</p>"])
+    return _table(summary, notes=False).html()
 
 
 def data(summary: Any) -> list[dict]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.parallel import Plan
+from fnet.training import _profiling
 from fnet.training._callbacks import StepEnd
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._config import save_config
@@ -57,6 +58,7 @@ def fit(
     jit: bool = True,
     tune: bool = True,
     plan: Plan | None = None,
+    profile_steps: range | None = None,
 ) -> Any:
     """Trains until step `steps`; continues from the last checkpoint in `workdir` if there is one.
 
@@ -79,7 +81,7 @@ def fit(
         checkpoints       save_every, keep, keep_every, restart
         reproducibility   config, notes
         errors            nonfinite, debug
-        output            log_every, progress, tensorboard, on_step
+        output            log_every, progress, tensorboard, on_step, profile_steps
         compilation       jit, tune
 
     Args:
@@ -125,6 +127,9 @@ def fit(
       jit: False runs each operation separately, for a debugger.
       tune: whether to rewrite the step with `transforms.tune` into faster code for this chip, with equal results up to
         rounding. A resumed run keeps its rules.
+      profile_steps: consecutive steps, such as range(100, 105), whose time by path and phase (`introspect.profile`) is
+        written to workdir/profile/100-105: profile.txt, .html and .json, and trace.json.gz for ui.perfetto.dev. The
+        first step of a process, which compiles, is left out.
 
     Returns:
       The state after the last step, or the best one with `restore_best`. `load` and `restore` read both from `workdir`.
@@ -174,6 +179,8 @@ def fit(
         raise ValueError(f"nonfinite='{nonfinite}': use {', '.join(NONFINITE)}")
     configured = as_dict(config)
     notes = as_dict({} if notes is None else notes)
+    if profile_steps is not None:
+        _profiling.check(profile_steps, total=steps, workdir=workdir, jit=jit)
     with contextlib.ExitStack() as stack:
         if not jit:
             stack.enter_context(jax.disable_jit())
@@ -193,6 +200,9 @@ def fit(
             sample = run.example if run.alone else None    # each process may have rows of its own
             begun_with = {"config": configured, "steps": steps, "data": identity(batches, run.at, sample)}
             _begin(run, workdir, begun_with, config, restart=restart)
+            if profile_steps is not None and jax.process_index() == 0:
+                run.profiled = _profiling.Profiling(run, profile_steps, location(workdir))
+                stack.callback(run.profiled.close)
             if jax.process_index() == 0:
                 def logs():
                     logger = Logger(workdir, step=run.at, tensorboard=tensorboard,

@@ -58,6 +58,7 @@ class Run:
     unlogged: bool = False             # whether the log of this step is still to be written
     prefetch: Prefetch | None = None
     use: Callable[[float], Any] | None = None
+    profiled: Callable[[Callable], Callable] = staticmethod(lambda advance: advance)
 
     def __init__(self, step, state, batches, *, seen: Signals, steps: int, evaluate: Mapping[str, Any], every: int,
                  save_every: int, log_every: int, best: tuple[str, str] | None, early_stop: EarlyStop | None,
@@ -210,7 +211,7 @@ class Run:
         if self.tune:
             advance = transforms.tune(advance, rules=self.tune if isinstance(self.tune, dict) else None)
             self.facts["tune"] = _provenance.chosen(advance)
-        self.advance = advance
+        self.advance = self.profiled(advance)
 
     def advance_once(self) -> None:
         batch, total = self.next_batch(), self.loop.pop("metrics")

@@ -1,0 +1,183 @@
+"""The operations of a compiled program: their paths and phases, from the HLO that a profile contains."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from fnet.introspect._protobuf import fields, numbers, text
+from fnet.jaxpr import scope_of_operation
+
+FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, OTHER = PHASES = (
+    "forward", "backward", "recomputed", "optimizer", "other")
+# Operations without work of their own, which contain others or hand values on.
+CONTAINERS = frozenset(("while", "conditional", "call", "async-start", "async-update", "async-done"))
+_FREE = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "broadcast", "copy",
+                   "convert", "reshape", "transpose"))
+_DIFFERENTIATED = re.compile(r"(^|/|\()(jvp|transpose|linearize)\(")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation of a compiled program that appears in a profile.
+
+    Attributes:
+        name: the name of the HLO instruction. opcode: what it is, such as "fusion" or "dot".
+        path, phase: those of the operation, of a fusion those of its root.
+        paths: the paths of all parts of a fusion that compute something.
+    """
+
+    name: str
+    opcode: str
+    path: str
+    phase: str
+    paths: frozenset[str]
+
+    @property
+    def container(self) -> bool:
+        """Whether the time of this operation is that of the operations inside it."""
+        return self.opcode in CONTAINERS
+
+
+@dataclasses.dataclass
+class _Instruction:
+    name: str
+    opcode: str
+    op_name: str
+    id: int
+    operands: list[int]
+    called: list[int]
+    phase: str | None = None
+
+
+def operations(module: memoryview) -> dict[str, Operation]:
+    """The instructions of a serialized HloModuleProto by name."""
+    entry, computations, roots = 0, {}, {}
+    for number, value in fields(module):
+        if number == 3:
+            identity, root, instructions = _computation(value)
+            computations[identity], roots[identity] = instructions, root
+        elif number == 6:
+            entry = value
+    every = {each.id: each for instructions in computations.values() for each in instructions}
+    _name_the_nameless(computations, every, roots)
+    _phases(computations, every, entry)
+    found = {}
+    for each in every.values():
+        parts = [each, *_inside(each, computations)] if each.opcode == "fusion" else [each]
+        paths = {scope_of_operation(part.op_name).path for part in parts
+                 if part.op_name and part.opcode not in (*_FREE, "fusion")}
+        path = scope_of_operation(each.op_name).path if each.op_name else ""
+        found[each.name] = Operation(each.name, each.opcode, path, each.phase or OTHER, frozenset(paths or (path,)))
+    return found
+
+
+def _computation(data) -> tuple[int, int, list[_Instruction]]:
+    identity = root = 0
+    instructions = []
+    for number, value in fields(data):
+        if number == 2:
+            instructions.append(_instruction(value))
+        elif number == 5:
+            identity = value
+        elif number == 6:
+            root = value
+    return identity, root, instructions
+
+
+def _instruction(data) -> _Instruction:
+    made = _Instruction("", "", "", 0, [], [])
+    for number, value in fields(data):
+        if number == 1:
+            made.name = text(value)
+        elif number == 2:
+            made.opcode = text(value)
+        elif number == 7:
+            made.op_name = next((text(part) for key, part in fields(value) if key == 2), "")
+        elif number == 35:
+            made.id = value
+        elif number == 36:
+            made.operands += numbers(value)
+        elif number == 38:
+            made.called += numbers(value)
+    return made
+
+
+def _inside(each, computations) -> Iterable[_Instruction]:
+    for called in each.called:
+        for part in computations.get(called, ()):
+            yield part
+            yield from _inside(part, computations)
+
+
+def _name_the_nameless(computations, every, roots) -> None:
+    """Gives an operation that the compiler inserted the name of the root inside it, of a reader, or of an operand."""
+    for each in every.values():
+        if not each.op_name and each.opcode == "fusion":
+            inner = (every[roots[called]].op_name for called in each.called if roots.get(called) in every)
+            each.op_name = next(inner, "")
+    for instructions in computations.values():
+        users: dict[int, list[_Instruction]] = {}
+        for each in instructions:
+            for i in each.operands:
+                users.setdefault(i, []).append(each)
+        operands = lambda each: [every[i] for i in each.operands if i in every]
+        named = lambda near: next((other.op_name for other in near if other.op_name), "")
+        # Readers come later in the list, so that the list backward reaches all; operands the other way.
+        for each in reversed(instructions):
+            each.op_name = each.op_name or named(users.get(each.id, ()))
+        for each in instructions:
+            each.op_name = each.op_name or named(operands(each))
+
+
+def _phases(computations, every, entry) -> None:
+    """Sets the phase of every operation.
+
+    What is not differentiated and reads the result of a backward pass belongs to the optimizer, as does what only the
+    optimizer reads. The rest of what is not differentiated is forward in a program without derivatives or under a named
+    scope, and other without one.
+    """
+    trained = any(_DIFFERENTIATED.search(each.op_name) for each in every.values())
+
+    def own(each) -> str | None:
+        scope = scope_of_operation(each.op_name)
+        if _DIFFERENTIATED.search(each.op_name) or scope.phase != FORWARD:
+            return scope.phase
+        return None
+
+    def walk(identity: int, inherited: str | None) -> None:
+        instructions = computations.get(identity, ())
+        after: set[int] = set()
+        for each in instructions:
+            phase = own(each)
+            late = any(i in after for i in each.operands)
+            if each.opcode in ("parameter", "constant"):
+                phase = None
+            elif phase is None and (late or inherited == OPTIMIZER):
+                phase = OPTIMIZER
+            if late or phase in (BACKWARD, OPTIMIZER):
+                after.add(each.id)
+            each.phase = phase
+        _only_read_by(instructions, OPTIMIZER)
+        for each in instructions:
+            if each.phase is None:
+                each.phase = inherited or (FORWARD if not trained or scope_of_operation(each.op_name).path else OTHER)
+            for called in each.called:
+                walk(called, each.phase)
+
+    walk(entry, None)
+
+
+def _only_read_by(instructions, phase: str) -> None:
+    """Gives the phase to operations without one whose results only operations of this phase read."""
+    users: dict[int, list[_Instruction]] = {}
+    for each in instructions:
+        for i in each.operands:
+            users.setdefault(i, []).append(each)
+    for each in reversed(instructions):
+        readers = users.get(each.id, ())
+        if each.phase is None and each.opcode not in ("parameter", "constant") and readers and all(
+                other.phase == phase for other in readers):
+            each.phase = phase
+

@@ -1,0 +1,276 @@
+"""Measured time by path and phase, beside FLOPs, bytes and the time at the roofline."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+from fnet import hardware as hw
+from fnet.hardware import Bound, Cost
+from fnet.hardware._chip import si
+from fnet.introspect import _trace
+from fnet.introspect._hlo import PHASES, Operation
+from fnet.introspect._render import Table
+from fnet.introspect._summary import _tree as tree_of
+from fnet.introspect._trace import Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedRow:
+    """A path and everything below it.
+
+    Attributes:
+        path: the named scopes; "" for the whole step.
+        seconds: measured seconds of a step by phase: "forward", "backward", "recomputed", "optimizer", "other".
+        cost: FLOPs and bytes; None if they are unknown.
+        bound: seconds at the roofline of the chip; None if unknown.
+    """
+
+    path: str
+    seconds: Mapping[str, float]
+    cost: Cost | None
+    bound: float | None
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def depth(self) -> int:
+        return self.path.count("/") + 1 if self.path else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What `profile` returns. `str()` is a text; Jupyter shows `html()`.
+
+    Attributes:
+        rows: a `TimedRow` for each path, outer paths first; those of operations without a scope have the path "".
+        total: the row of all operations.
+        step_seconds: mean seconds of a step, from its call to its last result.
+        steps: how many steps were measured; of `profile` the faster half of its calls.
+        spanning: the share of the operations' time in fusions whose parts belong to several paths.
+        operations: (operation, seconds of a step), the longest first.
+        chip: the chip of the roofline.
+        trace: the events, which `trace.save(path)` writes for ui.perfetto.dev.
+        notes: why figures are not exact.
+    """
+
+    rows: tuple[TimedRow, ...]
+    total: TimedRow
+    step_seconds: float
+    steps: int
+    spanning: float
+    operations: tuple[tuple[Operation, float], ...]
+    chip: hw.Chip
+    trace: Trace = dataclasses.field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def coverage(self) -> float:
+        """The part of the step's time in which at least one operation ran."""
+        return self.total.total / self.step_seconds
+
+    def __getitem__(self, path: str) -> TimedRow:
+        """The row of a path; "" is the whole step."""
+        found = next((row for row in (self.total, *self.rows) if row.path == path), None)
+        if found is None:
+            raise KeyError(f"the profile has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}")
+        return found
+
+    def __str__(self) -> str:
+        return self._table().text()
+
+    def markdown(self) -> str:
+        """A table in Markdown."""
+        return self._table().markdown()
+
+    def html(self) -> str:
+        """A table in HTML."""
+        return self._table().html()
+
+    _repr_html_ = html
+
+    def data(self) -> list[dict]:
+        """The rows as dictionaries of numbers and strings, the total last."""
+        return [{"path": row.path, "seconds": row.total, **{phase: row.seconds.get(phase, 0.0) for phase in PHASES},
+                 "share": row.total / self.step_seconds, "flops": row.cost and row.cost.flops,
+                 "bytes": row.cost and row.cost.fused_bytes, "bound": row.bound} for row in (*self.rows, self.total)]
+
+    def _table(self) -> Table:
+        present = [phase for phase in PHASES if self.total.seconds.get(phase)]
+        titles = ("path", *(f"{phase} ms" for phase in present), "total ms", "share", "FLOPs", "bytes", "bound ms")
+        rows = [(row.depth, self._cells(row, present)) for row in self.rows]
+        rows.append((0, self._cells(self.total, present)))
+        outside = self.step_seconds - self.total.total
+        blank = ("",) * len(present)
+        share = f"{outside / self.step_seconds:.1%}"
+        rows.append((0, ("outside of operations", *blank, _ms(outside), share, "", "", "")))
+        rows.append((0, ("step", *blank, _ms(self.step_seconds), "100.0%", "", "", "")))
+        longest = ", ".join(f"{operation.name} {_ms(seconds)} ms" for operation, seconds in self.operations[:3])
+        footer = [f"mean of {self.steps} step{'s' if self.steps > 1 else ''}; {self.spanning:.1%} of the operations' "
+                  "time is in fusions of several paths, which count for the path of their root",
+                  f"longest operations: {longest}; bound: roofline of {self.chip.name}",
+                  *(f"note: {note}" for note in self.notes)]
+        return Table(titles, 1, rows, footer)
+
+    def _cells(self, row, present) -> tuple[str, ...]:
+        name = row.path or ("all operations" if row is self.total else "(no scope)")
+        phases = (_ms(row.seconds[phase]) if row.seconds.get(phase) else "" for phase in present)
+        cost = (f"{si(row.cost.flops)}F", f"{si(row.cost.fused_bytes)}B") if row.cost else ("", "")
+        return (name, *phases, _ms(row.total), f"{row.total / self.step_seconds:.1%}", *cost,
+                "" if row.bound is None else _ms(row.bound))
+
+
+def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = None, repeats: int = 5,
+            trace: str | os.PathLike | None = None) -> Profile:
+    """Measures a function's time by the paths of its named scopes and by phase.
+
+        print(introspect.profile(step, state, batch))
+        introspect.profile(step, state, batch, trace="trace.json.gz")      # for ui.perfetto.dev
+
+    The time is that of the compiled program's operations, from JAX's profiler. The program itself, which is part of
+    the trace, gives the path and the phase of each operation. A fusion counts for the path of its root. When several
+    operations run at the same time, on threads of a CPU or streams of a GPU, each gets an equal part of that time, so
+    that the parts sum to the time in which any operation ran. Of several devices, it is the mean.
+
+    Phases: forward, backward, recomputed (by `jax.checkpoint`), optimizer (what follows the backward pass), and other
+    (what precedes the forward pass).
+
+    Args:
+        step: a function that `jax.jit` can compile, or one that is compiled. A compiled function gets copies of its
+            arguments, which it may donate.
+        args: its arguments, arrays.
+        chip: the chip of the roofline; by default that which holds the arguments.
+        depth: how many segments of a path to show; None: all.
+        repeats: how many calls to measure after the first one, which compiles. The faster half of them counts.
+        trace: a file for the operations as a Perfetto trace (.json, or .json.gz).
+
+    Returns:
+        A `Profile`: a table as text, Markdown, HTML or data.
+
+    Raises:
+        TypeError: the function cannot be compiled, or an argument has no values.
+        ValueError: `repeats` is not positive.
+        RuntimeError: a profiler is already running.
+
+    >>> def f(x):
+    ...     with jax.named_scope("square"):
+    ...         return jnp.sum(x @ x)
+    >>> profile(f, jnp.ones((256, 256)), repeats=2)["square"].cost.matmul == 2 * 256**3
+    True
+    """
+    if repeats < 1:
+        raise ValueError(f"profile: repeats counts calls, at least 1; got {repeats}")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+        raise TypeError("profile: expected arrays, got a jax.ShapeDtypeStruct, which has no values; introspect.summary "
+                        "takes shapes")
+    if not callable(step):
+        raise TypeError(f"profile: expected a function and its arguments; got a {type(step).__name__}")
+    run = step if hasattr(step, "lower") else jax.jit(step)
+    copy = lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf
+    fresh = lambda: jax.block_until_ready(jax.tree.map(copy, args))
+    try:
+        jax.block_until_ready(run(*fresh()))
+    except TypeError as error:    # those of JAX for values that are not known in a trace are TypeErrors
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TypeError(f"profile: jax.jit cannot compile {getattr(step, '__name__', step)!s}: {first}") from error
+    with _trace.folder() as folder:
+        with _trace.recording(folder):
+            for _ in range(repeats):
+                mine = fresh()
+                with jax.profiler.TraceAnnotation(_trace.STEP):
+                    jax.block_until_ready(run(*mine))
+        recorded = _faster_half(_trace.read(folder))
+    if trace is not None:
+        recorded.save(trace)
+    bounds = hw.roofline(step, *args, chip=chip, measure=False, depth=None)
+    return of_trace(recorded, bounds.scopes, bounds.chip, depth=depth, notes=bounds.count.notes)
+
+
+def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int | None = None,
+             depth: int | None = None, notes: Iterable[str] = ()) -> Profile:
+    """The profile of a recorded trace.
+
+    Args:
+        bounds: the cost of each path.
+        steps: how many steps each annotated interval contains; None: one.
+    """
+    windows = trace.steps or ((min(event.start for event in trace.events), max(event.end for event in trace.events)),)
+    count = len(windows) * (steps or 1)
+    devices = sorted({event.device for event in trace.events})
+    seconds: dict[Operation, float] = {}
+    for device in devices:
+        mine = [event for event in trace.events if event.device == device]
+        for operation, time in attributed(mine, windows).items():
+            seconds[operation] = seconds.get(operation, 0.0) + time * 1e-9 / (count * len(devices))
+    costs = {bound.scope: bound for bound in bounds}
+    own: dict[str, dict[str, float]] = {}
+    for operation, time in seconds.items():
+        phases = own.setdefault(operation.path, {})
+        phases[operation.phase] = phases.get(operation.phase, 0.0) + time
+
+    def row(path, inside):
+        phases = {phase: sum(own[other].get(phase, 0.0) for other in own if inside(other)) for phase in PHASES}
+        below = [bound for other, bound in costs.items() if inside(other)]
+        known = below and all(bound.seconds is not None for bound in below)
+        return TimedRow(path, {phase: time for phase, time in phases.items() if time},
+                        sum((bound.cost for bound in below), Cost()) if below else None,
+                        sum(bound.seconds for bound in below) if known else None)
+
+    rows = [row(path, lambda other, path=path: other == path or other.startswith(path + "/"))
+            for path in tree_of([*costs, *own]) if depth is None or path.count("/") < depth]
+    if "" in own:
+        rows.append(row("", lambda other: other == ""))
+    total = row("", lambda other: True)
+    rows = [each for each in rows if each.total or (each.cost and each.cost.flops)]
+    spanning = sum(time for operation, time in seconds.items() if len(operation.paths) > 1)
+    elapsed = sum(end - start for start, end in windows) * 1e-9 / count
+    ranked = sorted(seconds.items(), key=lambda item: -item[1])
+    return Profile(tuple(rows), total, elapsed, count, spanning / total.total if total.total else 0.0, tuple(ranked),
+                   chip, trace, tuple(notes))
+
+
+def _faster_half(trace: Trace) -> Trace:
+    """Without the steps that took longer than the median: other programs interrupted them."""
+    longest = sorted(end - start for start, end in trace.steps)[(len(trace.steps) - 1) // 2]
+    kept = tuple((start, end) for start, end in trace.steps if end - start <= longest)
+    return trace._replace(steps=kept, events=tuple(event for event in trace.events if any(
+        event.start < end and event.end > start for start, end in kept)))
+
+
+def attributed(events: Iterable[_trace.Event], windows: Iterable[tuple[float, float]]) -> dict[Operation, float]:
+    """Nanoseconds of each operation within the windows.
+
+    Operations that run at the same time share it equally. An operation that contains others (a loop) counts only while
+    none of them runs.
+    """
+    marks = []
+    for start, end in windows:
+        for number, event in enumerate(events):
+            a, b = max(event.start, start), min(event.end, end)
+            if a < b:
+                marks += [(a, 1, number, event.operation), (b, 0, number, event.operation)]
+    marks.sort(key=lambda mark: mark[:2])
+    seconds: dict[Operation, float] = {}
+    running: dict[int, Operation] = {}
+    last = 0.0
+    for at, begins, number, operation in marks:
+        if running and at > last:
+            parts = [each for each in running.values() if not each.container] or list(running.values())
+            for each in parts:
+                seconds[each] = seconds.get(each, 0.0) + (at - last) / len(parts)
+        last = at
+        if begins:
+            running[number] = operation
+        else:
+            running.pop(number, None)
+    return seconds
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
