@@ -19,6 +19,7 @@ class CustomJvp:
 
     def __init__(self, params: dict):
         self._fun, self.consts = params["jvp_jaxpr_fun"], params["num_consts"]
+        self.symbolic_zeros = params["symbolic_zeros"]
 
     def jaxpr(self, zeros: list[bool]) -> tuple[Any, list[bool]]:
         """(the jaxpr from primals and nonzero tangents to outputs and their nonzero tangents, which of those are zero).

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from fnet import _jax
 from fnet.jaxpr._calls import bodies, scan
@@ -94,17 +95,17 @@ def _shard_map(self, eqn, scope, inputs, wanted):
 
 
 def _custom_jvp(self, eqn, scope, inputs, wanted):
-    """The function and its JVP are rewritten separately; both give the outputs in the function's dtypes."""
+    """The function and its JVP are rewritten separately; both give the outputs in the function's dtypes. The JVP learns
+    which tangents are zero, as without rewriting."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomJvp(eqn.params)
     free = [False] * len(eqn.outvars)
     primal = self.body(bodies(eqn)[0].closed, scope, wanted, notes, pin=free)
     function = jax.custom_jvp(lambda *xs: tuple(primal(*xs)))
 
-    @function.defjvp
     def jvp(primals, tangents):
         primals, tangents = primals[rule.consts:], tangents[rule.consts:]
-        zero = [not _moves(x) for x in primals]
+        zero = [not _moves(x) or isinstance(t, SymbolicZero) for x, t in zip(primals, tangents)]
         closed, zero_out = rule.jaxpr([True] * rule.consts + zero)
         moving = [t for t, z in zip(tangents, zero) if not z]
         tangents_wanted = tuple(w for w, z in zip(wanted, zero_out) if not z)
@@ -118,6 +119,7 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
         return tuple(values), tuple(_zero(y) if tangent is None or not _moves(y) else restore(Value(tangent), y)
                                     for y, tangent in zip(values, moved))
 
+    function.defjvp(jvp, symbolic_zeros=rule.symbolic_zeros)
     return [Value(y) for y in function(*arrays_of(inputs))]
 
 
@@ -146,7 +148,7 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
 
     def backward(saved, cotangents):
         xs, residuals, perturbed = saved
-        zeros = [isinstance(c, jax.custom_derivatives.SymbolicZero) for c in cotangents]
+        zeros = [isinstance(c, SymbolicZero) for c in cotangents]
         closed, live = rule.backward(forwards[perturbed.inputs], zeros)
         moving = [c for c, v, zero in zip(cotangents, eqn.outvars, zeros)
                   if not zero and jnp.issubdtype(v.aval.dtype, jnp.inexact)]

@@ -1,5 +1,7 @@
 """rewrite and custom derivatives: what a user's rule is told, what its traces leave behind, and what results are."""
 
+import functools
+
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,30 @@ def test_a_rule_with_symbolic_zeros_learns_what_is_differentiated(argnums, outpu
     got = jax.grad(ft.rewrite(wrap(of(seen)), IDENTITY), argnums)(2.0, 5.0)
     same(got, jax.grad(wrap(of(plain)), argnums)(2.0, 5.0))
     assert set(seen) == set(plain)
+
+
+@jax.custom_jvp
+def scaled(x, y, i):
+    return x * y * i
+
+
+@functools.partial(scaled.defjvp, symbolic_zeros=True)
+def _(primals, tangents):    # the tangent shows which inputs have one
+    (x, y, i), (dx, dy, _) = primals, tangents
+    zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+    slope = (0.0 if zero[0] else dx * y * i) + (0.0 if zero[1] else x * dy * i)
+    return scaled(x, y, i), slope * (1.0 + 10 * zero[0] + 100 * zero[1] + 1000 * zero[2])
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, lambda f: ft.tune(f, "cpu"),
+                                  lambda f: lambda x, y: jax.vmap(f)(x[None], y[None])[0]],
+                         ids=["plain", "jit", "remat", "tune", "vmap"])
+def test_a_jvp_with_symbolic_zeros_learns_which_tangents_are_zero(argnums, wrap):
+    f, at = wrap(lambda x, y: scaled(x, y, 3)), (jnp.float32(2), jnp.float32(5))
+    same(jax.grad(ft.rewrite(f, IDENTITY), argnums)(*at), jax.grad(wrap(lambda x, y: scaled(x, y, 3)), argnums)(*at))
+    same(jax.jvp(ft.rewrite(lambda x: f(x, at[1]), IDENTITY), at[:1], at[:1]),
+         jax.jvp(lambda x: scaled(x, at[1], 3), at[:1], at[:1]))
 
 
 def test_a_rule_with_symbolic_zeros_under_vmap_and_scan():
