@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -65,7 +66,7 @@ def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
       >>> snapshot = load("runs/digits", which="best")                     # doctest: +SKIP
       >>> logits = model(snapshot.params, x)                               # doctest: +SKIP
     """
-    with _opened(workdir, which) as checkpoints:
+    with Checkpoints(location(workdir) / CHECKPOINTS) as checkpoints:
         manifest, tree = checkpoints.read(_step(checkpoints, which))
     notes = manifest["notes"]
     state = tree["state"] if isinstance(tree, Mapping) and "state" in tree else tree
@@ -98,22 +99,19 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
     ...     int(tr.restore(folder, like=state).step)
     2
     """
-    with _opened(workdir, which) as checkpoints:
+    with Checkpoints(location(workdir) / CHECKPOINTS) as checkpoints:
         return checkpoints.restore(like, _step(checkpoints, which), cast=cast, part="state")
-
-
-def _opened(workdir, which):
-    if which not in ("best", "last") and (type(which) is bool or not isinstance(which, int)):
-        raise ValueError(f"which={which!r}: use 'best', 'last' or the number of a step")
-    return Checkpoints(location(workdir) / CHECKPOINTS)
 
 
 def _step(checkpoints: Checkpoints, which: str | int) -> int | None:
     """The number of a step; None for the newest one that is good."""
+    if not isinstance(which, (str, bool)):
+        with contextlib.suppress(TypeError):               # of what is no integer
+            return operator.index(which)
+    if which not in ("best", "last"):
+        raise ValueError(f"which={which!r}: use 'best', 'last' or the number of a step")
     if which == "last":
         return None
-    if which != "best":
-        return int(which)
     best = None
     for step in reversed(checkpoints.steps()):
         with contextlib.suppress(CheckpointError):         # a damaged one; another says the same

@@ -126,6 +126,20 @@ def test_a_structure_that_is_none(structure):
         _structure.build(structure, {})
 
 
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint8, jnp.int32])
+def test_a_step_is_an_integer_of_any_kind(tmp_path, kind):
+    fit(tmp_path, {1: 1.0, 2: 5.0})
+    assert tr.load(tmp_path, kind(1)).step == 1
+    assert int(tr.restore(tmp_path, like=start(), which=kind(1)).step) == 1
+
+
+@pytest.mark.parametrize("which", [True, np.bool_(True), 1.0, np.float32(1), None, "1"])
+def test_other_steps_raise(tmp_path, which):
+    fit(tmp_path, {1: 1.0})
+    with pytest.raises(ValueError, match="use 'best', 'last' or the number of a step"):
+        tr.load(tmp_path, which)
+
+
 def test_a_full_state_is_restored(tmp_path):
     last = fit(tmp_path, {1: 1.0, 2: 5.0, 3: 4.0})
     state = tr.restore(tmp_path, like=start())
