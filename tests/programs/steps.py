@@ -86,8 +86,9 @@ _depthwise = nn.Sequential(nn.Conv(6, 1, use_bias=False), nn.DepthwiseConv(3, us
                            nn.Conv(3, 1, use_bias=False))
 
 
-# Rounding moves values across the bends of relu6.
-@topic(_params(_depthwise, normal(2, 5, 5, 4)), normal(2, 5, 5, 4), low=0.3)
+# The derivative of relu6 jumps at 0 and 6. For this seed, all its arguments are at least 0.045 away from them, which is
+# three times the error of bfloat16; one argument on the other side of 0 changes the gradient of the kernels by 0.2.
+@topic(_params(_depthwise, normal(2, 3, 3, 4)), normal(2, 3, 3, 4, seed=156))
 def fnet_depthwise(params, x):
     return _depthwise(params, x)
 
@@ -109,12 +110,21 @@ _OPTIMIZERS = {
     "adafactor": lambda: optax.adafactor(1e-2),
     "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
     "lion": lambda: optax.lion(1e-2),
+    "injected_schedule": lambda: optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.1, 0.01, 3)),
+    "piecewise_schedule": lambda: optax.sgd(optax.join_schedules(
+        [optax.constant_schedule(0.1), optax.exponential_decay(0.1, 2, 0.5)], [1])),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 2),
+    "masked_decay_and_average": lambda: optax.chain(optax.masked(optax.add_decayed_weights(0.1), lambda p: jax.tree.map(
+        lambda x: x.ndim > 1, p)), optax.ema(0.9), optax.scale(-0.1)),
     "muon": lambda: optax.contrib.muon(1e-2),
 }
+_PROPORTIONAL = ("sgd_with_momentum", "injected_schedule", "piecewise_schedule", "apply_if_finite",
+                 "masked_decay_and_average")
 for _name, _make in _OPTIMIZERS.items():
     topic.add(f"optax_{_name}", lambda params, x, y, make=_make: _optimizer_step(make(), params, x, y),
               _params(_mlp, x), x, y, wrt=(), tolerance=1e-3, promotion="standard",
-              excluded={("autocast", "*"): "the first steps of adaptive optimizers divide gradients by themselves"})
+              excluded={} if _name in _PROPORTIONAL else {
+                  ("autocast", "*"): "the first steps of adaptive optimizers divide gradients by themselves"})
 
 
 @topic(_params(_mlp, x), x, y, wrt=(), core=True)
@@ -169,3 +179,17 @@ def transforms_inside(params, x, y):
 @topic(_params(_mlp, x), x, y, wrt=(), tolerance=1e-3)
 def full_precision_part(params, x, y):
     return ft.full_precision(_loss(_mlp))(params, x, y)
+
+
+@topic(normal(4), wrt=(), promotion="standard", tolerance=1e-3,
+       excluded={("autocast", "*"): "rounding decides how far the line search goes"})
+def optax_lbfgs_with_line_search_in_scan(x):
+    f = lambda x: jnp.sum((x - 1.) ** 2 * jnp.arange(1., 5.))
+    tx = optax.lbfgs(memory_size=2)
+    def step(c, _):
+        x, state = c
+        value, grad = optax.value_and_grad_from_state(f)(x, state=state)
+        updates, state = tx.update(grad, state, x, value=value, grad=grad, value_fn=f)
+        return (optax.apply_updates(x, updates), state), value
+    (x, _), values = jax.lax.scan(step, (x, tx.init(x)), None, length=2)
+    return x, values
