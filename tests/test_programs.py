@@ -2,7 +2,8 @@
 with the checks for leaked tracers, which take more than all others."""
 
 import pytest
-from programs import check, table
+from programs import table
+from programs.check import Comparison
 from programs.program import CHECKS, TRANSFORMS
 
 CORE = [program for program in table.programs() if program.core]
@@ -13,12 +14,12 @@ CORE = [program for program in table.programs() if program.core]
 def test_transforms_equal_plain_jax(program, quickly):
     if program.missing():
         pytest.skip(f"{program.needs} is not installed")
-    failures = []
+    failures, comparison = [], Comparison(program)
     for transform in TRANSFORMS:
         for name in CHECKS:
-            if name != "leaks" and check.applies(program, transform, name):
+            if name != "leaks" and comparison.applies(transform, name):
                 try:
-                    check.verify(program, transform, name)
+                    comparison.verify(transform, name)
                 except Exception as e:
                     failures.append(f"{transform}, {name}: {type(e).__name__}: {e}")
     assert not failures, "\n".join(failures)

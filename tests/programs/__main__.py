@@ -5,6 +5,7 @@ topic runs in a process of its own. The exit status is 1 if anything differs.
 """
 
 import argparse
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -16,11 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+if importlib.metadata.version("jaxlib").startswith("0.10."):    # later versions lack the flag, and compile faster
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("FNET_PROBE", "0")
 
 import jax
 
-from . import check, table
+from . import table
+from .check import Comparison
+from .forms import PlainFails
 from .program import CHECKS, TRANSFORMS
 
 
@@ -48,22 +53,27 @@ def start(topics, jobs) -> int:
     begin, totals, broken = time.time(), {}, []
 
     def one(topic):
-        return topic, subprocess.run([sys.executable, "-m", __package__, *sys.argv[1:], f"--topic={topic}"],
-                                     stdout=subprocess.PIPE, text=True, check=False)
+        command = [sys.executable, "-m", __package__, *sys.argv[1:], f"--topic={topic}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            row, counts = [], []
+            for line in process.stdout:
+                if row and not line.startswith(" "):    # a program is complete
+                    print(*row, sep="", end="", flush=True)
+                    row = []
+                counts = re.findall(r"(\d+) (\w+)", line) if line.startswith("checks:") else []
+                row += [] if counts else [line]
+        print(*row, sep="", end="", flush=True)
+        for count, kind in counts:
+            totals[kind] = totals.get(kind, 0) + int(count)
+        if not counts or process.returncode:
+            broken.append(topic if counts else f"{topic} (ended with status {process.returncode})")
 
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(jobs) as pool:
         # What a transform leaves as it was is compiled once.
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-        for topic, process in pool.map(one, topics):
-            *rows, summary = process.stdout.splitlines() or [""]
-            counts = re.findall(r"(\d+) (\w+)", summary) if summary.startswith("checks:") else []
-            print(*(rows if counts else process.stdout.splitlines()), sep="\n", flush=True)
-            for count, kind in counts:
-                totals[kind] = totals.get(kind, 0) + int(count)
-            if not counts or process.returncode:
-                broken.append(topic if counts else f"{topic} (ended with status {process.returncode})")
+        list(pool.map(one, topics))
     print(f"\n{time.time() - begin:.0f} s. Checks: {', '.join(f'{n} {kind}' for kind, n in totals.items())}.",
           f"Failures in: {', '.join(broken)}." if broken else "No failures.")
     return 1 if broken else 0
@@ -74,8 +84,9 @@ def run(programs, transforms, checks) -> int:
     counts = {"programs": len(programs), "ok": 0, "excluded": 0, "FAIL": 0, "skipped": 0}
     for program in programs:
         row, notes = [], []
+        comparison = None if program.missing() else Comparison(program)
         for transform in transforms:
-            cell, messages = examine(program, transform, transforms, checks, counts)
+            cell, messages = examine(program, comparison, transform, transforms, checks, counts)
             if cell:
                 row.append(f"{transform} {cell}")
             notes += messages
@@ -84,18 +95,18 @@ def run(programs, transforms, checks) -> int:
     return 1 if counts["FAIL"] else 0
 
 
-def examine(program, transform, transforms, checks, counts) -> tuple[str, list[str]]:
+def examine(program, comparison, transform, transforms, checks, counts) -> tuple[str, list[str]]:
     """What stands in the column of a transform ("ok", "excluded", "FAIL" or "skipped"), and the messages below."""
-    if program.missing():
+    if comparison is None:
         counts["skipped"] += 1
         return "skipped", [f"skipped: {program.needs} is not installed"] if transform == transforms[0] else []
     kinds, messages = set(), []
     for name in checks:
-        if not check.applies(program, transform, name):
+        if not comparison.applies(transform, name):
             continue
         try:
-            result = check.verify(program, transform, name)
-        except check.PlainFails as e:
+            result = comparison.verify(transform, name)
+        except PlainFails as e:
             if transform != transforms[0]:
                 continue    # reported once
             result = f"FAIL: plain JAX: {e}"

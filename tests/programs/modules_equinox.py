@@ -116,3 +116,27 @@ def adam_step(model, x, y):
     grads = jax.grad(lambda p: _loss(eqx.combine(p, static), x, y))(params)
     updates, state = tx.update(grads, state, params)
     return eqx.combine(optax.apply_updates(params, updates), static), state
+
+
+@topic(mlp, x, y, wrt=(), inner=True)
+def ensemble_by_filter_vmap_in_filter_jit(transform, model, x, y):
+    @eqx.filter_jit
+    def losses(keys):
+        models = eqx.filter_vmap(lambda k: eqx.nn.MLP(4, 2, 8, 2, key=k))(keys)
+        return eqx.filter_vmap(transform(_loss), in_axes=(eqx.if_array(0), None, None))(models, x, y)
+    return losses(jax.random.split(jax.random.key(1), 3)), eqx.filter_jit(transform(_loss))(model, x, y)
+
+
+@topic(mlp, x, y)
+def filter_checkpoint_and_scan_over_stacked_layers(model, x, y):
+    h = eqx.filter_checkpoint(lambda m, x: jax.vmap(m)(x))(model, x)
+    layers = eqx.filter_vmap(lambda k: eqx.nn.Linear(2, 2, key=k))(jax.random.split(jax.random.key(1), 3))
+    arrays, static = eqx.partition(layers, eqx.is_array)
+    step = lambda h, layer: (jnp.tanh(jax.vmap(eqx.combine(layer, static))(h)), None)
+    return jnp.mean((jax.lax.scan(step, h, arrays)[0] - y) ** 2)
+
+
+@topic(mlp, "relu", others=[(mlp, "tanh"), (mlp, "relu")], wrt=(), static=(1,))
+def tree_at_with_a_string_argument(model, activation):
+    model = eqx.tree_at(lambda m: m.activation, model, getattr(jax.nn, activation))
+    return eqx.tree_at(lambda m: m.layers[0].bias, model, None), jax.vmap(model)(jnp.ones((2, 4)))

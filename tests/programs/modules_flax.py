@@ -142,3 +142,44 @@ def linen_init(k, x):
        integers(2, high=5))
 def linen_lstm_with_lengths(variables, x, lengths):
     return linen.RNN(linen.LSTMCell(3)).apply(variables, x, seq_lengths=lengths)
+
+
+class Recurrent(nnx.Module):
+    """Draws and counts in place; its layers share a variable."""
+
+    def __init__(self):
+        self.rngs = nnx.Rngs(params=0, noise=1)
+        self.fc = nnx.Linear(4, 4, rngs=self.rngs)
+        self.layers = nnx.List([self.fc, nnx.Linear(4, 4, rngs=self.rngs)])
+        self.layers[1].bias = self.fc.bias
+        self.count = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x)) + 0.1 * jax.random.normal(self.rngs.noise(), x.shape)
+        self.count[...] += 1
+        return x
+
+
+@topic(Made(Recurrent), x, wrt=())
+def nnx_rngs_counts_and_shared_variables(model, x):
+    return model(model(x)), model.count[...]
+
+
+@topic(Made(Recurrent), x, wrt=(), inner=True)
+def nnx_rngs_in_transformed_loss(transform, model, x):
+    loss = transform(lambda model, x: jnp.mean(model(x) ** 2))
+    first = nnx.value_and_grad(loss)(model, x)
+    return first, nnx.jit(loss)(model, x)
+
+
+@topic(Made(Recurrent), x, wrt=())
+def nnx_fori_loop_and_cond(model, x):
+    x = nnx.fori_loop(0, 2, lambda i, c: (c[0], c[0](c[1])), (model, x))[1]
+    return nnx.cond(x.sum() > 0, lambda m, x: m(x), lambda m, x: m(2 * x), model, x)
+
+
+@topic(Made(lambda: nnx.Rngs(dropout=1)), x, wrt=())
+def nnx_rngs_as_argument(rngs, x):
+    drop = nnx.Dropout(0.5)
+    return drop(x, rngs=rngs), rngs.dropout(), drop(x, rngs=rngs)

@@ -84,3 +84,19 @@ def _attention(x):
 @topic(_params(_attention, normal(5, 8)), normal(5, 8))
 def attention(params, x):
     return hk.transform(_attention).apply(params, None, x)
+
+
+def _counting(x):
+    calls = hk.get_state("calls", (), jnp.int32, init=jnp.zeros)
+    hk.set_state("calls", calls + 1)
+    mean = hk.ExponentialMovingAverage(0.9)(jnp.mean(x))
+    h = hk.cond(calls > 0, lambda x: x * 2, lambda x: x, x) - mean
+    y = hk.fori_loop(0, 2, lambda i, y: y * 0.5, hk.Linear(2)(h))
+    return y * jax.random.normal(hk.next_rng_key(), y.shape)
+
+
+@topic(_params(_counting, x, state=True), key(), x, wrt=())
+def state_loops_and_keys(params_and_state, k, x):
+    f = hk.transform_with_state(_counting)
+    y, state = f.apply(*params_and_state, k, x)
+    return y, f.apply(params_and_state[0], state, jax.random.fold_in(k, 1), x)
