@@ -349,4 +349,4 @@ def hessian_in_scan_in_jit(x, w):
 @topic(normal(8, 3), normal(3, 3), key(), wrt=(1,), batched=(0,), promotion="standard")
 def microbatched_checkpointed_scan_with_aux(x, w, k):
     h, norms = lax.scan(jax.checkpoint(lambda h, _: (jnp.tanh(h @ w), jnp.mean(h ** 2))), x, None, length=2)
-    return jnp.mean(h ** 2), {"norms": norms, "n": 8, "draw": jax.random.uniform(k, (2,))}
+    return jnp.mean(h ** 2), {"norms": norms, "n": jnp.int32(x.shape[0]), "draw": jax.random.uniform(k, (2,))}
