@@ -111,6 +111,28 @@ class Program:
         _write.save(self, path, labels=labels, tokenizer=tokenizer, tests=tests, differentiable=differentiable,
                     kernels=kernels, about=about)
 
+    def onnx(self, path: str | os.PathLike, *, entry: str = "predict", opset: int = 20, external: bool | None = None,
+             check: bool = True) -> None:
+        """Writes an entry point as an ONNX model, and compares it in onnxruntime with the program. Needs fnet[onnx].
+
+        Symbolic sizes stay symbolic, scans are Loops, and nodes have the names of their scopes.
+
+        Args:
+            path: the file, such as "digits.onnx".
+            entry: the name of the entry point.
+            opset: the version of ONNX's operators, at least 18.
+            external: whether the weights have a file of their own, path + ".data". Default: above 1.9 GB.
+            check: whether to run the model on small random inputs in onnxruntime and compare the outputs.
+
+        Raises:
+            NotImplementedError: an operation is not supported; the message names it and its path.
+            ValueError: the outputs in onnxruntime differ by more than 1e-5 of the largest element, or an argument is
+                not valid.
+        """
+        from fnet.export import _onnx
+
+        _onnx.save(self, path, entry=entry, opset=opset, external=external, check=check)
+
 
 def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Program:
     """A function and its parameters as a program that can be saved and run elsewhere.

@@ -1,0 +1,342 @@
+"""Writes programs as ONNX models, and compares them in onnxruntime with the program."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fnet import jaxpr
+from fnet.export import _onnx_elementwise, _onnx_products, _write
+from fnet.export._onnx_graph import Graph, evaluated
+
+OPSET, OLDEST = 20, 18
+LARGE = 1_900_000_000      # bytes of weights above which they have a file of their own; protobuf's limit is 2 GB
+TOLERANCE = 1e-5
+_DIRECT = {**_onnx_elementwise.OPERATIONS, **_onnx_products.OPERATIONS}
+_MISSING = "ONNX needs the packages {}: pip install 'fnet[onnx]'"
+
+
+class Unsupported(NotImplementedError):
+    """An operation that the ONNX exporter does not support; the message names it and its path."""
+
+
+def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset: int = OPSET,
+         external: bool | None = None, check: bool = True) -> None:
+    """Writes an entry point as an ONNX model; `Program.onnx` documents the arguments."""
+    try:
+        import onnx
+    except ImportError:
+        raise ImportError(_MISSING.format("onnx and onnxruntime")) from None
+    newest = onnx.defs.onnx_opset_version()
+    if not OLDEST <= opset <= newest:
+        raise ValueError(f"Program.onnx: opset={opset}: expected {OLDEST} to {newest}")
+    if entry not in program.entries:
+        raise ValueError(f"Program.onnx: there is no entry point {entry!r}; there are {', '.join(program.entries)}")
+    traced = program.entries[entry]
+    stable, constants = jaxpr.stable(traced.closed)
+    model = _Model(onnx, stable, opset)
+    names = [*(f"constant/{i}" for i in range(len(constants))), *traced.weights]
+    arrays = [*constants, *(np.asarray(program.weights[name]) for name in traced.weights)]
+    inputs, outputs = _names(traced.inputs), _names([("output", traced.output)])
+    proto = model.convert(names, arrays, inputs, outputs, entry)
+
+    path = Path(path)
+    total = sum(array.nbytes for array in arrays)
+    external = total > LARGE if external is None else external
+    options = dict(save_as_external_data=True, location=f"{path.name}.data") if external else {}
+    if external:
+        path.with_name(f"{path.name}.data").unlink(missing_ok=True)      # onnx appends to an old file
+    onnx.save_model(proto, path, **options)
+    onnx.checker.check_model(str(path))
+    if check:
+        compare(program, path, entry)
+
+
+def compare(program: Any, path: str | os.PathLike, entry: str = "predict", inputs: list | None = None) -> float:
+    """The largest difference of the model in onnxruntime from the program, relative to the largest element.
+
+    Raises:
+        ValueError: it is larger than 1e-5.
+    """
+    try:
+        import onnxruntime
+    except ImportError:
+        raise ImportError(_MISSING.format("onnxruntime") + ", or write the model with check=False") from None
+    traced = program.entries[entry]
+    if inputs is None:
+        description = {"inputs": traced.inputs, "constraints": traced.constraints}
+        inputs = _write._inputs(path, entry, description, None)
+        if inputs is None:
+            return 0.0
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    known = {value.name for value in session.get_inputs()}
+    feed = {name: np.asarray(x) for (name, _), x in zip(_names(traced.inputs), inputs) if name in known}
+    results = session.run(None, feed)
+    wanted = program.call(entry, *inputs)
+    worst = 0.0
+    for (name, _), got, want in zip(_names([("output", traced.output)]), results, wanted):
+        got, want = np.asarray(got, np.float64), np.asarray(want).astype(np.float64)
+        largest = max(np.abs(want[np.isfinite(want)]).max(initial=0.0), 1e-30)
+        apart = 0.0 if np.array_equal(got, want, equal_nan=True) else float(np.abs(got - want).max() / largest)
+        if not apart <= TOLERANCE:
+            raise ValueError(f"{path}: the output {name!r} differs in onnxruntime from the program by {apart:.1e} of "
+                             f"its largest element, more than {TOLERANCE:.0e}")
+        worst = max(worst, apart)
+    return worst
+
+
+def _names(trees: list) -> list[tuple[str, dict]]:
+    """[(name, leaf)] of trees with names: cache/keys for parts of trees."""
+    found: list = []
+
+    def collect(name, tree):
+        if tree is None:
+            return
+        if "dtype" in tree and "shape" in tree:
+            found.append((name, tree))
+            return
+        (kind, children), = tree.items()
+        for key, child in children.items() if kind == "dict" else enumerate(children):
+            collect(f"{name}/{key}", child)
+
+    for name, tree in trees:
+        collect(name, tree)
+    return found
+
+
+class _Model:
+    """The model that is being written.
+
+    Attributes:
+        weights: {name: array}, initializers that may be used; derived ones (transposed kernels) are added.
+        path: of the operation that is being converted, the prefix of the names of its nodes.
+    """
+
+    def __init__(self, onnx, stable, opset):
+        self.onnx, self.helper, self.stable, self.opset = onnx, onnx.helper, stable, opset
+        self.weights: dict[str, np.ndarray] = {}
+        self.path, self._used, self._constants = "", set(), {}
+        self._layouts: dict[tuple, str] = {}
+        self._sources: dict[str, tuple] = {}      # a weight in another layout -> (the weight, the node for it)
+
+    def unique(self, name: str) -> str:
+        base, number = name, 1
+        while name in self._used:
+            number += 1
+            name = f"{base}_{number}"
+        self._used.add(name)
+        return name
+
+    def kind(self, dtype) -> int:
+        if np.dtype(dtype).name == "bfloat16":
+            raise Unsupported(f"ONNX: {self.path or 'the program'!r} computes in bfloat16, which onnxruntime does not "
+                              "support on CPUs; export the float32 model")
+        return self.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+
+    def weight(self, array: np.ndarray, name: str) -> str:
+        self.weights.setdefault(name, array)
+        self._used.add(name)
+        return name
+
+    def derived(self, source: str, array: np.ndarray, kind: str, *inputs: str, **attributes: Any) -> str:
+        """A weight in another layout. It replaces the weight; if that is also used, a node computes it."""
+        key = source, kind, array.shape, str(attributes)
+        if key not in self._layouts:
+            name = self.unique(f"{source}:{kind.lower()}")
+            self.weights[name] = array
+            self._layouts[key] = name
+            node = self.helper.make_node(kind, [source, *inputs], [name], name=name, **attributes)
+            self._sources[name] = source, node
+        return self._layouts[key]
+
+    def _computed(self, used: set[str]) -> list:
+        """The nodes of the layouts whose weights are also used otherwise, so that these are stored once."""
+        nodes, roots = [], {}
+        for name in used & self._sources.keys():
+            root = name
+            while root in self._sources:
+                root = self._sources[root][0]
+            roots.setdefault(root, []).append(name)
+        for root, names in roots.items():
+            if root not in used and len(names) == 1:
+                continue
+            for name in sorted(names):
+                chain = []
+                while name in self._sources and name in self.weights:
+                    chain.append(self._sources[name][1])
+                    del self.weights[name]
+                    name = self._sources[name][0]
+                nodes += chain[::-1]
+        return nodes
+
+    def constant(self, array: np.ndarray) -> str:
+        key = str(array.dtype), array.shape, array.tobytes()
+        if key not in self._constants:
+            self.kind(array.dtype)
+            self._constants[key] = self.unique("constant")
+            self.weights[self._constants[key]] = array
+        return self._constants[key]
+
+    def value_info(self, name, dtype, shape=None):
+        sizes = None if shape is None else [n if isinstance(n, int) else re.sub(r"\s", "", n) for n in shape]
+        return self.helper.make_tensor_value_info(name, self.kind(dtype), sizes)
+
+    def type_of(self, i):
+        dtype, shape = self.stable["values"][i]
+        return np.dtype(dtype), shape
+
+    def convert(self, names, arrays, inputs, outputs, entry):
+        stable, graph = self.stable, _Graph(self)
+        values = stable["constants"] + stable["inputs"]
+        for i, name, array in zip(values, names, arrays):
+            graph.names[i] = self.weight(array, name)
+        for i, (name, leaf) in zip(values[len(names):], inputs):
+            graph.names[i] = self.unique(name)
+            for axis, n in enumerate(leaf["shape"]):
+                if isinstance(n, str) and n.isidentifier() and n not in graph.kept:
+                    self.path = "sizes"
+                    graph.kept[n] = graph.op("Shape", name, start=axis, end=axis + 1)
+        results = graph.body(graph, stable, None)
+        self.path = ""
+        wanted = [self.unique(name) for name, _ in outputs]
+        for name, result in zip(wanted, results):
+            graph.nodes.append(self.helper.make_node("Identity", [result], [name], name=name))
+        used = {name for node in _all_nodes(graph.nodes) for name in node.input}
+        graph.nodes[:0] = self._computed(used)
+        used |= {name for node in graph.nodes for name in node.input}
+        tensors = [self.onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+                   for name, array in self.weights.items() if name in used]
+        proto = self.helper.make_graph(
+            graph.nodes, entry, [self.value_info(name, leaf["dtype"], leaf["shape"]) for name, leaf in inputs],
+            [self.value_info(name, leaf["dtype"], leaf["shape"]) for name, (_, leaf) in zip(wanted, outputs)], tensors)
+        imports = [self.helper.make_opsetid("", self.opset)]
+        return self.helper.make_model(proto, opset_imports=imports, producer_name="fnet",
+                                      ir_version=self.helper.find_min_ir_version_for(imports))
+
+
+def _all_nodes(nodes):
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _all_nodes(attribute.g.node)
+
+
+class _Graph(Graph):
+    inputs: tuple = ()
+    outputs: tuple = ()
+
+    def inner(self) -> _Graph:
+        return _Graph(self.model, self)
+
+    def proto(self, name: str):
+        value = self.model.helper.make_empty_tensor_value_info
+        ins = [self.model.value_info(name, dtype, [] if shape == [] else None) if name.startswith(("iteration", "cond"))
+               else self.model.value_info(name, dtype, shape) for name, (dtype, shape) in self.inputs]
+        return self.model.helper.make_graph(self.nodes, self.model.unique(name), ins, [value(y) for y in self.outputs])
+
+    def body(self, graph, body, inputs) -> list[str]:
+        """Converts a body into `graph`; returns the names of its outputs."""
+        if inputs is not None:
+            # A body may be converted twice (the test of a while loop): its values get new names in this graph.
+            graph.names.update(zip(body["inputs"], inputs))
+        for operation, ins, outs, options, path in body["equations"]:
+            self.model.path = path
+            equation = Equation(graph, operation, ins, outs, options)
+            try:
+                results = equation.convert()
+            except (NotImplementedError, KeyError) as error:
+                if isinstance(error, Unsupported):
+                    raise
+                why = "" if isinstance(error, KeyError) else f" ({error})"
+                raise Unsupported(f"ONNX: the operation {operation!r} at {path or 'the top level'!r} is not "
+                                  f"supported{why}; write this part of the model with other operations") from error
+            for i, name in zip(outs, results or ()):
+                graph.names[i] = name
+                graph.loose.pop(i, None)
+        return [self._value(graph, a) for a in body["outputs"]]
+
+    def _value(self, graph, a):
+        return Equation(graph, "", [a], [], {}).x(0)
+
+
+class Equation:
+    """One operation while it is converted.
+
+    Attributes:
+        g: the graph. options: of the operation.
+        in_types, out_types: [(dtype, shape)]; dtype and shape are those of the first output.
+    """
+
+    def __init__(self, graph, operation, ins, outs, options):
+        self.g, self.model, self.operation, self.ins, self.outs = graph, graph.model, operation, ins, outs
+        self.options = options
+        self.in_types = [(np.dtype(a[0]), []) if isinstance(a, list) else self.model.type_of(a) for a in ins]
+        self.out_types = [self.model.type_of(i) for i in outs]
+        self.dtype, self.shape = self.out_types[0] if outs else (None, None)
+
+    def convert(self) -> list[str] | None:
+        if self.operation not in _onnx_elementwise.ELEMENTWISE:
+            return _DIRECT[self.operation](self)
+        function = _onnx_elementwise.ELEMENTWISE[self.operation]
+        parts = [self.loose(i) for i in range(len(self.ins))]
+        full = any(narrow == shape for (_, narrow), (_, shape) in zip(parts, self.in_types) if shape == self.shape)
+        name = function(self, *(name for name, _ in parts))
+        if full or not self.shape:
+            return [name]
+        narrow = [max((p[axis - len(self.shape)] for _, p in parts if len(p) >= len(self.shape) - axis),
+                      key=lambda n: n != 1, default=1) for axis in range(len(self.shape))]
+        if narrow == self.shape:
+            return [name]
+        self.loosely(0, name, narrow)
+        return None
+
+    def x(self, i: int) -> str:
+        """The name of the i-th input."""
+        a = self.ins[i]
+        if isinstance(a, list):
+            number = float(a[1]) if isinstance(a[1], str) else a[1]
+            return self.g.constant(number, np.dtype(a[0]))
+        graph = self.g
+        while graph is not None:
+            if a in graph.names:
+                return graph.names[a]
+            if a in graph.loose:
+                name, _ = graph.loose[a]
+                self.g.names[a] = self.g.expand(name, self.in_types[i][1])
+                return self.g.names[a]
+            graph = graph.parent
+        raise KeyError(a)
+
+    def loose(self, i: int) -> tuple[str, list]:
+        """(name, shape) of the i-th input before it was broadcast to its shape, if it was."""
+        a, graph = self.ins[i], self.g
+        while graph is not None and not isinstance(a, list) and a not in graph.names:
+            if a in graph.loose:
+                return graph.loose[a]
+            graph = graph.parent
+        return self.x(i), self.in_types[i][1]
+
+    def loosely(self, i: int, name: str, narrow: list) -> None:
+        """Sets the i-th output to a value that broadcasts to its shape."""
+        self.g.names.pop(self.outs[i], None)
+        self.g.loose[self.outs[i]] = name, narrow
+
+    def number(self, x: Any) -> str:
+        """A number in the dtype of the first output."""
+        return self.g.constant(float(x) if isinstance(x, str) else x, self.dtype)
+
+    def body(self, graph, body, inputs) -> list[str]:
+        path = self.model.path
+        results = self.g.body(graph, body, inputs)
+        self.model.path = path
+        return results
+
+
+__all__ = ["Equation", "Unsupported", "compare", "evaluated", "save"]

@@ -1,0 +1,190 @@
+"""A graph of ONNX that is being written: nodes, initializers, shapes with symbolic sizes."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import numpy as np
+
+from fnet.export import _sizes
+
+INT64 = np.dtype(np.int64)
+
+
+class Graph:
+    """One graph: the model's, or the body of a loop or branch, which also sees the names of the graphs around it.
+
+    Attributes:
+        nodes: the nodes in order. names: of values, by the value's number in the stable form.
+        types: {name: (dtype, shape)}, as far as known; sizes are integers or expressions.
+    """
+
+    def __init__(self, model: Any, parent: Graph | None = None):
+        self.model, self.parent = model, parent
+        self.nodes: list = []
+        self.names: dict[int, str] = {}
+        self.loose: dict[str, str] = {}      # an expanded value -> the value before it is expanded to its shape
+        self.kept: dict[Any, str] = {}       # values that are computed once
+
+    def look(self, table: str, key: Any) -> Any:
+        """An entry of this graph's table, or of those around it."""
+        graph: Graph | None = self
+        while graph is not None:
+            if key in (entries := getattr(graph, table)):
+                return entries[key]
+            graph = graph.parent
+        return None
+
+    def op(self, kind: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
+        """Adds a node; returns the name of its output, or a list of names."""
+        name = self.model.unique(f"{self.model.path}/{kind}" if self.model.path else kind)
+        names = [name if outputs == 1 else f"{name}.{i}" for i in range(outputs)]
+        self.nodes.append(self.model.helper.make_node(kind, list(inputs), names, name=name, **attributes))
+        return names[0] if outputs == 1 else names
+
+    def constant(self, array: Any, dtype: Any = None) -> str:
+        return self.model.constant(np.asarray(array, dtype))
+
+    def integers(self, *numbers: int) -> str:
+        """A vector of integers, such as axes."""
+        return self.constant(list(numbers), INT64)
+
+    # Sizes.
+
+    def size(self, n: int | str) -> str:
+        """A size as a vector of one integer."""
+        if isinstance(n, int):
+            return self.integers(n)
+        name = self.look("kept", n)
+        if name is None:
+            name = self.kept[n] = self._computed(ast.parse(n.replace("^", "**"), mode="eval").body)
+        return name
+
+    def _computed(self, node) -> str:
+        if isinstance(node, ast.Constant):
+            return self.integers(node.value)
+        if isinstance(node, ast.Name):
+            name = self.look("kept", node.id)
+            if name is None:
+                raise NotImplementedError(f"the size variable {node.id!r} is not the size of any axis of an input")
+            return name
+        if isinstance(node, ast.UnaryOp):
+            return self.op("Neg", self._computed(node.operand))
+        if isinstance(node, ast.BinOp):
+            kinds = {ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul", ast.Pow: "Pow"}
+            left, right = self._computed(node.left), self._computed(node.right)
+            if type(node.op) in kinds:
+                return self.op(kinds[type(node.op)], left, right)
+            return self._divided(left, right) if isinstance(node.op, ast.FloorDiv) else self.op("Mod", left, right)
+        function, parts = node.func.id, [self._computed(part) for part in node.args]
+        if function in ("max", "min"):
+            return self.op(function.capitalize(), *parts)
+        return self._divided(*parts) if function == "floordiv" else self.op("Mod", *parts)
+
+    def _divided(self, x, y) -> str:
+        """ONNX's division of integers rounds towards zero."""
+        return self.op("Div", self.op("Sub", x, self.op("Mod", x, y)), y)
+
+    def shape(self, shape: list) -> str:
+        """A shape as a vector of integers."""
+        if all(isinstance(n, int) for n in shape):
+            return self.integers(*shape)
+        key = tuple(shape)
+        name = self.look("kept", key)
+        if name is None:
+            name = self.kept[key] = self.op("Concat", *map(self.size, shape), axis=0) if len(shape) > 1 else self.size(
+                shape[0])
+        return name
+
+    # Common operations.
+
+    def reshape(self, x: str, old: list, new: list) -> str:
+        """x of shape `old` in the shape `new`."""
+        if old == new:
+            return x
+        array = self.model.weights.get(x)
+        if array is not None and all(isinstance(n, int) for n in new):
+            return self.model.derived(x, array.reshape(new), "Reshape", self.integers(*new))
+        symbolic = [i for i, n in enumerate(new) if not isinstance(n, int)]
+        same = [i for i in symbolic if i < len(old) and old[i] == new[i]]      # 0: the size of the same axis
+        target = [0 if i in same else n for i, n in enumerate(new)]
+        rest = [i for i in symbolic if i not in same]
+        if len(rest) <= 1 and 0 not in new and 0 not in old:
+            for i in rest:
+                target[i] = -1
+            return self.op("Reshape", x, self.integers(*target))
+        return self.op("Reshape", x, self.shape(new), allowzero=int(0 in new))
+
+    def transpose(self, x: str, order: list[int]) -> str:
+        if order == list(range(len(order))):
+            return x
+        array = self.model.weights.get(x)
+        if array is not None:
+            return self.model.derived(x, array.transpose(order), "Transpose", perm=order)
+        return self.op("Transpose", x, perm=order)
+
+    def cast(self, x: str, dtype: Any) -> str:
+        return self.op("Cast", x, to=self.model.kind(dtype))
+
+    def expand(self, x: str, shape: list) -> str:
+        return self.op("Expand", x, self.shape(shape))
+
+    def unsqueeze(self, x: str, *axes: int) -> str:
+        return self.op("Unsqueeze", x, self.integers(*axes))
+
+    def slice(self, x: str, start: int | str, stop: int | str, axis: int, step: int = 1) -> str:
+        """x[start:stop:step] along one axis."""
+        return self.op("Slice", x, self.size(start), self.size(stop), self.integers(axis), self.integers(step))
+
+    def dilate(self, x: str, shape: list, axis: int, step: int, zero: str) -> tuple[str, list]:
+        """(x with step - 1 zeros between the elements of an axis, its shape)."""
+        if step == 1:
+            return x, shape
+        n = shape[axis]
+        wide = [*shape[:axis + 1], 1, *shape[axis + 1:]]
+        pads = [0] * (2 * len(wide))
+        pads[len(wide) + axis + 1] = step - 1
+        y = self.op("Pad", self.reshape(x, shape, wide), self.integers(*pads), zero)
+        wide[axis + 1] = step
+        full = [*shape[:axis], scaled(n, step), *shape[axis + 1:]]
+        y = self.op("Reshape", y, self.shape(full))
+        shape = [*shape[:axis], added(scaled(n, step), 1 - step), *shape[axis + 1:]]
+        return self.slice(y, 0, -(step - 1), axis), shape
+
+    def pad(self, x: str, shape: list, padding: list, value: str) -> tuple[str, list]:
+        """(x with [low, high, interior] padding on each axis, its shape)."""
+        for axis, (_, _, interior) in enumerate(padding):
+            x, shape = self.dilate(x, shape, axis, interior + 1, value)
+        lows, highs = [low for low, _, _ in padding], [high for _, high, _ in padding]
+        if all(n == 0 for n in (*lows, *highs)):
+            return x, shape
+        shape = [added(added(n, low), high) for n, low, high in zip(shape, lows, highs)]
+        return self.op("Pad", x, self.shape([*lows, *highs]), value), shape
+
+
+def scaled(n: int | str, factor: int) -> int | str:
+    return n * factor if isinstance(n, int) else f"({n})*{factor}"
+
+
+def added(n: int | str, m: int | str) -> int | str:
+    if isinstance(n, int) and isinstance(m, int):
+        return n + m
+    return n if m == 0 else m if n == 0 else f"({n}) + ({m})"
+
+
+def product(sizes: list) -> int | str:
+    """The product of sizes, as an integer or an expression."""
+    numbers = [n for n in sizes if isinstance(n, int)]
+    words = [f"({n})" for n in sizes if not isinstance(n, int)]
+    number = int(np.prod(numbers, dtype=np.int64))
+    return number if not words else "*".join([*([str(number)] if number != 1 else []), *words])
+
+
+def same(n: int | str, m: int | str) -> bool:
+    """Whether two sizes are certainly equal."""
+    return n == m or (not isinstance(n, int) and str(n).replace(" ", "") == str(m).replace(" ", ""))
+
+
+def evaluated(shape: list, sizes: dict) -> tuple[int, ...]:
+    return tuple(_sizes.size(n, sizes) for n in shape)

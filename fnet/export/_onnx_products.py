@@ -1,0 +1,313 @@
+"""Matrix products, convolutions, windows, gathers, scatters, loops and branches in ONNX."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+
+from fnet.export._onnx_graph import INT64, added, product, same, scaled
+
+
+def dot(e):
+    (x_type, xs), (y_type, ys) = e.in_types
+    (cx, cy), (bx, by) = e.options["contract"], e.options["batch"]
+    x, y = e.x(0), e.x(1)
+    fx, fy = ([i for i in range(len(s)) if i not in (*c, *b)] for s, c, b in ((xs, cx, bx), (ys, cy, by)))
+    x = e.g.transpose(x, [*bx, *fx, *cx])
+    y = e.g.transpose(y, [*by, *cy, *fy])
+    of = lambda shape, axes: [shape[i] for i in axes]
+    batch = of(xs, bx)
+    # MatMul broadcasts over leading axes, so without batch axes the left operand keeps its free axes.
+    keep = not bx and len(cx) == 1 and len(fx) >= 1
+    left = of(xs, fx) if keep else [*batch, product(of(xs, fx))]
+    x = e.g.reshape(x, [*batch, *of(xs, fx), *of(xs, cx)], [*left, product(of(xs, cx))])
+    y = e.g.reshape(y, [*batch, *of(ys, cy), *of(ys, fy)], [*batch, product(of(ys, cy)), product(of(ys, fy))])
+    if x_type in (np.int8, np.uint8) and y_type in (np.int8, np.uint8) and e.dtype == np.int32:
+        z = e.g.op("MatMulInteger", x, y)
+    else:
+        compute = np.dtype(np.float32) if e.dtype.kind in "fV" and e.dtype.itemsize < 4 else e.dtype
+        x, y = (a if t == compute else e.g.cast(a, compute) for a, t in ((x, x_type), (y, y_type)))
+        z = e.g.op("MatMul", x, y)
+        z = z if compute == e.dtype else e.g.cast(z, e.dtype)
+    return [e.g.reshape(z, [*left, product(of(ys, fy))], e.shape)]
+
+
+def convolution(e):
+    options, rank = e.options, len(e.shape) - 2
+    if options["batch_groups"] != 1:
+        raise NotImplementedError("a convolution with groups of the batch, as in gradients of grouped convolutions")
+    x = e.g.transpose(e.x(0), options["input"])                              # [b, i, *space]
+    shape = [e.in_types[0][1][i] for i in options["input"]]
+    kernel = e.g.transpose(e.x(1), options["kernel"])                        # [o, i, *window]
+    window = [e.in_types[1][1][i] for i in options["kernel"]][2:]
+    padding = options["padding"]
+    dynamic = any(not isinstance(n, int) or n < 0 for pair in padding for n in pair)
+    if dynamic or any(d != 1 for d in options["input_dilation"]):
+        spaced = [[low, high, d - 1] for (low, high), d in zip(padding, options["input_dilation"])]
+        x, shape = e.g.pad(x, shape, [[0, 0, 0], [0, 0, 0], *spaced], e.number(0))
+        padding = [[0, 0]] * rank
+    pads = [low for low, _ in padding] + [high for _, high in padding]
+    known = {"kernel_shape": window} if all(isinstance(n, int) for n in window) else {}
+    y = e.g.op("Conv", x, kernel, strides=options["strides"], pads=pads, dilations=options["dilation"],
+               group=options["groups"], **known)
+    return [e.g.transpose(y, list(map(int, np.argsort(options["output"]))))]
+
+
+def _windows(e, x, start, kind: str, **attributes):
+    """A pooling operation. ONNX pools [batch, channels, *space]: axes with windows of 1 are moved to the front."""
+    options, shape = e.options, e.in_types[0][1]
+    padding = options["padding"]
+    dynamic = any(not isinstance(n, int) or n < 0 for pair in padding for n in pair)
+    if dynamic or any(d != 1 for d in options["input_dilation"]):
+        spaced = [[low, high, d - 1] for (low, high), d in zip(padding, options["input_dilation"])]
+        x, shape = e.g.pad(x, shape, spaced, e.number(start))
+        padding = [[0, 0]] * len(shape)
+    space = [i for i in range(len(shape)) if options["window"][i] != 1 or options["strides"][i] != 1
+             or padding[i] != [0, 0]]
+    if not 1 <= len(space) <= 3:
+        raise NotImplementedError(f"a window over {len(space)} axes; ONNX pools over 1 to 3")
+    rest = [i for i in range(len(shape)) if i not in space]
+    order = [*rest, *space]
+    moved = [shape[i] for i in order]
+    flat = moved if len(rest) == 2 else [product([shape[i] for i in rest]), 1, *(shape[i] for i in space)]
+    x = e.g.reshape(e.g.transpose(x, order), moved, flat)
+    pick = lambda values: [values[i] for i in space]
+    pads = [low for low, _ in pick(padding)] + [high for _, high in pick(padding)]
+    y = e.g.op(kind, x, kernel_shape=pick(options["window"]), strides=pick(options["strides"]), pads=pads,
+               dilations=pick(options["dilation"]), **attributes)
+    result = [e.shape[i] for i in order]
+    after = result if len(rest) == 2 else [flat[0], 1, *(e.shape[i] for i in space)]
+    return e.g.transpose(e.g.reshape(y, after, result), list(map(int, np.argsort(order))))
+
+
+def window_max(e):
+    return [_windows(e, e.x(0), -np.inf, "MaxPool")]
+
+
+def window_min(e):
+    return [e.g.op("Neg", _windows(e, e.g.op("Neg", e.x(0)), -np.inf, "MaxPool"))]
+
+
+def window_sum(e):
+    mean = _windows(e, e.x(0), 0, "AveragePool", count_include_pad=1)
+    return [e.g.op("Mul", mean, e.number(int(np.prod(e.options["window"]))))]
+
+
+def window_select_add(e):
+    """The gradient of a max-pooling: each element of the source is added to the first largest element of its window."""
+    options = e.options
+    (_, out), (_, shape) = e.in_types[0], e.in_types[1]
+    source, zero = e.x(0), e.number(0)
+    sign = 1 if options["largest"] else -1
+    x = e.x(1) if sign == 1 else e.g.op("Neg", e.x(1))
+    spaced = [[low, high, 0] for low, high in options["padding"]]
+    x, wide = e.g.pad(x, shape, spaced, e.number(-np.inf))
+    taps = []
+    for at in itertools.product(*map(range, options["window"])):
+        tap = x
+        for axis, (i, s, n) in enumerate(zip(at, options["strides"], out)):
+            if options["window"][axis] > 1 or s > 1:
+                tap = e.g.slice(tap, i, added(scaled(n, s), i - s + 1), axis, s)
+        taps.append((at, tap))
+    largest = taps[0][1]
+    for _, tap in taps[1:]:
+        largest = e.g.op("Max", largest, tap)
+    total, taken = None, None
+    for at, tap in taps:
+        chosen = e.g.op("Equal", tap, largest)
+        if taken is not None:
+            chosen, taken = e.g.op("And", chosen, e.g.op("Not", taken)), e.g.op("Or", taken, chosen)
+        else:
+            taken = chosen
+        part, size = e.g.op("Where", chosen, source, zero), out
+        for axis, s in enumerate(options["strides"]):
+            part, size = e.g.dilate(part, size, axis, s, zero)
+        rest = [added(n, f"-({m}) - {i}") if not isinstance(n, int) or not isinstance(m, int) else n - m - i
+                for n, m, i in zip(wide, size, at)]
+        part, _ = e.g.pad(part, size, [[i, n, 0] for i, n in zip(at, rest)], zero)
+        total = part if total is None else e.g.op("Add", total, part)
+    for axis, ((low, high), n) in enumerate(zip(options["padding"], wide)):
+        if low != 0 or high != 0:
+            stop = n - high if isinstance(n, int) and isinstance(high, int) else f"({n}) - ({high})"
+            total = e.g.slice(total, low, stop, axis)
+    return [total]
+
+
+def _indices(e, shape, sizes, dropped):
+    """(indices [*batch, *windows, k] of elements or rows, which are inside, the axes that they index, the axes whose
+    windows are not the whole axis). `sizes` are those of the windows."""
+    options, indices = e.options, e.x(1)
+    (_, index_shape), batch = e.in_types[1], len(e.in_types[1][1]) - 1
+    windows = [a for a in range(len(shape)) if a not in dropped and a not in options["batch"]
+               and not same(sizes[a], shape[a]) and sizes[a] != 1]
+    flat, parts, inside = batch + len(windows), [], None
+    axes = sorted({*options["batch"], *windows, *(a for a in options["indexed"] if not same(sizes[a], shape[a])
+                                                  or sizes[a] == 1)})
+    where = [*index_shape[:-1], *(sizes[a] for a in windows)]
+    for a in axes:
+        if a in options["indexed"]:
+            start = e.g.op("Gather", indices, e.g.constant(options["indexed"].index(a), INT64), axis=-1)
+            start = e.g.cast(start, INT64)
+            last = e.g.op("Sub", e.g.size(shape[a]), e.g.size(sizes[a]))
+            ok = e.g.op("And", e.g.op("GreaterOrEqual", start, e.g.integers(0)),
+                        e.g.op("LessOrEqual", start, last))
+            inside = ok if inside is None else e.g.op("And", inside, ok)
+            start = e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))
+            start = e.g.unsqueeze(start, *range(batch, flat)) if windows else start
+        elif a in options["batch"]:
+            along = options["index_batch"][options["batch"].index(a)]
+            start = _range(e, shape[a], along, flat)
+        else:
+            start = e.g.integers(0)
+        if a in windows:
+            start = e.g.op("Add", start, _range(e, sizes[a], batch + windows.index(a), flat))
+        parts.append(e.g.unsqueeze(e.g.expand(start, where) if where else e.g.op("Squeeze", start), len(where)))
+    if inside is not None and not batch:
+        inside = e.g.op("Squeeze", inside)
+    if inside is not None and windows:
+        inside = e.g.unsqueeze(inside, *range(batch, flat))
+    return e.g.op("Concat", *parts, axis=-1) if len(parts) > 1 else parts[0], inside, axes, windows
+
+
+def _range(e, n, axis, rank):
+    """0, 1, ..., n - 1 along one of `rank` axes."""
+    numbers = (e.g.constant(np.arange(n), INT64) if isinstance(n, int) else
+               e.g.op("Range", e.g.constant(0, INT64), e.g.op("Squeeze", e.g.size(n)), e.g.constant(1, INT64)))
+    return e.g.reshape(numbers, [n], [n if i == axis else 1 for i in range(rank)])
+
+
+def gather(e):
+    options, (_, shape) = e.options, e.in_types[0]
+    sizes, offset = options["sizes"], options["offset"]
+    batch = e.in_types[1][1][:-1]
+    indexed = options["indexed"]
+    x = e.x(0)
+    if len(indexed) == 1 and options["collapsed"] == indexed and not options["batch"] and all(
+            same(sizes[a], n) for a, n in enumerate(shape) if a != indexed[0]):
+        axis = indexed[0]      # rows of one axis, such as embeddings
+        last = e.g.op("Sub", e.g.size(shape[axis]), e.g.integers(1))
+        index = e.g.cast(e.g.reshape(e.x(1), e.in_types[1][1], batch), INT64)
+        inside = e.g.op("And", e.g.op("GreaterOrEqual", index, e.g.integers(0)), e.g.op("LessOrEqual", index, last))
+        index = e.g.reshape(e.g.op("Max", e.g.op("Min", index, last), e.g.integers(0)), [1], []) if not batch else (
+            e.g.op("Max", e.g.op("Min", index, last), e.g.integers(0)))
+        y, windows = e.g.op("Gather", x, index, axis=axis), []
+        rest = [a for a in range(len(shape)) if a != axis]
+        order = [*rest[:axis], *(("b", i) for i in range(len(batch))), *rest[axis:]]
+    else:
+        indices, inside, axes, windows = _indices(e, shape, sizes, options["collapsed"])
+        rest = [a for a in range(len(shape)) if a not in axes]
+        y = e.g.op("GatherND", e.g.transpose(x, [*axes, *rest]), indices)
+        order = [*(("b", i) for i in range(len(batch))), *windows, *rest]
+    kept = [a for a in range(len(shape)) if a not in options["collapsed"] and a not in options["batch"]]
+    free, wanted = iter(range(len(batch))), []
+    for i in range(len(e.shape)):
+        wanted.append(kept[offset.index(i)] if i in offset else ("b", next(free)))
+    present = [a for a in wanted if a in order]      # the others are indexed windows of size 1
+    if options["fill"] is not None and inside is not None:
+        mask = order[0] if order else None
+        place = [order.index(("b", i)) for i in range(len(batch))]
+        count = len(order)
+        mask = e.g.reshape(inside, [*batch, *[1] * len(windows)], [batch[place.index(i)] if i in place else 1
+                                                                   for i in range(count)]) if batch else inside
+        y = e.g.op("Where", mask, y, e.number(options["fill"])) if e.dtype != bool else y
+    y = e.g.transpose(y, [order.index(a) for a in present])
+    sizes_of = {a: sizes[a] for a in kept} | {("b", i): n for i, n in enumerate(batch)}
+    return [e.g.reshape(y, [sizes_of[a] for a in present], e.shape)]
+
+
+def scatter(e):
+    options, (_, shape), (_, update_shape) = e.options, e.in_types[0], e.in_types[2]
+    kept = [a for a in range(len(shape)) if a not in options["inserted"] and a not in options["batch"]]
+    sizes = [1] * len(shape)
+    for a, at in zip(kept, options["window"]):
+        sizes[a] = update_shape[at]
+    indices, inside, axes, windows = _indices(e, shape, sizes, options["inserted"])
+    rest = [a for a in range(len(shape)) if a not in axes]
+    at = dict(zip(kept, options["window"]))
+    batch = [i for i in range(len(update_shape)) if i not in options["window"]]
+    ones = [a for a in kept if a not in windows and a not in rest]
+    order = [*batch, *(at[a] for a in windows), *(at[a] for a in rest), *(at[a] for a in ones)]
+    moved = [update_shape[i] for i in order]
+    updates = e.g.reshape(e.g.transpose(e.x(2), order), moved, moved[:len(moved) - len(ones)])
+    x = e.g.transpose(e.x(0), [*axes, *rest])
+    if inside is not None and not options["clip"]:
+        neutral = {"add": 0, "mul": 1}.get(options["kind"])
+        other = e.number(neutral) if neutral is not None else e.g.op("GatherND", x, indices)
+        mask = e.g.unsqueeze(inside, *range(len(batch) + len(windows), len(order) - len(ones))) if rest else inside
+        updates = e.g.op("Where", mask, updates, other)
+    kind = {"replace": "none"}.get(options["kind"], options["kind"])
+    y = e.g.op("ScatterND", x, indices, updates, reduction=kind)
+    return [e.g.transpose(y, list(map(int, np.argsort([*axes, *rest]))))]
+
+
+def scan(e):
+    options = e.options
+    a, b = options["consts"], options["consts"] + options["carry"]
+    length, reverse = options["length"], options["reverse"]
+    names = [e.x(i) for i in range(len(e.ins))]
+    graph = e.g.inner()
+    index, test = e.model.unique("iteration"), e.model.unique("condition")
+    carries = [e.model.unique("carry") for _ in range(a, b)]
+    graph.inputs = [(index, (INT64, [])), (test, (np.dtype(bool), [])), *zip(carries, e.in_types[a:b])]
+    at = index
+    if reverse:
+        at = graph.op("Sub", graph.op("Squeeze", graph.op("Sub", e.g.size(length), e.g.integers(1))), index)
+    slices = [graph.op("Gather", x, at, axis=0) for x in names[b:]]
+    outputs = e.body(graph, options["body"], [*names[:a], *carries, *slices])
+    graph.outputs = [graph.op("Identity", test), *(graph.op("Identity", y) for y in outputs)]
+    trips = e.g.op("Squeeze", e.g.size(length))
+    count = len(e.out_types)
+    results = e.g.op("Loop", trips, "", *names[a:b], outputs=count, body=graph.proto("scan"))
+    results = [results] if count == 1 else results
+    carried, stacked = results[:b - a], results[b - a:]
+    if reverse:
+        lowest = np.iinfo(np.int64).min
+        stacked = [e.g.op("Slice", y, e.g.integers(-1), e.g.integers(lowest), e.g.integers(0), e.g.integers(-1))
+                   for y in stacked]
+    return [*carried, *stacked]
+
+
+def while_loop(e):
+    options = e.options
+    a, b = options["test_consts"], options["test_consts"] + options["body_consts"]
+    names = [e.x(i) for i in range(len(e.ins))]
+    start, = e.body(e.g, options["test"], [*names[:a], *names[b:]])
+    graph = e.g.inner()
+    index, test = e.model.unique("iteration"), e.model.unique("condition")
+    carries = [e.model.unique("carry") for _ in names[b:]]
+    graph.inputs = [(index, (INT64, [])), (test, (np.dtype(bool), [])), *zip(carries, e.in_types[b:])]
+    outputs = e.body(graph, options["body"], [*names[a:b], *carries])
+    again, = e.body(graph, options["test"], [*names[:a], *outputs])
+    graph.outputs = [graph.op("Identity", y) for y in (again, *outputs)]
+    count = len(e.out_types)
+    results = e.g.op("Loop", "", start, *names[b:], outputs=count, body=graph.proto("while"))
+    return [results] if count == 1 else results
+
+
+def cond(e):
+    branches = e.options["branches"]
+    names = [e.x(i) for i in range(1, len(e.ins))]
+    index = e.x(0)
+
+    def chosen(graph, i):
+        """The outputs of branch i, or of a later one."""
+        if i == len(branches) - 1:
+            return e.body(graph, branches[i], names)
+        first, rest = graph.inner(), graph.inner()
+        first.outputs = [first.op("Identity", y) for y in e.body(first, branches[i], names)]
+        rest.outputs = [rest.op("Identity", y) for y in chosen(rest, i + 1)]
+        test = graph.op("LessOrEqual", graph.cast(index, INT64), graph.constant(i, INT64))
+        count = len(e.out_types)
+        results = graph.op("If", test, outputs=count, then_branch=first.proto("then"), else_branch=rest.proto("else"))
+        return [results] if count == 1 else results
+
+    return chosen(e.g, 0)
+
+
+OPERATIONS: dict[str, Callable] = {
+    "dot": dot, "convolution": convolution, "window_max": window_max, "window_min": window_min,
+    "window_sum": window_sum, "window_select_add": window_select_add, "gather": gather, "scatter": scatter,
+    "scan": scan, "while": while_loop, "cond": cond,
+}
