@@ -26,8 +26,8 @@ import numpy as np
 import optax
 from absl import flags
 
+from fnet import export, models
 from fnet import hardware as hw
-from fnet import models
 from fnet import training as tr
 from fnet import transforms as ft
 
@@ -165,7 +165,9 @@ def train(config, workdir, policy, **fit_options):
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} images")
 
     every = max(math.ceil(steps / 20), 10)
-    common.start(workdir, "curves.png", "confusion.png")
+    common.start(workdir, "curves.png", "confusion.png", "model.json")
+    export.record(workdir, model, labels=data.classes, standardize={"mean": mean, "std": std},
+                  x=export.spec(f"b, {height}, {width}, {channels}"))
     began = time.perf_counter()
     state = tr.fit(
         step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate,
@@ -185,6 +187,7 @@ def train(config, workdir, policy, **fit_options):
         values["confusion"], data.classes, workdir / "confusion.png", title=title
     )
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png")
+    print(f"export the model: fnet export {workdir} --to=bundle,onnx")
     return values
 
 

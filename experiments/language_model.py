@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from fnet import export, models
 from fnet import hardware as hw
-from fnet import models
 from fnet import training as tr
 from fnet import transforms as ft
 from fnet.models import pretrained
@@ -180,7 +180,9 @@ def train(config, workdir, policy, **fit_options):
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} x {config.context} tokens")
 
     every = max(math.ceil(steps / 20), 10)
-    common.start(workdir, "model.safetensors", "characters.json", "curves.png", "sample.txt")
+    common.start(workdir, "model.safetensors", "model.json", "characters.json", "curves.png", "sample.txt")
+    where = () if config.model == "lstm" else f"t <= {config.context}"
+    export.record(workdir, model, tokens=export.spec("b, t", "int32", where=where))
     if isinstance(words, models.CharTokenizer):
         words.write(workdir / "characters.json")      # before any weights that need it
     began = time.perf_counter()
@@ -266,6 +268,7 @@ def main(argv):
     print(text)
     weights = ", model.safetensors" if (workdir / "model.safetensors").exists() else ""
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, sample.txt{weights}")
+    print(f"export the model: fnet export {workdir} --to=bundle,onnx")
     print(f"validation loss {loss:.4f}")
 
 

@@ -4,6 +4,7 @@
     fnet chips              the catalog of chips
     fnet chips "TPU v5e"    one chip: computed and published peaks, prices, FLOP per dollar, power, sources
     fnet chips --plot FILE  FLOP per dollar and per watt over the years
+    fnet export runs/digits --to=bundle,onnx         the trained model of a run as files that run elsewhere
     fnet bundle show FILE   an exported model; also check and renew
     fnet plan module:function --devices v5e:16x16    shardings, transfers, memory and cost of a training step
     fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    a training step on several chips, side by side
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from fnet import _cli_bundle, _cli_compare, _cli_plan
+from fnet import _cli_bundle, _cli_compare, _cli_export, _cli_plan
 from fnet.hardware._chip import Chip, si
 
 _WIDTH = 100      # columns of output to a pipe or a file
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chips.add_argument("--plot", metavar="FILE", help="draw FLOP per dollar and per watt over the years: PNG, SVG, PDF")
     _cli_plan.define(commands)
     _cli_bundle.define(commands)
+    _cli_export.define(commands)
     _cli_compare.define(commands)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:      # closed, as in fnet chips >&-
@@ -84,6 +86,8 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         return _cli_plan.run(args)
     if args.command == "bundle":
         return _cli_bundle.run(args)
+    if args.command == "export":
+        return _cli_export.run(args)
     if args.command == "compare":
         return _cli_compare.run(args)
     parser.print_help()

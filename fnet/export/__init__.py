@@ -9,6 +9,8 @@ from fnet.export._loaded import Bundle, load
 from fnet.export._program import Program, program
 from fnet.export._reader import BundleError
 from fnet.export._rebuild import renew
+from fnet.export._record import read_record, record
 from fnet.export._spec import Spec, spec, spec_of
 
-__all__ = ["Bundle", "BundleError", "Program", "Spec", "load", "program", "renew", "spec", "spec_of"]
+__all__ = ["Bundle", "BundleError", "Program", "Spec", "load", "program", "read_record", "record", "renew",
+           "spec", "spec_of"]

@@ -1,0 +1,65 @@
+"""`fnet export RUN --to=bundle,onnx`: the trained model of a run as files that run elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+_FORMATS = {"bundle": "model.fnet", "onnx": "model.onnx"}
+
+
+def define(commands: Any) -> None:
+    """Adds the command."""
+    export = commands.add_parser("export", help="export the trained model of a run",
+                                 description="Exports the model of a run's folder, which contains model.json "
+                                 "(export.record). onnx needs the packages of fnet[onnx].")
+    export.add_argument("run", help="the run's folder, such as runs/digits")
+    export.add_argument("--to", default="bundle", help=f"formats, separated by commas: {', '.join(_FORMATS)}")
+    export.add_argument("--which", default="last", help="last (default), best, or the number of a step")
+    export.add_argument("--output", help="the folder of the files (default: the run's folder)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+        ValueError: a format is unknown, or the folder is not that of a run.
+    """
+    from fnet import export
+    from fnet import training as tr
+
+    formats = [name.strip() for name in args.to.split(",")]
+    unknown = [name for name in formats if name not in _FORMATS]
+    if unknown:
+        raise ValueError(f"--to={args.to}: {unknown[0]!r} is not a format; expected {', '.join(_FORMATS)}")
+    which = int(args.which) if args.which.isdigit() else args.which
+    found = export.read_record(args.run)
+    snapshot = tr.load(args.run, which=which)
+    program = export.program(found.model, snapshot.averaged, snapshot.state or None, **found.inputs)
+    if found.standardize:
+        image, = found.inputs.values()
+        program = program.entry("preprocess", _standard(**found.standardize),
+                                image=export.spec(image.shape, "uint8", where=image.where))
+    folder, characters = Path(args.output or args.run), Path(args.run) / "characters.json"
+    about = {"run": Path(args.run).name, "step": snapshot.step, "metrics": snapshot.metrics}
+    for name in formats:
+        path = folder / _FORMATS[name]
+        if name == "bundle":
+            program.save(path, labels=found.labels, about=about, tokenizer=characters if characters.exists() else None)
+        else:
+            program.onnx(path)
+        print(f"{path}: step {snapshot.step}, {path.stat().st_size:,} bytes")
+    return 0
+
+
+def _standard(mean: list[float], std: list[float]) -> Any:
+    """The function from images with values from 0 to 255 to the model's input."""
+    def preprocess(params, image):
+        import jax.numpy as jnp
+
+        x = image.astype(jnp.float32) / 255
+        shape = (1,) * (x.ndim - 1) + (-1,)
+        return (x - jnp.asarray(mean, x.dtype).reshape(shape)) / jnp.asarray(std, x.dtype).reshape(shape)
+
+    return preprocess

@@ -1,0 +1,96 @@
+"""The model of a run, recorded in its folder, so that `fnet export RUN` needs no code of the user."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fnet.export._spec import Spec, spec
+
+RECORD = "model.json"
+_PACKAGE = "fnet.models"    # a record names classes of this package alone: reading it must not import other code
+
+
+class Record(NamedTuple):
+    """What a run's folder says of its model.
+
+    Attributes:
+        model: the model. inputs: the types of its inputs by name. labels: names of the classes, or None.
+        standardize: {"mean", "std"} of each channel of images in [0, 1], which the model expects standardized; or None.
+    """
+
+    model: Any
+    inputs: dict[str, Spec]
+    labels: list[str] | None
+    standardize: Mapping[str, list[float]] | None
+
+
+def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | None = None,
+           standardize: Mapping[str, Iterable[float]] | None = None, **specs: Spec) -> None:
+    """Writes model.json to a run's folder: the model's class and fields, and the types of its inputs.
+
+        export.record(workdir, model, x=export.spec("b, 28, 28, 1"), labels=range(10))
+
+    Args:
+        workdir: the run's folder, a local path. It is created if necessary.
+        model: a model of `fnet.models` whose fields are numbers, strings and tuples of them.
+        labels: the names of the classes.
+        standardize: {"mean": ..., "std": ...} of each channel, of images scaled to [0, 1].
+        specs: the types of the inputs.
+
+    Raises:
+        TypeError: the model is not one of `fnet.models`, or a field cannot be written as JSON.
+    """
+    kind, folder = type(model), Path(workdir)
+    if getattr(importlib.import_module(_PACKAGE), kind.__name__, None) is not kind:
+        raise TypeError(f"export.record: {kind.__module__}.{kind.__name__} is not a model of fnet.models; export it in "
+                        "your own code with export.program")
+    fields = {}
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        if not _plain(value):
+            raise TypeError(f"export.record: {kind.__name__}.{field.name} is a {type(value).__name__}, which cannot be "
+                            "recorded; export the model in your own code with export.program")
+        fields[field.name] = value
+    data = {"model": kind.__name__, "fields": fields,
+            "inputs": {name: dataclasses.asdict(x) for name, x in specs.items()},
+            "labels": None if labels is None else [str(label) for label in labels],
+            "standardize": standardize and {name: [float(x) for x in values] for name, values in standardize.items()}}
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{RECORD}.{os.getpid()}.partial"
+    partial.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(partial, folder / RECORD)
+
+
+def read_record(workdir: str | os.PathLike) -> Record:
+    """Reads model.json of a run's folder.
+
+    Raises:
+        FileNotFoundError: the folder has none.
+        ValueError: it is not valid.
+    """
+    path = Path(workdir) / RECORD
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file; a run whose program calls export.record(workdir, model, ...) "
+                                "has one, and other models are exported with export.program")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        models = importlib.import_module(_PACKAGE)
+        kind = getattr(models, data["model"]) if data["model"] in models.__all__ else None
+        if kind is None or not dataclasses.is_dataclass(kind):
+            raise ValueError(f"{data['model']!r} is not a model of {_PACKAGE}")
+        inputs = {name: spec(x["shape"], x["dtype"], where=x["where"]) for name, x in data["inputs"].items()}
+        return Record(kind(**data["fields"]), inputs, data["labels"], data["standardize"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} does not describe a model: {error or type(error).__name__}") from None
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
