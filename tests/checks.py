@@ -1,6 +1,8 @@
-"""What several tests share: the project's measure of equality, and a count of calls."""
+"""Shared by several tests: the measure of equality, a count of calls, and a check for leaked tracers."""
 
+import contextlib
 import functools
+import gc
 
 import jax
 import numpy as np
@@ -24,6 +26,18 @@ def same(got, want):
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want)):
         assert a.dtype == b.dtype, jax.tree_util.keystr(path)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), jax.tree_util.keystr(path))
+
+
+@contextlib.contextmanager
+def checking_leaks():
+    """`jax.checking_leaks()`, which collects garbage after each trace: here only among what is created inside."""
+    gc.collect()
+    gc.freeze()
+    try:
+        with jax.checking_leaks():
+            yield
+    finally:
+        gc.unfreeze()
 
 
 def counted(function):

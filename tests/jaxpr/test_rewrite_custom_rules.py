@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close, same
+from checks import checking_leaks, close, same
 from jax import lax
 
 from fnet import transforms as ft
@@ -96,7 +96,7 @@ def test_no_tracers_leak(name, transform):
     square.defvjp(lambda x: (x * x, x), lambda x, g: (2 * x * g,))
     g = {"relu": jax.nn.relu, "custom_vjp": square, "softmax": jax.nn.softmax}[name]
     f = lambda x: lax.scan(lambda c, t: (g(c) * t, c), x, jnp.arange(1.0, 4.0))[0].sum()
-    with jax.checking_leaks():
+    with checking_leaks():
         got = jax.jit(jax.grad(transform(f)))(X), jax.vmap(transform(f))(X[None]), transform(jax.grad(f))(X)
     for a, b in zip(got, (jax.grad(f)(X), f(X)[None], jax.grad(f)(X)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-2)

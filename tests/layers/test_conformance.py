@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
-from checks import close, same
+from checks import checking_leaks, close, same
 from conformance import ALONE, KEY, KINDS, call, compiled, every, prepared
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,9 +30,9 @@ def test_table_has_every_layer():
 
 
 class Variants(chex.TestCase):
-    """Compiled or not, from the host or a device, on eight devices: the same numbers."""
+    """Not compiled, from the host, on eight devices: the numbers of `jax.jit`."""
 
-    @chex.all_variants
+    @chex.variants(without_jit=True, without_device=True, with_pmap=True)
     @parameterized.named_parameters((name, name) for name in KINDS)
     def test_variants_agree(self, name):
         case, params, state, x = prepared(name)
@@ -74,14 +74,9 @@ def test_init_is_spec_and_jitted_init(name):
     assert case.layer.check(made[0], *x, state=made[1], **case.options) is None
 
 
-@every
-def test_golden_names(name):
-    # Checkpoints live by these names: a line of golden_names.json changes only on purpose.
-    assert json.loads(GOLDEN.read_text())[name] == golden()[name]
-
-
-def test_golden_names_has_no_other():
-    assert set(json.loads(GOLDEN.read_text())) == set(CASES)
+def test_golden_names():
+    # Checkpoints depend on these names: a line of golden_names.json changes only on purpose.
+    assert json.loads(GOLDEN.read_text()) == golden()
 
 
 @every
@@ -199,7 +194,8 @@ def test_one_trace_for_equal_layers(name):
         jax.eval_shape(functools.partial(step, layer), params, state, *x)
 
 
-@every
+@pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES
+                                            if name not in KINDS)])
 def test_no_tracer_leaks(name):
     case, params, state, x = prepared(name)
 
@@ -207,6 +203,6 @@ def test_no_tracer_leaks(name):
         y, state = call(case, train=True)(params, state, *x)
         return y.sum(), state
 
-    with jax.check_tracer_leaks():
+    with checking_leaks():
         jax.jit(jax.grad(loss, has_aux=True)).trace(params, state, *x)
         jax.jit(case.layer.init).trace(KEY, *x, **case.options)

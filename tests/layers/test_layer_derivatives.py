@@ -5,15 +5,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checks import close
-from conformance import KINDS, call, every, prepared
+from conformance import KINDS, call, prepared
 from jax.flatten_util import ravel_pytree
-from layer_cases import inputs
+from layer_cases import CASES, inputs
 
 from fnet import transforms as ft
 
 # Derivatives.
 
-@every
+@pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES
+                                            if name not in KINDS)])
 def test_derivatives_of_every_kind_trace(name):
     """Reverse, forward, forward over reverse, the Hessian both ways: nothing ends forward mode."""
     case, params, state, x = prepared(name)

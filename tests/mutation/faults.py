@@ -66,7 +66,7 @@ FAULTS = (
     Fault("transforms", "if source == F32 == target:", "if source == target:",
           "autocast ignores explicit casts between equal dtypes"),
     Fault("introspect", "int(x.size - finite.size)", "int(finite.size)", "finite values count as not finite"),
-    Fault("introspect", 'other == path or other.startswith(path + "/")', "other.startswith(path)",
+    Fault("introspect", 'lambda other: other == path or other.startswith(path + "/")', "lambda other: other.startswith(path)",
           "a row of the summary includes scopes with the same prefix"),
     Fault("introspect", "changed = (x + h * direction)", "changed = (x + 2 * h * direction)",
           "finite differences use twice the step"),
