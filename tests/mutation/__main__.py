@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutation.faults import FAULTS
+from .faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCHES = 24, 200, 1000, None    # how many tests run in one process, for one fault
