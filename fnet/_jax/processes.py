@@ -19,7 +19,7 @@ _xla_bridge = private("jax._src.xla_bridge", _FEATURE)
 
 
 def cluster_size() -> int | None:
-    """How many processes the cluster has that JAX sees around this one; None where it sees none."""
+    """Returns the number of processes of the cluster that JAX detects, or None if it detects no cluster."""
     for kind in _clusters.ClusterEnv._cluster_types:
         if not kind.opt_in_only_method and kind.is_env_present():
             return kind.get_process_count()

@@ -95,7 +95,7 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
         *args: its arguments. With `jax.ShapeDtypeStruct`s, nothing runs and nothing is measured.
         chip: a `Chip`, a device or a device kind. By default the chip that holds the arguments.
         devices: how many JAX devices share the work; by default those that hold the arguments.
-        measure: whether to run the function. By default yes if the arguments are arrays on this chip.
+        measure: whether to run and time the function. Default: True if the arguments are arrays on `chip`.
         depth: how many segments of a scope path to show (None: all).
         repeats: how many calls to time after the first call, which compiles.
 

@@ -51,7 +51,7 @@ class Traced:
         return _mutable.apply(result, self._modules, state)
 
     def tree(self, arrays: list) -> tuple[Any, Any]:
-        """(f's result, the new state of the nnx modules)"""
+        """Returns the result of `f`, and the new state of the nnx modules among its arguments."""
         rest = iter(arrays)
         filled = [next(rest) if constant is None else constant.value for constant in self._results]
         return jax.tree.unflatten(self._structure, filled)

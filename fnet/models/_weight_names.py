@@ -77,8 +77,8 @@ class Spare:
 
     Args:
         theirs: the key in the file.
-        ours: the path in fnet with the same numbers. None: the key has no numbers.
-        write: the array that `save` writes. None: nothing.
+        ours: a path in fnet whose layer numbers the key shares. None: the key contains no layer number.
+        write: the array that `save` writes under this key. None: the key is not written.
     """
 
     theirs: str
@@ -90,7 +90,8 @@ class Spare:
 class Tied:
     """A second key that a file may contain for the array at `ours`. Its array must be equal to the first.
 
-    It has no effect if the model has a separate array for that key, by a `Rule`: logits may be tied or not.
+    If a `Rule` of the model already reads that key, `Tied` has no effect. So one list of names serves models with tied and
+    with separate logits.
 
     Args:
         theirs: the key in the file.

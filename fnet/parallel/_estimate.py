@@ -123,7 +123,7 @@ class _Walk:
         return math.ceil(nbytes(aval) / self.chips(split))
 
     def frame(self, frame: Frame, given: dict[int, tuple[Any, Split]], times: int, loop: _Loop, *, outermost=False):
-        """Returns (bytes that a frame needs in addition to its inputs, the arrays that are alive then)."""
+        """Returns the peak bytes of a frame without its inputs, and the arrays that are live at this peak."""
         kept, values, same = Kept(frame, epilogues=loop.fused), dict(given), set(loop.same)
         inner: dict[int, tuple[int, list]] = {}
         extra: dict[int, int] = {}

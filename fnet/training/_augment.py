@@ -47,7 +47,7 @@ def random_crop(
 
 
 def random_shift(key: jax.Array, images: jax.Array, pixels: int = 2) -> jax.Array:
-    """Moves every image by up to `pixels` along both axes, zeros moving in: for digits and glyphs.
+    """Shifts each image by up to `pixels` along both axes, and fills with zeros.
 
     >>> tr.random_shift(jax.random.key(0), jnp.ones((2, 8, 8, 1)), pixels=1).shape
     (2, 8, 8, 1)

@@ -22,8 +22,8 @@ class StepEnd:
     """A step of `fit` that has just been dispatched; the argument of `on_step`.
 
     Fields:
-      step: how many steps have been made.
-      state: the state after it. The next step reuses its memory: copy what is to be kept (`jax.device_get`).
+      step: the number of steps so far.
+      state: the state after it. The next step reuses its memory, so copy arrays that you keep (`jax.device_get`).
 
     >>> losses = []
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {"loss": batch.sum()})

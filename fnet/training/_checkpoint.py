@@ -180,7 +180,7 @@ class Checkpoints(Reading):
           metrics, notes: as `save` takes them; those of the same name are replaced.
 
         Raises:
-          CheckpointError: the folder is not this run's any more. What goes wrong later is raised as for `save`.
+          CheckpointError: another run has replaced the folder. Errors of the background thread are raised as by `save`.
         """
         self._held(ask=False)
         if jax.process_index() == 0:

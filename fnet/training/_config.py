@@ -127,12 +127,12 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
 
 
 def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...] = ()) -> None:
-    """Makes sure that a run is resumed as it was begun, if it was begun. `fit(config=)` does this, too.
+    """Raises an error if `workdir` has a run with another configuration. `fit(config=)` does this, too.
 
     Args:
-      config: the configuration now.
-      workdir: the run's folder, in which `save_config` may have left the one it was begun with.
-      but: fields that may differ: those that do not decide the result. Fields declared with `compare=False` may, too,
+      config: the current configuration.
+      workdir: the run's folder. If it has no config.json, nothing is compared.
+      but: names of fields that may differ. Fields declared with `compare=False` may, too,
         and steps and epochs may be larger than they were.
 
     Raises:

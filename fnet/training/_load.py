@@ -76,7 +76,7 @@ def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
 
 
 def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *, cast: bool = False) -> Any:
-    """The full state of a run (parameters, optimizer, counters) in the structure and placement of `like`.
+    """Returns the full state of a run (parameters, optimizer, counters) with the structure and shardings of `like`.
 
     Args:
       workdir: the folder or URL that `fit(workdir=)` was given.

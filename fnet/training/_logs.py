@@ -27,9 +27,9 @@ class LogWarning(UserWarning):
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, one dict each; [] where there is none.
+    """Reads a run's metrics.jsonl. Returns one dict for each line, and [] if there is no file.
 
-    A last line that a killed process left half written is left out.
+    An incomplete last line, left by a killed process, is omitted.
 
     Args:
       workdir: the folder or URL that `fit(workdir=)` was given.

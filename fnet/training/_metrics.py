@@ -20,7 +20,7 @@ from fnet.training._signals import poll
 
 @struct.dataclass
 class Mean:
-    """A weighted mean in the making: `total / count`, both float32 scalars. Add two with `+`.
+    """A partial weighted mean, `total / count`, both float32 scalars. `+` combines two partial means.
 
     >>> average = tr.mean(jnp.array([1.0, 2.0])) + tr.mean(jnp.array([6.0]))
     >>> float(average.total / average.count)
@@ -152,7 +152,7 @@ def evaluator(
     data: Any,
     batch_size: int,
 ) -> Callable[[Any], dict[str, Any]]:
-    """A function that measures a state on a whole data set, exactly.
+    """Returns a function that evaluates a state on a complete data set, without dropping or repeating examples.
 
     The last, partial batch is padded to full size, and every batch carries `weight`, 1.0 for an
     example and 0.0 for padding, so that one compiled program serves all of them. Where the state

@@ -1,4 +1,4 @@
-"""Optimisers and step-size schedules by name, all of them Optax's."""
+"""Optax's optimizers and learning-rate schedules, by name."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def schedule(
 
 
 def decays(params: Any) -> Any:
-    """Which leaves weight decay applies to: a tree of bools, False for biases and norm scales.
+    """Selects the leaves that weight decay applies to: a tree of bools, False for biases and norm scales.
 
-    A leaf is left alone if it is called `bias` or `scale` or has fewer than two axes. Names come
-    first because the scale of a stacked layer has two axes.
+    Weight decay does not apply to a leaf that is named `bias` or `scale`, or has fewer than two axes. Names are needed
+    because the scale of a stacked layer has two axes.
 
     >>> tr.decays({"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)})
     {'bias': False, 'kernel': True}

@@ -14,7 +14,7 @@ from fnet.training._fingerprint import ResumeWarning
 
 
 def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The positions of all processes; every process calls it.
+    """Gathers the data positions of all processes. Every process must call it.
 
     Args:
       position: of this process, `batches.position(step)`.

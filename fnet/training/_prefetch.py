@@ -17,14 +17,13 @@ _GRACE = 0.5           # seconds that `close` waits for the thread, which may be
 
 
 class Prefetch:
-    """`batches(i)` for i = start, start + 1, ... in that order, each prepared before it is asked for if time permits.
+    """Prepares `batches(i)` for i = start, start + 1, ... in a thread, ahead of the steps that use them.
 
     Args:
-      batches: `batches(i)` is the batch of step i. It runs in a thread of its own; its NumPy arrays are copied, so that
-        it may fill the same ones again.
+      batches: `batches(i)` is the batch of step i. Its NumPy arrays are copied, so a source may reuse its buffers.
       start, stop: the first step, and the one after the last.
       depth: how many batches are kept ready.
-      seen: the run's signals: one of them ends the wait for a batch. None: nothing does.
+      seen: the run's signals. A signal ends the wait for a batch. None: signals are not checked.
       move: whether NumPy arrays are moved to the device, or handed on as they are.
 
     Attributes:

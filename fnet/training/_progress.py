@@ -26,7 +26,7 @@ def duration(seconds: float) -> str:
 class Progress:
     """Reports a run to a stream. `fit` is silent without one.
 
-    Where the stream can no longer be written to (a closed terminal, the end of a pipe) the run goes on in silence.
+    If the stream is closed (a closed terminal or pipe), the run continues without reports.
 
     Args:
       stream: where to; the standard output if None.

@@ -72,7 +72,7 @@ def poll() -> None:
     """Ends the evaluation under way if a signal has come. For evaluations, between two batches.
 
     Raises:
-      Stopping: `fit` evaluates again when the run is resumed.
+      Stopping: a signal has arrived. The evaluation is repeated when the run is resumed.
     """
     if _runs:
         _runs[-1].poll()
