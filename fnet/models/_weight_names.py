@@ -90,8 +90,8 @@ class Spare:
 class Tied:
     """A second key that a file may contain for the array at `ours`. Its array must be equal to the first.
 
-    If a `Rule` of the model already reads that key, `Tied` has no effect. So one list of names serves models with tied and
-    with separate logits.
+    If a `Rule` of the model already reads that key, `Tied` has no effect. So one list of names serves models with tied
+    and with separate logits.
 
     Args:
         theirs: the key in the file.

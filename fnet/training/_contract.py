@@ -40,7 +40,7 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
 
 
 def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
-    """What an evaluation returned, once it is known to be a dict of metrics.
+    """Returns the result of an evaluation. Raises an error if it is not a dict of metrics.
 
     Raises:
       TypeError: it is something else.

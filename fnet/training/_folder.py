@@ -91,7 +91,7 @@ class Folder:
         return text
 
     def taken(self, step: int, process: int) -> bool:
-        """Whether the first process has committed the step, or given up."""
+        """Returns whether the first process has committed or abandoned the step."""
         return not self.partial(step).exists()
 
     def _part(self, step, process):

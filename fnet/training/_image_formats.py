@@ -145,7 +145,7 @@ def _parse_cifar(path, blob):
 
 
 def checked_labels(path, labels):
-    """Labels as int32, once none of them lies beyond the ten classes."""
+    """Returns labels as int32. Raises an error if a label is not in the ten classes."""
     if labels.max(initial=0) > 9:
         raise ValueError(
             f"{path}: holds label {labels.max()}, but the ten classes are 0 to 9; fetch it anew"

@@ -121,7 +121,7 @@ def optimizer(
     clip: float | None = None,
     **options: Any,
 ) -> optax.GradientTransformation:
-    """An Optax optimiser by name, with weight decay and clipping where they belong.
+    """Returns an Optax optimizer by name, with optional weight decay and gradient clipping.
 
     Args:
       name: one of `OPTIMIZERS`. momentum and nesterov are SGD with momentum 0.9.

@@ -42,7 +42,7 @@ class Spread:
         return step if self.plan is None else self.plan.jit(step)
 
     def state(self, state: Any) -> Any:
-        """Returns a copy of the state with the shardings of the plan. The step donates this copy, not the caller's state.
+        """Copies the state to the shardings of the plan. The step donates this copy, not the caller's state.
 
         Raises:
           ValueError: it is of another structure than the plan's.
