@@ -114,9 +114,9 @@ def sound(watch: Mapping[str, Any], skip: bool) -> Any:
 
 
 def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any] | None) -> str:
-    """A sentence that names the first operation of a step that makes what is not finite out of what is.
+    """Names the first operation of a step that produces NaN or infinity from finite inputs.
 
-    What does so at the step before as well, when all was sound, is meant to be infinite and left out.
+    Operations that also produce such values in the previous, finite step are omitted, because these are intended.
 
     Args:
       step: as `fit` takes it.

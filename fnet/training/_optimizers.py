@@ -60,7 +60,7 @@ def schedule(
       final: the last step size, as a fraction of peak (cosine and linear).
 
     Returns:
-      A function of the step, for `optimizer` or any Optax optimiser.
+      A function of the step, for `optimizer` or any Optax optimizer.
 
     Raises:
       ValueError: an unknown name, or a fraction outside [0, 1).
@@ -130,7 +130,7 @@ def optimizer(
         for the others it is added to the gradient, which is L2 regularisation.
       decay_all: decay biases and norm scales too (see `decays`).
       clip: largest global norm of the gradient, or None.
-      **options: handed to the Optax optimiser (`b1=`, `momentum=`, `eps=`, ...).
+      **options: passed to the Optax optimizer (`b1=`, `momentum=`, `eps=`, ...).
 
     Raises:
       ValueError: an unknown name, an option Optax does not have, or adam with weight decay.

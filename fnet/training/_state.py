@@ -18,7 +18,7 @@ class TrainState:
       step: int32 scalar, the number of updates made.
       params: the model's parameters.
       state: the model's other arrays (batch statistics), `{}` where it has none.
-      opt_state: the optimiser's.
+      opt_state: the optimizer's state.
       ema: an exponential moving average of params, or None.
       decay: the average's decay, or None. Static: not an array and not saved.
 

@@ -30,7 +30,7 @@ def write(steps: Folder | Objects, head: Mapping[str, Any], entries: Mapping[str
       hurry: set where the run has failed, so that it does not wait long.
 
     Returns:
-      The manifest, which is to be committed; None in the other processes, once that has been done.
+      The manifest to commit, in the first process; None in the others, after it is committed.
     """
     processes, me, step = jax.process_count(), jax.process_index(), head["step"]
     partial = steps.partial(step)

@@ -3,12 +3,12 @@
 It has the declared dependencies and nothing else, as links to installed packages, so that no test uses the network.
 """
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -22,7 +22,8 @@ pytest.importorskip("setuptools", minversion="77")
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 ROOT = Path(__file__).parents[2]
-REQUIRED = [text for text in importlib.metadata.requires("fnet") if "extra ==" not in text]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIRED, EXTRA = PROJECT["dependencies"], PROJECT["optional-dependencies"]["experiments"]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +84,7 @@ print("trained to step", tr.load("run").step)
 @pytest.mark.parametrize("name", ["quickstart", "tpu_pod_training"])
 def test_a_notebook_installs_fnet_and_runs(dist, tmp_path, monkeypatch, name):
     """The wheel is beside the notebook, as after an upload to Colab."""
-    extra = ["scikit-learn", "matplotlib", "pillow", "ipykernel", "pip"]
-    python = environment.create(tmp_path / "env", [*REQUIRED, *extra])
+    python = environment.create(tmp_path / "env", [*REQUIRED, *EXTRA, "ipykernel", "pip"])
     environment.kernel(tmp_path / "jupyter", python)
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     folder = tmp_path / "folder"
