@@ -22,7 +22,7 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
                               if "_build" not in path.parts and "```python\n" in path.read_text())]
 NEEDS = {"docs/getting_started/first_network.md": "sklearn"}
 PACKAGES = {"pytorch": "torch", "keras": "keras", "equinox": "equinox", "haiku": "haiku"}
-SLOW = {"docs/getting_started/first_gpt.md"}
+SLOW = ("docs/getting_started/", "docs/how_to/")    # their parts have quick tests elsewhere
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def marked(name, slow):
     return pytest.param(name, marks=pytest.mark.exhaustive) if slow else name
 
 
-@pytest.mark.parametrize("page", [marked(page, page in SLOW) for page in PAGES if page not in ELSEWHERE])
+@pytest.mark.parametrize("page", [marked(page, page.startswith(SLOW)) for page in PAGES if page not in ELSEWHERE])
 def test_a_page_runs(page, as_a_user):
     if page in NEEDS:
         pytest.importorskip(NEEDS[page])

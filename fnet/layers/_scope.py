@@ -211,7 +211,7 @@ class Scope:
         The caller receives it in the dtype of the state that was passed in.
 
         Raises:
-            RuntimeError: called inside a JAX transform that `forward` applies, because the value cannot leave the transform.
+            RuntimeError: called inside a JAX transform that `forward` applies; the value cannot leave it.
             ValueError: `name` was not declared with `state`, or `value` has another shape.
         """
         place = self._place

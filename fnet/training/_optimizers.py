@@ -139,7 +139,7 @@ def optimizer(
       >>> tx = optimizer("adamw", schedule("cosine", 1e-3, 1000, warmup=0.05), weight_decay=0.01)
     """
     if name not in OPTIMIZERS:
-        raise ValueError(f"no optimiser is called '{name}'; there are {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"no optimizer is called '{name}'; there are {', '.join(OPTIMIZERS)}")
     if name == "adam" and weight_decay:
         raise ValueError("adam with weight_decay is called adamw: ask for that, or weight_decay=0")
     make = OPTIMIZERS[name]

@@ -91,7 +91,7 @@ def test_a_final_rate():
 @pytest.mark.parametrize(
     "call, text",
     [
-        (lambda: tr.optimizer("adamx", 0.1), "no optimiser is called 'adamx'; there are sgd"),
+        (lambda: tr.optimizer("adamx", 0.1), "no optimizer is called 'adamx'; there are sgd"),
         (lambda: tr.optimizer("adam", 0.1, weight_decay=0.1), "is called adamw"),
         (lambda: tr.optimizer("sgd", 0.1, b1=0.1), "sgd has no option 'b1'; it has"),
         (lambda: tr.schedule("cosin", 0.1, 10), "no schedule is called 'cosin'; there are const"),
