@@ -44,8 +44,9 @@ templates_path = ["_sphinx/templates"]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_use_ivar = True
-napoleon_custom_sections = [("Inputs", "params_style"), ("Fields", "params_style"), ("Others", "notes_style")]
+napoleon_use_param = False               # so that "a, b: ..." stays one entry
+napoleon_custom_sections = [*((name, "params_style") for name in ("Attributes", "Inputs", "Fields")),
+                            ("Others", "notes_style")]
 default_role = "py:obj"
 pygments_style = "default"
 

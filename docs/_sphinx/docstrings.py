@@ -65,6 +65,9 @@ def _language(lines, start):
 
 
 def _escaped(line):
-    parts = re.split(r"(``.*?``|`[^`]*`)", line)
-    line = "".join(part if part.startswith("`") else _SPECIAL.sub(lambda m: "\\" + m[0], part) for part in parts)
-    return re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", line)    # `Array`s
+    parts = re.split(r"(``.*?``|`[^`]*`)", line)    # text and code alternate
+    for i, part in enumerate(parts):
+        if i % 2 == 0:
+            part = _SPECIAL.sub(lambda match: "\\" + match[0], part)
+            parts[i] = "\\ " + part if i and re.match(r"\w", part) else part    # `Array`s
+    return "".join(parts)

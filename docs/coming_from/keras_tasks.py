@@ -22,7 +22,7 @@ model = MLP(16)
 
 # %% Create the parameters
 keras.utils.set_random_seed(0)
-model.build((None, 8))                              # or the first call
+logits = model(x)                                   # the first call creates them
 kernel = model.fc.kernel                            # [8, 16]
 
 # %% Apply the model

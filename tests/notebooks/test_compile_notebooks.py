@@ -19,13 +19,21 @@ def cells(name, *ids):
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["id"] in ids]
 
 
-def steps(name, chip, monkeypatch):
-    """Runs the cells up to the steps with the policy of `chip`. Returns [(step, state, batch), ...]."""
-    policy, found, names = hardware.policy(chip), [], {}
+def compiled(step, state, batch, slice):
+    """The plan of a step for four chips, or for one if the batch has one row."""
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    init = lambda key: jax.tree.map(jax.numpy.zeros_like, state)
+    return parallel.plan(step, init, batch, devices=f"{slice}:2x2" if rows % 4 == 0 else f"{slice}:1x1")
+
+
+def plans(name, slice, monkeypatch):
+    """Runs the cells up to the steps with the policy of the chip, and compiles each step."""
+    policy, found, names = hardware.policy("TPU " + slice), [], {}
     monkeypatch.setattr(hardware, "policy", lambda *_, **__: policy)
 
     def fit(step, state, batches, **options):
-        found.append((step, state, batches(0)))
+        found.append(compiled(step, state, batches(0), slice))
         return state
 
     monkeypatch.setattr(training, "fit", fit)
@@ -37,19 +45,14 @@ def steps(name, chip, monkeypatch):
         else:
             for code in cells(name, "cell03", "cell05", "cell07", "cell09", "cell11"):
                 exec(code, names)
-            found.append((names["step"], names["state"], names["batches"](0)))
+            found.append(compiled(names["step"], names["state"], names["batches"](0), slice))
     return found
 
 
 @pytest.mark.parametrize("slice", ["v5e", "v6e"])
 @pytest.mark.parametrize("name", ["quickstart", "tpu_pod_training"])
 def test_the_steps_compile(name, slice, monkeypatch):
-    found = steps(name, "TPU v5e" if slice == "v5e" else "TPU v6e", monkeypatch)
+    found = plans(name, slice, monkeypatch)
     assert len(found) == (2 if name == "quickstart" else 1)
-    for step, state, batch in found:
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        init = lambda key, state=state: jax.tree.map(jax.numpy.zeros_like, state)
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            plan = parallel.plan(step, init, batch, devices=f"{slice}:2x2" if rows % 4 == 0 else f"{slice}:1x1")
+    for plan in found:
         assert plan.chosen.compiled and plan.chosen.compiled.peak
