@@ -50,3 +50,8 @@ def pytest_runtest_protocol(item):
         modules[path[len(FNET):]].append(number)
     row = [item.nodeid, round(_used() - before, 3), bool(item.get_closest_marker("exhaustive")), modules]
     print(json.dumps(row, separators=(",", ":")), file=_file, flush=True)
+
+
+def pytest_unconfigure():
+    sys.monitoring.set_events(TOOL, 0)
+    _file.close()
