@@ -1,6 +1,6 @@
 """An S3 server on 127.0.0.1 (moto's) that fails when told to. Prints its port; ends when its standard input does.
 
-    python tests/s3_server.py
+    python tests/s3_server.py              # --forever: until it is killed, whatever its standard input is
 
 POST /-/faults with a JSON list replaces the faults: {"method": "PUT", "match": "manifest", "skip": 1, "count": 2,
 "chance": 0.5}, all of them optional, and one of "status": 503, "reset": "before" (the connection is closed without an
@@ -91,7 +91,9 @@ def main():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stderr = open(os.devnull, "w")                     # werkzeug reports connections that were closed
-    sys.stdin.read()
+    if "--forever" in sys.argv:
+        threading.Event().wait()
+    sys.stdin.read()                                       # until the tests end
     os._exit(0)
 
 

@@ -39,7 +39,8 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
       index. Iterables and iterators with state_dict and load_state_dict, or get_state and set_state, have their state
       stored in each checkpoint: a Hugging Face IterableDataset, a torchdata StatefulDataLoader, a Grain IterDataset.
     - "epoch": the epoch is read again up to the batch. So the batches are those of an unbroken run if the source yields
-      the same ones each time it is asked for that epoch. Functions of the epoch, a torch DataLoader in fixed order.
+      the same ones each time it is asked for that epoch. Functions of the epoch, a torch DataLoader in fixed order, a
+      Hugging Face IterableDataset after `shuffle(buffer_size=)`, whose state leaves out the buffer.
     - "none": the data begins anew, with a `ResumeWarning`. A shuffled DataLoader whose order cannot be repeated.
 
     Arrays of torch and TensorFlow become NumPy arrays. None of these libraries is imported.
@@ -134,7 +135,7 @@ class _Stream:
         self._saved: dict[int, None] = {}                  # steps whose states are kept, in order
         self._stateful = resume is None
         self._open(0)
-        self._stateful = resume is None and self._methods() is not None
+        self._stateful = resume is None and self._methods() is not None and not _forgets(self._opened)
         self.why = "resume='none'" if resume else _unrepeatable(self._opened, self._factory)
         self.resume = resume or ("exact" if self._stateful else "none" if self.why else "epoch")
 
@@ -316,6 +317,20 @@ def _unrepeatable(source: Any, fresh: bool) -> str | None:
         return ("a shuffled DataLoader has another order in each process: pass a function of the epoch, lambda epoch: "
                 "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(epoch))")
     return None
+
+
+def _forgets(source: Any) -> bool:
+    """Whether its state leaves out a shuffle buffer, as that of a Hugging Face IterableDataset does: a resumed run
+    would have other batches."""
+    parts = [source]
+    while parts:
+        part = parts.pop()
+        if "BufferShuffled" in type(part).__name__:
+            return True
+        held = getattr(part, "__dict__", {})
+        parts += [held[name] for name in ("dataset", "_ex_iterable", "ex_iterable") if name in held]
+        parts += held.get("ex_iterables", ())
+    return False
 
 
 def _state_methods(part: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:

@@ -313,6 +313,7 @@ class Run:
         except BaseException:
             _ending.rescue(self)
             raise
+        self.show({**trained, **_scalars(values)})
         self.loop["due"] = np.array(False)
         improved = self.judge(values)
         if self.saved == self.at and self.checkpoints is not None:
@@ -321,7 +322,6 @@ class Run:
             self.checkpoints.amend(self.at, metrics=scalars, notes={"evaluated": evaluated})
         elif improved or self.loop["stopped"]:
             self.save(values)
-        self.show({**trained, **_scalars(values)})
 
     def measure(self) -> dict[str, Any]:
         jax.block_until_ready(self.state)

@@ -100,7 +100,7 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
     state = TrainState.create(params, optimizer, state=variables, ema=ema)
     if steps is None and (steps := _steps(data, epochs)) is None:
         raise ValueError("train: the number of batches of an epoch is not known: give steps instead of epochs")
-    every = every or _steps(data, 1)
+    every = every or min(_steps(data, 1) or steps, steps)      # an epoch may be endless
     if validation is not None:
         held_out = evaluator(measure, validation, getattr(data, "batch_size", 256))
         options["evaluate"] = {"validation": held_out, **options.get("evaluate", {})}

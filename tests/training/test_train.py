@@ -75,6 +75,19 @@ def test_generators_without_a_length():
         batches.steps(1)
 
 
+def test_an_endless_source():
+    """As Grain's MapDataset after `repeat()`: the number of its batches is too large for a counter of steps."""
+    class Endless:
+        def __len__(self):
+            return 2**58
+
+        def __getitem__(self, i):
+            return np.full((4, 2), i, np.float32), np.zeros((4, 1), np.float32)
+
+    state = tr.train(nn.Dense(1), tr.from_iterator(Endless()), optax.squared_error, optax.sgd(0.1), steps=3)
+    assert int(state.step) == 3
+
+
 def test_sequences_and_functions():
     model = nn.Sequential(nn.Embed(5, 4), nn.Dense(5))
     tokens = np.arange(24, dtype=np.int32).reshape(8, 3) % 5
