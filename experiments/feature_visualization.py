@@ -1,0 +1,343 @@
+"""What a network for photos looks at, and what its channels respond to.
+
+    python experiments/feature_visualization.py photo.jpg                         # saliency maps, and features by layer
+    python experiments/feature_visualization.py --layers= photo.jpg other.png     # saliency maps alone
+    python experiments/feature_visualization.py --layers=stage2/block3 --channels=12 --steps=512
+
+Four saliency maps show which pixels decide the first label: the gradient, SmoothGrad (the mean over noisy copies),
+integrated gradients (the mean along the path from a gray image) and Grad-CAM (which positions of the last block). For
+each layer, an image is optimized for each of some channels until the channel's mean is large: the first layers respond
+to edges and colors, later ones to textures and parts, the labels to objects. Weights are found as by classify_image.py.
+The pictures are written to --workdir.
+
+Simonyan et al., Deep Inside Convolutional Networks, 2013; Smilkov et al., SmoothGrad, 2017; Sundararajan et al.,
+Axiomatic Attribution for Deep Networks, 2017; Selvaraju et al., Grad-CAM, 2017; Olah et al., Feature
+Visualization, 2017.
+"""
+
+import dataclasses
+import functools
+import time
+from pathlib import Path
+
+import _common as common
+import _photos as photos
+import classify_image
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+
+from fnet import hardware as hw
+from fnet import training as tr
+from fnet import transforms as ft
+from fnet.models import pretrained
+
+option = tr.flags.option
+# Colors of natural photos, as three uncorrelated components: the square root of the covariance of ImageNet's pixels.
+COLORS = np.array([[0.26, 0.09, 0.02], [0.27, 0.00, -0.05], [0.27, -0.09, 0.03]], np.float32)
+LABELS = (1, 130, 323, 954, 817, 985)      # goldfish, flamingo, monarch, banana, sports car, daisy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which weights, and what is drawn."""
+
+    model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: resnet50", choices=photos.PRESETS)
+    weights: str | None = option(None, "file or folder of the weights, or the folder of a run of finetune.py")
+    labels: str | None = option(None, "file of the labels: one a line, or JSON")
+    workdir: str = option("runs/features", "folder of the pictures")
+    layers: str = option("stem/pool,stage1/block2,stage2/block3,stage3/block5,stage4/block2,head",
+                         "sites of the model, separated by commas; empty: saliency maps alone")
+    cam: str = option("stage4/block2", "the site that Grad-CAM shows")
+    channels: int = option(6, "how many channels of a layer, drawn at random; of head, these labels: "
+                           + ", ".join(map(str, LABELS)), within="[1, 64]")
+    steps: int = option(256, "steps of optimization for a channel", within="[1, 100000]")
+    size: int = option(160, "height and width of the optimized images", within="[16, 4096]")
+    learning_rate: float = option(0.05, "of Adam, for the amplitudes of the frequencies", within="(0, 100]")
+    jitter: int = option(12, "pixels by which an image is moved at random in each step", within="[0, 4096]")
+    samples: int = option(24, "noisy copies of SmoothGrad, points on the path of integrated gradients",
+                          within="[1, 10000]")
+    noise: float = option(0.15, "standard deviation of SmoothGrad's noise, as a part of the range of the pixels",
+                          within="[0, 10]")
+    seed: int = option(0, "of the channels, the noise and the first images", within="[0, 4294967295]")
+
+
+def main(argv):
+    files = argv[1:]
+    with common.one_line_errors(ValueError, TypeError, OSError, ModuleNotFoundError):
+        config = configured(argv)
+        common.needs("matplotlib", "PIL")
+        pictures = [photos.opened(file) for file in files]
+        network = load(config)
+        layers = [name.strip() for name in config.layers.split(",") if name.strip()]
+        check_sites(network, [*layers, *([config.cam] if files else [])])
+        workdir = common.user_path("workdir", config.workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+    for file, picture in zip(files, pictures):
+        saliency(network, config, file, picture, workdir / f"saliency-{Path(file).stem}.png")
+    for name in layers:
+        features(network, config, name, workdir / f"features-{name.replace('/', '-')}.png")
+
+
+# The network.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """A model with its weights, a function from pixels [batch, height, width, 3] in 0..1 to logits [batch, labels]."""
+
+    model: object
+    params: dict
+    state: dict
+    prepare: object
+    labels: list
+
+    def __call__(self, weights, pixels):
+        params, state = weights
+        return self.model(params, self.prepare.normalize(255 * pixels), state=state)[0]
+
+    @property
+    def weights(self):
+        """Arguments of the compiled functions: as constants, XLA would spend minutes to fold them."""
+        return self.params, self.state
+
+
+def load(config):
+    path = pretrained.find(config.weights or config.model or "resnet50")
+    labels = classify_image.read_labels(config, path)
+    model = pretrained.model(config.model or "resnet50", path, classes=len(labels))
+    names = pretrained.names_of(model, path)
+    params, state = pretrained.load(model, path)
+    network = Network(model, params, state, model.NAMES[names].image, labels)
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    print(f"{config.model or 'resnet50'}, {names} names, from {path}: {parameters:,} parameters, {len(labels)} labels; "
+          f"on {hw.detect().name}")
+    return network
+
+
+def check_sites(network, names):
+    """Raises ValueError for a name of no site."""
+    size = network.prepare.size
+    known = ft.sites(network)(network.weights, jax.ShapeDtypeStruct((1, size, size, 3), np.float32)).names
+    for name in names:
+        if name not in known:
+            raise tr.ConfigError(f"--layers or --cam: the model has no site {name!r}; it has {', '.join(known)}")
+
+
+# Saliency.
+
+
+def saliency(network, config, file, picture, path):
+    """Draws the photo and its four maps."""
+    began = time.perf_counter()
+    x = jnp.asarray(network.prepare.crop(picture), jnp.float32)[None] / 255                   # [1, height, width, 3]
+    logits = jax.jit(network)(network.weights, x)[0]
+    label = int(jnp.argmax(logits))
+    share = float(jax.nn.softmax(logits)[label])
+    maps = {
+        "gradient": gradient(network, x, label),
+        "SmoothGrad": smooth_grad(network, x, label, config),
+        "integrated gradients": integrated_gradients(network, x, label, config)[0],
+        f"Grad-CAM of {config.cam}": grad_cam(network, x, label, config.cam),
+    }
+    title = f"{Path(file).name}: {network.labels[label]} ({share:.2f})"
+    draw(path, title, [("photo", x[0]), *((name, shown(map_)) for name, map_ in maps.items())])
+    print(f"{title}; {path}; {time.perf_counter() - began:.1f} s")
+
+
+@functools.cache
+def slope(network, label):
+    """The compiled derivative of a label's logit by the pixels."""
+    return jax.jit(jax.grad(lambda x, weights: network(weights, x)[:, label].sum()))
+
+
+def gradient(network, x, label):
+    """|d logit / d pixel|, the largest of the three colors: [height, width]."""
+    return jnp.abs(slope(network, label)(x, network.weights)[0]).max(-1)
+
+
+def smooth_grad(network, x, label, config):
+    """The mean of the squared gradients at noisy copies: [height, width]."""
+    keys = jax.random.split(jax.random.key(config.seed), config.samples)
+    noisy = lambda key: x + config.noise * jax.random.normal(key, x.shape)
+    total = sum(jnp.square(slope(network, label)(noisy(key), network.weights)[0]) for key in keys)
+    return jnp.sqrt(total / config.samples).max(-1)
+
+
+def integrated_gradients(network, x, label, config):
+    """(the mean gradient on the path from gray, times the change, [height, width]; the sum of it by color, which is
+    about the change of the logit)"""
+    gray = jnp.full_like(x, 0.5)
+    points = (np.arange(config.samples) + 0.5) / config.samples      # midpoints
+    total = sum(slope(network, label)(gray + float(a) * (x - gray), network.weights) for a in points)
+    parts = (x - gray) * total / config.samples                                               # [1, height, width, 3]
+    return jnp.abs(parts[0].sum(-1)), float(parts.sum())
+
+
+def grad_cam(network, x, label, site):
+    """The sum of the site's channels, weighted by their mean cotangents, where it is positive: [height, width]."""
+    logit = lambda weights, x: network(weights, x)[0, label]
+    _, seen = jax.jit(ft.capture(logit, site))(network.weights, x)
+    _, slopes = jax.jit(ft.capture_cotangents(logit, site))(network.weights, x)
+    importance = slopes[site].mean((1, 2), keepdims=True)                                     # [1, 1, 1, channels]
+    cam = jax.nn.relu((importance * seen[site]).sum(-1)[0])                                   # [rows, columns]
+    return jax.image.resize(cam, x.shape[1:3], "linear")
+
+
+def shown(values):
+    """A map in 0..1; the brightest hundredth is cut off."""
+    values = np.asarray(values)
+    low, high = np.percentile(values, (1, 99))
+    return np.clip((values - low) / max(high - low, 1e-12), 0, 1)
+
+
+# Features.
+
+
+def features(network, config, site, path):
+    """Draws the images to which some channels of a site respond most, and prints time, FLOPs and MFU."""
+    began = time.perf_counter()
+    value = jax.eval_shape(ft.capture(network, site), network.weights,
+                           jax.ShapeDtypeStruct((1, config.size, config.size, 3), np.float32))[1][site]
+    count = value.shape[-1]
+    if site == "head" and len(network.labels) > max(LABELS):
+        chosen = [label for label in LABELS if label < count][:config.channels]
+    else:
+        chosen = np.random.default_rng(config.seed).permutation(responding(network, config, site))[:config.channels]
+    ascend = jax.jit(functools.partial(step, network, config, site))
+    tx = optax.adam(config.learning_rate)
+    images, seconds = [], 0.0
+    for number, channel in enumerate(map(int, chosen)):
+        key = jax.random.key(config.seed + number)
+        spectrum = start(key, config.size)
+        state = tx.init(spectrum)
+        for i in range(config.steps):
+            if i == 1:
+                clock = time.perf_counter()
+            spectrum, state, response = ascend(network.weights, spectrum, state, channel, jax.random.fold_in(key, i))
+        jax.block_until_ready(spectrum)
+        seconds += time.perf_counter() - clock if config.steps > 1 else 0.0
+        name = network.labels[channel] if site == "head" and len(network.labels) == count else f"channel {channel}"
+        images.append((f"{name}: {float(response):.3g}", image(spectrum, config.size)))
+    draw(path, f"{site}: {len(images)} of {count} channels", images)
+    flops, chip = flops_of(network, site, config.size), hw.detect()
+    each = seconds / max(1, (config.steps - 1) * len(images))
+    used = hw.mfu(flops, each, chip, "float32") if each else "one step alone was not timed"
+    print(f"{site} {list(value.shape[1:])}: {each * 1e3:.1f} ms a step of {flops / 1e9:.2f} GFLOP, {used}; {path}; "
+          f"{time.perf_counter() - began:.1f} s")
+
+
+def responding(network, config, site):
+    """The channels of a site that respond to a random image: others have no gradient, or never respond at all."""
+    x = image(start(jax.random.key(config.seed), config.size), config.size)[None]
+    value = jax.jit(lambda weights, x: ft.capture(network, site)(weights, x)[1][site])(network.weights, x)
+    means = np.asarray(value).reshape(-1, value.shape[-1]).mean(0)
+    return np.flatnonzero(means > 0) if (means > 0).any() else np.arange(len(means))
+
+
+def step(network, config, site, weights, spectrum, state, channel, key):
+    """One step of gradient ascent: (spectrum, optimizer state, mean of the channel)."""
+    def objective(spectrum):
+        x = moved(key, image(spectrum, config.size), config.jitter)
+        value = ft.capture(network, site)(weights, x[None])[1][site]       # the layers after the site are not computed
+        return jnp.take(value, channel, -1).mean()
+
+    response, slope = jax.value_and_grad(objective)(spectrum)
+    slope = jax.tree.map(lambda g: -g / (jnp.sqrt(jnp.square(g).mean()) + 1e-12), slope)
+    updates, state = optax.adam(config.learning_rate).update(slope, state)
+    return optax.apply_updates(spectrum, updates), state, response
+
+
+def start(key, size):
+    """A small random image as amplitudes of frequencies: [real or imaginary, size, size // 2 + 1, 3]."""
+    return 0.1 * jax.random.normal(key, (2, size, size // 2 + 1, 3))
+
+
+def image(spectrum, size):
+    """The image of a spectrum: [size, size, 3] in 0..1.
+
+    The amplitudes are divided by the frequency, as in natural photos. So a step of one size changes all frequencies
+    alike, and the gradient does not end in noise of the highest ones.
+    """
+    rows, columns = jnp.fft.fftfreq(size)[:, None], jnp.fft.rfftfreq(size)[None]
+    scale = 1 / jnp.maximum(jnp.sqrt(rows**2 + columns**2), 1 / size)[..., None]              # [size, size // 2 + 1, 1]
+    amplitudes = jax.lax.complex(spectrum[0] * scale, spectrum[1] * scale)
+    values = jnp.fft.irfft2(amplitudes, (size, size), axes=(0, 1), norm="ortho") / 4
+    return jax.nn.sigmoid(4 * values @ COLORS.T)
+
+
+def moved(key, x, jitter):
+    """The image moved by up to `jitter` pixels each way, scaled by up to 10 % and rotated by up to 6 degrees."""
+    shift, scale, angle = jax.random.split(key, 3)
+    size = x.shape[0]
+    factor = jax.random.uniform(scale, minval=0.9, maxval=1.1)
+    angle = jax.random.uniform(angle, minval=-0.1, maxval=0.1)
+    center = (size - 1) / 2
+    at = jnp.arange(size, dtype=jnp.float32) - center
+    rows = factor * (jnp.cos(angle) * at[:, None] - jnp.sin(angle) * at[None]) + center
+    columns = factor * (jnp.sin(angle) * at[:, None] + jnp.cos(angle) * at[None]) + center
+    offset = jax.random.uniform(shift, (2,), minval=-jitter, maxval=jitter) if jitter else jnp.zeros(2)
+    at = [rows + offset[0], columns + offset[1]]
+    sample = lambda plane: jax.scipy.ndimage.map_coordinates(plane, at, 1, mode="reflect")
+    return jnp.stack([sample(x[..., i]) for i in range(3)], -1)
+
+
+def flops_of(network, site, size):
+    """FLOPs of products from the pixels to a site and back."""
+    spec = jax.ShapeDtypeStruct((1, size, size, 3), np.float32)
+    counted = hw.count(network, network.weights, spec)
+    paths = list(counted.scopes)
+    inside = [i for i, path in enumerate(paths) if path == site or path.startswith(site + "/")]
+    last = max(inside, default=len(paths) - 1)
+    return 2 * sum(counted.scopes[path].matmul for path in paths[:last + 1])
+
+
+# Pictures.
+
+
+def draw(path, title, tiles):
+    """Writes a picture with a title and named tiles, images [height, width, 3] or maps [height, width] in 0..1."""
+    from matplotlib.figure import Figure
+
+    columns = min(6, len(tiles))
+    rows = -(-len(tiles) // columns)
+    figure = Figure(figsize=(2.6 * columns, 2.9 * rows + 0.4), layout="constrained")
+    figure.suptitle(title)
+    for axis in figure.subplots(rows, columns, squeeze=False).flat:
+        axis.axis("off")
+        if tiles:
+            (name, values), *tiles = tiles
+            axis.imshow(np.asarray(values), cmap="inferno", vmin=0, vmax=1, interpolation="nearest")
+            axis.set_title(name, fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def define_flags():
+    tr.flags.define(Config, flags.FLAGS)
+
+
+def configured(argv):
+    """The configuration that the flags describe.
+
+    Raises:
+      ValueError: the flags cannot be used; the message names one of them.
+    """
+    config = checked(tr.flags.read(Config, flags.FLAGS))
+    if not argv[1:] and not config.layers.strip(", "):
+        raise tr.ConfigError("nothing to draw: name a photo, or --layers")
+    return config
+
+
+def checked(config):
+    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    tr.flags.check(config)
+    if config.jitter >= config.size:
+        raise tr.ConfigError(f"--jitter={config.jitter}: expected fewer pixels than --size={config.size}")
+    return config
+
+
+if __name__ == "__main__":
+    define_flags()
+    common.run(main)
