@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import functools
 import importlib.util
+import json
 import math
 import os
 import re
@@ -20,7 +21,7 @@ import jax
 from absl import app, flags, logging
 
 from fnet import hardware as hw
-from fnet import parallel
+from fnet import introspect, parallel
 from fnet import training as tr
 from fnet.cli import no_device
 
@@ -97,6 +98,11 @@ def median_speed(rows):
     """Steps per second of a run's log; NaN for a run too short to have measured it."""
     speeds = [row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row]
     return statistics.median(speeds) if speeds else math.nan
+
+
+def save_summary(workdir, model, *inputs):
+    """Writes summary.json: shapes, parameters and FLOPs of a model by path, for `fnet report`."""
+    (workdir / "summary.json").write_text(json.dumps(introspect.summary(model, *inputs).data()))
 
 
 def check_steps(steps):

@@ -7,8 +7,9 @@
     python experiments/image_classification.py --plan=v5e:2x4 --batch_size=512  # what if it were eight TPUs
 
 The run's folder (--workdir, else runs/DATASET) receives config.json, metrics.jsonl, a TensorBoard
-log, checkpoints, curves.png and confusion.png. The same command resumes a run that was interrupted;
-of one that is finished it evaluates the last checkpoint; --restart trains anew.
+log, checkpoints, curves.png, confusion.png, and predictions for `fnet report`. The same command
+resumes a run that was interrupted; of one that is finished it evaluates the last checkpoint;
+--restart trains anew.
 
 For digits there is no official test set. The accuracy that counts is of a stratified random fifth,
 fixed for good; a second network, trained on the first 80 % of the file, is measured on the last 20 %,
@@ -165,7 +166,8 @@ def train(config, workdir, policy, **fit_options):
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} images")
 
     every = max(math.ceil(steps / 20), 10)
-    common.start(workdir, "curves.png", "confusion.png", "model.json")
+    common.start(workdir, "curves.png", "confusion.png", "model.json", "predictions.json",
+                 "summary.json")
     export.record(workdir, model, labels=data.classes, standardize={"mean": mean, "std": std},
                   x=export.spec(f"b, {height}, {width}, {channels}"))
     began = time.perf_counter()
@@ -186,9 +188,28 @@ def train(config, workdir, policy, **fit_options):
     tr.plots.confusion_matrix(
         values["confusion"], data.classes, workdir / "confusion.png", title=title
     )
+    if jax.process_count() == 1:
+        probabilities = predict(ft.autocast(model, policy), state, test_set["image"], standard)
+        tr.save_predictions(workdir, probabilities, test_set["label"], classes=data.classes, images=test_set["image"])
+        common.save_summary(workdir, model, example)
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png")
     print(f"export the model: fnet export {workdir} --to=bundle,onnx")
+    print(f"show the run: fnet report {workdir}")
     return values
+
+
+def predict(model, state, images, standard, batch_size=500):
+    """The probabilities of the classes, [images, classes]."""
+    @jax.jit
+    def probabilities(params, variables, images):
+        logits, _ = model(params, standard(images.astype(jnp.float32) / 255), state=variables)
+        return jax.nn.softmax(logits.astype(jnp.float32))
+
+    size, found = min(batch_size, len(images)), []
+    for start in range(0, len(images), size):
+        rows = np.minimum(np.arange(start, start + size), len(images) - 1)      # the last batch repeats an image
+        found.append(np.asarray(probabilities(state.averaged, state.state, images[rows])))
+    return np.concatenate(found)[:len(images)]
 
 
 def define_flags():

@@ -180,7 +180,8 @@ def train(config, workdir, policy, **fit_options):
     print(f"{config.model}: {count:,} parameters, {steps} steps of {config.batch_size} x {config.context} tokens")
 
     every = max(math.ceil(steps / 20), 10)
-    common.start(workdir, "model.safetensors", "model.json", "characters.json", "curves.png", "sample.txt")
+    common.start(workdir, "model.safetensors", "model.json", "characters.json", "curves.png", "sample.txt",
+                 "summary.json")
     where = () if config.model == "lstm" else f"t <= {config.context}"
     export.record(workdir, model, tokens=export.spec("b, t", "int32", where=where))
     if isinstance(words, models.CharTokenizer):
@@ -193,6 +194,7 @@ def train(config, workdir, policy, **fit_options):
     )
     if getattr(model, "NAMES", None):
         pretrained.save(model, state.averaged, {}, workdir / "model.safetensors", names="huggingface")
+    common.save_summary(workdir, model, jax.ShapeDtypeStruct((1, config.context), jnp.int32))
     rows = tr.read_metrics(workdir)
     speed = common.median_speed(rows)
     print(f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}, {speed:.1f} steps/s, "

@@ -2,7 +2,7 @@
 
 A model is a function of a plain parameter tree (`fnet.layers`); whatever one does to it is a transform of that function
 (`fnet.transforms`); what suits the chip underneath is looked up and measured (`fnet.hardware`). `fnet.export`,
-`fnet.introspect`, `fnet.models`, `fnet.parallel` and `fnet.training` load on first use.
+`fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report` and `fnet.training` load on first use.
 """
 
 import importlib
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from fnet import hardware, layers, transforms
 
 if TYPE_CHECKING:    # for editors
-    from fnet import introspect, models, parallel, training
+    from fnet import introspect, models, parallel, report, training
 
 __version__ = "0.1.0"
-__all__ = ["export", "hardware", "introspect", "layers", "models", "parallel", "training", "transforms"]
-_LAZY = ("export", "introspect", "models", "parallel", "training")
+__all__ = ["export", "hardware", "introspect", "layers", "models", "parallel", "report", "training", "transforms"]
+_LAZY = ("export", "introspect", "models", "parallel", "report", "training")
 
 
 def __getattr__(name):

@@ -25,13 +25,14 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
     css, js = ("\n".join(_asset(name) for name in names.split()) for names in (style, script))
     allowed = base64.b64encode(hashlib.sha256(js.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
-    return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    text = (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)}</title>\n'
             f'<style>\n{css}</style>\n</head>\n<body>\n{body}\n'
             f'<script type="application/json" id="data">{as_json(data)}</script>\n<script>{js}</script>\n'
             '</body>\n</html>\n')
+    return text.encode("utf-8", "replace").decode()      # without lone surrogates, as in names of files
 
 
 def fill(name: str, **parts: str) -> str:
@@ -44,7 +45,7 @@ def as_json(data: Any) -> str:
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
-    return text.encode("utf-8", "replace").decode()      # lone surrogates, of names of files
+    return text
 
 
 def _asset(name: str) -> str:

@@ -26,6 +26,7 @@ from fnet.training._memory import OutOfMemory
 from fnet.training._metrics import Mean, Total, confusion, evaluator, mean
 from fnet.training._nonfinite import Diverged
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
+from fnet.training._predictions import save_predictions
 from fnet.training._progress import Progress, duration
 from fnet.training._reading import CheckpointError, CheckpointWarning
 from fnet.training._run import PeerLost
@@ -88,6 +89,7 @@ __all__ = [
     "restore",
     "same_config",
     "save_config",
+    "save_predictions",
     "schedule",
     "split",
     "stretches",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from fnet.training import _append
 from fnet.training._media import MEDIA, hyperparameters
 from fnet.training._storage import StorageError, StorePath, location
 
-METRICS, EVENTS = "metrics.jsonl", "tensorboard"
+METRICS, EVENTS, NOTES = "metrics.jsonl", "tensorboard", "events.jsonl"
 
 
 class LogWarning(UserWarning):
@@ -139,6 +140,14 @@ class Logger:
                 if self.hyperparameters:
                     self._events.summarize(self._step, hyperparameters(self.hyperparameters, self.compared))
             self._events.write(step, scalars | media)
+
+    def note(self, step: int, text: str) -> None:
+        """Adds what has happened, such as a recompilation, to events.jsonl, for `fnet report`. In a local folder only;
+        where it cannot be written, the run goes on without."""
+        if isinstance(self.workdir, StorePath):
+            return
+        with contextlib.suppress(OSError), open(self.workdir / NOTES, "ab") as file:
+            file.write((json.dumps({"step": step, "time": round(time.time(), 3), "text": text}) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()

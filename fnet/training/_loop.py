@@ -92,8 +92,9 @@ def fit(
       batches: a function such as `Batches`: `batches(i)` is the batch of step i. A thread calls it for the next steps
         while a step runs. The log reports the fraction of time that the loop waited for it ("time/data").
       steps: total number of steps, including those of earlier calls with this workdir.
-      workdir: the folder of the run: config.json, metrics.jsonl, tensorboard/ and checkpoints/. A path, or a URL of an
-        object store (s3://bucket/run, gs://, az://; `pip install 'fnet[cloud]'`). None: nothing is written.
+      workdir: the folder of the run: config.json, metrics.jsonl, events.jsonl, tensorboard/ and checkpoints/. A path,
+        or a URL of an object store (s3://bucket/run, gs://, az://; `pip install 'fnet[cloud]'`). None: nothing is
+        written.
       plan: the result of `parallel.plan(step, ...)`. The step runs on the plan's devices, with the results of one
         device up to rounding. State and batches are transferred to the plan's shardings, and a resumed run may have
         another plan. Short batches are padded with rows of weight 0, as by `parallel.feed`. With several processes,
@@ -212,8 +213,16 @@ def fit(
                     return logger
 
                 run.logs, run.logger = logs, logs()
+                run.logger.note(run.at, f"began at step {run.at} of {steps}")
                 stack.callback(lambda: run.logger.close())
-        run.train()
+        try:
+            run.train()
+        except BaseException as error:
+            if run.logger is not None:
+                run.logger.note(run.at, f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            raise
+        if run.logger is not None:
+            run.logger.note(run.at, f"finished at step {run.at}")
         return _best(run) if restore_best else run.state
 
 

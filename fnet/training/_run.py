@@ -145,6 +145,8 @@ class Run:
     def say(self, text: str) -> None:
         if self.progress is not None:
             self.progress.line(text)
+        if self.logger is not None:
+            self.logger.note(self.at, text)
 
     def train(self) -> None:
         try:
@@ -380,5 +382,4 @@ class Run:
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items()
-            if np.ndim(value) == 0 and not isinstance(value, MEDIA)}
+    return {name: float(x) for name, x in values.items() if np.ndim(x) == 0 and not isinstance(x, MEDIA)}

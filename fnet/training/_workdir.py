@@ -7,7 +7,7 @@ import os
 from fnet.training import _append
 from fnet.training._checkpoint import Checkpoints
 from fnet.training._config import CONFIG
-from fnet.training._logs import EVENTS, METRICS
+from fnet.training._logs import EVENTS, METRICS, NOTES
 from fnet.training._storage import StorePath, location
 
 CHECKPOINTS = "checkpoints"
@@ -51,9 +51,9 @@ def clear(workdir: str | os.PathLike) -> None:
 
 
 def remove_logs(workdir: str | os.PathLike) -> None:
-    """Removes metrics.jsonl, config.json and TensorBoard's files."""
+    """Removes metrics.jsonl, events.jsonl, config.json and TensorBoard's files."""
     folder = location(workdir)
-    for path in (*_append.parts(folder / METRICS), folder / CONFIG):
+    for path in (*_append.parts(folder / METRICS), folder / NOTES, folder / CONFIG):
         path.unlink(missing_ok=True)
     events = folder / EVENTS
     if isinstance(events, StorePath):

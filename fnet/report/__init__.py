@@ -1,0 +1,10 @@
+"""Reports of training runs: one HTML file that loads nothing.
+
+- `write`: a report of one or several runs, as `fnet report` writes it.
+- `read`: what a run's folder holds, whatever its state.
+"""
+
+from fnet.report._read import Run, read
+from fnet.report._write import write
+
+__all__ = ["Run", "read", "write"]

@@ -1,0 +1,285 @@
+"""What the folder of a run holds: finished or in progress, damaged, of another program, or hostile.
+
+Nothing in it is executed or believed: files are text and JSON of a limited size, and whatever cannot be used is left
+out, with a note.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_LOG, _FILE = 256 << 20, 32 << 20      # bytes of a log and of another file that are read
+_METRICS, _NAME, _LINE = 300, 200, 1 << 20
+_POINTS = 1500      # of one curve
+_IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]{1,400000}={0,2}")
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """A run.
+
+    Attributes:
+        path: its folder. name: a short name for it.
+        metrics: {name: (steps, values)}, None for a value that is not finite.
+        config: the hyperparameters, {} if there are none.
+        facts: what the newest checkpoint notes: chip, policy, plan, versions.
+        checkpoints: (step, metrics, bytes) of each, ascending. damaged: names of those that were set aside.
+        events: (step, time or None, text).
+        predictions: {"classes", "confusion", "mistakes"} or {}.
+        summary: rows of `introspect.summary`, or [].
+        samples: {name: text}.
+        notes: what could not be used.
+    """
+
+    path: Path
+    name: str
+    metrics: dict[str, tuple[list[int], list[float | None]]] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    checkpoints: list[tuple[int, dict[str, float], int]] = dataclasses.field(default_factory=list)
+    damaged: list[str] = dataclasses.field(default_factory=list)
+    events: list[tuple[int, float | None, str]] = dataclasses.field(default_factory=list)
+    predictions: dict[str, Any] = dataclasses.field(default_factory=dict)
+    summary: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    samples: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """The last step of which something is known."""
+        return max([0, *(steps[-1] for steps, _ in self.metrics.values() if steps),
+                    *(step for step, _, _ in self.checkpoints)])
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps that the run was begun for, or None."""
+        fit = self.facts.get("fit")
+        for found in (fit.get("steps") if isinstance(fit, dict) else None, self.config.get("steps")):
+            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+                return found
+        return None
+
+
+def read(folder: str | os.PathLike) -> Run:
+    """Reads the folder of a run; `Run.notes` says what is missing or cannot be used.
+
+    Raises:
+        ValueError: it is not a local folder.
+    """
+    path = Path(folder)
+    if "://" in str(folder) or re.match(r"(s3|gs|az|memory):/", str(folder)):
+        raise ValueError(f"{folder}: expected a local folder; copy the run from the object store first")
+    if not path.is_dir():
+        raise ValueError(f"{folder}: {'is a file, expected a' if path.exists() else 'no such'} folder")
+    run = Run(path, path.resolve().name or str(path))
+    for part in (_metrics, _config, _checkpoints, _events, _predictions, _summary, _samples):
+        try:
+            part(run)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError,
+                OverflowError) as error:
+            run.notes.append(f"{part.__name__.strip('_')}: cannot be used ({type(error).__name__}: {str(error)[:200]})")
+    if not run.metrics:
+        run.notes.insert(0, "no metrics: metrics.jsonl is missing or empty")
+    return run
+
+
+def _raw(run: Run, path: Path, limit: int) -> bytes | None:
+    """The content of a regular file, or None with a note; of a larger one the last `limit` bytes."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        run.notes.append(f"{path.name}: {error.strerror or error}")
+        return None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        run.notes.append(f"{path.name}: not a regular file")
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        if status.st_size > limit:
+            run.notes.append(f"{path.name}: {status.st_size:,} bytes, of which the last {limit:,} are read")
+            file.seek(status.st_size - limit)
+            file.readline()
+        return file.read(limit)
+
+
+def _json(run: Run, path: Path, limit: int = _FILE) -> Any:
+    raw = _raw(run, path, limit)
+    if raw is None:
+        return None
+    try:
+        return json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
+        run.notes.append(f"{path.name}: not JSON ({str(error)[:100]})")
+        return None
+
+
+def _lines(run: Run, name: str, use: Callable[[int, dict], None]) -> None:
+    """Calls `use` with the number and the content of each line that is a JSON object."""
+    raw, wrong = _raw(run, run.path / name, _LOG), []
+    lines = (raw or b"").split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode()) if len(line) <= _LINE else None
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            use(number, row)
+        elif number < len(lines):      # the last one is being written
+            wrong.append(number)
+    if wrong:
+        run.notes.append(f"{name}: {len(wrong)} lines are not JSON objects and are left out, the first of them "
+                         f"{wrong[0]}")
+
+
+def _metrics(run: Run) -> None:
+    unnumbered, dropped = [], set()
+    found: dict[str, dict[int, float | None]] = {}
+
+    def use(number, row):
+        step = row.get("step")
+        if not _whole(step) or not 0 <= step < 1 << 53:
+            unnumbered.append(number)
+            step = number
+        for name, value in row.items():
+            if name == "step" or isinstance(value, bool) or not isinstance(value, int | float | None):
+                continue
+            name = name[:_NAME]
+            if name not in found and len(found) >= _METRICS:
+                dropped.add(name)
+                continue
+            found.setdefault(name, {})[step] = _finite(value)
+
+    _lines(run, "metrics.jsonl", use)
+    if unnumbered:
+        run.notes.append(f"metrics.jsonl: {len(unnumbered)} lines have no step; their line number is shown instead")
+    if dropped:
+        run.notes.append(f"metrics.jsonl: {len(dropped)} metrics more than {_METRICS} are left out")
+    for name, points in found.items():
+        steps = sorted(points)
+        run.metrics[name] = thinned(steps, [points[step] for step in steps])
+    bad = [name for name, (_, values) in run.metrics.items() if None in values]
+    if bad:
+        run.notes.append(f"not finite at some steps: {', '.join(bad[:8])}{' ...' if len(bad) > 8 else ''}")
+
+
+def thinned(steps: list[int], values: list[float | None]) -> tuple[list[int], list[float | None]]:
+    """At most about `_POINTS` points: of each stretch the least and the largest, and whether one is not finite."""
+    if len(steps) <= _POINTS:
+        return steps, values
+    size, kept = math.ceil(len(steps) / (_POINTS // 2)), {0, len(steps) - 1}
+    for start in range(0, len(steps), size):
+        stretch = range(start, min(start + size, len(steps)))
+        finite = [i for i in stretch if values[i] is not None]
+        if finite:
+            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+        kept |= {i for i in stretch if values[i] is None and i - 1 in kept}
+    order = sorted(kept)
+    return [steps[i] for i in order], [values[i] for i in order]
+
+
+def _config(run: Run) -> None:
+    found = _json(run, run.path / "config.json")
+    if isinstance(found, dict):
+        run.config = {str(name)[:_NAME]: value for name, value in list(found.items())[:500]}
+    elif found is not None:
+        run.notes.append("config.json: not an object")
+
+
+def _checkpoints(run: Run) -> None:
+    folder = run.path / "checkpoints"
+    if not folder.is_dir():
+        return
+    names = sorted(os.listdir(folder))
+    run.damaged = [name[:_NAME] for name in names if re.fullmatch(r"\d{1,18}\.damaged(-\d+)?", name)]
+    steps = sorted(int(name) for name in names if re.fullmatch(r"\d{1,18}", name))
+    if len(steps) > 1000:
+        run.notes.append(f"checkpoints: {len(steps)} steps, of which the last 1000 are shown")
+    for step in steps[-1000:]:
+        inside = folder / str(step)
+        manifest = _json(run, inside / "manifest.json", 1 << 28) if step in steps[-20:] else {}
+        manifest = manifest if isinstance(manifest, dict) else {}
+        size = sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(inside)
+                   if entry.is_file(follow_symlinks=False)) if inside.is_dir() else 0
+        values = manifest.get("metrics")
+        values = list(values.items())[:50] if isinstance(values, dict) else []
+        finite = {str(name)[:_NAME]: value for name, value in values if _finite(value) is not None}
+        run.checkpoints.append((step, finite, size))
+        notes = manifest.get("notes")
+        if isinstance(notes, dict) and notes:
+            run.facts = notes
+    fit = run.facts.get("fit")
+    if not run.config and isinstance(fit, dict) and isinstance(fit.get("config"), dict):
+        run.config = fit["config"]
+
+
+def _events(run: Run) -> None:
+    def use(number, row):
+        text, when = row.get("text"), row.get("time")
+        if isinstance(text, str) and len(run.events) < 2000:
+            run.events.append((row["step"] if _whole(row.get("step")) else 0, _finite(when), text[:2000]))
+
+    _lines(run, "events.jsonl", use)
+
+
+def _predictions(run: Run) -> None:
+    found = _json(run, run.path / "predictions.json")
+    if found is None:
+        return
+    classes, counts = found["classes"], found["confusion"]
+    if not (isinstance(classes, list) and isinstance(counts, list) and 0 < len(classes) == len(counts) <= 2000
+            and all(isinstance(row, list) and len(row) == len(classes) and all(
+                _whole(n) and 0 <= n < 1 << 53 for n in row) for row in counts)):
+        run.notes.append("predictions.json: its confusion matrix is not [classes, classes] of counts")
+        return
+    names, mistakes, wrong = [str(name)[:_NAME] for name in classes], [], 0
+    for each in found.get("mistakes", [])[:200]:
+        label, guess, image = each.get("label"), each.get("guess"), each.get("image")
+        if not (_whole(label) and _whole(guess) and 0 <= label < len(names) and 0 <= guess < len(names)):
+            wrong += 1
+            continue
+        if image is not None and not (isinstance(image, str) and _IMAGE.fullmatch(image)):
+            image, wrong = None, wrong + 1
+        mistakes.append({"index": each.get("index") if _whole(each.get("index")) else None, "label": names[label],
+                         "guess": names[guess], "probability": _finite(each.get("probability")), "image": image})
+    if wrong:
+        run.notes.append(f"predictions.json: {wrong} mistakes have an unknown class or an image that is no PNG")
+    run.predictions = {"classes": names, "confusion": counts, "mistakes": mistakes}
+
+
+def _summary(run: Run) -> None:
+    found = _json(run, run.path / "summary.json")
+    if isinstance(found, list):
+        run.summary = [row for row in found if isinstance(row, dict)][:2000]
+    elif found is not None:
+        run.notes.append("summary.json: not a list")
+
+
+def _samples(run: Run) -> None:
+    for name in ("sample.txt", "samples.txt"):
+        raw = _raw(run, run.path / name, 64 << 10)
+        if raw:
+            run.samples[name] = raw.decode(errors="replace").replace("\0", "\ufffd")
+
+
+def _whole(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _finite(value) -> float | None:
+    """A number as JavaScript can read it."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,138 @@
+"""Tables of a report: configurations, environment, model, checkpoints, log."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from fnet.hardware._chip import si
+from fnet.report._read import Run
+
+_TEXT = 4000      # characters of a value
+
+
+def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """A row for each field, those that differ first."""
+    fields = list(dict.fromkeys(name for run in runs for name in run.config))
+    if not fields:
+        return ""
+    cells = {field: [show(run.config[field]) if field in run.config else "" for run in runs] for field in fields}
+    differ = [field for field in fields if len(set(cells[field])) > 1]
+    rows = [_row(["field", *names], "th")]
+    for field in [*differ, *(field for field in fields if field not in differ)]:
+        rows.append(_row([field, *cells[field]], "td", "differs" if field in differ else ""))
+    lead = "" if len(runs) == 1 else (f"<p>{len(differ)} of {len(fields)} fields differ: "
+                                      f"{escape(', '.join(differ[:20]))}.</p>" if differ else
+                                      "<p>The configurations are equal.</p>")
+    return f'{lead}<div class="scroll card"><table class="first">{"".join(rows)}</table></div>'
+
+
+def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """What the newest checkpoints note: chip, policy with its reason, plan, versions, resuming."""
+    order = ["chip", "kind", "devices", "processes", "jaxlib", "policy", "tune", "plan"]
+    hidden = {"fit", "evaluated", "position"}
+    facts = []
+    for run in runs:
+        fit = run.facts.get("fit")
+        extra = {f"fit: {key}": value for key, value in fit.items() if key in ("steps", "best", "early_stop", "data")
+                 and value is not None} if isinstance(fit, dict) else {}
+        compiled = run.metrics.get("time/compile_seconds", ([], []))[1]
+        if compiled and compiled[-1] is not None:
+            extra["seconds to compile"] = compiled[-1]
+        facts.append({key: value for key, value in run.facts.items() if key not in hidden} | extra)
+    fields = list(dict.fromkeys([*(key for key in order if any(key in each for each in facts)),
+                                 *(str(key) for each in facts for key in each)]))
+    if not fields:
+        return ""
+    rows = [_row(["", *names], "th")]
+    for field in fields[:200]:
+        values = [show(each[field]) if field in each else "" for each in facts]
+        rows.append(_row([field, *values], "td", "differs" if len(set(values)) > 1 else ""))
+    return f'<div class="scroll card"><table class="first">{"".join(rows)}</table></div>'
+
+
+def summary(run: Run, name: str) -> str:
+    """The model by path."""
+    if not run.summary:
+        return ""
+    heads = ("path", "output", "parameters", "forward FLOPs", "backward FLOPs", "kept", "share of time")
+    rows = ["<tr>" + "".join(f'<th{" class=number" if i > 1 else ""}>{head}</th>' for i, head in enumerate(heads))
+            + "</tr>"]
+    for row in run.summary:
+        path = show(row.get("path", "")) or "total"
+        output = row.get("output")
+        output = ", ".join(map(show, output[:4])) if isinstance(output, list) else ""
+        cells = [path, output, *(_number(row.get(key), unit) for key, unit in (
+            ("parameters", ""), ("forward_flops", "FLOP"), ("backward_flops", "FLOP"), ("kept_bytes", "B")))]
+        share = row.get("share")
+        cells.append(f"{100 * share:.1f} %" if isinstance(share, int | float) and 0 <= share <= 1 else "")
+        depth = 0 if path == "total" else min(path.count("/"), 20)
+        label = path.rpartition("/")[2] if path != "total" else path
+        rows.append(f'<tr{" class=total" if path == "total" else ""}><td title="{escape(path)}">{"&emsp;" * depth}'
+                    f"{escape(label)}</td>" + "".join(
+                        f'<td{" class=number" if i else ""}>{escape(cell)}</td>' for i, cell in enumerate(cells[1:]))
+                    + "</tr>")
+    return (f'<details class="card"{" open" if len(run.summary) <= 40 else ""}><summary>{escape(name)}</summary>'
+            f'<div class="scroll"><table>{"".join(rows)}</table></div></details>')
+
+
+def checkpoints(run: Run, name: str) -> str:
+    if not run.checkpoints and not run.damaged:
+        return ""
+    metrics = list(dict.fromkeys(key for _, values, _ in run.checkpoints for key in values))[:12]
+    rows = [_row(["step", "size", *metrics], "th")]
+    for step, values, size in run.checkpoints[-200:]:
+        rows.append(_row([f"{step:,}", f"{si(size, digits=3)}B", *(
+            f"{values[key]:.5g}" if key in values else "" for key in metrics)], "td"))
+    damaged = (f'<p class="note">damaged, set aside: {escape(", ".join(run.damaged[:20]))}</p>' if run.damaged else "")
+    return (f'<article class="card"><h3>{escape(name)}</h3><div class="scroll"><table class="numbers">{"".join(rows)}'
+            f"</table></div>{damaged}</article>")
+
+
+_WARNINGS = ("is compiled again", "not finite", "rolled back", "skipped", "ended by", "damaged")
+
+
+def events(run: Run, name: str) -> str:
+    """What happened, with the unusual marked."""
+    if not run.events:
+        return ""
+    rows = [_row(["step", "time", "event"], "th")]
+    for step, when, text in run.events[-500:]:
+        unusual = any(word in text for word in _WARNINGS) and not text.startswith("ended by Interrupted")
+        rows.append(_row([f"{step:,}", _time(when), ("⚠ " if unusual else "") + text], "td",
+                         "warning" if unusual else ""))
+    count = sum("warning" in row for row in rows)
+    lead = f" · {count} unusual" if count else ""
+    return (f'<details class="card"{" open" if len(rows) < 30 or count else ""}><summary>{escape(name)}: '
+            f"{len(run.events)} events{lead}</summary>"
+            f'<div class="scroll"><table>{"".join(rows)}</table></div></details>')
+
+
+def show(value: Any) -> str:
+    """A value of a configuration as text."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
+    return text if len(text) <= _TEXT else text[:_TEXT] + f" … ({len(text):,} characters)"
+
+
+def _number(value, unit) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        return ""
+    return f"{si(value, digits=3)}{unit}".strip() if value else ""
+
+
+def _time(when) -> str:
+    try:
+        return "" if when is None else f"{datetime.datetime.fromtimestamp(when).astimezone():%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return ""
+
+
+def _row(cells, tag, kind="") -> str:
+    inside = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+    return f'<tr{f" class={kind}" if kind else ""}>{inside}</tr>'

@@ -1,0 +1,230 @@
+"""The page of a report."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import fnet
+from fnet.hardware._chip import si
+from fnet.introspect import _page
+from fnet.report import _predictions, _tables
+from fnet.report._read import Run, read
+from fnet.training import duration
+
+_CHARTS = 80      # in one report
+_FIRST = ("loss", "accuracy")      # metrics that are shown first
+
+
+def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | os.PathLike | None = None) -> Path:
+    """Writes a report of one or several runs: one HTML file that loads nothing and executes nothing that runs contain.
+
+    It shows learning curves (runs that differ in their seed alone as one band), speed, predictions, text samples, the
+    model, differences between configurations, environment, checkpoints, and what happened during the run. Parts that
+    a run has not recorded are left out; files that cannot be used are named.
+
+    Args:
+        folders: the folders of the runs, as `training.fit(workdir=)` was given them.
+        path: the file; by default report.html in the folder of the first run.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: a folder does not exist or is not local, or there is none.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write(folder).name
+    'report.html'
+    """
+    folders = [folders] if isinstance(folders, str | os.PathLike) else list(folders)
+    if not folders:
+        raise ValueError("report: expected the folder of at least one run")
+    runs = [read(folder) for folder in folders]
+    path = Path(folders[0]) / "report.html" if path is None else Path(path)
+    if path.is_dir():
+        path = path / "report.html"
+    text = page(runs)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The HTML of a report."""
+    names = unique_names(runs)
+    charts, left_out = _charts(runs)
+    sections = [
+        ("overview", "Overview", _overview(runs, names)),
+        ("curves", "Curves", _holders(charts, "curves")),
+        ("speed", "Speed", _holders(charts, "speed")),
+        ("predictions", "Predictions", "".join(_predictions.html(run, name, len(runs) > 1)
+                                               for run, name in zip(runs, names))),
+        ("samples", "Text samples", "".join(_samples(run, name) for run, name in zip(runs, names))),
+        ("model", "Model", "".join(_tables.summary(run, name) for run, name in zip(runs, names))),
+        ("configuration", "Configuration", _tables.configuration(runs, names)),
+        ("environment", "Environment", _tables.environment(runs, names)),
+        ("checkpoints", "Checkpoints", "".join(_tables.checkpoints(run, name) for run, name in zip(runs, names))),
+        ("log", "Log", "".join(_tables.events(run, name) for run, name in zip(runs, names))),
+    ]
+    sections = [section for section in sections if section[2]]
+    if left_out:
+        sections[0] = (*sections[0][:2], sections[0][2] + f'<p class="note">{left_out} charts more than {_CHARTS} are '
+                       "left out.</p>")
+    links = "".join(f'<a href="#{key}">{escape(title)}</a>' for key, title, _ in sections)
+    body = _page.fill(
+        "fnet.report/report.html", title=escape(title(names)), links=links, facts=escape(_date()),
+        sections="".join(f'<section id="{key}"><h2>{escape(heading)}</h2>{tools(key)}{text}</section>'
+                         for key, heading, text in sections))
+    groups = seed_groups(runs)
+    data = {"runs": [{"name": name, "group": group} for name, group in zip(names, groups)], "charts": charts}
+    return _page.page(f"{title(names)}: report", body, style="fnet.introspect/page.css fnet.report/report.css",
+                      script="fnet.report/chart.js fnet.report/report.js", data=data)
+
+
+def title(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
+
+
+def tools(key: str) -> str:
+    """The controls of the curves."""
+    if key != "curves":
+        return ""
+    return ('<div class="tools"><label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" '
+            'value="0"> <output id="smoothed" class="number">0</output></label>'
+            '<div class="group" role="group" aria-label="Scale"><button data-scale="linear">Linear</button>'
+            '<button data-scale="log">Log</button></div><label id="bands-label" hidden><input type="checkbox" '
+            'id="bands" checked> Seeds as bands</label></div><div id="runs" class="runs"></div>')
+
+
+def unique_names(runs: Sequence[Run]) -> list[str]:
+    """The names of the folders, with as much of the path above as tells them apart."""
+    parts = [run.path.resolve().parts for run in runs]
+    for depth in range(1, 6):
+        names = ["/".join(part[-depth:]) or "/" for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({i})" for i, name in enumerate(names, 1)]
+
+
+def seed_groups(runs: Sequence[Run]) -> list[int]:
+    """A number for each run; runs whose configurations differ in nothing but the seed have the same."""
+    keys: dict[Any, int] = {}
+    found = []
+    for i, run in enumerate(runs):
+        rest = {name: value for name, value in run.config.items() if name not in ("seed", "data_dir", "workdir")}
+        key: Any = json.dumps(rest, sort_keys=True, default=str) if rest and "seed" in run.config else i
+        found.append(keys.setdefault(key, len(keys)))
+    return found
+
+
+def _charts(runs) -> tuple[list[dict], int]:
+    """(what the script draws: metrics with the same last name together, how many are left out)"""
+    found: dict[tuple[bool, str], list[dict]] = {}
+    for i, run in enumerate(runs):
+        for name, (steps, values) in run.metrics.items():
+            if len(steps) < 2 and name == "time/compile_seconds":
+                continue
+            split, _, metric = name.rpartition("/")
+            speed = split == "time"
+            if name == "time/compile_seconds":
+                continue
+            values = [None if value is None else float(f"{value:.6g}") for value in values]
+            found.setdefault((speed, metric), []).append(
+                {"run": i, "split": "" if speed else split, "steps": steps, "values": values})
+    order = lambda key: (key[0], _FIRST.index(key[1]) if key[1] in _FIRST else len(_FIRST), key[1])
+    titles = {"steps_per_second": "steps per second", "mfu": "MFU, model FLOPs utilization",
+              "data": "time waited for data, fraction"}
+    charts = [{"title": titles.get(metric, metric.replace("_", " ")) if speed else metric, "section":
+               "speed" if speed else "curves", "zero": speed, "series": series}
+              for (speed, metric), series in sorted(found.items(), key=lambda item: order(item[0]))]
+    return charts[:_CHARTS], max(0, len(charts) - _CHARTS)
+
+
+def _holders(charts, section) -> str:
+    boxes = "".join(
+        f'<figure class="card" data-chart="{i}"><figcaption>{escape(chart["title"])}</figcaption>'
+        f'<div class="plot" tabindex="0" role="img" aria-label="{escape(_spoken(chart))}"></div></figure>'
+        for i, chart in enumerate(charts) if chart["section"] == section)
+    return f'<div class="charts">{boxes}</div>' if boxes else ""
+
+
+def _spoken(chart) -> str:
+    """A chart in words."""
+    parts = []
+    for series in chart["series"][:6]:
+        finite = [value for value in series["values"] if value is not None]
+        if finite:
+            parts.append(f"{series['split'] or 'run'} from {finite[0]:.4g} to {finite[-1]:.4g}, "
+                         f"least {min(finite):.4g}, largest {max(finite):.4g}")
+    return f"{chart['title']} by step: {'; '.join(parts) or 'no finite values'}"
+
+
+def _overview(runs, names) -> str:
+    cards = "".join(_card(run, name, i) for i, (run, name) in enumerate(zip(runs, names)))
+    notes = "".join(f"<li><b>{escape(name)}</b>: {escape(note)}</li>" if len(runs) > 1 else f"<li>{escape(note)}</li>"
+                    for run, name in zip(runs, names) for note in run.notes)
+    return f'<div class="cards">{cards}</div>' + (f'<ul class="note">{notes}</ul>' if notes else "")
+
+
+def _card(run, name, i) -> str:
+    state, kind = status(run)
+    facts = [("steps", f"{run.step:,}" + (f" of {run.steps:,}" if run.steps else ""))]
+    for metric in _shown(run):
+        steps, values = run.metrics[metric]
+        finite = [(value, step) for step, value in zip(steps, values) if value is not None]
+        if not finite:
+            continue
+        best = max(finite, key=lambda pair: pair[0]) if "accuracy" in metric else min(finite, key=lambda pair: pair[0])
+        facts.append((metric, f"{finite[-1][0]:.4g}" + (f" (best {best[0]:.4g} at {best[1]:,})"
+                                                        if best[0] != finite[-1][0] else "")))
+    if speeds := [value for value in run.metrics.get("time/steps_per_second", ([], []))[1] if value]:
+        facts.append(("speed", f"{sorted(speeds)[len(speeds) // 2]:.4g} steps/s"))
+    times = [when for _, when, _ in run.events if when is not None]
+    if len(times) > 1 and 0 <= max(times) - min(times) < 1e9:
+        facts.append(("first to last event", duration(max(times) - min(times))))
+    chip = run.facts.get("chip")
+    if isinstance(chip, str):
+        facts.append(("chip", chip[:120]))
+    rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in facts)
+    return (f'<article class="card run p{i % 8}"><h3><i class="dot"></i>{escape(name)}</h3>'
+            f'<p class="state {kind}">{escape(state)}</p><dl>{rows}</dl></article>')
+
+
+def _shown(run) -> list[str]:
+    """The metrics of a card: losses and accuracies, of evaluations before those of training."""
+    names = [name for name in run.metrics if name.rpartition("/")[2] in _FIRST]
+    return sorted(names, key=lambda name: (name.startswith("train/"), _FIRST.index(name.rpartition("/")[2]), name))[:4]
+
+
+def status(run: Run) -> tuple[str, str]:
+    """(how far a run is, "good", "open" or "bad")"""
+    last = run.events[-1][2] if run.events else ""
+    if last.startswith("ended by Interrupted"):
+        return "interrupted; the same command resumes it", "open"
+    if last.startswith("ended by "):
+        return last, "bad"
+    if last.startswith("finished") or (run.steps is not None and run.step >= run.steps):
+        stopped = any(text.startswith("stopped early") for _, _, text in run.events)
+        return "finished, stopped early" if stopped else "finished", "good"
+    return ("in progress, or killed" if run.step else "nothing recorded yet"), "open"
+
+
+def _samples(run, name) -> str:
+    return "".join(f'<article class="card"><h3>{escape(name)}: {escape(file)}</h3><pre>{escape(text)}</pre></article>'
+                   for file, text in run.samples.items())
+
+
+def _date() -> str:
+    return f"fnet {fnet.__version__}, {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
+
+
+def size(value: Any) -> str:
+    return f"{si(value, digits=3)}B"

@@ -1,0 +1,68 @@
+"""What a classifier predicted for a test set, kept in the run's folder for `fnet report`."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fnet.training._media import Image, _png
+
+PREDICTIONS = "predictions.json"
+
+
+def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any, *,
+                     classes: Sequence[str] | None = None, images: Any = None, worst: int = 24) -> Path:
+    """Writes predictions.json: the confusion matrix of a classifier, and the examples on which it was surest and wrong.
+
+    Args:
+      workdir: the run's folder, a local path.
+      probabilities: [examples, classes].
+      labels: the true classes, integers [examples].
+      classes: the names of the classes.
+      images: [examples, height, width, channels], as `Image` takes them; or None.
+      worst: how many mistakes to keep, those with the largest probability of the wrong class.
+
+    Raises:
+      ValueError: the shapes do not agree, or a label is no class.
+
+    Example:
+      >>> save_predictions("runs/digits", probabilities, labels)           # doctest: +SKIP
+    """
+    probabilities, labels = np.asarray(probabilities, np.float64), np.asarray(labels)
+    if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
+        raise ValueError("save_predictions: expected probabilities [examples, classes] and labels [examples], got "
+                         f"{list(probabilities.shape)} and {list(labels.shape)}")
+    count = probabilities.shape[1]
+    names = [str(name) for name in (range(count) if classes is None else classes)]
+    if len(names) != count:
+        raise ValueError(f"save_predictions: {len(names)} names of {count} classes")
+    if labels.size and not (0 <= labels.min() and labels.max() < count):
+        raise ValueError(f"save_predictions: expected labels from 0 to {count - 1}, got {labels.min()} to "
+                         f"{labels.max()}")
+    if images is not None and len(images) != len(labels):
+        raise ValueError(f"save_predictions: {len(images)} images of {len(labels)} examples")
+    guesses = probabilities.argmax(1)
+    confusion = np.zeros((count, count), np.int64)
+    np.add.at(confusion, (labels, guesses), 1)
+    wrong = np.flatnonzero(guesses != labels)
+    sureness = np.nan_to_num(probabilities[np.arange(len(labels)), guesses])
+    mistakes = []
+    for i in wrong[np.argsort(-sureness[wrong], kind="stable")][:worst]:
+        mistake = {"index": int(i), "label": int(labels[i]), "guess": int(guesses[i]),
+                   "probability": round(float(sureness[i]), 6)}
+        if images is not None:
+            png = _png(Image(np.asarray(images[i])).pixels)
+            mistake["image"] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        mistakes.append(mistake)
+    path = Path(workdir) / PREDICTIONS
+    text = json.dumps({"classes": names, "confusion": confusion.tolist(), "mistakes": mistakes})
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+    return path
