@@ -68,7 +68,7 @@ def page(runs: Sequence[Run]) -> str:
         ("predictions", "Predictions", "".join(_predictions.html(run, name, len(runs) > 1)
                                                for run, name in zip(runs, names))),
         ("samples", "Text samples", "".join(_samples(run, name) for run, name in zip(runs, names))),
-        ("model", "Model", "".join(_tables.summary(run, name) for run, name in zip(runs, names))),
+        ("model", "Model", _models(runs, names)),
         ("configuration", "Configuration", _tables.configuration(runs, names)),
         ("environment", "Environment", _tables.environment(runs, names)),
         ("checkpoints", "Checkpoints", "".join(_tables.checkpoints(run, name) for run, name in zip(runs, names))),
@@ -215,6 +215,14 @@ def status(run: Run) -> tuple[str, str]:
         stopped = any(text.startswith("stopped early") for _, _, text in run.events)
         return "finished, stopped early" if stopped else "finished", "good"
     return ("in progress, or killed" if run.step else "nothing recorded yet"), "open"
+
+
+def _models(runs, names) -> str:
+    """The summaries of the models; that of several runs with equal ones once."""
+    of: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        of.setdefault(json.dumps(run.summary), []).append(i)
+    return "".join(_tables.summary(runs[group[0]], ", ".join(names[i] for i in group)) for group in of.values())
 
 
 def _samples(run, name) -> str:
