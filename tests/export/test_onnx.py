@@ -72,6 +72,10 @@ OPERATIONS |= {
                  [PROGRAMS["integers"][1][0], PROGRAMS["integers"][1][1]]),
     "reductions": (lambda x: [x.sum(0), x.prod(1), x.max(), x.min((0, 1)), x.argmax(1), x.argmin(0),
                               jnp.cumsum(x, 1)], [normal(3, 4)]),
+    "products of 8-bit integers": (lambda x, y: jax.lax.dot_general(
+        x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32),
+        [jnp.asarray(np.random.default_rng(i).integers(-127, 128, shape), jnp.int8)
+         for i, shape in enumerate([(3, 40), (40, 5)])]),
     "sorting": (lambda x, y: [*jax.lax.sort((x, y), num_keys=1), *jax.lax.top_k(x, 2), jnp.argsort(x, 0)],
                 PROGRAMS["sorting"][1]),
 }
