@@ -71,11 +71,12 @@ def test_every_public_method_is_documented():
 
 # Exceptions, warnings, the results of functions that have examples, and names that need files or a second of time.
 WITHOUT_EXAMPLE = {
-    "export.Bundle", "export.BundleError", "export.Program", "export.Spec", "export.load", "export.read_record",
-    "export.record", "export.renew", "export.spec_of", "hardware.Bound", "hardware.Check", "hardware.Computed",
-    "hardware.Cost", "hardware.FrozenTable", "hardware.Matmul", "hardware.Quote", "hardware.Value",
-    "hardware.Waste", "hardware.measure", "hardware.plot", "introspect.Difference", "introspect.Graph",
-    "introspect.Profile", "introspect.Slope", "introspect.Statistic", "introspect.TimedRow", "models.Encoded",
+    "compress.ImplicitArray", "compress.LowRank", "compress.Quantized", "export.Bundle", "export.BundleError",
+    "export.Program", "export.Spec", "export.load", "export.read_record", "export.record", "export.renew",
+    "export.spec_of", "hardware.Bound", "hardware.Check", "hardware.Computed", "hardware.Cost",
+    "hardware.FrozenTable", "hardware.Matmul", "hardware.Quote", "hardware.Value", "hardware.Waste",
+    "hardware.measure", "hardware.plot", "introspect.Difference", "introspect.Graph", "introspect.Profile",
+    "introspect.Slope", "introspect.Statistic", "introspect.TimedRow", "models.Encoded",
     "models.HuggingFaceTokenizer", "models.LlamaBPE", "models.pretrained.Layout", "models.pretrained.Spare",
     "models.pretrained.Tied", "models.pretrained.flattened", "models.pretrained.model",
     "models.pretrained.names_of", "models.read_tokenizer", "parallel.OnChips", "parallel.PeersGone",

@@ -12,6 +12,7 @@ MAY_IMPORT = {
     "transforms": {"_jax", "jaxpr", "hardware"}, "models": {"_jax", "jaxpr", "layers"},
     "parallel": {"_jax", "jaxpr", "hardware", "transforms"},
     "introspect": {"_jax", "jaxpr", "layers", "hardware", "transforms", "parallel"},
+    "compress": {"_jax", "jaxpr", "layers", "hardware", "transforms"},
     "training": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models", "parallel",
                  "introspect"},
     "export": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models"},

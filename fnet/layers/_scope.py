@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet import _jax
+from fnet.jaxpr import is_implicit
 from fnet.layers import _spec
 from fnet.layers._spec import ParamSpec
 
@@ -66,6 +67,9 @@ class Place:
         held = self.params.get(name) if isinstance(self.params, Mapping) else self.params
         if getattr(held, "shape", None) != spec.shape or isinstance(held, ParamSpec):
             raise self.misfit("params", name, spec.shape, held)
+        if is_implicit(held):
+            raise TypeError(f"{quote((*self.path, name))}: a {type(held).__name__} array; call "
+                            "ft.use_implicit_arrays(model)(params, ...)")
         return held
 
     def record(self, kind, name, spec):

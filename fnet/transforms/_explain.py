@@ -11,6 +11,7 @@ from typing import Any
 from fnet.hardware import Chip, Policy
 from fnet.jaxpr import unsupported
 from fnet.transforms._autocast import Row, _Autocast
+from fnet.transforms._implicit import Uses, uses
 from fnet.transforms._tune import Fired, Rule, _Tuner
 
 
@@ -76,22 +77,22 @@ class Tuning:
         return "\n".join([*lines, *self.disabled])
 
 
-def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning:
-    """Explains what autocast or tune does in a function for these arguments. Nothing is computed.
+def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
+    """Explains what autocast, tune or use_implicit_arrays does in a function. Nothing is computed.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
 
     Args:
-        f: the result of `autocast` or `tune`, possibly under `jit` or `functools.partial`. If both were applied, the
-            outer one is explained.
+        f: the result of `autocast`, `tune` or `use_implicit_arrays`, possibly under `jit` or `functools.partial`. If
+            several were applied, the outer one is explained.
         args, kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-        An `Explanation` or a `Tuning`. Printed, it is a table.
+        An `Explanation`, a `Tuning` or `Uses`. Printed, it is a table.
 
     Raises:
-        ValueError: `f` is not the result of `autocast` or `tune`.
+        ValueError: `f` is not the result of one of these.
 
     >>> half = ft.autocast(lambda x: jnp.exp(x @ x), "bfloat16")
     >>> [(row.primitive, row.dtype) for row in ft.explain(half, jnp.ones((2, 2))).rows]
@@ -100,11 +101,13 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning:
     while isinstance(f, functools.partial):
         f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
     inner = f
-    while not hasattr(inner, "autocast") and not hasattr(inner, "tuned"):
+    while not any(hasattr(inner, name) for name in ("autocast", "tuned", "implicit")):
         if not hasattr(inner, "__wrapped__"):
-            raise ValueError(f"explain: expected a function returned by autocast or tune; got "
+            raise ValueError(f"explain: expected a function returned by autocast, tune or use_implicit_arrays; got "
                              f"{getattr(f, '__name__', f)!r}. Call explain(ft.autocast(f), *args)")
         inner = inner.__wrapped__
+    if hasattr(inner, "implicit"):
+        return uses(inner.implicit, args, kwargs)
     if hasattr(inner, "tuned"):
         return _tuning(*inner.tuned, args, kwargs)
     function, policy, rules = inner.autocast

@@ -1,0 +1,19 @@
+"""Parameters in fewer bytes, and small trainable changes of large ones.
+
+    from fnet import compress
+
+    params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
+    params = compress.lora(key, params, {"blocks/attention/.*": 8})
+    logits = ft.use_implicit_arrays(model)(params, x)
+
+The results are parameter trees whose leaves are implicit arrays (`ImplicitArray`): pytrees of plain arrays, which can
+be compiled, differentiated, sharded and saved like any other parameters.
+"""
+
+from fnet.compress._formats import NF4, Float8, Int4, Int8
+from fnet.compress._lora import LowRank, lora, merge
+from fnet.compress._quantize import Quantized, materialize, quantize, size
+from fnet.jaxpr import ImplicitArray
+
+__all__ = ["NF4", "Float8", "ImplicitArray", "Int4", "Int8", "LowRank", "Quantized", "lora", "materialize", "merge",
+           "quantize", "size"]

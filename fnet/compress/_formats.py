@@ -1,0 +1,158 @@
+"""Formats of quantized parameters: how codes are computed from values, and values from codes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import KW_ONLY
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+# The 16 values of Dettmers et al. (2023), QLoRA, appendix E: quantiles of the normal distribution, with an exact zero.
+_NF4 = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32)
+
+
+class Format:
+    """How a parameter is stored: `values = decode(codes) * scale`, with one scale for each block of values.
+
+    Attributes:
+        bits: of one code.
+        group: how many values along the last contracted axis share a scale; None if all do.
+        axes: the contracted axes, which share a scale; None for the defaults of `quantize`.
+        largest: the decoded value to which the largest value of a block is mapped.
+    """
+
+    bits: ClassVar[int]
+    largest: ClassVar[float]
+    group: int | None
+    axes: int | tuple[int, ...] | None
+
+    def __post_init__(self):
+        if self.group is not None and (not isinstance(self.group, int) or self.group < 1):
+            raise ValueError(f"{type(self).__name__}: group must be a positive integer or None; got {self.group!r}")
+        if self.bits == 4 and self.group is not None and self.group % 2:
+            raise ValueError(f"{type(self).__name__}: group must be even, because a byte holds two codes; got "
+                             f"{self.group}")
+
+    def encode(self, values: Any) -> Any:
+        """Codes of scaled values in -largest .. largest: int8 or float8; uint8 in 0 .. 15 for 4 bits."""
+        raise NotImplementedError
+
+    def decode(self, codes: Any, dtype: Any) -> Any:
+        """Scaled values."""
+        raise NotImplementedError
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds two codes."""
+        return self.bits == 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(Format):
+    """8-bit integers: codes -127 .. 127, a quarter of the bytes of float32.
+
+    Args:
+        group: how many values along the contracted axis share a scale. Default None: all of them, so that a product is
+            computed with the codes and scaled afterwards.
+        axes: the axes over which the parameter is contracted. See `quantize`.
+        activations: False keeps the activations in their dtype ("weight-only"). True also rounds them to 8 bits, with
+            one scale for each row (all contracted axes), and computes integer products. Derivatives with respect to
+            activations ignore the rounding (straight-through).
+
+    >>> Int8().bits
+    8
+    """
+
+    group: int | None = None
+    axes: int | tuple[int, ...] | None = None
+    _: KW_ONLY
+    activations: bool = False
+    bits: ClassVar[int] = 8
+    largest: ClassVar[float] = 127.0
+
+    def encode(self, values):
+        return jnp.clip(jnp.round(values), -127, 127).astype(jnp.int8)
+
+    def decode(self, codes, dtype):
+        return codes.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Format):
+    """4-bit integers: codes -7 .. 7, two in a byte.
+
+    Args:
+        group: how many values along the contracted axis share a scale. Default 32, as in GGUF; None: all of them.
+        axes: the axes over which the parameter is contracted. See `quantize`.
+
+    >>> Int4().group
+    32
+    """
+
+    group: int | None = 32
+    axes: int | tuple[int, ...] | None = None
+    bits: ClassVar[int] = 4
+    largest: ClassVar[float] = 7.0
+
+    def encode(self, values):
+        return (jnp.clip(jnp.round(values), -7, 7) + 8).astype(jnp.uint8)
+
+    def decode(self, codes, dtype):
+        return codes.astype(dtype) - 8
+
+
+@dataclasses.dataclass(frozen=True)
+class NF4(Format):
+    """4-bit codes of 16 quantiles of a normal distribution, two in a byte.
+
+    Args:
+        group: how many values along the contracted axis share a scale. Default 64, as in the paper; None: all of them.
+        axes: the axes over which the parameter is contracted. See `quantize`.
+
+    Source: Dettmers et al. (2023), QLoRA: Efficient Finetuning of Quantized LLMs, section 3.
+
+    >>> NF4().decode(jnp.array([0, 7, 15]), jnp.float32).tolist()
+    [-1.0, 0.0, 1.0]
+    """
+
+    group: int | None = 64
+    axes: int | tuple[int, ...] | None = None
+    bits: ClassVar[int] = 4
+    largest: ClassVar[float] = 1.0
+
+    def encode(self, values):
+        return jnp.searchsorted((_NF4[1:] + _NF4[:-1]) / 2, values).astype(jnp.uint8)
+
+    def decode(self, codes, dtype):
+        return jnp.asarray(_NF4, dtype)[codes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(Format):
+    """8-bit floating point, float8_e4m3fn: 4 bits of exponent, 3 of mantissa, largest value 448.
+
+    Args:
+        group: how many values along the contracted axis share a scale. Default None: all of them.
+        axes: the axes over which the parameter is contracted. See `quantize`.
+
+    Source: Micikevicius et al. (2022), FP8 Formats for Deep Learning.
+
+    >>> Float8().largest
+    448.0
+    """
+
+    group: int | None = None
+    axes: int | tuple[int, ...] | None = None
+    bits: ClassVar[int] = 8
+    largest: ClassVar[float] = 448.0
+
+    def encode(self, values):
+        return values.astype(jnp.float8_e4m3fn)
+
+    def decode(self, codes, dtype):
+        return codes.astype(dtype)

@@ -1,0 +1,145 @@
+"""Changes of low rank: LoRA, and QLoRA on quantized parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fnet.compress._rules import apply_rules
+from fnet.jaxpr import ImplicitArray, implicit_dot, is_implicit
+from fnet.jaxpr import materialize as _materialized
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale", "inputs"])
+@dataclasses.dataclass(frozen=True)
+class LowRank(ImplicitArray):
+    """A parameter with a change of low rank: `base + scale * a @ b`. `lora` creates it.
+
+    Attributes:
+        base: an array [*lead, *in, out], plain or implicit.
+        a: [*lead, *in, rank].
+        b: [*lead, rank, out], zeros at first.
+        scale: alpha / rank.
+        inputs: the number of `in` axes.
+    """
+
+    base: Any
+    a: Any
+    b: Any
+    scale: float
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.base.shape)
+
+    @property
+    def dtype(self):
+        return self.base.dtype
+
+    def materialize(self) -> jax.Array:
+        base, lead = _materialized(self.base), self.ndim - self.inputs - 1
+        a = self.a.reshape(*self.a.shape[:lead], -1, self.a.shape[-1])
+        return base + (self.scale * (a @ self.b)).astype(base.dtype).reshape(base.shape)
+
+    def dot(self, x, axes, dot):
+        kernel, out = tuple(range(self.inputs)), (self.inputs,)
+        if self.ndim != self.inputs + 1 or axes not in (kernel, out):
+            return NotImplemented
+        y = implicit_dot(self.base, x, axes, dot)
+        if y is NotImplemented:
+            return y
+        if axes == kernel:
+            return y + self.scale * dot(dot(x, self.a.astype(x.dtype), axes), self.b.astype(x.dtype), (0,))
+        inner = self.scale * dot(x, self.b.astype(x.dtype), (1,))    # [..., rank]
+        return y + dot(inner, self.a.astype(x.dtype), (self.inputs,))
+
+    def convolve(self, x, axis, out_axis, convolve):
+        if axis != self.ndim - 1 or self.inputs != self.ndim - 1:
+            return NotImplemented
+        base = self.base
+        y = base.convolve(x, axis, out_axis, convolve) if is_implicit(base) else convolve(x, base.astype(x.dtype))
+        if y is NotImplemented:
+            return y
+        inner = jnp.moveaxis(convolve(x, self.a.astype(x.dtype)), out_axis, -1)    # [..., rank]
+        return y + self.scale * jnp.moveaxis(inner @ self.b.astype(x.dtype), -1, out_axis)
+
+    def lookup(self, take):
+        if self.ndim != 2:
+            return NotImplemented
+        base = self.base.lookup(take) if is_implicit(self.base) else take(self.base)
+        return base if base is NotImplemented else base + self.scale * (take(self.a) @ self.b)
+
+
+def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float | None = None) -> Any:
+    """Adds trainable changes of low rank to parameters: `w + alpha / rank * a @ b`.
+
+        params = compress.lora(key, params, {"blocks/attention/.*": 8})
+        trainable, frozen = nn.partition(params, ".*/[ab]")
+        loss = lambda trainable: f(ft.use_implicit_arrays(model)(nn.combine(trainable, frozen), x))
+
+    `b` starts at zero, so the model's outputs are unchanged at first. With quantized parameters this is QLoRA.
+
+    Args:
+        key: for `a`, uniform with variance 1 / (3 n) for n inputs, as in PEFT.
+        params: a tree of arrays and quantized arrays. Kernels are [in, out], stacked kernels [depth, in, out], and
+            kernels of convolutions [height, width, in, out].
+        rules: {pattern: rank}. A regular expression applies to a parameter if it matches its path, or a prefix of it,
+            completely; the first one that matches decides. Parameters with fewer than two axes, and those named bias,
+            scale, b or offset, stay as they are.
+        alpha: scale times rank. Default: twice the rank.
+
+    Returns:
+        The tree with `LowRank` leaves.
+
+    Raises:
+        ValueError: a pattern matches no such parameter, or a rank is not a positive integer.
+
+    Source: Hu et al. (2022), LoRA: Low-Rank Adaptation of Large Language Models; Dettmers et al. (2023), QLoRA.
+
+    >>> params = lora(jax.random.key(0), {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, {"kernel": 1})
+    >>> params["kernel"].a.shape, params["kernel"].b.tolist()
+    ((3, 1), [[0.0, 0.0]])
+    """
+    def check(pattern, rank):
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise ValueError(f"lora: expected a positive integer as rank for {pattern!r}; got {rank!r}")
+
+    def low_rank(path, w, rank):
+        inputs = 1 if w.ndim < 4 else w.ndim - 1
+        lead = w.ndim - inputs - 1
+        count = math.prod(w.shape[lead:-1])
+        digest = jax.random.fold_in(key, _digest(path))
+        a = jax.random.uniform(digest, (*w.shape[:-1], rank), jnp.float32, -1, 1) / math.sqrt(count)
+        b = jnp.zeros((*w.shape[:lead], rank, w.shape[-1]), jnp.float32)
+        return LowRank(w, a, b, (2.0 if alpha is None else alpha / rank), inputs)
+
+    return apply_rules("lora", params, rules, check, _accepts, low_rank)
+
+
+def _accepts(leaf) -> bool:
+    return (not isinstance(leaf, LowRank) and len(getattr(leaf, "shape", ())) >= 2
+            and jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _digest(path) -> int:
+    """A stable 31-bit number of a path."""
+    return zlib.crc32(path.encode()) & 0x7FFFFFFF
+
+
+def merge(params: Any) -> Any:
+    """The tree with the changes of `lora` added to their parameters. Quantized parameters below become plain arrays.
+
+    >>> params = {"kernel": jnp.ones((2, 2))}
+    >>> merge(lora(jax.random.key(0), params, {"kernel": 1}))["kernel"].tolist()
+    [[1.0, 1.0], [1.0, 1.0]]
+    """
+    return jax.tree.map(lambda x: x.materialize() if isinstance(x, LowRank) else x, params,
+                        is_leaf=lambda x: isinstance(x, LowRank))

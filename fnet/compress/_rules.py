@@ -1,0 +1,61 @@
+"""Rules by path: {pattern: option} applied to the leaves of a parameter tree."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax.tree_util import keystr, tree_map_with_path
+
+from fnet.jaxpr import is_implicit
+
+_VECTORS = {"bias", "scale", "b", "offset"}    # in fnet and Flax, and in Haiku; stacked, they have two axes
+
+
+def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable, accepts: Callable,
+                change: Callable) -> Any:
+    """The tree with `change(path, leaf, option)` for each leaf that a rule matches and `accepts(leaf)` accepts.
+    Leaves with the names of biases and of the scales of norms are not changed.
+
+    Args:
+        who: the public function, for its errors.
+        params: a tree; its implicit arrays count as leaves.
+        rules: {pattern: option}. A pattern matches a leaf if it matches its path, or a prefix of it, completely; the
+            first that matches decides.
+        check: `check(pattern, option)` raises an error for an invalid option.
+
+    Raises:
+        TypeError: `rules` is not a mapping with strings as keys.
+        ValueError: a pattern is not a regular expression, or matches no leaf that is changed.
+    """
+    if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
+        raise TypeError(f"{who}: expected rules {{pattern: option}}; got {rules!r}")
+    compiled = {}
+    for pattern, option in rules.items():
+        check(pattern, option)
+        try:
+            compiled[pattern] = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{who}: the pattern {pattern!r} is not a regular expression ({error})") from None
+    matched, paths = set(), []
+
+    def apply(path, leaf):
+        path = keystr(path, simple=True, separator="/")
+        parts = path.split("/")
+        if parts[-1] in _VECTORS or not accepts(leaf):
+            return leaf
+        prefixes = ["/".join(parts[:i + 1]) for i in range(len(parts))]
+        paths.append(path)
+        found = [pattern for pattern, regex in compiled.items() if any(map(regex.fullmatch, prefixes))]
+        matched.update(found)
+        return change(path, leaf, rules[found[0]]) if found else leaf
+
+    changed = tree_map_with_path(apply, params, is_leaf=is_implicit)
+    for pattern in rules:
+        if pattern not in matched:
+            near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
+            raise ValueError(f"{who}: the pattern {pattern!r} matches no kernel or table; nearest: "
+                             f"{', '.join(map(repr, near)) or 'the tree has none'}")
+    return changed

@@ -1,0 +1,297 @@
+"""Evaluation of a program whose inputs may be implicit arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fnet import _jax
+from fnet.jaxpr._calls import bodies, donated, has_shardings, scan
+from fnet.jaxpr._enter import inline
+from fnet.jaxpr._implicit import ImplicitArray, View, plain_dot
+from fnet.jaxpr._rewrite import Interpreter
+from fnet.jaxpr._scopes import TOP
+from fnet.jaxpr._values import Value, bind, plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A use of an implicit array by one equation.
+
+    Attributes:
+        leaf: the path of the array among the arguments.
+        scope, primitive: of the equation.
+        materialized: why the array was materialized for it; "" if it was used in its own form.
+    """
+
+    leaf: str
+    scope: str
+    primitive: str
+    materialized: str = ""
+
+
+class ImplicitInterpreter(Interpreter):
+    """Evaluates programs whose values may be `View`s of implicit arrays, whose notes are the paths of the arrays."""
+
+    def __init__(self):
+        super().__init__()
+        self.uses: dict[tuple, Use] = {}
+
+    def __call__(self, closed: Any, arguments: list, names: list[str]) -> list:
+        """The outputs: arrays, and implicit arrays that the program returns unchanged."""
+        values = [Value(View.of(x), name) if isinstance(x, ImplicitArray) else Value(x)
+                  for x, name in zip(arguments, names)]
+        outputs = self.evaluate(closed.jaxpr, closed.consts, values, TOP, (None,) * len(closed.jaxpr.outvars))
+        return [self._returned(y) for y in outputs]
+
+    def equation(self, eqn, at, inputs, plan):
+        if not any(_is_view(value) for value in inputs):
+            return plain(eqn, inputs)
+        name = eqn.primitive.name
+        rule = _RULES.get(name)
+        outputs = NotImplemented if rule is None else rule(self, eqn, at, inputs)
+        if outputs is NotImplemented:
+            reason = _REASONS.get(name, "no form for this operation")
+            return plain(eqn, [self.materialized(eqn, at, value, reason) for value in inputs])
+        return outputs
+
+    def used(self, eqn, at, value, reason="") -> None:
+        self.uses[id(eqn), value.note] = Use(value.note, at.path, eqn.primitive.name, reason)
+
+    def materialized(self, eqn, at, value, reason) -> Value:
+        if not _is_view(value):
+            return value
+        self.used(eqn, at, value, reason)
+        return Value(value.x.materialize())
+
+    def _returned(self, value):
+        view = value.x
+        if not _is_view(value):
+            return view
+        if view.whole and view.dtype == view.base.dtype:
+            return view.base
+        self.uses["returned", value.note] = Use(value.note, "", "", "the function returns it in another layout")
+        return view.materialize()
+
+    def call(self, closed, at, values) -> tuple[Callable, list]:
+        """(a function of flat arrays that evaluates a body and returns arrays, the arrays)"""
+        leaves, structure = jax.tree.flatten([value.x for value in values])
+
+        def flat(*leaves):
+            inputs = [Value(x, value.note) for x, value in zip(jax.tree.unflatten(structure, leaves), values)]
+            outputs = self.evaluate(closed.jaxpr, closed.consts, inputs, at, (None,) * len(closed.jaxpr.outvars))
+            return [y.x.materialize() if _is_view(y) else y.x for y in outputs]
+
+        return flat, leaves
+
+
+def _is_view(value) -> bool:
+    return isinstance(value.x, View)
+
+
+# Changes of layout and dtype.
+
+def _cast(self, eqn, at, inputs):
+    view, dtype = inputs[0].x, eqn.params["new_dtype"]
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return NotImplemented
+    return [Value(view.astype(dtype), inputs[0].note)]
+
+
+def _transpose(self, eqn, at, inputs):
+    return [Value(inputs[0].x.transpose(eqn.params["permutation"]), inputs[0].note)]
+
+
+def _reshape(self, eqn, at, inputs):
+    view, shape = inputs[0].x, eqn.outvars[0].aval.shape
+    lead = len(shape) - view.ndim + 1
+    if lead > 1 and view.ndim > 1 and shape[lead:] == view.shape[1:]:    # axis 0 is split: a stack of stacks
+        part = view.part(lambda a: a.reshape(*shape[:lead], *a.shape[1:]))
+        if part is not None:
+            return [Value(part, inputs[0].note)]
+    view = view.reshape(shape)
+    return NotImplemented if view is None else [Value(view, inputs[0].note)]
+
+
+def _broadcast(self, eqn, at, inputs):
+    """New axes of length 1 are a reshape."""
+    view, shape = inputs[0].x, eqn.outvars[0].aval.shape
+    if int(np.prod(shape)) != int(np.prod(view.shape)):
+        return NotImplemented
+    return [Value(view.reshape(shape), inputs[0].note)]
+
+
+def _identity(self, eqn, at, inputs):
+    return [Value(inputs[0].x, inputs[0].note)]
+
+
+def _of_each_leaf(self, eqn, at, inputs):
+    """An operation without effect on values, such as those that change the sharding types of shard_map."""
+    view = inputs[0].x
+    base = jax.tree.map(lambda a: bind(eqn, [a])[0].x, view.base)
+    return [Value(dataclasses.replace(view, base=base), inputs[0].note)]
+
+
+def _slice(self, eqn, at, inputs):
+    view, params = inputs[0].x, eqn.params
+    start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
+    if strides is not None or any(start[1:]) or tuple(limit[1:]) != view.shape[1:]:
+        return NotImplemented
+    part = view.part(lambda a: a[start[0]:limit[0]])
+    return NotImplemented if part is None else [Value(part, inputs[0].note)]
+
+
+def _dynamic_slice(self, eqn, at, inputs):
+    view, first = inputs[0].x, inputs[1].x
+    size, *sizes = eqn.params["slice_sizes"]
+    if any(map(_is_view, inputs[1:])) or tuple(sizes) != view.shape[1:]:
+        return NotImplemented
+    part = view.part(lambda a: lax.dynamic_slice_in_dim(a, first, size))
+    return NotImplemented if part is None else [Value(part, inputs[0].note)]
+
+
+# Uses.
+
+def _dot_general(self, eqn, at, inputs):
+    if all(map(_is_view, inputs)):
+        return NotImplemented
+    side = 0 if _is_view(inputs[0]) else 1
+    view, x, params = inputs[side].x, inputs[1 - side].x, eqn.params
+    contracted, batch = params["dimension_numbers"]
+    mine, other = contracted[side], contracted[1 - side]
+    mine_batch, other_batch = batch[side], batch[1 - side]
+    count = len(mine_batch)
+    lead = view.transpose((*mine_batch, *(i for i in range(view.ndim) if i not in mine_batch)))
+    moved = [i for i in range(view.ndim) if i not in mine_batch]
+    axes = tuple(count + moved.index(i) for i in mine)
+    free = [i for i in range(x.ndim) if i not in other and i not in other_batch]
+    operand = x.transpose((*other_batch, *free, *other))
+    y = lead.dot(operand, axes, count, plain_dot(params["precision"], params["preferred_element_type"]))
+    if y is NotImplemented:
+        return y
+    if side == 0:    # [*batch, *free of x, *free of the view] -> [*batch, *free of the view, *free of x]
+        split = count + len(free)
+        y = y.transpose((*range(count), *range(split, y.ndim), *range(count, split)))
+    self.used(eqn, at, inputs[side])
+    return [Value(y.astype(eqn.outvars[0].aval.dtype))]
+
+
+def _convolution(self, eqn, at, inputs):
+    x, kernel = inputs
+    if _is_view(x) or not kernel.x.whole:
+        return NotImplemented
+    numbers = eqn.params["dimension_numbers"]
+
+    def convolve(x, kernel):
+        return bind(eqn, [x, kernel])[0].x
+
+    if eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1:
+        return NotImplemented
+    y = kernel.x.base.convolve(x.x, numbers.rhs_spec[0], numbers.out_spec[1], convolve)
+    if y is NotImplemented:
+        return y
+    self.used(eqn, at, kernel)
+    return [Value(y.astype(eqn.outvars[0].aval.dtype))]
+
+
+def _gather(self, eqn, at, inputs):
+    table, indices = inputs
+    params, view = eqn.params, table.x
+    numbers, fill = params["dimension_numbers"], params["fill_value"]
+    if (_is_view(indices) or not _is_view(table) or not view.whole or numbers.collapsed_slice_dims != (0,)
+            or numbers.start_index_map != (0,) or numbers.operand_batching_dims
+            or tuple(params["slice_sizes"]) != (1, *view.shape[1:]) or not (fill is None or np.isnan(fill))):
+        return NotImplemented
+
+    def take(a):
+        exact = jnp.issubdtype(a.dtype, jnp.inexact)
+        changes = {} if exact else {"mode": lax.GatherScatterMode.CLIP, "fill_value": None}
+        return bind(eqn, [a, indices.x], slice_sizes=(1, *a.shape[1:]), **changes)[0].x
+
+    y = view.base.lookup(take)
+    if y is NotImplemented:
+        return y
+    self.used(eqn, at, table)
+    return [Value(y.astype(eqn.outvars[0].aval.dtype))]
+
+
+# Bodies.
+
+def _call(self, eqn, at, inputs):
+    if has_shardings(eqn) or any(donated(eqn)):
+        return NotImplemented
+    return inline(self, eqn, at, inputs, (None,) * len(eqn.outvars))
+
+
+def _inline(self, eqn, at, inputs):
+    return inline(self, eqn, at, inputs, (None,) * len(eqn.outvars))
+
+
+def _remat(self, eqn, at, inputs):
+    flat, leaves = self.call(bodies(eqn)[0].closed, at, inputs)
+    closed = jax.make_jaxpr(flat)(*map(jax.typeof, leaves))
+    return bind(eqn, [*closed.consts, *leaves], jaxpr=_jax.consts_as_inputs(closed))
+
+
+def _scan(self, eqn, at, inputs):
+    """Slices of an implicit array are implicit, if its leaves can be sliced."""
+    parts = scan(eqn)
+    consts, carry, slices = parts.split(inputs)
+    carry = [self.materialized(eqn, at, value, "it is the carry of a scan") for value in carry]
+    slices = [value if not _is_view(value) or value.x.part(lambda a: a) is not None
+              else self.materialized(eqn, at, value, "a leaf lacks the axis of the scan") for value in slices]
+    sliced, structure = jax.tree.flatten([value.x.base if _is_view(value) else value.x for value in slices])
+
+    def step(carried, leaves):
+        values = [Value(View.of(x, value.x.dtype), value.note) if _is_view(value) else Value(x)
+                  for x, value in zip(jax.tree.unflatten(structure, leaves), slices)]
+        flat, leaves = self.call(parts.closed, at, [*consts, *map(Value, carried), *values])
+        outputs = flat(*leaves)
+        return outputs[:parts.carry], outputs[parts.carry:]
+
+    carried, stacked = lax.scan(step, [value.x for value in carry], sliced, **parts.options)
+    return [*map(Value, carried), *map(Value, stacked)]
+
+
+def _while(self, eqn, at, inputs):
+    """Only constants of the body stay implicit."""
+    params = eqn.params
+    tests, steps = params["cond_nconsts"], params["body_nconsts"]
+    reason = "it is the carry or in the condition of a while loop"
+    test = [self.materialized(eqn, at, value, reason) for value in inputs[:tests]]
+    init = [self.materialized(eqn, at, value, reason) for value in inputs[tests + steps:]]
+    flat, leaves = self.call(params["body_jaxpr"], at, [*inputs[tests:tests + steps], *init])
+    body = jax.make_jaxpr(flat)(*map(jax.typeof, leaves))
+    constants = [*body.consts, *leaves[:len(leaves) - len(init)]]
+    return bind(eqn, [*(value.x for value in test), *constants, *(value.x for value in init)],
+                body_nconsts=len(constants), body_jaxpr=_jax.close(_jax.consts_as_inputs(body)))
+
+
+def _cond(self, eqn, at, inputs):
+    index, *rest = inputs
+    calls = [self.call(branch.closed, at, rest) for branch in bodies(eqn)]
+    leaves = calls[0][1]
+    return [Value(y) for y in lax.switch(index.x, [flat for flat, _ in calls], *leaves)]
+
+
+_REASONS = {
+    "shard_map": "shard_map takes plain arrays", "jit": "a jit with shardings or donation takes plain arrays",
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "a custom derivative takes plain arrays"),
+    "dot_general": "no form for a product over these axes", "conv_general_dilated": "no form for this convolution",
+    "gather": "no form for this lookup", "reshape": "the reshape mixes its axes",
+}
+_RULES = {
+    "convert_element_type": _cast, "transpose": _transpose, "reshape": _reshape, "squeeze": _reshape,
+    "expand_dims": _reshape, "broadcast_in_dim": _broadcast, "copy": _identity, "copy_p": _identity, "name": _identity,
+    **dict.fromkeys(("pvary", "pcast", "stop_gradient"), _of_each_leaf), "slice": _slice,
+    "dynamic_slice": _dynamic_slice, "dot_general": _dot_general, "conv_general_dilated": _convolution,
+    "gather": _gather, "jit": _call, "pjit": _call,
+    **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _inline),
+    **dict.fromkeys(("remat2", "checkpoint"), _remat), "scan": _scan, "while": _while, "cond": _cond,
+}

@@ -1,0 +1,111 @@
+"""Parameters that are computed from several arrays: quantized, of low rank, or masked."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from jax.tree_util import keystr
+
+from fnet.jaxpr import ImplicitInterpreter, Traced, Use, is_implicit, wraps
+
+
+def use_implicit_arrays(f: Callable) -> Callable:
+    """Returns f for parameters that contain implicit arrays.
+
+        params = compress.quantize(params, {".*": compress.Int8()})
+        logits = ft.use_implicit_arrays(model)(params, x)
+
+    f sees plain arrays. The equations of f that read an implicit array (products, convolutions, lookups; through
+    transposes, reshapes, casts, jit, scans, remat, branches and loops) are evaluated in the form of that array, for
+    example with its 8-bit codes. Any other use materializes it. `ft.explain` lists all uses:
+
+        print(ft.explain(ft.use_implicit_arrays(model), params, x))
+
+    Args:
+        f: any function: a model of any library, a loss, a gradient.
+
+    Returns:
+        A function with the arguments of f, any leaf of which may be an implicit array. It can be differentiated with
+        respect to floating-point leaves of implicit arrays (`nn.partition` separates them), compiled and batched. An
+        implicit array that f returns unchanged is returned as it is. Without implicit arrays it is f.
+
+    >>> import jax.numpy as jnp
+    >>> from fnet import compress
+    >>> params = {"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
+    >>> quantized = compress.quantize(params, {"kernel": compress.Int8()})
+    >>> use_implicit_arrays(lambda params, x: x @ params["kernel"])(quantized, jnp.ones((1, 2))).round(1).tolist()
+    [[4.0, 6.0]]
+    """
+
+    @wraps(f)
+    def evaluated(*args, **kwargs):
+        return _evaluate(ImplicitInterpreter(), f, args, kwargs)
+
+    evaluated.implicit = f
+    return evaluated
+
+
+def _evaluate(interpreter, f, args, kwargs):
+    paths, structure = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_implicit)
+    implicit, leaves = {}, []    # by the identity of their placeholders
+    for path, leaf in paths:
+        if is_implicit(leaf):
+            placeholder = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            implicit[id(placeholder)] = placeholder, leaf, keystr(path[2:], simple=True, separator="/") or "argument"
+            leaf = placeholder
+        leaves.append(leaf)
+    if not implicit:
+        return f(*args, **kwargs)
+    args, kwargs = jax.tree.unflatten(structure, leaves)
+    traced = Traced(f, args, kwargs)
+    found = [implicit.get(id(array), (None, array, "")) for array in traced.arrays]
+    outputs = interpreter(traced.closed, [array for _, array, _ in found], [name for *_, name in found])
+    return traced.result(outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """Where a function uses implicit arrays. `str()` is a table.
+
+    Attributes:
+        uses: one for each implicit array and equation that reads it.
+    """
+
+    uses: tuple[Use, ...]
+
+    @property
+    def materialized(self) -> tuple[Use, ...]:
+        return tuple(use for use in self.uses if use.materialized)
+
+    def __str__(self):
+        if not self.uses:
+            return "no implicit array is used"
+        counts = collections.Counter(self.uses)
+        table = [("array", "scope", "use")] + [
+            (use.leaf, use.scope or "(no scope)", f"{count} {use.primitive or 'result'}: "
+             + (f"materialized: {use.materialized}" if use.materialized else "in its own form"))
+            for use, count in counts.items()]
+        widths = [max(len(row[i]) for row in table) for i in range(2)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
+        title = f"{len(self.uses)} uses of implicit arrays, {len(self.materialized)} materialized"
+        return "\n".join([title, "", *lines])
+
+
+def uses(f: Callable, args: tuple, kwargs: dict) -> Uses:
+    """Where f uses implicit arrays for these arguments. Nothing is computed."""
+    interpreter = ImplicitInterpreter()
+    arrays, structure = jax.tree.flatten((args, kwargs))
+    where = [i for i, x in enumerate(arrays) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+    def run(*traced):
+        filled = list(arrays)
+        for i, x in zip(where, traced):
+            filled[i] = x
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        _evaluate(interpreter, f, args, kwargs)
+
+    jax.eval_shape(run, *(arrays[i] for i in where))
+    return Uses(tuple(interpreter.uses.values()))
