@@ -82,7 +82,8 @@ WITHOUT_EXAMPLE = {
     "models.pretrained.names_of", "models.read_tokenizer", "parallel.OnChips", "parallel.PeersGone",
     "parallel.SideBySide", "parallel.Transfer", "training.CheckpointError", "training.CheckpointWarning",
     "training.Interrupted", "training.LogWarning", "training.OutOfMemory", "training.PeerLost",
-    "training.ResumeWarning"}
+    "training.ResumeWarning",
+    "report.Run", "report.read"}
 
 
 def test_public_names_have_examples(monkeypatch):
