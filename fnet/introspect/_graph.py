@@ -121,7 +121,7 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> drawn = graph(model, jnp.ones((3, 5)))
     >>> [node.name for node in drawn.root.children], drawn.root.cost.matmul
-    (['0', 'hidden', 'head', 'result'], 168)
+    (['input', 'hidden', 'head', 'result'], 168)
     """
     path = None
     if args and isinstance(args[-1], str | os.PathLike):
