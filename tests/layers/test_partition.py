@@ -98,7 +98,7 @@ def test_parts_that_do_not_belong_together():
 
 
 def test_the_program_on_the_page_trains_one_part(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "freeze.md").read_text()
     program = re.search(r"(state = tr.TrainState.create\(trainable.*?)```", page, re.S)[1]
     trainable, frozen = nn.partition(PARAMS, "head")
     names = {"jax": jax, "nn": nn, "optax": optax, "tr": tr, "model": MODEL, "variables": STATE,

@@ -322,7 +322,7 @@ ERRORS = {
 
 
 def test_arguments_of_the_wrong_type():
-    with pytest.raises(TypeError, match=r"microbatch: weight= is a function .* slice; got 3.0"):
+    with pytest.raises(TypeError, match=r"microbatch: weight= must be a function .* slice; got 3.0"):
         ft.microbatch(loss, 2, weight=3.0)
     assert ft.microbatch(lambda _, x: x.mean(), np.int64(2))(None, jnp.arange(4.0)) == 1.5
 
