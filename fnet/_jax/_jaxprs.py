@@ -22,7 +22,7 @@ def consts_as_inputs(closed: Any) -> Any:
     invars, info = [*jaxpr.constvars, *jaxpr.invars], jaxpr.debug_info
     if info.arg_names is not None and len(info.arg_names) != len(invars):
         info = info._replace(arg_names=("",) * (len(invars) - len(info.arg_names)) + tuple(info.arg_names))
-    return Jaxpr((), invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, info)
+    return Jaxpr((), invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, info, jaxpr.is_high)
 
 
 def unplaced(params: dict) -> bool:

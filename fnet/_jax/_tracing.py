@@ -104,7 +104,8 @@ def bind_again(eqn: Any, arrays: list) -> list:
     without inferring its output types again. This takes half the time of binding it.
     """
     primitive = eqn.primitive
-    if _DynamicJaxprTrace and type(trace := _core.trace_ctx.trace) is _DynamicJaxprTrace and not eqn.effects:
+    if (_DynamicJaxprTrace and type(trace := _core.trace_ctx.trace) is _DynamicJaxprTrace and not eqn.effects
+            and not _high(eqn)):
         info = _source_info.current()
         inputs = [_DynamicJaxprTracer(trace, v.aval, v, info) if isinstance(v, Literal) and x is v.val
                   else trace.to_jaxpr_tracer(x, info) if isinstance(x, jax.core.Tracer) else None
@@ -113,6 +114,12 @@ def bind_again(eqn: Any, arrays: list) -> list:
             return trace.emit_eqn(inputs, [v.aval for v in eqn.outvars], primitive, eqn.params, eqn.effects, info,
                                   eqn.ctx)
     return bind(primitive, arrays, primitive.get_bind_params(eqn.params))
+
+
+def _high(eqn: Any) -> bool:
+    """Whether JAX must note that a program has this equation, in order to expand it before compilation: jnp.nonzero and
+    jnp.unique are such primitives from jax 0.12 on."""
+    return eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
 
 
 def bind(primitive: Any, arrays: list, params: dict) -> list:

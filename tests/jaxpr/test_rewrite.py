@@ -196,3 +196,16 @@ def test_a_scope_inside_custom_vmap_is_seen():
 
     jax.vmap(ft.rewrite(outer, rule))(jnp.ones(3))
     assert {("sin", "outer/inner"), ("sin", "outer/rule")} <= seen
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda f: f, jax.jit, jax.checkpoint,
+    lambda f: lambda x: lax.scan(lambda c, _: (c, f(c)), x, None, length=2)[1],
+    lambda f: lambda x: lax.cond(x[0] > 0, f, lambda x: x, x),
+    lambda f: lambda x: lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, f(s[1])), (0, x))],
+    ids=["plain", "jit", "remat", "scan", "cond", "while"])
+def test_primitives_that_jax_expands_before_compilation(wrap):
+    f = wrap(lambda x: jnp.unique(x, size=3, fill_value=0.0) + jnp.nonzero(x, size=3)[0].astype("float32"))
+    x = jnp.array([1.0, -2.0, 1.0])
+    for g in (ft.rewrite(f, lambda *_: NotImplemented), ft.tune(f, "cpu"), ft.rematerialize(f)):
+        same(jax.jit(g)(x), jax.jit(f)(x))
