@@ -166,7 +166,8 @@ def nnx_rngs_counts_and_shared_variables(model, x):
     return model(model(x)), model.count[...]
 
 
-@topic(Made(Recurrent), x, wrt=(), inner=True)
+@topic(Made(Recurrent), x, wrt=(), inner=True,
+       excluded={("autocast", "*"): "rounding the arguments gives the layers separate biases"})
 def nnx_rngs_in_transformed_loss(transform, model, x):
     loss = transform(lambda model, x: jnp.mean(model(x) ** 2))
     first = nnx.value_and_grad(loss)(model, x)
