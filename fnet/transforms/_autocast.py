@@ -111,8 +111,9 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """Notes are magnitudes of constants, (smallest, largest) without zeros. A scalar constant, and a value computed
-    only from such constants, has the dtype of the other operands if it fits."""
+    """Notes: a `Size` is the magnitude of a constant; a scalar constant, and a value computed only from such constants,
+    has the dtype of the other operands if it fits. "vector" is an array that repeats a smaller one, "product" the
+    result of a lowered product."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -151,7 +152,7 @@ class _Autocast(Interpreter):
 
     def literal(self, atom):
         scalar = np.ndim(atom.val) == 0 and getattr(atom.aval, "dtype", None) == F32
-        return Value(atom.val, _magnitude(abs(float(atom.val))) if scalar else None)
+        return Value(atom.val, Size.of(abs(float(atom.val))) if scalar else None)
 
     def outer(self, program):
         values = itertools.chain(program.invars, program.outvars,
@@ -163,19 +164,21 @@ class _Autocast(Interpreter):
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
-        """Returns {variable: whether all of its uses need float32}, computed backwards, and
-        {id of an equation: (its kind, whether all uses of its outputs need float32)}."""
+        """Returns {variable: whether all of its uses need float32}, computed backwards, and {id of an equation: (its
+        kind, whether all uses of its outputs need float32, whether all are operands of lowered products)}."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
         return kept[wanted]
 
     def _demand(self, jaxpr, wanted):
-        uses = {}
+        uses, others = {}, set()
 
-        def use(v, wide):
+        def use(v, wide, operand=False):
             if not isinstance(v, _jax.Literal):
                 uses[v] = uses.get(v, True) and wide
+                if not operand:
+                    others.add(v)
 
         for v, wide in zip(jaxpr.outvars, wanted):
             use(v, wide)
@@ -183,9 +186,9 @@ class _Autocast(Interpreter):
             kind, wide = self.kind(eqn), True
             for v in eqn.outvars:
                 wide = bool(wide and uses.get(v, True))
-            uses[id(eqn)] = kind, wide
+            uses[id(eqn)] = kind, wide, others.isdisjoint(eqn.outvars)
             for v, w in zip(eqn.invars, self._inputs_wanted(eqn, kind, wide, uses)):
-                use(v, w)
+                use(v, w, kind == "lower")
         return uses
 
     def _inputs_wanted(self, eqn, kind, wide, uses):
@@ -241,7 +244,7 @@ class _Autocast(Interpreter):
         name, scope, compute, marked = eqn.primitive.name, at.path, self.compute(at.path), _marked(eqn)
         if name in _ENTERED and not marked:
             return NotImplemented
-        kind, wide = plan[id(eqn)]
+        kind, wide, operand = plan[id(eqn)]
         if marked or compute == F32:
             kind = "author"
         dtype, reason = F32, _REASONS[kind]
@@ -249,17 +252,20 @@ class _Autocast(Interpreter):
             dtype, reason = compute, reason + _WIDE * wide
             out = F32 if wide else compute
             if name in jaxpr.BILINEAR:
-                x, y = inputs[0].x, inputs[1].x
-                outputs = [Value(lowered(eqn.primitive, x, y, eqn.params, compute=compute, out=out))]
+                z = lowered(eqn.primitive, *(value.x for value in inputs), eqn.params, compute=compute, out=out)
+                outputs = [Value(z, None if wide else _PRODUCT)]
             else:
                 changes = description(eqn.primitive).lower(eqn.params, compute, out)
                 outputs = bind(eqn, [value.x for value in inputs], **changes)
+        elif kind == "follow" and operand and name == "rev" and inputs[0].x.dtype == F32:
+            # Compilers recognize the gradient of a convolution by a reversed kernel, but not by one that is cast later.
+            outputs, dtype, reason = bind(eqn, [_to(inputs[0].x, compute)]), compute, "is the kernel of a convolution"
         elif kind == "follow":
             outputs, dtype, reason = self._follow(eqn, inputs, wide, compute)
         else:
             outputs = plain(eqn, inputs)
             if kind == "cast":    # masks and one-hot vectors are exact in any dtype
-                outputs = [Value(y.x, (1.0, 1.0)) for y in outputs]
+                outputs = [Value(y.x, Size(1.0, 1.0)) for y in outputs]
         if self.rows is not None and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
             if (known := description(eqn.primitive)).explain:
                 changes = known.lower(eqn.params, compute, F32) if kind == "lower" else {}
@@ -272,14 +278,21 @@ class _Autocast(Interpreter):
         if wide and traits(name).precision == "arithmetic":
             return plain(eqn, inputs), F32, "is only used in float32"
         floats = [value for value, v in zip(inputs, eqn.invars) if _wide(v)]
-        strong = [value for value in floats if value.note is None]
-        constants = [value.note for value in floats if value.note is not None]
+        strong = [value for value in floats if not isinstance(value.note, Size)]
+        constants = [value.note for value in floats if isinstance(value.note, Size)]
+        if name == "add" and not wide and {(value.note, value.x.dtype) for value in strong} == {
+                (_PRODUCT, compute), (_VECTOR, F32)}:
+            outputs = bind(eqn, [_to(value.x, compute) for value in inputs])
+            return [Value(outputs[0].x, _PRODUCT)], compute, "adds a bias to a product"
         unfit = not all(_fits(name, note, compute) for note in constants)
         if wide or unfit or not strong or any(value.x.dtype == F32 for value in strong):
             outputs = plain(eqn, inputs)
             if constants and not strong and (traits(name).precision == "exact" or name == "convert_element_type"):
                 smallest, largest = zip(*constants)
-                outputs = [Value(y.x, (min(smallest), max(largest))) for y in outputs]
+                outputs = [Value(y.x, Size(min(smallest), max(largest))) for y in outputs]
+            elif name == "broadcast_in_dim" and strong and (inputs[0].x.ndim < outputs[0].x.ndim
+                                                             or 1 in inputs[0].x.shape):
+                outputs = [Value(outputs[0].x, _VECTOR)]
             return outputs, F32, ("is only used in float32" if wide else "has a constant that does not fit the low "
                                   "dtype" if unfit else "is given float32")
         if name == "convert_element_type":
@@ -289,7 +302,10 @@ class _Autocast(Interpreter):
             return bind(eqn, [inputs[0].x], exponent_bits=info.nexp, mantissa_bits=info.nmant), compute, (
                 "is given the low dtype")
         arrays = [_to(value.x, compute) if _wide(v) else value.x for value, v in zip(inputs, eqn.invars)]
-        return bind(eqn, arrays), compute, "is given the low dtype"
+        outputs = bind(eqn, arrays)
+        if inputs[0].note == _PRODUCT and traits(name).kind in ("layout", "alias"):
+            outputs = [Value(y.x, _PRODUCT) for y in outputs]
+        return outputs, compute, "is given the low dtype"
 
 
 _ENTERED = jaxpr.CALLS | {"scan", "while", "cond", "shard_map"}
@@ -307,13 +323,22 @@ def _marked(eqn) -> bool:
     return jaxpr.call_name(eqn) == _FULL
 
 
-def _magnitude(size: float) -> tuple[float, float]:
-    """Returns (smallest, largest) of a constant, without zeros. Infinity fits every dtype."""
-    return (size or math.inf, 0.0 if size == math.inf else size)
+_PRODUCT, _VECTOR = "product", "vector"
+
+
+class Size(NamedTuple):
+    """The magnitudes of a constant's elements without zeros. Infinity fits every dtype."""
+
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, size: float) -> Size:
+        return cls(size or math.inf, 0.0 if size == math.inf else size)
 
 
 @functools.cache
-def _fits(name: str, magnitude: tuple[float, float], dtype) -> bool:
+def _fits(name: str, magnitude: Size, dtype) -> bool:
     """Whether a constant may have this dtype: it must be a normal number, a term must not absorb what it is added to,
     and the product with a factor must not overflow or underflow, in float16 between 6e-5 and 65504."""
     info, (smallest, largest) = jnp.finfo(dtype), magnitude

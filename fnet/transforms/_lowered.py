@@ -104,6 +104,14 @@ def _on_accelerators(x, y, *, compute, out, **rest):
                     **rest)
 
 
+def _on_cuda(x, y, *, op, compute, out, **rest):
+    # cuDNN has no convolution of 16-bit operands with a float32 result: XLA would widen the operands. Its sums are in
+    # float32, and a weight gradient is rounded to 16 bits.
+    if op is not lax.dot_general_p:
+        return _compute(x, y, op=op, compute=compute, out=out, sums=compute, **rest)
+    return _on_accelerators(x, y, op=op, compute=compute, out=out, **rest)
+
+
 def _on_cpu(x, y, *, op, params, compute, out):
     # XLA:CPU's low-precision convolutions have low-precision sums.
     if op is not lax.dot_general_p:
@@ -151,6 +159,7 @@ def _matrices(x, axes):
 
 mlir.register_lowering(lowered_p, mlir.lower_fun(_on_accelerators, multiple_results=False))
 mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
+mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cuda, multiple_results=False), platform="cuda")
 
 
 def _evaluated(closed, x, y, compute, dtype):
@@ -192,7 +201,8 @@ def _like(*avals):
 
 def _transpose_left(g, x, y, *, op, params, compute, out):
     closed = _transposed(0, op, params, _like(x.aval, jax.typeof(y)))
-    return _evaluated(closed, g, y, compute, x.aval.dtype)
+    # Cast before the other operand is reversed: compilers recognize the gradient of a convolution by that.
+    return _evaluated(closed, g, lax.convert_element_type(y, compute), compute, x.aval.dtype)
 
 
 def _transpose_right(g, x, y, *, op, params, compute, out):

@@ -125,3 +125,50 @@ def test_a_cpu_computes_as_many_products_all_with_float32_sums(name):
     for lowered in (around, inside):
         types = re.findall(r"stablehlo\.dot_general.*x(\w+)>, .*x(\w+)>\) -> .*x(\w+)>", lowered.as_text())
         assert set(types) == {("bf16", "bf16", "f32")} and len(types) == want == dots(lowered)
+
+
+def biased(w, b, x):
+    return jnp.square(jax.nn.gelu(jnp.einsum("bi,ij->bj", x, w) + b[None])).mean()
+
+
+def test_a_bias_is_added_in_the_dtype_of_the_product():
+    w, b, x = normal(0, 8, 8), normal(1, 8), normal(2, 4, 8)
+    rows = ft.explain(ft.autocast(jax.value_and_grad(biased, (0, 1)), "bfloat16"), w, b, x).rows
+    assert ("add", "bfloat16", "adds a bias to a product") in {(row.primitive, row.dtype, row.reason) for row in rows}
+    got = jax.jit(ft.autocast(jax.value_and_grad(biased, (0, 1)), "bfloat16"))(w, b, x)
+    want = jax.value_and_grad(biased, (0, 1))(w, b, x)
+    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [F32] * 3
+    for a, c in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert jnp.abs(a - c).max() <= 2e-2 * jnp.abs(c).max()
+
+
+def test_a_rule_keeps_bias_and_product_in_float32():
+    f = jax.named_call(biased, name="head")
+    rows = ft.explain(ft.autocast(f, "bfloat16", rules={"head": "float32"}), normal(0, 8, 8), normal(1, 8),
+                      normal(2, 4, 8)).rows
+    assert {row.dtype for row in rows} == {"float32"}
+
+
+def test_what_is_no_bias_of_a_product_is_added_in_float32():
+    full = lambda w, b, x: jax.nn.relu(jnp.einsum("bi,ij->bj", x, w) + b).sum() * 0 + jnp.einsum(
+        "bi,ij->bj", jnp.einsum("bi,ij->bj", x, w) + b, w).sum()
+    rows = ft.explain(ft.autocast(full, "bfloat16"), normal(0, 8, 8), normal(1, 4, 8), normal(2, 4, 8)).rows
+    assert not any("bias" in row.reason for row in rows)
+
+
+def convolution(w, x):
+    return jax.lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_kernels_are_cast_before_they_are_reversed_and_convolutions_write_16_bits_on_cuda(inside):
+    loss = lambda w, x: jnp.square(jnp.tanh(convolution(w, x))).sum()
+    w, x = normal(0, 3, 3, 4, 4), normal(1, 2, 8, 8, 4)
+    f = jax.grad(ft.autocast(loss, "bfloat16"), (0, 1)) if inside else ft.autocast(jax.grad(loss, (0, 1)), "bfloat16")
+    lowered = {platform: jax.jit(f).trace(w, x).lower(lowering_platforms=(platform,)).as_text()
+               for platform in ("cuda", "tpu")}
+    reversals = re.findall(r"stablehlo\.reverse .* : tensor<\S*x(\w+)>", lowered["cuda"])
+    assert reversals and set(reversals) == {"bf16"}
+    results = {platform: re.findall(r"stablehlo\.convolution.* -> tensor<\S*x(\w+)>", text)
+               for platform, text in lowered.items()}
+    assert set(results["cuda"]) == {"bf16"} and "f32" in results["tpu"]
