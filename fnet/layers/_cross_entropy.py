@@ -10,7 +10,8 @@ from jax import lax
 
 from fnet.layers._sizes import sized
 
-LOGITS = 1 << 25    # of one chunk: 128 MiB in float32
+LOGITS = 1 << 29    # of one chunk: 2 GiB in float32
+POSITIONS = 64    # the minimum length of a chunk: for a batch that is divided among many devices
 
 
 def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, bias: jax.Array | None = None,
@@ -18,20 +19,21 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in chunks of positions.
 
     Logits [batch, time, vocab_size] are the largest array in a training step of a language model: 6.6 GB for 32 texts
-    of 1,024 tokens and GPT-2's 50,257 classes, and the same for their gradient. This function splits the time axis into
-    chunks. The logits of a chunk are computed, reduced and discarded, and recomputed for the gradient. This takes a
-    third more products with the kernel, and about twice the time on a CPU, so prefer the plain form if the logits fit
-    into memory. Sums over the vocabulary are in float32 for every input dtype. Derivatives of any order, forward or
-    reverse, are supported.
+    of 1,024 tokens and GPT-2's 50,257 classes, and the same for their gradient. Up to 2^29 logits (2 GiB in float32:
+    10 such texts) are computed at once, as fast as the plain form or faster: the label's logit is selected by a
+    comparison, whose gradient, unlike that of a lookup, is not a scatter. For more logits, this function splits the
+    time axis into chunks. The logits of a chunk are computed, reduced and discarded, and recomputed for the gradient,
+    which takes a third more products with the kernel. Sums over the vocabulary are in float32 for every input dtype.
+    Derivatives of any order, forward or reverse, are supported.
 
     Args:
         x: [..., time, features], floating point. The leading axes are not split, so they can be sharded.
         kernel: [features, vocab_size], cast to the dtype of x. For tied embeddings, pass `embedding.T`.
         labels: [..., time], integers in 0 .. vocab_size - 1. For other values the loss is NaN.
         bias: [vocab_size], or None.
-        chunk_size: positions of the time axis in a chunk. By default, the logits of a chunk take up to 128 MiB in
-            float32. If that includes all positions, nothing is recomputed. While `jax.export` traces symbolic sizes,
-            the default is the whole axis, so set chunk_size for a large vocabulary.
+        chunk_size: positions of the time axis in a chunk. By default, as many as have 2^29 logits, but at least 64. If
+            that includes all positions, nothing is recomputed. While `jax.export` traces symbolic sizes, the default is
+            the whole axis, so set chunk_size for a large vocabulary.
 
     Returns:
         Losses [..., time] in nats, float32. Padded positions have losses too; weight them with 0.
@@ -52,7 +54,7 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     time, vocab_size = x.shape[-2], kernel.shape[1]
     rows = math.prod(x.shape[:-2])
     if chunk_size is None and sized(rows, time):
-        chunk_size = max(1, LOGITS // (rows * vocab_size or 1))
+        chunk_size = max(POSITIONS, LOGITS // (rows * vocab_size or 1))
     kernel = kernel.astype(x.dtype)
     bias = None if bias is None else jnp.asarray(bias).astype(jnp.float32)
     if chunk_size is None or (sized(time) and chunk_size >= time):
