@@ -191,11 +191,11 @@ class BatchNorm(Layer):
         """Mean and (biased) variance of the batch, both [channels]."""
         axes = range(x.ndim - 1)
         if weight is None:
+            mean, var = _moments(x)
             if self.axis_name is None:
-                mean = x.mean(axes)
-                return mean, jnp.square(x - align(mean, x)).mean(axes)
-            mean = lax.pmean(x.mean(axes), self.axis_name)
-            return mean, lax.pmean(jnp.square(x - align(mean, x)).mean(axes), self.axis_name)
+                return mean, var
+            center = lax.pmean(mean, self.axis_name)
+            return center, lax.pmean(var + jnp.square(mean - center), self.axis_name)
         weight = jnp.asarray(weight).astype(x.dtype)
         if weight.ndim > x.ndim - 1 or weight.shape != x.shape[:weight.ndim]:
             raise ValueError(f"BatchNorm at {scope}: weight must have the input's shape without channels "
@@ -211,6 +211,23 @@ class BatchNorm(Layer):
         count = jnp.maximum(total(count), jnp.finfo(x.dtype).tiny)
         mean = total((x * weight).sum(axes)) / count
         return mean, total((jnp.square(x - align(mean, x)) * weight).sum(axes)) / count
+
+
+def _moments(x):
+    """Mean and (biased) variance over all axes but the last, [channels], in one pass over x.
+
+    The sums of x - shift and of its square are accurate if the shift is near the mean in terms of the standard
+    deviation, so the shift is the first position (Chan, Golub and LeVeque, 1983, Algorithms for computing the sample
+    variance, eq. 1.6 and section 5).
+    """
+    axes = range(x.ndim - 1)
+    if 0 in x.shape:
+        return x.mean(axes), x.mean(axes)
+    shift = lax.stop_gradient(x[(0,) * (x.ndim - 1)])
+    y = x - align(shift, x)
+    mean = y.mean(axes)
+    var = jnp.square(y).mean(axes) - jnp.square(mean)
+    return shift + mean, jnp.where(var < 0, 0, var)    # below 0 by rounding alone
 
 
 def _own(x):

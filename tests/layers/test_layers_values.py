@@ -139,6 +139,37 @@ def test_batch_norm_without_an_axis_is_local_under_vmap():
     close(y[0], NORM(NORM_PARAMS, X[:2], state=NORM_STATE, train=True)[0])
 
 
+@pytest.mark.parametrize("mean", [0.0, 1e3, -1e6])
+def test_batch_norm_is_accurate_for_large_means(mean):
+    """One pass over x, with sums of x - shift: with sums of x and x squared, the variance would be lost."""
+    x = (np.random.default_rng(0).normal(mean, [0.5, 2, 8], (64, 9, 9, 3))).astype(np.float32)
+    norm, deviation = nn.BatchNorm(momentum=0.0), x.astype(np.float64).std((0, 1, 2))
+    params, state = norm.init(jax.random.key(0), x)
+    y, state = jax.jit(lambda x: norm(params, x, state=state, train=True))(x)
+    np.testing.assert_allclose(state["var"], deviation ** 2, rtol=1e-4)
+    np.testing.assert_allclose(state["mean"], x.astype(np.float64).mean((0, 1, 2)), rtol=1e-5, atol=1e-5)
+    want = (x - x.astype(np.float64).mean((0, 1, 2))) / np.sqrt(deviation ** 2 + 1e-5)
+    assert np.abs(y - want).max() < 1e-4 + 1e-7 * abs(mean)
+
+
+def test_batch_norm_gradients_and_constants():
+    x = jnp.asarray(np.random.default_rng(1).normal(3, 2, (6, 5)), jnp.float32)
+    norm = nn.BatchNorm(use_scale=False, use_bias=False)
+    batch = lambda x: norm({}, x, state={"mean": jnp.zeros(x.shape[1:]), "var": jnp.ones(x.shape[1:])}, train=True)[0]
+    loss = lambda x: jnp.sin(batch(x)).sum()
+
+    def two_passes(x):
+        center = x - x.mean(0)
+        return jnp.sin(center * lax.rsqrt(jnp.square(center).mean(0) + 1e-5)).sum()
+
+    with jax.numpy_rank_promotion("allow"):
+        close(jax.grad(loss)(x), jax.grad(two_passes)(x), 1e-5)
+        close(jax.hessian(loss)(x[:3, :2]), jax.hessian(two_passes)(x[:3, :2]), 1e-4)
+    flat = jnp.full((4, 5), 7.0)
+    assert (batch(flat) == 0).all() and jnp.isfinite(jax.grad(loss)(flat)).all()
+    assert batch(flat[:0]).shape == (0, 5)
+
+
 @pytest.mark.parametrize("layer", [nn.LayerNorm(), nn.RMSNorm(), nn.GroupNorm(2), nn.BatchNorm()])
 def test_statistics_are_taken_in_float32(layer):
     """In 16 bits the squares of these inputs overflow (float16) or lose their digits (bfloat16)."""
