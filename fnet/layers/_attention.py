@@ -99,7 +99,7 @@ class Attention(Layer):
     softmax is computed in float32, or float64 for float64 inputs.
 
     Parameters: query/kernel [f, h d], key/kernel and value/kernel [f, g d], out/kernel [h d, f], and biases.
-    State of kind "cache", from `model.cache(x)`: cached_key and cached_value [b, max_length, g, d], index [b].
+    State of kind "cache", from `model.cache(x)`: cached_key and cached_value [b, g, max_length, d], index [b].
 
     With a cache in `state`, the keys and values of x are appended to it, and every query attends to the cached keys of
     its example. If `lengths` is passed, only that many are appended, so prompts of unequal length can be padded on the
@@ -199,13 +199,14 @@ class Attention(Layer):
 
     def _cache(self, scope, k):
         """Returns (keys, values, index) of the cache, or None if the caller passed none."""
-        cache = (scope.state("cached_key", k.shape, zeros, "cache", dtype=k.dtype),
-                 scope.state("cached_value", k.shape, zeros, "cache", dtype=k.dtype),
-                 scope.state("index", k.shape[:1], zeros, "cache", dtype=jnp.int32))
+        batch, time, groups, dim = k.shape    # products read keys and values with the heads before the time
+        cache = (scope.state("cached_key", (batch, groups, time, dim), zeros, "cache", dtype=k.dtype),
+                 scope.state("cached_value", (batch, groups, time, dim), zeros, "cache", dtype=k.dtype),
+                 scope.state("index", (batch,), zeros, "cache", dtype=jnp.int32))
         if cache[0] is None:
             return None
         held = cache[0].shape
-        if held[0] != k.shape[0] or held[2:] != k.shape[2:]:
+        if len(held) != 4 or held[:2] != (batch, groups) or held[3] != dim:
             raise ValueError(f"Attention at {scope}: keys {k.shape} do not match the cache {held}; create it with "
                              "model.cache for inputs of this batch size")
         return cache
@@ -216,11 +217,13 @@ class Attention(Layer):
         new = jnp.full(index.shape, k.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
         rows = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
         columns = index[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-        keys = keys.at[rows, columns].set(k.astype(keys.dtype), mode="drop")
-        values = values.at[rows, columns].set(v.astype(values.dtype), mode="drop")
+        keys = keys.at[rows, :, columns].set(k.astype(keys.dtype), mode="drop")
+        values = values.at[rows, :, columns].set(v.astype(values.dtype), mode="drop")
         for name, value in ("cached_key", keys), ("cached_value", values), ("index", index + new):
             scope.update(name, value)
-        return keys.astype(k.dtype), values.astype(v.dtype), index + new <= keys.shape[1]
+        # Attention transposes them back, so that XLA reads them in place.
+        return (keys.swapaxes(1, 2).astype(k.dtype), values.swapaxes(1, 2).astype(v.dtype),
+                index + new <= keys.shape[2])
 
     def _dropped(self, scope, q, k, v, where):
         """Attention [b, t, h, d] with dropout on the weights."""

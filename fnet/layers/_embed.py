@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.nn import initializers
 
 from fnet.layers._core import Layer, method
@@ -28,6 +29,8 @@ class Embed(Layer):
     dtype of the table.
 
     Parameters: embedding [vocab_size, features].
+
+    `first(scope, count)` returns the first vectors of the table, as for learned positions.
 
     `attend` computes logits over the vocabulary with the same table, and `cross_entropy` computes their losses without
     storing all logits:
@@ -54,6 +57,11 @@ class Embed(Layer):
             raise TypeError(f"Embed at {scope}: expected integer tokens; got {tokens.dtype}{list(tokens.shape)}")
         table = jnp.asarray(self._table(scope))    # params may contain NumPy arrays
         return table.at[tokens].get(mode="fill", wrap_negative_indices=False)
+
+    @method
+    def first(self, scope: Scope, count: int) -> jax.Array:
+        """Returns the vectors of tokens 0 .. count - 1, [count, features]: learned positions of a whole text."""
+        return lax.slice_in_dim(jnp.asarray(self._table(scope)), 0, count, axis=0)
 
     @method
     def attend(self, scope: Scope, x: jax.Array) -> jax.Array:

@@ -121,8 +121,7 @@ class GPT(LanguageModel):
     def _body(self, scope, tokens, lengths):                               # [batch, time]
         tokens = jnp.asarray(tokens)
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
-        positions = nn.Embed(self.context, self.width)
-        x = embed(at, tokens) + positions(scope["positions"], self._positions(scope, tokens, lengths))
+        x = embed(at, tokens) + self._positions(scope, tokens, lengths)
         x = nn.Dropout(self.dropout)(scope["drop"], x)                     # [batch, time, width]
         block = gpt_block(heads=self.heads, hidden=self.hidden or 4 * self.width, dropout=self.dropout,
                           epsilon=self.epsilon, kernel_init=normal(0.02),
@@ -131,17 +130,18 @@ class GPT(LanguageModel):
         return embed, at, nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
 
     def _positions(self, scope, tokens, lengths):
-        """Positions [batch, time], continued after those in the cache. Padding has position 0."""
+        """Vectors of the positions, continued after those in the cache. Padding has position 0."""
         if tokens.ndim != 2 or not at_most("GPT", tokens.shape[1], self.context):
             raise ValueError(f"GPT: expected tokens [batch, time] with time <= context={self.context}; got shape "
                              f"{tokens.shape}")
-        order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        table, at = nn.Embed(self.context, self.width), scope["positions"]
         start = scope.state("index", tokens.shape[:1], zeros, "cache", dtype=jnp.int32)
-        if start is None:
-            return jnp.broadcast_to(order, tokens.shape)
+        if start is None:    # a slice, because the gradient of a lookup is a scatter
+            return table.first(at, tokens.shape[1])[None]                  # [1, time, width]
+        order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         count = jnp.full_like(start, tokens.shape[1]) if lengths is None else jnp.asarray(lengths).astype(start.dtype)
         scope.update("index", start + count)
-        return jnp.where(order < count[:, None], start[:, None] + order, 0)
+        return table(at, jnp.where(order < count[:, None], start[:, None] + order, 0))
 
     def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, self.context), jnp.int32)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fnet import models
 from fnet import transforms as ft
-from fnet.models._generate import _likeliest, _pick
+from fnet.models._generate import _cache, _likeliest, _pick, _prepared
 
 VOCAB = 20
 MODELS = {
@@ -214,3 +214,31 @@ def test_errors(options, error, text):
     with pytest.raises(error, match=text):
         models.generate(model, params, options.pop("prompts", PROMPTS), key,
                         **{"max_tokens": 4, "temperature": 0, **options})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_dtype_casts_parameters_and_cache_once(name):
+    """The text of a model whose parameters have that dtype; inside the loop, nothing is cast from float32 weights."""
+    model, params = prepared(name)
+    low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
+    out = greedy(model, params, PROMPTS, max_tokens=6, lengths=LENGTHS, dtype="bfloat16")
+    want = greedy(model, low, PROMPTS, max_tokens=6, lengths=LENGTHS)
+    np.testing.assert_array_equal(out.tokens, want.tokens)
+
+
+def test_keys_and_values_are_cached_in_the_dtype_of_the_parameters_with_the_heads_first():
+    model, params = prepared("llama")
+    model, low = _prepared(model, params, jnp.bfloat16)
+    cache = _cache(model, low, jax.ShapeDtypeStruct((3, 40), jnp.int32))
+    assert not model.stacked and sorted(cache["blocks"]) == ["0", "1"]
+    for block in cache["blocks"].values():
+        assert block["attention"]["cached_key"].dtype == block["attention"]["cached_value"].dtype == jnp.bfloat16
+        assert block["attention"]["cached_key"].shape == (3, 2, 40, 4)
+        assert block["attention"]["index"].dtype == jnp.int32
+
+
+def test_a_stacked_model_generates_what_separate_layers_do():
+    model, params = prepared("gpt")
+    assert model.stacked
+    apart = greedy(*models.unstack(model, params), PROMPTS, max_tokens=6, lengths=LENGTHS)
+    np.testing.assert_array_equal(greedy(model, params, PROMPTS, max_tokens=6, lengths=LENGTHS).tokens, apart.tokens)
