@@ -153,3 +153,8 @@ def scan(eqn: Any) -> Scan:
         slices = len(eqn.invars) - consts - carry
     options = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
     return Scan(consts, carry, slices, _jax.close(params["jaxpr"]), options)
+
+
+def unrolled(eqn: Any) -> Any:
+    """A scan equation that runs without a loop."""
+    return eqn.replace(params={**eqn.params, "unroll": eqn.params["length"]})

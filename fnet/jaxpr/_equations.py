@@ -105,3 +105,23 @@ def pooling_window(eqn: Any) -> tuple[int, ...] | None:
 def selects_largest(eqn: Any) -> bool:
     """Whether a select_and_scatter_add selects the first largest element, as the gradient of a max pooling does."""
     return eqn.params["select_prim"] is lax.ge_p
+
+
+def lookup_mode(eqn: Any) -> str | None:
+    """What a gather that takes one element of each row (of the last axis, at indices [..., 1, 1]), or its transpose,
+    does with an index outside the row: "fill", "clip" or "promised" (there is none). None for other equations."""
+    params, (x, indices) = eqn.params, (v.aval for v in eqn.invars[:2])
+    numbers, rows, last = params["dimension_numbers"], tuple(range(x.ndim - 1)), (x.ndim - 1,)
+    if eqn.primitive.name == "gather":
+        axes = (numbers.offset_dims, numbers.collapsed_slice_dims, numbers.operand_batching_dims,
+                numbers.start_index_map, numbers.start_indices_batching_dims)
+    else:
+        axes = (numbers.update_window_dims, numbers.inserted_window_dims, numbers.operand_batching_dims,
+                numbers.scatter_dims_to_operand_dims, numbers.scatter_indices_batching_dims)
+    if axes != ((), last, rows, last, rows) or tuple(indices.shape) != (*x.shape[:-1], 1, 1):
+        return None
+    known = {lax.GatherScatterMode.CLIP: "clip", lax.GatherScatterMode.PROMISE_IN_BOUNDS: "promised"}
+    if params["mode"] in known:
+        return known[params["mode"]]
+    fill = params.get("fill_value")
+    return "fill" if fill is None or fill != fill else None

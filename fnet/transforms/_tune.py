@@ -25,13 +25,13 @@ from fnet.jaxpr import (
     unboxed,
     wraps,
 )
-from fnet.transforms import _tune_cpu
+from fnet.transforms import _tune_accelerators, _tune_cpu
 from fnet.transforms._tune_cpu import Rule
 from fnet.transforms._tune_layout import followed
 
 _NOT_TRACED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
                jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError)
-RULES = {"cpu": _tune_cpu.RULES}    # there are no rules for GPUs and TPUs: no gain was measured
+RULES = {"cpu": _tune_cpu.RULES, "gpu": _tune_accelerators.RULES, "tpu": _tune_accelerators.RULES}
 
 
 def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[str, bool] | None = None) -> Callable:
@@ -45,7 +45,11 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     their gradients, become elementwise. Weight gradients of convolutions have the layout of a forward convolution. If
     most of the work is convolutions, compiler options select their library: oneDNN for bfloat16, from jaxlib 0.12 on
     CPUs with AMX. NaN and Inf stay in place, ties in a pooling have XLA's result, and dtypes and named scopes do not
-    change. For GPUs and TPUs there are no rules, and the step is compiled unchanged.
+    change.
+
+    On a GPU or TPU: loops over layers are unrolled if the program stays small, because XLA then recomputes elementwise
+    operations in the backward pass instead of storing their results. Casts of constants to 16 bits move out of loops.
+    The element of each row that a lookup takes, such as a label's logit, is selected by a comparison.
 
     Rules apply to the whole program, after differentiation, so pass the step, not the model. Apply `tune` last: when
     called with arrays, it compiles with the compiler options that suit the program, and keeps the donation of a jitted
@@ -281,7 +285,7 @@ class _Tuner(Interpreter):
         self.rows, self.rules, self.compiling = rows, {}, [rule for rule in rules if rule.options]
         self.lost, self.warned = {}, False    # compiler options of the last program, which run() cannot set
         for rule in rules:
-            for primitive in rule.primitives if rule.apply else ():
+            for primitive in rule.primitives if rule.apply or rule.prepare else ():
                 self.rules.setdefault(primitive, []).append(rule)
 
     def depends(self, at):
@@ -304,14 +308,19 @@ class _Tuner(Interpreter):
     def equation(self, eqn, at, inputs, plan):
         if jaxpr.is_tag(eqn):
             return [Value(plain(eqn, inputs)[0].x, inputs[0].note)]
-        rules = self.rules.get(eqn.primitive.name, ())
+        rules, given = self.rules.get(eqn.primitive.name, ()), (eqn, inputs)
         for rule in rules if all(_free(v.aval) for v in eqn.invars) else ():
-            outputs = rule.apply(eqn, inputs)
-            if outputs is not None:
+            result = (rule.prepare or rule.apply)(eqn, inputs)
+            if result is not None:
                 if self.rows is not None:
                     self.rows.append(Fired(at.path, eqn.primitive.name, rule.name, rule.reason))
-                values = [y if isinstance(y, Value) else Value(y) for y in outputs]
+                if rule.prepare:
+                    eqn, inputs = result
+                    continue
+                values = [y if isinstance(y, Value) else Value(y) for y in result]
                 return [Value(restore(y, v.aval), y.note) for y, v in zip(values, eqn.outvars)]
+        if eqn is not given[0] or inputs is not given[1]:
+            return self.default(eqn, at, inputs, self.wanted(plan, eqn))
         if eqn.primitive.name in _tune_cpu.VIEWS and (inputs[0].note is True or np.ndim(inputs[0].x) == 0):
             return [Value(y.x, True) for y in plain(eqn, inputs)]
         return NotImplemented if (outputs := followed(eqn, inputs)) is None else outputs

@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     """A rule of tune: its name, its primitives, its function, a description, and the jaxlib version that disables it.
 
     `options` are compiler options for programs for whose equations `when` is true. `apply` is None if the rule rewrites
-    no equations.
+    no equations. `prepare` returns (equation, inputs) to be evaluated instead, or None if it does not apply.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Rule(NamedTuple):
     below: str | None = None
     options: Mapping[str, str | bool] = {}
     when: Callable[[Sequence], bool] = bool
+    prepare: Callable | None = None
 
 
 def apart(x):

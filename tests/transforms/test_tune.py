@@ -198,7 +198,10 @@ def test_chips():
     for chip in ("NVIDIA H100 80GB HBM3", hw.chips["TPU v5e"]):
         plain = ft.tune(step, chip)
         near(plain(*args), jax.jit(step)(*args), 0)
-        assert str(ft.explain(plain, *args)).endswith("no rules are on; the step is compiled as it is")
+        assert {row.rule for row in ft.explain(plain, *args).rows} == {"comparison"}
+        off = dict.fromkeys(("unrolled_layers", "hoisted_casts", "comparison"), False)
+        assert str(ft.explain(ft.tune(step, chip, rules=off), *args)).endswith(
+            "no rules are on; the step is compiled as it is")
     assert ft.explain(ft.tune(step), *args).rows
 
 

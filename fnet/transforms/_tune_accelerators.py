@@ -1,0 +1,132 @@
+"""Rules of tune for GPUs and TPUs: forms for which XLA moves fewer bytes, with equal results up to rounding.
+
+The measurements are rooflines of compiled programs (`python -m benchmarks.accelerators`). A rule either returns the
+outputs of an equation (`apply`), or another equation and inputs to evaluate in its place (`prepare`).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from fnet import _jax, jaxpr
+from fnet.jaxpr import Value
+from fnet.transforms._tune_cpu import Rule
+
+UNROLLED = 1 << 13    # maximum equations of an unrolled loop: 48 layers of a transformer
+LARGE = 1 << 16    # minimum elements of an array that is cast before a loop
+_LOW = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
+_ALIKE = ("alias", "layout", "cast")    # kinds of primitives whose output has the values of their first input
+
+
+def unrolled_layers(eqn, inputs):
+    """A loop over layers without the loop: a scan whose products read slices (the weights of a layer), not constants.
+
+    The forward loop stores the results of every elementwise operation that the backward loop reads. XLA computes them
+    again from the results of the products, but not across the border of a loop. A loop that recomputes activations
+    (`jax.checkpoint`, `rematerialize`) stays as it is, because without it XLA would store them.
+    """
+    parts = jaxpr.scan(eqn)
+    every = list(jaxpr.equations(parts.jaxpr))
+    if parts.options.get("unroll", 1) != 1 or not 1 < parts.length or len(every) * parts.length > UNROLLED:
+        return None
+    if any(each.primitive.name in ("remat2", "checkpoint") or "rematted_computation" in _jax.name_stack(each)
+           for each in every):
+        return None
+    consts, _, slices = parts.split(parts.jaxpr.invars)
+    origins = {**dict.fromkeys(consts, "constant"), **dict.fromkeys(slices, "slice")}
+    read = [origin for operands in _operands(parts.jaxpr, origins) for origin in operands]
+    if "slice" not in read or "constant" in read:
+        return None
+    return jaxpr.unrolled(eqn), inputs
+
+
+def _operands(program, origins):
+    """For each product of a jaxpr, the origins of its operands."""
+    origins = dict(origins)
+    for eqn in program.eqns:
+        known = [None if isinstance(v, _jax.Literal) else origins.get(v) for v in eqn.invars]
+        if jaxpr.product(eqn) is not None:
+            yield known
+        elif jaxpr.traits(eqn.primitive.name).kind in _ALIKE:
+            origins.update(dict.fromkeys(eqn.outvars, known[0] if known else None))
+        for body in jaxpr.bodies(eqn):
+            if body.inputs is not None:
+                yield from _operands(body.jaxpr, dict(zip(body.jaxpr.invars, (known[i] for i in body.inputs))))
+
+
+def hoisted_casts(eqn, inputs):
+    """The constants of a loop that it only reads in 16 bits are cast once, before it."""
+    parts, changed = jaxpr.scan(eqn), {}
+    for i, v in enumerate(parts.jaxpr.invars[:parts.consts]):
+        x = inputs[i].x
+        if getattr(x, "dtype", None) == jnp.float32 and x.size >= LARGE:
+            read = _read_as(parts.jaxpr, v)
+            if len(read) == 1 and read <= set(_LOW):
+                changed[i] = Value(lax.convert_element_type(x, read.pop()))
+    return (eqn, [changed.get(i, value) for i, value in enumerate(inputs)]) if changed else None
+
+
+def _read_as(program, v) -> set:
+    """The dtypes to which the equations of a jaxpr round a variable; float32 stands for all that do not round it."""
+    found = {jnp.dtype("float32")} if any(each is v for each in program.outvars) else set()
+    for eqn in program.eqns:
+        places = [i for i, each in enumerate(eqn.invars) if each is v]
+        if not places:
+            continue
+        name, product = eqn.primitive.name, jaxpr.product(eqn)
+        if name == "convert_element_type":
+            found.add(jaxpr.new_dtype(eqn))
+        elif product is not None and name not in jaxpr.BILINEAR:
+            found.add(product.dtype)
+        elif jaxpr.traits(name).kind in ("alias", "layout") and places == [0] and len(eqn.outvars) == 1:
+            found |= _read_as(program, eqn.outvars[0])
+        elif name in jaxpr.CALLS or name == "shard_map":
+            body = jaxpr.bodies(eqn)[0]
+            for i, inner in zip(body.inputs, body.jaxpr.invars):
+                found |= _read_as(body.jaxpr, inner) if i in places else set()
+        elif name == "scan" and max(places) < jaxpr.scan(eqn).consts:
+            for i in places:
+                found |= _read_as(jaxpr.scan(eqn).jaxpr, jaxpr.scan(eqn).jaxpr.invars[i])
+        else:
+            found.add(jnp.dtype("float32"))
+    return found
+
+
+def _hits(x, indices):
+    """Where the last axis of x has the index of its row: [..., n] for indices [..., 1, 1]."""
+    return lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices[..., 0]
+
+
+def _holds(indices, count) -> bool:
+    return jnp.issubdtype(indices.dtype, jnp.integer) and jnp.iinfo(indices.dtype).max >= count
+
+
+def comparison(eqn, inputs):
+    """One element of each row, such as a label's logit, by comparison instead of a lookup, and so its gradient.
+
+    Both are fused with the sums over the row. The gradient of a lookup is a scatter into an array of its own.
+    """
+    mode = jaxpr.lookup_mode(eqn)
+    x, indices = inputs[0].x, inputs[1].x
+    if mode is None or not _holds(indices, x.shape[-1]):
+        return None
+    if mode == "clip":
+        indices = jnp.clip(indices, 0, x.shape[-1] - 1)
+    hits = _hits(x, indices)
+    zero = jnp.zeros((), x.dtype)
+    if eqn.primitive.name == "scatter-add":
+        return [x + jnp.where(hits, inputs[2].x, zero)]
+    y = jnp.where(hits, x, zero).sum(-1, keepdims=True, dtype=x.dtype)
+    if mode == "fill":
+        inside = (indices[..., 0] >= 0) & (indices[..., 0] < x.shape[-1])
+        y = jnp.where(inside, y, jnp.full((), jnp.nan, x.dtype))
+    return [y]
+
+
+RULES = (
+    Rule("unrolled_layers", ("scan",), None, "XLA recomputes elementwise operations within one program, but not across "
+         "the border of a loop", prepare=unrolled_layers),
+    Rule("hoisted_casts", ("scan",), None, "constants are cast once, before the loop", prepare=hoisted_casts),
+    Rule("comparison", ("gather", "scatter-add"), comparison, "one element of each row by comparison"),
+)

@@ -1,0 +1,122 @@
+"""tune for GPUs and TPUs: which rule applies where, and the numbers of the original step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import close
+from jax import lax
+
+from fnet import models
+from fnet import transforms as ft
+from fnet.jaxpr import equations
+from fnet.transforms import _tune_accelerators as rules
+
+RANDOM = np.random.default_rng(0)
+WEIGHTS = jnp.asarray(RANDOM.normal(size=(3, 8, 8)) * 0.3, jnp.float32)
+X = jnp.asarray(RANDOM.normal(size=(4, 8)), jnp.float32)
+LOGITS = jnp.asarray(RANDOM.normal(size=(4, 11)), jnp.float32)
+LABELS = jnp.asarray([3, 0, 10, 7])
+
+
+def layers(weights, x, body=lambda w, x: jnp.tanh(x @ w)):
+    return jnp.square(lax.scan(lambda x, w: (body(w, x), None), x, weights)[0]).mean()
+
+
+def fired(step, *args, chip="H100 SXM5 80GB", **how):
+    return [(row.rule, row.primitive) for row in ft.explain(ft.tune(step, chip, **how), *args).rows]
+
+
+def loops(step, *args):
+    """The number of iterations of each scan in a tuned step that is still a loop."""
+    traced = ft.tune(step, "TPU v5e").trace(*args)
+    return [each.params["length"] for each in equations(traced.jaxpr.jaxpr)
+            if each.primitive.name == "scan" and each.params["unroll"] == 1]
+
+
+def same(step, *args, bound=1e-6):
+    close(jax.jit(ft.tune(step, "TPU v5e"))(*args), jax.jit(step)(*args), bound)
+
+
+@pytest.mark.parametrize("chip", ["H100 SXM5 80GB", "TPU v5e"])
+def test_loops_over_layers_are_unrolled_in_both_passes(chip):
+    step = jax.value_and_grad(layers, (0, 1))
+    assert fired(step, WEIGHTS, X, chip=chip) == [("unrolled_layers", "scan")] * 2
+    assert loops(step, WEIGHTS, X) == []
+    same(step, WEIGHTS, X)
+    assert fired(step, WEIGHTS, X, rules={"unrolled_layers": False}) == []
+
+
+def test_steps_of_autocast_too():
+    step = ft.autocast(jax.value_and_grad(layers), "bfloat16")
+    assert fired(step, WEIGHTS, X) == [("unrolled_layers", "scan")] * 2
+    same(step, WEIGHTS, X, bound=2e-2)
+
+
+def test_other_loops_stay(monkeypatch):
+    recurrent = lambda w, x: lax.scan(lambda h, x: (jnp.tanh(h @ w[0] + x), None), x, x[None].repeat(5, 0))[0].sum()
+    remat = lambda weights, x: layers(weights, x, jax.checkpoint(lambda w, x: jnp.tanh(jnp.sin(x @ w))))
+    assert loops(jax.grad(recurrent), WEIGHTS, X) == [5, 5]                # the weights are the same in each iteration
+    assert 3 in loops(jax.grad(remat), WEIGHTS, X)
+    assert 3 in loops(ft.rematerialize(jax.grad(lambda w, x: layers(w, x, lambda w, x: jnp.sin(jnp.tanh(x @ w))))),
+                      WEIGHTS, X)
+    monkeypatch.setattr(rules, "UNROLLED", 2)
+    assert loops(jax.grad(layers), WEIGHTS, X) == [3, 3]
+
+
+def test_casts_of_constants_leave_the_loop(monkeypatch):
+    monkeypatch.setattr(rules, "LARGE", 1)
+
+    def chunks(table, x):
+        def one(part):
+            return jax.nn.logsumexp((part.astype(jnp.bfloat16) @ table.astype(jnp.bfloat16)).astype(jnp.float32))
+        return lax.map(jax.checkpoint(one), x.reshape(2, 2, 8)).sum()
+
+    step = jax.value_and_grad(chunks)
+    assert ("hoisted_casts", "scan") in fired(step, WEIGHTS[0], X)
+    traced = ft.tune(step, "TPU v5e").trace(WEIGHTS[0], X).jaxpr
+    scans = [each for each in equations(traced.jaxpr) if each.primitive.name == "scan"]
+    assert all(v.aval.dtype == jnp.bfloat16 for each in scans for v in each.invars if v.aval.shape == (8, 8)
+               and v.aval.dtype != jnp.float32) and len(scans) == 2
+    same(step, WEIGHTS[0], X, bound=1e-2)
+    both = lambda table, x: lax.map(lambda part: part @ table + (part.astype(jnp.bfloat16) @ table.astype(jnp.bfloat16)
+                                                                 ).astype(jnp.float32), x.reshape(2, 2, 8)).sum()
+    assert fired(both, WEIGHTS[0], X) == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_logit_of_a_label_by_comparison(dtype):
+    loss = lambda logits, labels: optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    step = jax.value_and_grad(loss)
+    logits = LOGITS.astype(dtype)
+    assert [rule for rule, _ in fired(step, logits, LABELS)] == ["comparison"] * 2
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):    # Optax needs both
+        close(jax.jit(ft.tune(step, "TPU v5e"))(logits, LABELS), jax.jit(step)(logits, LABELS), 1e-2 if
+              dtype == jnp.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds", None])
+def test_lookups_keep_their_mode(mode):
+    pick = lambda x, i: jnp.take_along_axis(x, i[:, None], -1, mode=mode)[:, 0]
+    labels = LABELS if mode == "promise_in_bounds" else jnp.asarray([3, -1, 99, -99])
+    step = lambda x, i: (pick(x, i), jax.grad(lambda x: jnp.nansum(pick(x, i) ** 2))(x))
+    assert [rule for rule, _ in fired(step, LOGITS, labels)][:1] == ["comparison"]
+    for logits in LOGITS, LOGITS.at[0, 3].set(jnp.nan).at[1, 2].set(jnp.inf):
+        for got, want in zip(jax.jit(ft.tune(step, "TPU v5e"))(logits, labels), jax.jit(step)(logits, labels)):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_other_lookups_stay():
+    table = lambda x, i: x[i]
+    assert fired(table, LOGITS, LABELS % 4) == []
+    assert fired(lambda x, i: jnp.take_along_axis(x, i[:, None] % 4, 0), LOGITS, LABELS) == []
+
+
+def test_a_step_of_a_language_model():
+    model = models.Llama(19, 16, 2, 2, 1, 24)
+    tokens = jnp.asarray(RANDOM.integers(0, 19, (2, 9)), jnp.int32)
+    params, _ = model.init(jax.random.key(0), tokens[:, :-1])
+    step = jax.value_and_grad(lambda params: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean())
+    assert loops(step, params) == []
+    same(step, params, bound=1e-5)
