@@ -217,7 +217,8 @@ def test_gpus_that_are_not_there():
 def test_a_gpu_that_no_description_is_known_of():
     found = target("RTX 4090")
     assert found.devices is None
-    assert found.why == "XLA's description of RTX 4090 is not included in fnet; included are H100 SXM5 80GB"
+    assert found.why == ("XLA's description of RTX 4090 is not included in fnet; included are H100 SXM5 80GB, A100 "
+                         "SXM4 80GB")
 
 
 @LIBTPU

@@ -1,0 +1,148 @@
+"""Training and decoding steps compiled for GPUs and TPUs that are not attached, beside plain JAX and Flax.
+
+    python -m pip install --no-deps jax-cuda13-pjrt==VERSION jax-cuda13-plugin==VERSION    # jax's own version, for GPUs
+    python -m pip install libtpu                                                           # for TPUs
+    python -m benchmarks.accelerators [--chips=h100,v5e] [--programs=gpt,resnet,decode] [--forms=...] [--size=small]
+
+Nothing runs. The figures are those of the optimized HLO: kernels, bytes from and to main memory, the time of a roofline
+(a lower bound: compare rows), the cycles that a TPU's compiler estimates, copies, and products by dtype. `--check`
+compares the counts of the small size with the recorded ones; the exit code is 1 if they are worse.
+"""
+
+import collections
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+from absl import app, flags
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import _accelerator_steps as steps
+from benchmarks import _hlo
+from fnet import transforms as ft
+from fnet.parallel import _targets
+
+CHIPS = {"h100": "h100:1", "a100": "a100-80gb:1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+FORMS = {"gpt": ("hand", "fnet", "fnet-tuned", "fnet-unstacked", "linen", "linen-tuned", "nnx", "nnx-tuned"),
+         "resnet": ("hand", "fnet", "fnet-tuned", "linen", "linen-tuned", "nnx", "nnx-tuned"),
+         "decode": ("hand", "fnet"), "decode8": ("hand", "fnet")}
+CHECKED = {"gpt": ("fnet", "fnet-tuned"), "resnet": ("fnet",), "decode": ("fnet",), "decode8": ("fnet",)}
+RECORD = pathlib.Path(__file__).with_suffix(".json")
+
+CHIP = flags.DEFINE_list("chips", ["h100", "v5e"], f"of {', '.join(CHIPS)}")
+PROGRAM = flags.DEFINE_list("programs", list(FORMS), f"of {', '.join(FORMS)}")
+FORM = flags.DEFINE_list("forms", None, "e.g. hand,fnet-tuned; -unstacked and -whole change a GPT of fnet's")
+SIZE = flags.DEFINE_enum("size", "large", ["large", "small"], "GPT-2 124M, ResNet-50 and Llama 135M, or tiny ones")
+SAVE = flags.DEFINE_string("save", None, "a folder for the HLO of each program")
+CHECK = flags.DEFINE_bool("check", False, "compare with the recorded counts of the small size")
+WRITE = flags.DEFINE_bool("record", False, "record the counts of the small size")
+
+
+def device(name):
+    """A device to compile for, or None if the compiler is not installed, and its chip."""
+    target = _targets.target(CHIPS[name])
+    if target.devices is None:
+        print(f"{name} is skipped: {target.why}")
+        return None, target.chip
+    return target.devices[0], target.chip
+
+
+def compiled(program, form, size, where, chip):
+    """A step, compiled for the device."""
+    platform = "tpu" if chip.kind == "tpu" else "cuda"
+    step, donated, args = steps.PROGRAMS[program](form.removesuffix("-tuned"), size, platform)
+    place = NamedSharding(Mesh(np.array([where]), ("data",)), P())
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), args)
+    step = jax.jit(step, donate_argnums=donated)
+    if form.endswith("-tuned"):
+        step = ft.tune(step, chip)
+    return step.trace(*args).lower(lowering_platforms=(platform,)).compile(), args
+
+
+def figures(program, compiled_step, text, chip):
+    """The figures of a program, one row of the table."""
+    kernels = _hlo.kernels(text)
+    peak, bandwidth = chip.peak("bfloat16").flops, chip.bandwidth
+    seconds = cycles = 0
+    products = collections.Counter()
+    for kernel in kernels:
+        wide = chip.kind == "gpu" and any(product.dtypes.startswith("f32 x f32") for product in kernel.products)
+        seconds += kernel.times * max((2 if wide else 1) * kernel.flops / peak, kernel.bytes / bandwidth)
+        cycles += kernel.times * kernel.cycles
+        for product in kernel.products:
+            products[product.dtypes] += kernel.times
+    moved = sum(kernel.times * kernel.bytes for kernel in kernels)
+    copies = sum(kernel.times * kernel.bytes for kernel in kernels if kernel.kind in ("copy", "cast"))
+    memory = compiled_step.memory_analysis()
+    clock = chip.units.get("clock_ghz")
+    return {
+        "kernels": sum(kernel.times for kernel in kernels if kernel.bytes), "GB": moved / 1e9, "ms": seconds * 1e3,
+        "cycles ms": cycles / clock / 1e6 if clock and chip.kind == "tpu" else None, "copies GB": copies / 1e9,
+        "temporary GiB": memory.temp_size_in_bytes / 2 ** 30, "state GiB": memory.argument_size_in_bytes / 2 ** 30,
+        "BackwardInput": sum("BackwardInput" in kernel.target for kernel in kernels), "products": dict(products)}
+
+
+def row(name, found):
+    cells = [f"{found['kernels']:,}", f"{found['GB']:.3g}", f"{found['ms']:.3g}",
+             "" if found["cycles ms"] is None else f"{found['cycles ms']:.3g}", f"{found['copies GB']:.2g}",
+             f"{found['temporary GiB']:.2f}",
+             ", ".join(f"{count} {kind}" for kind, count in sorted(found["products"].items()))]
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+def table(chips, programs, forms, size):
+    """Prints a row for each program as soon as it is compiled; returns {name: figures}."""
+    every = {}
+    print("| chip, program, form | kernels | GB | roofline ms | compiler's ms | copies GB | temporary GiB | products |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for chip_name in chips:
+        where, chip = device(chip_name)
+        for program in programs if where is not None else ():
+            for form in forms or (CHECKED if CHECK.value or WRITE.value else FORMS)[program]:
+                start = time.perf_counter()
+                name = f"{chip_name} {program} {form}"
+                step, _ = compiled(program, form, size, where, chip)
+                text = step.as_text()
+                if SAVE.value:
+                    folder = pathlib.Path(SAVE.value)
+                    folder.mkdir(parents=True, exist_ok=True)
+                    (folder / f"{name.replace(' ', '.')}.hlo").write_text(text)
+                every[name] = figures(program, step, text, chip)
+                print(row(name, every[name]), f"{time.perf_counter() - start:.0f} s", flush=True)
+    return every
+
+
+def worse(found, recorded):
+    """Sentences about counts that are worse than the recorded ones."""
+    for name, old in recorded.items():
+        if (new := found.get(name)) is None:
+            continue
+        if new["GB"] > 1.1 * old["GB"]:
+            yield f"{name}: {new['GB']:.4f} GB of traffic, recorded {old['GB']:.4f}"
+        wide = lambda each: sum(count for kind, count in each["products"].items() if kind.startswith("f32 x f32"))
+        if wide(new) > wide(old):
+            yield f"{name}: {wide(new)} products of float32 operands, recorded {wide(old)}"
+        if new["BackwardInput"] < old["BackwardInput"]:
+            yield (f"{name}: {new['BackwardInput']} of cuDNN's backward-input convolutions, recorded "
+                   f"{old['BackwardInput']}")
+
+
+def main(_):
+    size = steps.SMALL if SIZE.value == "small" or CHECK.value or WRITE.value else steps.LARGE
+    print(f"`python -m benchmarks.accelerators {' '.join(sys.argv[1:])}`, jax {jax.__version__}\n")
+    found = table(CHIP.value, PROGRAM.value, FORM.value, size)
+    if WRITE.value:
+        old = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        RECORD.write_text(json.dumps({**old, **found}, indent=1) + "\n")
+    if CHECK.value:
+        sentences = list(worse(found, json.loads(RECORD.read_text())))
+        print(*sentences, sep="\n")
+        sys.exit(bool(sentences))
+
+
+if __name__ == "__main__":
+    app.run(main)
