@@ -19,6 +19,7 @@ from benchmarks.peers import _linen, _nnx
 from benchmarks.peers import _workloads as spec
 from fnet import models
 from fnet import transforms as ft
+from fnet.models import _generate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ def resnet(form, size, platform):
     w, tx = size.resnet, optax.sgd(0.1, momentum=0.9, nesterov=True)
     images = jax.ShapeDtypeStruct((w.batch, w.size, w.size, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((w.batch,), jnp.int32)
-    if form in ("linen", "nnx"):
+    if form == "linen":
         (params, state), apply = _flax(form, w, images)
 
         def loss(params, state, x, y):
@@ -103,11 +104,10 @@ def resnet(form, size, platform):
 
 def _flax(form, workload, x):
     """(shapes of the parameters, or of the parameters and the state of BatchNorm; apply(them, x) -> (logits, state))"""
-    norms = isinstance(workload, spec.ResNet)
     if form == "linen":
         model = _linen.MODELS[type(workload)](workload, jnp.bfloat16)
         found = jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), x)
-        if not norms:
+        if "batch_stats" not in found:
             return found["params"], lambda params, x: (model.apply({"params": params}, x, True), None)
 
         def apply(variables, x):
@@ -117,14 +117,8 @@ def _flax(form, workload, x):
 
         return (found["params"], found["batch_stats"]), apply
     module = nnx.eval_shape(lambda: _nnx.MODELS[type(workload)](workload, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    module.train()
-    graph, params, stats = nnx.split(module, nnx.Param, ...)
-
-    def run(variables, x):
-        module = nnx.merge(graph, *variables)
-        return module(x), nnx.split(module, nnx.Param, ...)[2]
-
-    return ((params, stats), run) if norms else (params, lambda params, x: run((params, stats), x))
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    return params, lambda params, x: (nnx.merge(graph, params, rest)(x), None)
 
 
 def decode(form, size, platform, *, batch=1):
@@ -133,22 +127,12 @@ def decode(form, size, platform, *, batch=1):
     if form == "hand":
         return _handwritten.decode(model.vocab_size, model.width, model.depth, model.heads, model.kv_heads,
                                    model.hidden, batch, size.capacity)
+    tokens = jax.ShapeDtypeStruct((batch, size.capacity), jnp.int32)
     params, _ = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))
-    prepared, cached = getattr(models._generate, "_prepared", None), getattr(models._generate, "_cache", None)
-    if prepared:
-        # `generate` does this once, before its loop.
-        prototype = []
-
-        def ready(params):
-            model_, params = prepared(model, params, jnp.dtype(jnp.bfloat16))
-            prototype.append(model_)
-            return params, cached(model_, params, jax.ShapeDtypeStruct((batch, size.capacity), jnp.int32))
-
-        params, cache = jax.eval_shape(ready, params)
-        model = prototype[0]
-    else:
-        params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), params)
-        cache = jax.eval_shape(lambda: model.cache(jax.ShapeDtypeStruct((batch, size.capacity), jnp.int32)))
+    # `generate` does this once, before its loop.
+    model, params = dataclasses.replace(model, stacked=False), jax.eval_shape(
+        lambda params: _generate._prepared(model, params, jnp.bfloat16)[1], params)
+    cache = jax.eval_shape(lambda params: _generate._cache(model, params, tokens), params)
 
     def step(params, token, cache):
         logits, cache = model(params, token[:, None], state=cache)

@@ -31,6 +31,9 @@ class Policy:
         rules: pairs (pattern of a scope path, dtype) that override `compute`; the first match is used.
         reason: why these dtypes were selected.
         convolution: the dtype of the operands of convolutions; by default `compute`.
+        logits: the dtype in which GPUs and TPUs store a result of at least 2^26 elements of a matrix product in the
+            forward pass that only float32 operations read, such as the logits of a large vocabulary; by default
+            `compute`, as in PyTorch's autocast. "float32" keeps the sums unrounded.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)
@@ -45,11 +48,13 @@ class Policy:
     rules: tuple[tuple[str, Any], ...] = ()
     reason: str = ""
     convolution: Any = None
+    logits: Any = None
 
     def __post_init__(self):
-        if self.convolution is None:
-            object.__setattr__(self, "convolution", self.compute)
-        for field in ("param", "compute", "accum", "output", "convolution"):
+        for field in ("convolution", "logits"):
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, self.compute)
+        for field in ("param", "compute", "accum", "output", "convolution", "logits"):
             object.__setattr__(self, field, jnp.dtype(getattr(self, field)))
         object.__setattr__(self, "rules", tuple((pattern, jnp.dtype(dtype)) for pattern, dtype in self.rules))
 

@@ -28,6 +28,7 @@ from fnet.transforms._lowered import Saveable, lowered
 F32 = np.dtype("float32")
 _NAMES = ("float32", "bfloat16", "float16")
 _SMALL, _LARGE = 2.0**-10, 2.0**6    # bounds of constants: in float16, 1,000 times the largest does not overflow
+_STORED_FROM = 1 << 26    # elements of a result: 256 MiB in float32
 _FULL = "__full_precision__"
 
 
@@ -252,8 +253,10 @@ class _Autocast(Interpreter):
             dtype, reason = compute, reason + _WIDE * wide
             out = F32 if wide else compute
             if name in jaxpr.BILINEAR:
-                z = lowered(eqn.primitive, *(value.x for value in inputs), eqn.params, compute=compute, out=out)
-                outputs = [Value(z, None if wide else _PRODUCT)]
+                large = wide and self.policy.logits != F32 and _logits(eqn, at)
+                z = lowered(eqn.primitive, *(value.x for value in inputs), eqn.params, compute=compute, out=out,
+                            stored=compute if large else out)
+                outputs, reason = [Value(z, None if wide else _PRODUCT)], reason + _STORED * large
             else:
                 changes = description(eqn.primitive).lower(eqn.params, compute, out)
                 outputs = bind(eqn, [value.x for value in inputs], **changes)
@@ -326,6 +329,13 @@ def _marked(eqn) -> bool:
 _PRODUCT, _VECTOR = "product", "vector"
 
 
+def _logits(eqn, at) -> bool:
+    """Whether an equation computes a large result of the forward pass, such as the logits of a large vocabulary."""
+    product, aval = jaxpr.product(eqn), eqn.outvars[0].aval
+    return (product.op is jaxpr.DOT and not any(product.dimensions[1]) and at.phase != "backward"
+            and all(isinstance(size, int) for size in aval.shape) and math.prod(aval.shape) >= _STORED_FROM)
+
+
 class Size(NamedTuple):
     """The magnitudes of a constant's elements without zeros. Infinity fits every dtype."""
 
@@ -363,6 +373,7 @@ class Row(NamedTuple):
     reason: str
 
 
+_STORED = ", stored in the low dtype by GPUs and TPUs, because it is large"
 _WIDE = "; the result is only used in float32"
 _REASONS = {
     "lower": "a product: low-precision operands, float32 sums",

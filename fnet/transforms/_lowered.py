@@ -25,7 +25,7 @@ from fnet.jaxpr import BILINEAR, explicit
 lowered_p = Primitive("lowered")
 
 
-def lowered(op, x, y, params: dict, *, compute, out) -> jax.Array:
+def lowered(op, x, y, params: dict, *, compute, out, stored=None) -> jax.Array:
     """Computes `op(x, y)` with operands cast to `compute`, sums in float32, and the result in `out`.
 
     Args:
@@ -33,9 +33,10 @@ def lowered(op, x, y, params: dict, *, compute, out) -> jax.Array:
         x, y: floating-point arrays.
         params: the primitive's parameters.
         compute, out: dtypes.
+        stored: the dtype to which GPUs and TPUs round the result, so that it takes less memory; default: `out`.
     """
-    return lowered_p.bind(x, y, op=op, params=_Params(params), compute=jnp.dtype(compute),
-                          out=jnp.dtype(out))
+    return lowered_p.bind(x, y, op=op, params=_Params(params), compute=jnp.dtype(compute), out=jnp.dtype(out),
+                          stored=jnp.dtype(out if stored is None else stored))
 
 
 class _Params:
@@ -79,7 +80,7 @@ def _compute(x, y, *, op, params, compute, out, sums=jnp.float32):
     return z if z.dtype == out else lax.convert_element_type(z, out)
 
 
-@functools.partial(jax.jit, static_argnames=("op", "params", "compute", "out"))
+@functools.partial(jax.jit, static_argnames=("op", "params", "compute", "out", "stored"))
 def _eager(x, y, **params):
     return lowered_p.bind(x, y, **params)
 
@@ -91,28 +92,28 @@ def _impl(x, y, **params):
 
 
 @lowered_p.def_effectful_abstract_eval
-def _abstract(x, y, *, op, params, compute, out):
+def _abstract(x, y, *, op, params, compute, out, stored):
     # The primitive's own rule determines shapes, shardings and varying mesh axes.
     z, effects = op.abstract_eval(x.update(dtype=compute, weak_type=False),
                                          y.update(dtype=compute, weak_type=False), **params(jnp.dtype(jnp.float32)))
     return z.update(dtype=out, weak_type=False), effects
 
 
-def _on_accelerators(x, y, *, compute, out, **rest):
+def _on_accelerators(x, y, *, compute, out, stored, **rest):
     # Matrix units sum in float32 for every result dtype, and a 16-bit result halves the bytes written.
-    return _compute(x, y, compute=compute, out=out, sums=out if out.itemsize == compute.itemsize else jnp.float32,
-                    **rest)
+    return _compute(x, y, compute=compute, out=out,
+                    sums=stored if stored.itemsize == compute.itemsize else jnp.float32, **rest)
 
 
-def _on_cuda(x, y, *, op, compute, out, **rest):
+def _on_cuda(x, y, *, op, compute, out, stored, **rest):
     # cuDNN has no convolution of 16-bit operands with a float32 result: XLA would widen the operands. Its sums are in
     # float32, and a weight gradient is rounded to 16 bits.
     if op is not lax.dot_general_p:
         return _compute(x, y, op=op, compute=compute, out=out, sums=compute, **rest)
-    return _on_accelerators(x, y, op=op, compute=compute, out=out, **rest)
+    return _on_accelerators(x, y, op=op, compute=compute, out=out, stored=stored, **rest)
 
 
-def _on_cpu(x, y, *, op, params, compute, out):
+def _on_cpu(x, y, *, op, params, compute, out, stored):
     # XLA:CPU's low-precision convolutions have low-precision sums.
     if op is not lax.dot_general_p:
         return _compute(x, y, op=op, params=params, compute=compute, out=out, sums=compute)
@@ -162,12 +163,12 @@ mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cpu, multiple_results=False
 mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cuda, multiple_results=False), platform="cuda")
 
 
-def _evaluated(closed, x, y, compute, dtype):
+def _evaluated(closed, x, y, compute, dtype, stored=None):
     """Evaluates a jaxpr of two arrays with its bilinear operation lowered."""
     def rule(eqn, arrays):
         if eqn.primitive.name not in BILINEAR:
             return NotImplemented
-        return [lowered(eqn.primitive, *arrays, eqn.params, compute=compute, out=dtype)]
+        return [lowered(eqn.primitive, *arrays, eqn.params, compute=compute, out=dtype, stored=stored)]
 
     return jaxpr.Evaluator(rule)(closed, x, y)[0]
 
@@ -199,20 +200,20 @@ def _like(*avals):
                  for aval in avals)
 
 
-def _transpose_left(g, x, y, *, op, params, compute, out):
+def _transpose_left(g, x, y, *, op, params, compute, out, stored):
     closed = _transposed(0, op, params, _like(x.aval, jax.typeof(y)))
     # Cast before the other operand is reversed: compilers recognize the gradient of a convolution by that.
     return _evaluated(closed, g, lax.convert_element_type(y, compute), compute, x.aval.dtype)
 
 
-def _transpose_right(g, x, y, *, op, params, compute, out):
+def _transpose_right(g, x, y, *, op, params, compute, out, stored):
     closed = _transposed(1, op, params, _like(jax.typeof(x), y.aval))
     return _evaluated(closed, g, x, compute, y.aval.dtype)
 
 
-def _batch(args, axes, *, op, params, compute, out):
+def _batch(args, axes, *, op, params, compute, out, stored):
     closed = _batched(op, params, _like(*map(jax.typeof, args)), tuple(axes))
-    return _evaluated(closed, *args, compute, out), 0
+    return _evaluated(closed, *args, compute, out, stored), 0
 
 
 ad.defbilinear(lowered_p, _transpose_left, _transpose_right)

@@ -13,6 +13,7 @@ import pytest
 from precision_cases import normal
 from precision_checks import BF16, F32
 
+from fnet import hardware as hw
 from fnet import transforms as ft
 
 
@@ -154,6 +155,25 @@ def test_what_is_no_bias_of_a_product_is_added_in_float32():
         "bi,ij->bj", jnp.einsum("bi,ij->bj", x, w) + b, w).sum()
     rows = ft.explain(ft.autocast(full, "bfloat16"), normal(0, 8, 8), normal(1, 4, 8), normal(2, 4, 8)).rows
     assert not any("bias" in row.reason for row in rows)
+
+
+def loss_of_logits(w, x):
+    logits = jnp.einsum("bti,ij->btj", x, w)
+    return (jax.nn.logsumexp(logits, -1) - logits[..., 0]).mean()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(("policy", "want"), [("bfloat16", "bf16"),
+                                              (hw.Policy(compute="bfloat16", logits="float32"), "f32")])
+def test_large_logits_are_stored_in_16_bits_but_no_gradients(policy, want, inside):
+    w, x = jax.ShapeDtypeStruct((8, 1 << 13), F32), jax.ShapeDtypeStruct((2, 1 << 12, 8), F32)
+    f = jax.grad(ft.autocast(loss_of_logits, policy)) if inside else ft.autocast(jax.grad(loss_of_logits), policy)
+    text = {platform: jax.jit(f).trace(w, x).lower(lowering_platforms=(platform,)).as_text()
+            for platform in ("cuda", "tpu", "cpu")}
+    results = lambda platform: re.findall(r"dot_general.* -> tensor<\S*x(\w+)>", text[platform])
+    assert results("cuda") == results("tpu") == [want, "f32"] and results("cpu") == ["f32", "f32"]
+    small = jax.jit(f).trace(w, jax.ShapeDtypeStruct((2, 1 << 11, 8), F32)).lower(lowering_platforms=("tpu",)).as_text()
+    assert re.findall(r"dot_general.* -> tensor<\S*x(\w+)>", small) == ["f32", "f32"]
 
 
 def convolution(w, x):
