@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
-from fnet.layers._sizes import at_most
+from fnet.layers._sizes import at_most, sized
 from fnet.models._blocks import Blocks
 from fnet.models._config import Must, Use, transformers
 from fnet.models._model import LanguageModel
@@ -136,9 +136,11 @@ class GPT(LanguageModel):
                              f"{tokens.shape}")
         table, at = nn.Embed(self.context, self.width), scope["positions"]
         start = scope.state("index", tokens.shape[:1], zeros, "cache", dtype=jnp.int32)
-        if start is None:    # a slice, because the gradient of a lookup is a scatter
+        if start is None and sized(tokens.shape[1]):    # a slice, because the gradient of a lookup is a scatter
             return table.first(at, tokens.shape[1])[None]                  # [1, time, width]
         order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        if start is None:
+            return table(at, order)
         count = jnp.full_like(start, tokens.shape[1]) if lengths is None else jnp.asarray(lengths).astype(start.dtype)
         scope.update("index", start + count)
         return table(at, jnp.where(order < count[:, None], start[:, None] + order, 0))
