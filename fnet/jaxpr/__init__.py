@@ -67,8 +67,8 @@ __all__ = ["BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "INLINED", "POINT
            "Op", "Producer", "Scope", "Site", "Traced", "Traits", "Unsupported", "Use", "Value", "batch_axes",
            "before", "bind", "bodies", "boxed", "call_name", "cost", "describe", "description", "donated", "equations",
            "explicit", "find_sites", "flatten", "has_shardings", "implicit_dot", "inline", "inlined", "is_array",
-           "is_implicit", "is_tag", "kept_bits", "lookup_mode", "marks", "materialize", "may_differ", "mutable", "nbytes",
-           "new_dtype", "opened", "permutation", "plain", "pooling_window", "producers", "product", "random_bits",
-           "read", "restore", "results_boxed", "rewrite", "scan", "scope_of_operation", "scopes_in", "selects_largest",
-           "stable", "stable_size", "statics", "tag", "tagging", "touched", "traits", "unboxed", "unrolled",
-           "unsupported", "wraps"]
+           "is_implicit", "is_tag", "kept_bits", "lookup_mode", "marks", "materialize", "may_differ", "mutable",
+           "nbytes", "new_dtype", "opened", "permutation", "plain", "pooling_window", "producers", "product",
+           "random_bits", "read", "restore", "results_boxed", "rewrite", "scan", "scope_of_operation", "scopes_in",
+           "selects_largest", "stable", "stable_size", "statics", "tag", "tagging", "touched", "traits", "unboxed",
+           "unrolled", "unsupported", "wraps"]
