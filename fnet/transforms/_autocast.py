@@ -285,8 +285,9 @@ class _Autocast(Interpreter):
         constants = [value.note for value in floats if isinstance(value.note, Size)]
         if name == "add" and not wide and {(value.note, value.x.dtype) for value in strong} == {
                 (_PRODUCT, compute), (_VECTOR, F32)}:
-            outputs = bind(eqn, [_to(value.x, compute) for value in inputs])
-            return [Value(outputs[0].x, _PRODUCT)], compute, "adds a bias to a product"
+            # Broadcast before the cast, so that the gradient of the bias is summed in float32.
+            arrays = [_to(jnp.broadcast_to(value.x, eqn.outvars[0].aval.shape), compute) for value in inputs]
+            return [Value(bind(eqn, arrays)[0].x, _PRODUCT)], compute, "adds a bias to a product"
         unfit = not all(_fits(name, note, compute) for note in constants)
         if wide or unfit or not strong or any(value.x.dtype == F32 for value in strong):
             outputs = plain(eqn, inputs)

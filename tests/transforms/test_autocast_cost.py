@@ -143,6 +143,15 @@ def test_a_bias_is_added_in_the_dtype_of_the_product():
         assert jnp.abs(a - c).max() <= 2e-2 * jnp.abs(c).max()
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_gradient_of_a_bias_is_summed_in_float32(inside):
+    args = normal(0, 8, 8), normal(1, 8), normal(2, 4, 8)
+    f = lambda w, b, x: jnp.einsum("bi,ij->bj", jax.nn.relu(jnp.einsum("bi,ij->bj", x, w) + b[None]), w).sum()
+    low = jax.grad(ft.autocast(f, "bfloat16"), 1) if inside else ft.autocast(jax.grad(f, 1), "bfloat16")
+    sums = [eqn for eqn in jax.make_jaxpr(low)(*args).jaxpr.eqns if eqn.primitive.name == "reduce_sum"]
+    assert sums and all(eqn.invars[0].aval.dtype == F32 for eqn in sums)
+
+
 def test_a_rule_keeps_bias_and_product_in_float32():
     f = jax.named_call(biased, name="head")
     rows = ft.explain(ft.autocast(f, "bfloat16", rules={"head": "float32"}), normal(0, 8, 8), normal(1, 8),
