@@ -1,6 +1,6 @@
 """What a GPU (or TPU) reaches: one command for a short session with a device, the most valuable parts first.
 
-    python -m benchmarks.gpu [--minutes=9] [--parts=gpt,attention,...] [--json=gpu.json] [--size=small]
+    python -m benchmarks.gpu [--minutes=9] [--parts=gpt,attention,...] [--json=gpu.json] [--rehearsal]
 
 After each part, its table is printed and all figures are written to the JSON file. A part that fails or that exceeds
 its share of the time does not affect the others. PyTorch is a peer if it is installed.
@@ -30,7 +30,7 @@ from fnet import transforms as ft
 MINUTES = flags.DEFINE_float("minutes", 9, "the time for all parts; no part begins after it")
 PARTS_ = flags.DEFINE_list("parts", None, "of gpt, numerics, attention, resnet, decode, float16, medium; default: all")
 JSON = flags.DEFINE_string("json", "gpu.json", "the file of the figures")
-SIZE = flags.DEFINE_enum("size", "large", ["large", "small"], "small: a rehearsal on any device")
+REHEARSAL = flags.DEFINE_bool("rehearsal", False, "small sizes, on any device")
 
 
 def filled(shapes, *, vocab=1):
@@ -255,7 +255,7 @@ def run(parts, size, *, minutes, path):
 def main(_):
     print(f"`python -m benchmarks.gpu {' '.join(sys.argv[1:])}`, jax {jax.__version__}, {jax.devices()[0].device_kind}")
     parts = {name: PARTS[name] for name in PARTS_.value or PARTS}
-    size = steps.SMALL if SIZE.value == "small" else steps.LARGE
+    size = steps.SMALL if REHEARSAL.value else steps.LARGE
     found = run(parts, size, minutes=MINUTES.value, path=pathlib.Path(JSON.value))
     sys.exit(bool(found["failed"]))
 

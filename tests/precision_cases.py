@@ -118,7 +118,7 @@ def attention():
     return _layer(model, normal(1, 2, 12, 32), normal(2, 2, 12, 32))
 
 
-@case("LSTM", eagerly=True)
+@case("LSTM", by_hand=1.25, eagerly=True)
 def lstm():
     return _layer(nn.LSTM(16), normal(1, 4, 10, 8), normal(2, 4, 10, 16))
 
@@ -168,7 +168,7 @@ def nnx_cnn():
     return loss, params, (normal(1, 8, 8, 8, 3),)
 
 
-@case("Equinox MLP")
+@case("Equinox MLP", by_hand=1.0)
 def equinox_mlp():
     mlp = functools.partial(eqx.nn.MLP, 16, 8, 64, 2, activation=jax.nn.silu)
     params, static = eqx.partition(eqx.filter_eval_shape(mlp, key=jax.random.key(0)), lambda x: hasattr(x, "shape"))
