@@ -2,7 +2,7 @@
 
     python -m pip install --no-deps jax-cuda13-pjrt==VERSION jax-cuda13-plugin==VERSION    # jax's own version, for GPUs
     python -m pip install libtpu                                                           # for TPUs
-    python -m benchmarks.accelerators [--chips=h100,v5e] [--programs=gpt,resnet,decode] [--forms=...] [--size=small]
+    python -m benchmarks.accelerators [--chips=h100,v5e] [--programs=gpt,resnet,decode] [--forms=...] [--small]
 
 Nothing runs. The figures are those of the optimized HLO: kernels, bytes from and to main memory, the time of a roofline
 (a lower bound: compare rows), the cycles that a TPU's compiler estimates, copies, and products by dtype. `--check`
@@ -36,7 +36,7 @@ RECORD = pathlib.Path(__file__).with_suffix(".json")
 CHIP = flags.DEFINE_list("chips", ["h100", "v5e"], f"of {', '.join(CHIPS)}")
 PROGRAM = flags.DEFINE_list("programs", list(FORMS), f"of {', '.join(FORMS)}")
 FORM = flags.DEFINE_list("forms", None, "e.g. hand,fnet-tuned; -unstacked and -whole change a GPT of fnet's")
-SIZE = flags.DEFINE_enum("size", "large", ["large", "small"], "GPT-2 124M, ResNet-50 and Llama 135M, or tiny ones")
+SMALL = flags.DEFINE_bool("small", False, "tiny models, not GPT-2 124M, ResNet-50 and Llama 135M")
 SAVE = flags.DEFINE_string("save", None, "a folder for the HLO of each program")
 CHECK = flags.DEFINE_bool("check", False, "compare with the recorded counts of the small size")
 WRITE = flags.DEFINE_bool("record", False, "record the counts of the small size")
@@ -132,7 +132,7 @@ def worse(found, recorded):
 
 
 def main(_):
-    size = steps.SMALL if SIZE.value == "small" or CHECK.value or WRITE.value else steps.LARGE
+    size = steps.SMALL if SMALL.value or CHECK.value or WRITE.value else steps.LARGE
     print(f"`python -m benchmarks.accelerators {' '.join(sys.argv[1:])}`, jax {jax.__version__}\n")
     found = table(CHIP.value, PROGRAM.value, FORM.value, size)
     if WRITE.value:

@@ -75,10 +75,10 @@ class Int8(Format):
     bits: ClassVar[int] = 8
     largest: ClassVar[float] = 127.0
 
-    def encode(self, values):
+    def encode(self, values: Any) -> Any:
         return jnp.clip(jnp.round(values), -127, 127).astype(jnp.int8)
 
-    def decode(self, codes, dtype):
+    def decode(self, codes: Any, dtype: Any) -> Any:
         return codes.astype(dtype)
 
 
@@ -99,10 +99,10 @@ class Int4(Format):
     bits: ClassVar[int] = 4
     largest: ClassVar[float] = 7.0
 
-    def encode(self, values):
+    def encode(self, values: Any) -> Any:
         return (jnp.clip(jnp.round(values), -7, 7) + 8).astype(jnp.uint8)
 
-    def decode(self, codes, dtype):
+    def decode(self, codes: Any, dtype: Any) -> Any:
         return codes.astype(dtype) - 8
 
 
@@ -125,10 +125,10 @@ class NF4(Format):
     bits: ClassVar[int] = 4
     largest: ClassVar[float] = 1.0
 
-    def encode(self, values):
+    def encode(self, values: Any) -> Any:
         return jnp.searchsorted((_NF4[1:] + _NF4[:-1]) / 2, values).astype(jnp.uint8)
 
-    def decode(self, codes, dtype):
+    def decode(self, codes: Any, dtype: Any) -> Any:
         return jnp.asarray(_NF4, dtype)[codes]
 
 
@@ -151,8 +151,8 @@ class Float8(Format):
     bits: ClassVar[int] = 8
     largest: ClassVar[float] = 448.0
 
-    def encode(self, values):
+    def encode(self, values: Any) -> Any:
         return values.astype(jnp.float8_e4m3fn)
 
-    def decode(self, codes, dtype):
+    def decode(self, codes: Any, dtype: Any) -> Any:
         return codes.astype(dtype)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class LowRank(ImplicitArray):
         return tuple(self.base.shape)
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         return self.base.dtype
 
     def materialize(self) -> jax.Array:
@@ -49,7 +49,7 @@ class LowRank(ImplicitArray):
         a = self.a.reshape(*self.a.shape[:lead], -1, self.a.shape[-1])
         return base + (self.scale * (a @ self.b)).astype(base.dtype).reshape(base.shape)
 
-    def dot(self, x, axes, dot):
+    def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
         kernel, out = tuple(range(self.inputs)), (self.inputs,)
         if self.ndim != self.inputs + 1 or axes not in (kernel, out):
             return NotImplemented
@@ -61,7 +61,7 @@ class LowRank(ImplicitArray):
         inner = self.scale * dot(x, self.b.astype(x.dtype), (1,))    # [..., rank]
         return y + dot(inner, self.a.astype(x.dtype), (self.inputs,))
 
-    def convolve(self, x, axis, out_axis, convolve):
+    def convolve(self, x: jax.Array, axis: int, out_axis: int, convolve: Callable) -> Any:
         if axis != self.ndim - 1 or self.inputs != self.ndim - 1:
             return NotImplemented
         base = self.base
@@ -71,7 +71,7 @@ class LowRank(ImplicitArray):
         inner = jnp.moveaxis(convolve(x, self.a.astype(x.dtype)), out_axis, -1)    # [..., rank]
         return y + self.scale * jnp.moveaxis(inner @ self.b.astype(x.dtype), -1, out_axis)
 
-    def lookup(self, take):
+    def lookup(self, take: Callable) -> Any:
         if self.ndim != 2:
             return NotImplemented
         base = self.base.lookup(take) if is_implicit(self.base) else take(self.base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ class Quantized(ImplicitArray):
     def materialize(self) -> jax.Array:
         return self._values(self.dtype)
 
-    def dot(self, x, axes, dot):
+    def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
         if any(self.scale.shape[i] != 1 for i in axes):    # scales differ along the contracted axes
             return dot(x, self._values(x.dtype), axes)
         outputs = [n for i, n in enumerate(self.scale.shape) if i not in axes]
@@ -58,13 +58,13 @@ class Quantized(ImplicitArray):
         y = dot(x, self.format.decode(self._unpack(self.codes), x.dtype), axes)
         return y * scale.astype(y.dtype)
 
-    def convolve(self, x, axis, out_axis, convolve):
+    def convolve(self, x: jax.Array, axis: int, out_axis: int, convolve: Callable) -> Any:
         if any(n != 1 for i, n in enumerate(self.scale.shape) if i != axis):
             return convolve(x, self._values(x.dtype))
         y = convolve(x, self.format.decode(self._unpack(self.codes), x.dtype))
         return y * self.scale.reshape([-1 if i == out_axis else 1 for i in range(y.ndim)]).astype(y.dtype)
 
-    def lookup(self, take):
+    def lookup(self, take: Callable) -> Any:
         if (self.format.packed and self.axes[-1] == -self.ndim) or self.scale.shape[0] not in (1, self.shape[0]):
             return NotImplemented
         codes = self.format.decode(self._unpack(take(self.codes)), jnp.float32)    # [..., *shape[1:]]

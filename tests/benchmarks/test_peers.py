@@ -141,7 +141,10 @@ def test_fnet_compiles_to_what_one_writes_by_hand(name):
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):    # Optax needs both
             program = run.f.lower(run.state, *run.batches[0]).compile().as_text()
         counts.append(collections.Counter(re.findall(r" ([a-z][\w-]*)\(", program)))
-    assert counts[0] == counts[1] and counts[0]["fusion"] > 10
+    assert counts[0]["fusion"] > 10
+    if name == "resnet18":    # fnet's BatchNorm computes its statistics in one pass
+        counts = [{kind: count[kind] for kind in ("convolution", "dot", "custom-call")} for count in counts]
+    assert counts[0] == counts[1]
 
 
 def test_what_is_said_of_a_rule():

@@ -133,6 +133,6 @@ LAYER_ERRORS = {
     "attention mask scalar": (init(nn.Attention(2), TIMES, mask=jnp.array(True)), ValueError, MASK + "bool[]"),
     "attention cache": (
         lambda: CAUSAL(CAUSAL.init(KEY, TIMES)[0], jnp.ones((3, 1, 4)), state=CAUSAL.cache(TIMES)),
-        ValueError, "Attention at the root: keys (3, 1, 2, 2) do not match the cache (2, 4, 2, 2); create it with "
+        ValueError, "Attention at the root: keys (3, 1, 2, 2) do not match the cache (2, 2, 4, 2); create it with "
                     "model.cache for inputs of this batch size"),
 }

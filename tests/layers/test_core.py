@@ -1,6 +1,7 @@
 """Scope and Layer: what `forward` may ask for, what a call gives back, and what init promises."""
 
 import functools
+import json
 import pickle
 import subprocess
 import sys
@@ -177,7 +178,8 @@ def test_numbers_are_the_same_in_every_process():
     printed = {subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
                               check=True, capture_output=True, text=True).stdout for seed in ("1", "2")}
     here, _ = nn.Sequential(nn.Dense(2), head=nn.Dense(2)).init(KEY, jnp.ones((1, 2)))
-    assert printed == {f"{here['head']['kernel'].tolist()}\n"}
+    assert len(printed) == 1    # the tests compile with options of their own, which round differently
+    np.testing.assert_allclose(json.loads(printed.pop()), here["head"]["kernel"], rtol=1e-6)
 
 
 def test_spec_holds_shapes_dtypes_initializers_and_axes():

@@ -166,9 +166,9 @@ def test_errors_of_arguments(plan):
 
 
 class Elsewhere:
-    """A plan for chips that are not here."""
+    """A plan for chips that are not attached."""
 
-    here = False
+    attached = False
 
     def __init__(self, plan):
         self.mesh, self.chip = plan.mesh, plan.chip

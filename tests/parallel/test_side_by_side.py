@@ -67,7 +67,7 @@ def test_a_system_shares_the_batch_and_has_a_price_of_its_own():
 @pytest.mark.parametrize("chip", ["RTX 2080 Ti", "TPU v5e"])
 def test_the_largest_batch_is_that_of_plan(chip):
     column = only(chip, precision="as written")
-    plain, again = (rows for _, rows in parallel.plan(step, init, BATCH, devices=chip, compile=False).find())
+    plain, again = (rows for _, rows in parallel.plan(step, init, BATCH, devices=chip, compile=False).largest_batches)
     assert column.rows == pytest.approx((plain, again), rel=0.05) and column.fits
     parallel.plan(step, init, jax.ShapeDtypeStruct((column.rows[0], WIDTH), "float32"), devices=chip, strategy="data",
                   compile=False)

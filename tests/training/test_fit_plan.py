@@ -162,9 +162,9 @@ def test_debug_names_the_layer(tmp_path, plan):
 
 
 class Elsewhere:
-    """A plan for chips that are not here."""
+    """A plan for chips that are not attached."""
 
-    here = False
+    attached = False
 
     def __init__(self, plan):
         self.mesh, self.chip = plan.mesh, plan.chip

@@ -21,7 +21,7 @@ def test_the_page_runs_and_prints_what_it_shows():
     with jax.numpy_dtype_promotion("standard"), contextlib.redirect_stdout(printed):
         exec(compile("\n".join(blocks), "docs/precision.md", "exec"), {})
     shown = re.findall(r"^    ((?:scope|scale|hidden|head|\(no scope\)|autocast:|parameters) .*)$", PAGE, re.MULTILINE)
-    assert len(shown) == 11
+    assert len(shown) == 12
     for line in shown:
         assert line in printed.getvalue().splitlines(), line
 
