@@ -52,9 +52,10 @@ bench: .venv-bench/.installed
 	$(PEERS) lstm vit-tiny resnet18 --mode=train,infer $(ARGS)
 	.venv-bench/bin/python -m benchmarks.compiling gpt cnn mlp
 
-# Compiled plans for TPUs that are not attached. libtpu (200 MB) is installed in a separate folder for them.
+# Compiled plans for TPUs that are not attached. libtpu (200 MB) is installed in a separate folder for them. It rejects
+# the options with which the tests compile for CPUs.
 pods: $(STAMP) .libtpu/.installed
-	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/parallel/test_targets.py tests/notebooks/test_compile_notebooks.py $(ARGS)
+	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu FNET_TEST_COMPILER=default $(BIN)/python -m pytest tests/parallel/test_targets.py tests/notebooks/test_compile_notebooks.py $(ARGS)
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pods
 
 # Also in a separate environment, with PyTorch for comparison and scikit-image for photos.
