@@ -95,7 +95,7 @@ def row(name, found):
 
 
 def table(chips, programs, forms, size):
-    """Prints a row for each program as soon as it is compiled; returns {name: figures}."""
+    """Compiles each program and prints its row; returns {name: figures}."""
     every = {}
     print("| chip, program, form | kernels | GB | roofline ms | compiler's ms | copies GB | temporary GiB | products |")
     print("|---|---|---|---|---|---|---|---|", flush=True)

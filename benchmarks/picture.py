@@ -5,35 +5,15 @@
 Nothing is compiled or measured, so the picture is the same on every machine, and takes a few seconds.
 """
 
-import jax
-import jax.numpy as jnp
 import matplotlib
-import optax
 from absl import app, flags
 from matplotlib.figure import Figure
 
-from fnet import models, parallel
-from fnet import training as tr
-from fnet import transforms as ft
+from benchmarks.pods import CASES, planned
+from fnet import parallel
 
 PATH = flags.DEFINE_string("path", "docs/_static/plan.png", "the file to write")
 GREY, BLUE, RED = "#b8c0cc", "#2f6fdb", "#c8453b"
-
-
-def plan() -> parallel.Plan:
-    """The plan for a GPT with 872M parameters, 32 texts of 1,024 tokens, AdamW and bfloat16."""
-    model = models.GPT(vocab_size=32000, width=1536, depth=29, heads=12)
-    tx = optax.adamw(6e-4)
-
-    def init(key):
-        return tr.TrainState.create(model.init(key, model.example())[0], tx)
-
-    def step(state, tokens):
-        loss = lambda params: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean()
-        value, grads = ft.autocast(ft.value_and_grad(loss), "bfloat16")(state.params)
-        return state.apply(tx, grads), {"loss": value}
-
-    return parallel.plan(step, init, jax.ShapeDtypeStruct((32, 1025), jnp.int32), devices="v5e:2x2", compile=False)
 
 
 def draw(plan: parallel.Plan) -> Figure:
@@ -62,7 +42,7 @@ def draw(plan: parallel.Plan) -> Figure:
 def main(argv):
     del argv
     matplotlib.rcParams["font.size"] = 10
-    draw(plan()).savefig(PATH.value, dpi=110, metadata={"Software": None})
+    draw(planned(*CASES["872M"], compile=False)[1]).savefig(PATH.value, dpi=110, metadata={"Software": None})
     print(f"wrote {PATH.value}")
 
 

@@ -31,8 +31,8 @@ ONLY = flags.DEFINE_string("only", None, f"one of {', '.join(CASES)}")
 CHILD = flags.DEFINE_bool("child", False, "run in this process and print the figures as JSON in the last line")
 
 
-def planned(config, rows, devices):
-    """The plan of a training step in bfloat16 with AdamW."""
+def planned(config, rows, devices, **options):
+    """(parameters, the plan of a training step in bfloat16 with AdamW)"""
     model, tx = models.GPT(**config), optax.adamw(6e-4)
 
     def init(key):
@@ -45,7 +45,8 @@ def planned(config, rows, devices):
 
     state = jax.eval_shape(init, jax.random.key(0))
     count = sum(x.size for x in jax.tree.leaves(state.params))
-    return count, parallel.plan(step, init, jax.ShapeDtypeStruct((rows, 1025), jnp.int32), devices=devices)
+    return count, parallel.plan(step, init, jax.ShapeDtypeStruct((rows, 1025), jnp.int32), devices=devices,
+                                **options)
 
 
 def figures(name):

@@ -93,7 +93,7 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
             kernels of convolutions [height, width, in, out].
         rules: {pattern: rank}. A regular expression applies to a parameter if it matches its path, or a prefix of it,
             completely; the first one that matches decides. Parameters with fewer than two axes, and those named bias,
-            scale, b or offset, stay as they are.
+            scale, b or offset, are not changed.
         alpha: scale times rank. Default: twice the rank.
 
     Returns:

@@ -136,7 +136,7 @@ def quantize(params: Any, recipe: Mapping[str, Format]) -> Any:
         params: a tree of arrays.
         recipe: {pattern: format}. A regular expression applies to a parameter if it matches its path, or a prefix of
             it, completely; the first one that matches decides. Parameters with fewer than two axes, those named bias,
-            scale, b or offset, and those that are not floating point stay as they are.
+            scale, b or offset, and those that are not floating point are not changed.
 
     Returns:
         The tree with `Quantized` leaves. Biases, norms, and leaves that no pattern matches are unchanged.

@@ -108,7 +108,7 @@ ELEMENTWISE: dict[str, Callable] = {
 def broadcast(e):
     name, narrow = e.loose(0)
     axes, shape = e.options["axes"], e.shape
-    if narrow:      # a scalar broadcasts as it is
+    if narrow:      # scalars need no reshape
         where = [1] * len(shape)
         for axis, n in zip(axes, narrow):
             where[axis] = n

@@ -20,7 +20,7 @@ from fnet.export import _spec
 from fnet.export._tree import described, named_leaves
 
 PLATFORMS = "cpu", "cuda", "tpu"
-_EVALUATOR = jaxpr.Evaluator(lambda eqn, arrays: NotImplemented)    # every equation as it is
+_EVALUATOR = jaxpr.Evaluator(lambda eqn, arrays: NotImplemented)    # changes nothing
 
 
 class Entry:
@@ -146,7 +146,8 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
 
     Args:
         f: a model, or any function f(params, *inputs) of JAX, from Flax, Equinox or Haiku for example.
-        params: the parameters, a tree of arrays. Trees as leaves (quantized or low-rank arrays) are kept as they are.
+        params: the parameters, a tree of arrays. Implicit arrays (quantized or of low rank) are
+            exported in their own form.
         state: None, or the state. A model, or a function with a parameter `state`, is then called with `state=state`
             and returns (output, new state), of which the output is exported.
         specs: the type of each input: `export.spec`, or a tree of them. Inputs are passed by name if f has parameters

@@ -168,7 +168,7 @@ def _notes(notes, ops) -> tuple[str, ...]:
 
 
 def _group(name, nodes):
-    """Arguments or results: as they are, or in groups by their names."""
+    """Up to four arguments or results unchanged; more of them in groups by name."""
     if len(nodes) <= 4:
         return nodes
     group = Node(name, "scope")

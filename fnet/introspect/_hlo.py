@@ -23,7 +23,8 @@ class Operation:
     """An operation of a compiled program that appears in a profile.
 
     Attributes:
-        name: the name of the HLO instruction. opcode: what it is, such as "fusion" or "dot".
+        name: the name of the HLO instruction.
+        opcode: its operation, such as "fusion" or "dot".
         path, phase: those of the operation, of a fusion those of its root.
         paths: the paths of all parts of a fusion that compute something.
     """

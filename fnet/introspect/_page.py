@@ -41,7 +41,7 @@ def fill(name: str, **parts: str) -> str:
 
 
 def as_json(data: Any) -> str:
-    """JSON that can stand in a script element: no "<", and no NaN, which browsers do not read."""
+    """JSON for a script element: without "<", and without NaN, which browsers cannot parse."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")

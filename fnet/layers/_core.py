@@ -30,7 +30,6 @@ class Layer:
 
     >>> class Scale(nn.Layer):
     ...     factor: float
-    ...
     ...     def forward(self, scope, x):                                   # [batch, features]
     ...         return self.factor * nn.Dense(3)(scope["dense"], x)
     >>> model, x = Scale(2.0), jnp.ones((4, 5))

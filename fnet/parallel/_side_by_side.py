@@ -61,7 +61,7 @@ class OnChips:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits into the memory as it is written; None if the memory is unknown."""
+        """Whether the unchanged step fits into the memory; None if the size of the memory is unknown."""
         return None if self.memory is None else self.peak <= ROOM * self.memory
 
     def watt_hours(self, steps: float) -> float | None:

@@ -1,7 +1,7 @@
 """Reports of training runs: one HTML file that loads nothing.
 
 - `write`: a report of one or several runs, as `fnet report` writes it.
-- `read`: what a run's folder holds, whatever its state.
+- `read`: the data in a run's folder. Damaged or missing files give notes, not errors.
 """
 
 from fnet.report._read import Run, read
