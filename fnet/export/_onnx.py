@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from fnet import jaxpr
-from fnet.export import _onnx_elementwise, _onnx_products, _write
+from fnet.export import _onnx_elementwise, _onnx_fused, _onnx_products, _write
 from fnet.export._onnx_graph import Graph, evaluated
 
 OPSET, OLDEST = 20, 18
 LARGE = 1_900_000_000      # bytes of weights above which they have a file of their own; protobuf's limit is 2 GB
 TOLERANCE = 1e-5
-_DIRECT = {**_onnx_elementwise.OPERATIONS, **_onnx_products.OPERATIONS}
+_DIRECT = {**_onnx_elementwise.OPERATIONS, **_onnx_products.OPERATIONS, **_onnx_fused.OPERATIONS}
 _MISSING = "ONNX needs the packages {}: pip install 'fnet[onnx]'"
 
 
@@ -25,7 +25,7 @@ class Unsupported(NotImplementedError):
 
 
 def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset: int = OPSET,
-         external: bool | None = None, check: bool = True) -> None:
+         fused: bool = True, external: bool | None = None, check: bool = True) -> None:
     """Writes an entry point as an ONNX model; `Program.onnx` documents the arguments."""
     try:
         import onnx
@@ -38,7 +38,7 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset
         raise ValueError(f"Program.onnx: there is no entry point {entry!r}; there are {', '.join(program.entries)}")
     traced = program.entries[entry]
     stable, constants = jaxpr.stable(traced.closed)
-    model = _Model(onnx, stable, opset)
+    model = _Model(onnx, _onnx_fused.fused(stable, opset) if fused else stable, opset)
     names = [*(f"constant/{i}" for i in range(len(constants))), *traced.weights]
     arrays = [*constants, *(np.asarray(program.weights[name]) for name in traced.weights)]
     inputs, outputs = _names(traced.inputs), _names([("output", traced.output)])

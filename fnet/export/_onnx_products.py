@@ -155,7 +155,7 @@ def _indices(e, shape, sizes, dropped):
                         e.g.op("LessOrEqual", start, last))
             inside = ok if inside is None else e.g.op("And", inside, ok)
             start = e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))
-            start = e.g.unsqueeze(start, *range(batch, flat)) if windows else start
+            start = e.g.unsqueeze(start, *range(batch, flat)) if windows and batch else start
         elif a in options["batch"]:
             along = options["index_batch"][options["batch"].index(a)]
             start = _range(e, shape[a], along, flat)

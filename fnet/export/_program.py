@@ -112,8 +112,8 @@ class Program:
         _write.save(self, path, labels=labels, tokenizer=tokenizer, tests=tests, differentiable=differentiable,
                     kernels=kernels, about=about)
 
-    def onnx(self, path: str | os.PathLike, *, entry: str = "predict", opset: int = 20, external: bool | None = None,
-             check: bool = True) -> None:
+    def onnx(self, path: str | os.PathLike, *, entry: str = "predict", opset: int = 20, fused: bool = True,
+             external: bool | None = None, check: bool = True) -> None:
         """Writes an entry point as an ONNX model, and compares it in onnxruntime with the program. Needs fnet[onnx].
 
         Symbolic sizes stay symbolic, scans are Loops, and nodes have the names of their scopes.
@@ -122,6 +122,8 @@ class Program:
             path: the file, such as "digits.onnx".
             entry: the name of the entry point.
             opset: the version of ONNX's operators, at least 18.
+            fused: whether to use the operators LayerNormalization, Gelu (opset 20), RMSNormalization and Attention
+                (opset 23) for the operations that compute the same.
             external: whether the weights have a file of their own, path + ".data". Default: above 1.9 GB.
             check: whether to run the model on small random inputs in onnxruntime and compare the outputs.
 
@@ -132,7 +134,7 @@ class Program:
         """
         from fnet.export import _onnx
 
-        _onnx.save(self, path, entry=entry, opset=opset, external=external, check=check)
+        _onnx.save(self, path, entry=entry, opset=opset, fused=fused, external=external, check=check)
 
 
 def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Program:

@@ -78,6 +78,7 @@ OPERATIONS |= {
          for i, shape in enumerate([(3, 40), (40, 5)])]),
     "sorting": (lambda x, y: [*jax.lax.sort((x, y), num_keys=1), *jax.lax.top_k(x, 2), jnp.argsort(x, 0)],
                 PROGRAMS["sorting"][1]),
+    "slices of one axis": (lambda x: [x[:, 1:], x[2:], x[:, jnp.int32(1)]], [normal(3, 4, 2)]),
 }
 
 

@@ -1,0 +1,143 @@
+"""Fused operators of ONNX replace equal operations of any library, and nothing else."""
+
+import collections
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import close
+from flax import linen
+from test_bundles import specs_of
+from test_renew import normal
+from zoo import MODELS, build, inputs
+
+from fnet import export
+from fnet import layers as nn
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.usefixtures("quickly")
+from fnet.export import _onnx  # noqa: E402
+
+FUSED = "LayerNormalization", "RMSNormalization", "Gelu", "Attention"
+X, TIMES, HEADS = normal(4, 8), normal(2, 5, 8), normal(2, 6, 4, 8)
+
+
+def operators(graph):
+    for node in graph.node:
+        yield node.op_type
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from operators(attribute.g)
+
+
+def found(path):
+    kinds = collections.Counter(operators(onnx.load(path).graph))
+    return {kind: kinds[kind] for kind in FUSED if kinds[kind]}
+
+
+def random(params):
+    """Parameters whose scales and biases are not 1 and 0."""
+    leaves, tree = jax.tree.flatten(params)
+    return jax.tree.unflatten(tree, [np.random.default_rng(i).normal(size=x.shape).astype(np.float32)
+                                     for i, x in enumerate(leaves)])
+
+
+def flax(module, x=X):
+    return module.apply, random(module.init(jax.random.key(0), x))
+
+
+def haiku(module):
+    f = hk.without_apply_rng(hk.transform(lambda x: module()(x)))
+    return f.apply, random(f.init(jax.random.key(0), X))
+
+
+def equinox(module):
+    params, static = eqx.partition(module, eqx.is_array)
+    return lambda params, x: jax.vmap(eqx.combine(params, static))(x), random(params)
+
+
+def own(layer, x=X):
+    params, _ = layer.init(jax.random.key(0), x)
+    return layer, random(params)
+
+
+NORM, RMS, GELU, ATTENTION = ({kind: 1} for kind in FUSED)
+CASES = {
+    "fnet LayerNorm": (lambda: own(nn.LayerNorm()), X, NORM),
+    "fnet RMSNorm": (lambda: own(nn.RMSNorm()), X, RMS),
+    "flax LayerNorm": (lambda: flax(linen.LayerNorm()), X, NORM),
+    "flax LayerNorm without scale": (lambda: flax(linen.LayerNorm(use_scale=False)), X, NORM),
+    "flax RMSNorm": (lambda: flax(linen.RMSNorm()), X, RMS),
+    "equinox LayerNorm": (lambda: equinox(eqx.nn.LayerNorm(8)), X, NORM),
+    "haiku LayerNorm": (lambda: haiku(lambda: hk.LayerNorm(-1, True, True)), X, NORM),
+    "haiku RMSNorm": (lambda: haiku(lambda: hk.RMSNorm(-1)), X, RMS),
+    "gelu": (lambda: (lambda params, x: jax.nn.gelu(2 * x, approximate=False), {}), X, GELU),
+    "gelu by tanh": (lambda: (lambda params, x: jax.nn.gelu(x + 1), {}), X, GELU),
+    "jax attention": (lambda: (lambda params, x: jax.nn.dot_product_attention(x, x + 1, 2 * x), {}), HEADS, ATTENTION),
+    "jax causal attention": (lambda: (lambda params, x: jax.nn.dot_product_attention(
+        x, x + 1, 2 * x, is_causal=True), {}), HEADS, ATTENTION),
+    "flax attention": (lambda: flax(linen.MultiHeadDotProductAttention(2), TIMES), TIMES, ATTENTION),
+    # These are almost those operations.
+    "a norm over another axis": (lambda: (lambda params, x: jax.nn.standardize(x, axis=0), {}), X, {}),
+    "a norm by the unbiased variance": (lambda: (lambda params, x: (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(
+        x.var(-1, keepdims=True, ddof=1) + 1e-5), {}), X, {}),
+    "another constant than of gelu": (lambda: (lambda params, x: x * 0.5 * (1 + jnp.tanh(0.8 * (
+        x + 0.045 * x ** 3))), {}), X, {}),
+    "attention with a limit of the logits": (lambda: (lambda params, x: jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(
+        jnp.tanh(jnp.einsum("bthd,bshd->bhts", x, x))), x), {}), HEADS, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers(name, tmp_path):
+    make, x, wanted = CASES[name]
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        f, params = make()
+        program = export.program(f, params, x=export.spec(", ".join(["b", *map(str, x.shape[1:])])))
+        program.onnx(tmp_path / "f.onnx", opset=23)
+        assert found(tmp_path / "f.onnx") == wanted
+        y, = onnxruntime.InferenceSession(str(tmp_path / "f.onnx")).run(None, {"x": np.asarray(x)})
+        close(y, np.asarray(f(params, x)), 1e-5)
+
+
+def test_queries_without_keys(tmp_path):
+    """A mask that depends on inputs may hide all keys; the attention of fnet is then 0."""
+    attention = nn.Attention(2, window=2, causal=True)
+    x, lengths = normal(2, 6, 8), np.array([6, 1], np.int32)
+    params, _ = attention.init(jax.random.key(0), x)
+    program = export.program(attention, params, x=export.spec("b, t, 8"), lengths=export.spec("b", "int32"))
+    program.onnx(tmp_path / "f.onnx", opset=23)
+    assert found(tmp_path / "f.onnx") == ATTENTION
+    assert _onnx.compare(program, tmp_path / "f.onnx", inputs=[x, lengths]) <= 1e-5
+
+
+def test_the_option_and_the_opset(tmp_path):
+    f, params, _, _ = build("GPT")
+    program = export.program(f, params, **specs_of("GPT"))
+    for options, wanted in (({"fused": False, "opset": 23}, {}), ({"opset": 18}, {"LayerNormalization": 3}),
+                            ({"opset": 20}, {"LayerNormalization": 3, "Gelu": 1}),
+                            ({"opset": 23}, {"LayerNormalization": 3, "Gelu": 1, "Attention": 1})):
+        program.onnx(tmp_path / "f.onnx", check=False, **options)
+        assert found(tmp_path / "f.onnx") == wanted
+    names = [node.name for node in onnx.load(tmp_path / "f.onnx").graph.node]
+    assert "norm/LayerNormalization" in names
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, tmp_path):
+    """All models at two sizes, with the operators of opset 23 and without."""
+    f, params, _, shapes = build(name)
+    program = export.program(f, params, **specs_of(name))
+    for fused in (True, False):
+        program.onnx(tmp_path / "f.onnx", opset=23, fused=fused, check=False)
+        for shape in shapes:
+            assert _onnx.compare(program, tmp_path / "f.onnx", inputs=list(inputs(name, shape))) <= 1e-5
+        if not fused or name not in ("GPT", "Llama", "Bert", "ViT"):
+            assert found(tmp_path / "f.onnx") == {}
+        else:
+            assert found(tmp_path / "f.onnx")["Attention"] == 1
