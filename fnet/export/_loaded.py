@@ -19,15 +19,14 @@ import numpy as np
 if __package__:
     from fnet.export import _interpret as interpret
     from fnet.export import _reader as reader
-    from fnet.export._sizes import size
+    from fnet.export import _signature as signature
 else:
     import interpret
     import reader
-    from sizes import size
+    import signature
 
 BundleError = reader.BundleError
 CALL = r'custom_call @"?([\w$.]+)'
-_KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 def load(path, *, verify=True, check=False, kernels=False):
@@ -108,8 +107,9 @@ class Bundle:
         description, program = self._entry(entry), self._program(entry)
 
         def f(weights, *inputs, **named):
-            flat, _ = bound(self.path, entry, description, inputs, named)
-            return _unflatten(description["output"], iter(program(_chosen(description, weights, self.arrays), flat)))
+            flat, _ = signature.bound(self.path, entry, description, inputs, named)
+            outputs = program(signature.chosen(description, weights, self.arrays), flat)
+            return signature.unflatten(description["output"], iter(outputs))
 
         f.__name__ = entry
         return f
@@ -117,12 +117,12 @@ class Bundle:
     def interpret(self, entry, *inputs, weights=None, **named):
         """Runs an entry point with NumPy, from its stable form. It needs no version of JAX, and is slow."""
         description = self._entry(entry)
-        flat, sizes = bound(self.path, entry, description, inputs, named)
-        chosen = _chosen(description, self.weights if weights is None else weights, self.weights)
+        flat, sizes = signature.bound(self.path, entry, description, inputs, named)
+        chosen = signature.chosen(description, self.weights if weights is None else weights, self.weights)
         program = self.stable(entry)
         constants = [self.weights[name] for name in description["constants"]]
         inputs = [chosen[name] for name in description["weights"]] + flat
-        return _unflatten(description["output"], iter(interpret.run(program, constants, inputs, sizes)))
+        return signature.unflatten(description["output"], iter(interpret.run(program, constants, inputs, sizes)))
 
     def stable(self, entry):
         """The stable form of an entry point, from JSON.
@@ -143,9 +143,9 @@ class Bundle:
     def signature(self, entry):
         """The inputs and output of an entry point as text: "predict(x: float32[b, 8, 8, 1]) -> float32[b, 10]"."""
         description = self._entry(entry)
-        inputs = ", ".join(f"{name}: {_text(tree)}" for name, tree in description["inputs"])
+        inputs = ", ".join(f"{name}: {signature.text(tree)}" for name, tree in description["inputs"])
         where = f" where {', '.join(description['constraints'])}" if description["constraints"] else ""
-        return f"{entry}({inputs}) -> {_text(description['output'])}{where}"
+        return f"{entry}({inputs}) -> {signature.text(description['output'])}{where}"
 
     def check(self):
         """Runs all programs on the inputs in the bundle, with JAX and with NumPy, and compares the outputs.
@@ -163,7 +163,7 @@ class Bundle:
                 lines.append(f"{entry}: not checked, because the bundle contains no input for it")
                 continue
             description = self._entry(entry)
-            output = self.call(entry, **_named(description, inputs))
+            output = self.call(entry, **signature.named(description, inputs))
             found = f"{entry}: JAX {_compared(self.path, entry, 'JAX', description, output, wanted)}"
             if not description.get("not_stable"):
                 found += f", NumPy {self.checked_by_numpy(entry, inputs, wanted)}"
@@ -173,7 +173,7 @@ class Bundle:
     def checked_by_numpy(self, entry, inputs, wanted):
         """The part of `check` that needs no JAX, for one entry point."""
         description = self._entry(entry)
-        output = self.interpret(entry, **_named(description, inputs))
+        output = self.interpret(entry, **signature.named(description, inputs))
         return _compared(self.path, entry, "NumPy", description, output, wanted)
 
     def tests(self):
@@ -233,150 +233,11 @@ def _platforms():
     return ("cuda", "rocm") if platform == "gpu" else (platform,)
 
 
-def bound(path, entry, description, inputs, named):
-    """(the input arrays in order, {size variable: value}) of a call.
-
-    Raises:
-        BundleError: the inputs do not match the signature.
-    """
-    names = [name for name, _ in description["inputs"]]
-    expected = f"{path}: {entry}({', '.join(names)})"
-    values = dict(zip(names, inputs))
-    unknown = sorted(set(named) - set(names)) or sorted(set(named) & set(values))
-    if len(inputs) > len(names) or unknown:
-        what = f"the unexpected or repeated input {unknown[0]!r}" if unknown else f"{len(inputs)} inputs"
-        raise BundleError(f"{expected} got {what}")
-    values |= named
-    missing = [name for name in names if name not in values]
-    if missing:
-        raise BundleError(f"{expected} lacks the input {missing[0]!r}")
-    flat, leaves = [], []
-    for name, tree in description["inputs"]:
-        _flatten(expected, name, tree, values[name], flat, leaves)
-    return flat, _sizes(expected, description["constraints"], leaves)
-
-
-def _sizes(expected, constraints, leaves):
-    """The values of the size variables."""
-    sizes, origin = {}, {}
-    for name, leaf, shape in leaves:
-        if len(shape) != len(leaf["shape"]):
-            raise BundleError(f"{expected}: the input {name!r} has shape {shape}, expected {_text(leaf)}")
-        for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"])):
-            if isinstance(wanted, str) and wanted.isidentifier() and wanted not in sizes:
-                sizes[wanted], origin[wanted] = n, f"axis {axis} of the input {name!r}"
-                if n < 1:
-                    raise BundleError(f"{expected}: {origin[wanted]} has size {n}; {wanted} must be at least 1")
-    for name, leaf, shape in leaves:
-        for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"])):
-            try:
-                value = size(wanted, sizes)
-            except KeyError:      # a variable that occurs in expressions alone; JAX solves for it
-                continue
-            if n != value:
-                why = (f"{wanted} = {value}" + (f", as in {origin[wanted]}" if wanted in origin else "")
-                       if isinstance(wanted, str) else f"{value}")
-                raise BundleError(f"{expected}: the input {name!r} has shape {shape}, expected {_text(leaf)}: axis "
-                                  f"{axis} has size {n}, expected {why}")
-    for constraint in constraints:
-        if not satisfied(constraint, sizes):
-            variables = [name for name in sizes if re.search(rf"\b{name}\b", constraint)]
-            what = ", ".join(f"{name} = {sizes[name]} ({origin[name]})" for name in variables)
-            raise BundleError(f"{expected}: {what} violates the constraint {constraint}")
-    return sizes
-
-
-def satisfied(constraint, sizes):
-    """Whether sizes satisfy a constraint such as "t <= 64"; True if it contains unknown variables."""
-    left, relation, right = re.split("(<=|>=|==)", constraint, maxsplit=1)
-    try:
-        x, y = (size(part.strip(), sizes) for part in (left, right))
-    except KeyError:
-        return True
-    return {"<=": x <= y, ">=": x >= y, "==": x == y}[relation]
-
-
-def _flatten(expected, name, tree, value, flat, leaves):
-    if tree is None:
-        return
-    if "dtype" in tree and "shape" in tree:
-        x = value if hasattr(value, "shape") and hasattr(value, "dtype") else np.asarray(value)
-        dtype = tree["dtype"]
-        if str(x.dtype) != dtype and dtype in _KEYS and x.dtype == np.uint32:
-            import jax
-
-            x = jax.random.wrap_key_data(x, impl=_KEYS[dtype])
-        if str(x.dtype) != dtype:
-            if dtype in _KEYS or not np.can_cast(x.dtype, np.dtype(dtype), "same_kind") or x.dtype.kind in "?b":
-                raise BundleError(f"{expected}: the input {name!r} has dtype {x.dtype}, expected {dtype}")
-            x = x.astype(dtype)
-        flat.append(x)
-        leaves.append((name, tree, tuple(x.shape)))
-        return
-    (kind, children), = tree.items()
-    items = list(children.items()) if kind == "dict" else list(enumerate(children))
-    held = value.keys() if kind == "dict" and hasattr(value, "keys") else range(len(value))
-    if {key for key, _ in items} != set(held):
-        raise BundleError(f"{expected}: the input {name!r} has the parts {sorted(map(str, held))}, expected "
-                          f"{sorted(str(key) for key, _ in items)}")
-    for key, child in items:
-        _flatten(expected, f"{name}/{key}", child, value[key], flat, leaves)
-
-
-def _unflatten(tree, leaves):
-    if tree is None:
-        return None
-    if "dtype" in tree and "shape" in tree:
-        return next(leaves)
-    (kind, children), = tree.items()
-    if kind == "dict":
-        return {key: _unflatten(child, leaves) for key, child in children.items()}
-    parts = [_unflatten(child, leaves) for child in children]
-    return tuple(parts) if kind == "tuple" else parts
-
-
-def _named(description, inputs):
-    """{name: input} of the leaves of all inputs."""
-    leaves = iter(inputs)
-    return {name: _unflatten(tree, leaves) for name, tree in description["inputs"]}
-
-
-def _chosen(description, weights, held):
-    """The weights of an entry point. Arrays that its function closed over are always those of the bundle."""
-    flat = {name: held[name] for name in description["weights"] if name.startswith("constants/")}
-
-    def collect(tree, path):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        for key, value in items:
-            if isinstance(value, (dict, list, tuple)):
-                collect(value, f"{path}{key}/")
-            else:
-                flat[f"{path}{key}"] = value
-
-    collect(weights, "")
-    missing = [name for name in description["weights"] if name not in flat]
-    if missing:
-        raise BundleError(f"the weights lack {missing[0]!r} ({len(missing)} of {len(description['weights'])} are "
-                          "missing)")
-    return {name: flat[name] for name in description["weights"]}
-
-
-def _text(tree):
-    if tree is None:
-        return "None"
-    if "dtype" in tree and "shape" in tree:
-        return f"{tree['dtype']}[{', '.join(map(str, tree['shape']))}]"
-    (kind, children), = tree.items()
-    if kind == "dict":
-        return "{" + ", ".join(f"{key}: {_text(child)}" for key, child in children.items()) + "}"
-    return ("[{}]" if kind == "list" else "({})").format(", ".join(map(_text, children)))
-
-
 def _compared(path, entry, name, description, output, wanted):
     leaves, worst, tolerance = [], 0.0, description["tolerance"]
-    _flatten(str(path), entry, description["output"], output, leaves, [])
+    signature.flatten(str(path), entry, description["output"], output, leaves, [])
     for i, (got, want) in enumerate(zip(leaves, wanted)):
-        if str(getattr(got, "dtype", "")) in _KEYS:
+        if str(getattr(got, "dtype", "")) in signature.KEYS:
             import jax
 
             got = jax.random.key_data(got)

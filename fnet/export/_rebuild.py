@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from fnet.export import _loaded, _reader, _write
+from fnet.export import _loaded, _reader, _signature, _write
 from fnet.export._program import Entry, Program
 
 
@@ -38,9 +38,9 @@ def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> N
     for name, (inputs, wanted) in saved.items():
         if wanted:
             description = manifest["entries"][name]
-            tests[name] = _loaded._named(description, inputs)
-            flat, _ = _loaded.bound(path, name, description, (), tests[name])
-            tree = _loaded._unflatten(description["output"], iter(program.call(name, *flat)))
+            tests[name] = _signature.named(description, inputs)
+            flat, _ = _signature.bound(path, name, description, (), tests[name])
+            tree = _signature.unflatten(description["output"], iter(program.call(name, *flat)))
             _loaded._compared(path, name, "the renewed program", description, tree, wanted)
     provenance = {**manifest["provenance"], "renewed": {"on": datetime.date.today().isoformat(),
                                                         "from": manifest["versions"], "written": manifest["created"]}}

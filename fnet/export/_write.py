@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import _jax, jaxpr
-from fnet.export import _interpret, _loaded, _reader, _sizes
+from fnet.export import _interpret, _loaded, _reader, _signature, _sizes
 from fnet.export._program import PLATFORMS
 
 WINDOW = datetime.timedelta(days=180)    # JAX guarantees six months
@@ -138,7 +138,7 @@ def _data(x) -> np.ndarray:
 def _inputs(path, name, description, given) -> list | None:
     """Inputs for the check: those given, or random ones of small sizes; None if no sizes match the constraints."""
     if given is not None:
-        return _loaded.bound(path, name, description, (), dict(given))[0]
+        return _signature.bound(path, name, description, (), dict(given))[0]
     sizes = _small_sizes(description)
     if sizes is None:
         return None
@@ -157,7 +157,7 @@ def _inputs(path, name, description, given) -> list | None:
         return {k: one(v) for k, v in children.items()} if kind == "dict" else [one(child) for child in children]
 
     for _, tree in description["inputs"]:
-        _loaded._flatten("", "", tree, one(tree), flat, [])
+        _signature.flatten("", "", tree, one(tree), flat, [])
     return flat
 
 
@@ -171,7 +171,7 @@ def _small_sizes(description) -> dict | None:
     names = sorted(set(re.findall(r"[A-Za-z_]\w*", words)) - {"floordiv", "mod", "max", "min"})
     for values in itertools.islice(itertools.product(_SIZES, repeat=len(names)), 100_000):
         sizes = dict(zip(names, values))
-        if all(_loaded.satisfied(constraint, sizes) for constraint in description["constraints"]):
+        if all(_signature.satisfied(constraint, sizes) for constraint in description["constraints"]):
             return sizes
     return None
 
@@ -195,7 +195,8 @@ def _readers() -> dict[str, bytes]:
     """The code with which Python and JAX alone read the bundle."""
     import flatbuffers
 
-    ours = {"load.py": _loaded, "reader.py": _reader, "interpret.py": _interpret, "sizes.py": _sizes}
+    ours = {"load.py": _loaded, "reader.py": _reader, "interpret.py": _interpret, "signature.py": _signature,
+            "sizes.py": _sizes}
     files = {name: Path(module.__file__).read_bytes() for name, module in ours.items()}
     files["__main__.py"] = b'"""Describes and checks this bundle: python FILE."""\n\nimport load\n\nload.main()\n'
     # JAX reads its programs with flatbuffers (Apache License 2.0) and does not install it.

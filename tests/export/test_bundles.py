@@ -69,7 +69,7 @@ for file in sys.argv[2:]:
         for i, y in enumerate(jax.tree.leaves(bundle(*x))):
             assert np.asarray(y).tobytes() == data[f"out{size}_{i}"].tobytes(), (file, size, i)
     print(bundle.check()[0])
-    for name in ("load", "reader", "interpret", "sizes"):
+    for name in ("load", "reader", "interpret", "signature", "sizes"):
         del sys.modules[name]
     sys.path.pop(0)
 """

@@ -1,0 +1,154 @@
+"""Signatures of exported programs: inputs, outputs and weights as trees, and their sizes. Bundles contain this file as
+signature.py."""
+
+import re
+
+import numpy as np
+
+if __package__:
+    from fnet.export._reader import BundleError
+    from fnet.export._sizes import size
+else:
+    from reader import BundleError
+    from sizes import size
+
+KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+
+
+def bound(path, entry, description, inputs, named):
+    """(the input arrays in order, {size variable: value}) of a call.
+
+    Raises:
+        BundleError: the inputs do not match the signature.
+    """
+    names = [name for name, _ in description["inputs"]]
+    expected = f"{path}: {entry}({', '.join(names)})"
+    values = dict(zip(names, inputs))
+    unknown = sorted(set(named) - set(names)) or sorted(set(named) & set(values))
+    if len(inputs) > len(names) or unknown:
+        what = f"the unexpected or repeated input {unknown[0]!r}" if unknown else f"{len(inputs)} inputs"
+        raise BundleError(f"{expected} got {what}")
+    values |= named
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise BundleError(f"{expected} lacks the input {missing[0]!r}")
+    flat, leaves = [], []
+    for name, tree in description["inputs"]:
+        flatten(expected, name, tree, values[name], flat, leaves)
+    return flat, _sizes(expected, description["constraints"], leaves)
+
+
+def _sizes(expected, constraints, leaves):
+    """The values of the size variables."""
+    sizes, origin = {}, {}
+    for name, leaf, shape in leaves:
+        if len(shape) != len(leaf["shape"]):
+            raise BundleError(f"{expected}: the input {name!r} has shape {shape}, expected {text(leaf)}")
+        for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"])):
+            if isinstance(wanted, str) and wanted.isidentifier() and wanted not in sizes:
+                sizes[wanted], origin[wanted] = n, f"axis {axis} of the input {name!r}"
+                if n < 1:
+                    raise BundleError(f"{expected}: {origin[wanted]} has size {n}; {wanted} must be at least 1")
+    for name, leaf, shape in leaves:
+        for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"])):
+            try:
+                value = size(wanted, sizes)
+            except KeyError:      # a variable that occurs in expressions alone; JAX solves for it
+                continue
+            if n != value:
+                why = (f"{wanted} = {value}" + (f", as in {origin[wanted]}" if wanted in origin else "")
+                       if isinstance(wanted, str) else f"{value}")
+                raise BundleError(f"{expected}: the input {name!r} has shape {shape}, expected {text(leaf)}: axis "
+                                  f"{axis} has size {n}, expected {why}")
+    for constraint in constraints:
+        if not satisfied(constraint, sizes):
+            variables = [name for name in sizes if re.search(rf"\b{name}\b", constraint)]
+            what = ", ".join(f"{name} = {sizes[name]} ({origin[name]})" for name in variables)
+            raise BundleError(f"{expected}: {what} violates the constraint {constraint}")
+    return sizes
+
+
+def satisfied(constraint, sizes):
+    """Whether sizes satisfy a constraint such as "t <= 64"; True if it contains unknown variables."""
+    left, relation, right = re.split("(<=|>=|==)", constraint, maxsplit=1)
+    try:
+        x, y = (size(part.strip(), sizes) for part in (left, right))
+    except KeyError:
+        return True
+    return {"<=": x <= y, ">=": x >= y, "==": x == y}[relation]
+
+
+def flatten(expected, name, tree, value, flat, leaves):
+    if tree is None:
+        return
+    if "dtype" in tree and "shape" in tree:
+        x = value if hasattr(value, "shape") and hasattr(value, "dtype") else np.asarray(value)
+        dtype = tree["dtype"]
+        if str(x.dtype) != dtype and dtype in KEYS and x.dtype == np.uint32:
+            import jax
+
+            x = jax.random.wrap_key_data(x, impl=KEYS[dtype])
+        if str(x.dtype) != dtype:
+            if dtype in KEYS or not np.can_cast(x.dtype, np.dtype(dtype), "same_kind") or x.dtype.kind in "?b":
+                raise BundleError(f"{expected}: the input {name!r} has dtype {x.dtype}, expected {dtype}")
+            x = x.astype(dtype)
+        flat.append(x)
+        leaves.append((name, tree, tuple(x.shape)))
+        return
+    (kind, children), = tree.items()
+    items = list(children.items()) if kind == "dict" else list(enumerate(children))
+    held = value.keys() if kind == "dict" and hasattr(value, "keys") else range(len(value))
+    if {key for key, _ in items} != set(held):
+        raise BundleError(f"{expected}: the input {name!r} has the parts {sorted(map(str, held))}, expected "
+                          f"{sorted(str(key) for key, _ in items)}")
+    for key, child in items:
+        flatten(expected, f"{name}/{key}", child, value[key], flat, leaves)
+
+
+def unflatten(tree, leaves):
+    if tree is None:
+        return None
+    if "dtype" in tree and "shape" in tree:
+        return next(leaves)
+    (kind, children), = tree.items()
+    if kind == "dict":
+        return {key: unflatten(child, leaves) for key, child in children.items()}
+    parts = [unflatten(child, leaves) for child in children]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def named(description, inputs):
+    """{name: input} of the leaves of all inputs."""
+    leaves = iter(inputs)
+    return {name: unflatten(tree, leaves) for name, tree in description["inputs"]}
+
+
+def chosen(description, weights, held):
+    """The weights of an entry point. Arrays that its function closed over are always those of the bundle."""
+    flat = {name: held[name] for name in description["weights"] if name.startswith("constants/")}
+
+    def collect(tree, path):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in items:
+            if isinstance(value, (dict, list, tuple)):
+                collect(value, f"{path}{key}/")
+            else:
+                flat[f"{path}{key}"] = value
+
+    collect(weights, "")
+    missing = [name for name in description["weights"] if name not in flat]
+    if missing:
+        raise BundleError(f"the weights lack {missing[0]!r} ({len(missing)} of {len(description['weights'])} are "
+                          "missing)")
+    return {name: flat[name] for name in description["weights"]}
+
+
+def text(tree):
+    if tree is None:
+        return "None"
+    if "dtype" in tree and "shape" in tree:
+        return f"{tree['dtype']}[{', '.join(map(str, tree['shape']))}]"
+    (kind, children), = tree.items()
+    if kind == "dict":
+        return "{" + ", ".join(f"{key}: {text(child)}" for key, child in children.items()) + "}"
+    return ("[{}]" if kind == "list" else "({})").format(", ".join(map(text, children)))
