@@ -10,10 +10,12 @@ The results are parameter trees whose leaves are implicit arrays (`ImplicitArray
 be compiled, differentiated, sharded and saved like any other parameters.
 """
 
+from fnet.compress._calibrate import InputStatistics, calibrate
+from fnet.compress._fake import FakeQuantized, convert, fake_quantize
 from fnet.compress._formats import NF4, Float8, Int4, Int8
 from fnet.compress._lora import LowRank, lora, merge
 from fnet.compress._quantize import Quantized, materialize, quantize, size
 from fnet.jaxpr import ImplicitArray
 
-__all__ = ["NF4", "Float8", "ImplicitArray", "Int4", "Int8", "LowRank", "Quantized", "lora", "materialize", "merge",
-           "quantize", "size"]
+__all__ = ["NF4", "FakeQuantized", "Float8", "ImplicitArray", "InputStatistics", "Int4", "Int8", "LowRank", "Quantized",
+           "calibrate", "convert", "fake_quantize", "lora", "materialize", "merge", "quantize", "size"]

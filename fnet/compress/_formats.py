@@ -15,6 +15,8 @@ _NF4 = np.array([
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32)
 
+METHODS = "absmax", "percentile", "mse"    # by which a scale of activations follows from statistics
+
 
 class Format:
     """How a parameter is stored: `values = decode(codes) * scale`, with one scale for each block of values.
@@ -46,6 +48,10 @@ class Format:
         """Scaled values."""
         raise NotImplementedError
 
+    def rounded(self, values: Any) -> Any:
+        """Scaled values after rounding."""
+        return self.decode(self.encode(values), values.dtype)
+
     @property
     def packed(self) -> bool:
         """Whether a byte holds two codes."""
@@ -60,9 +66,12 @@ class Int8(Format):
         group: how many values along the contracted axis share a scale. Default None: all of them, so that a product is
             computed with the codes and scaled afterwards.
         axes: the axes over which the parameter is contracted. See `quantize`.
-        activations: False keeps the activations in their dtype ("weight-only"). True also rounds them to 8 bits, with
-            one scale for each row (all contracted axes), and computes integer products. Derivatives with respect to
-            activations ignore the rounding (straight-through).
+        activations: None keeps the activations in their dtype ("weight-only"). Otherwise they are also rounded to 8
+            bits; products are then computed with integers, convolutions with the rounded values. "dynamic": one scale
+            for each row (all contracted axes) or example of a convolution, computed from its values. "absmax",
+            "percentile" or "mse": one scale, which `quantize` takes from statistics by this method
+            (`InputStatistics.bound`). Derivatives with respect to activations ignore the rounding
+            (straight-through).
 
     >>> Int8().bits
     8
@@ -71,9 +80,15 @@ class Int8(Format):
     group: int | None = None
     axes: int | tuple[int, ...] | None = None
     _: KW_ONLY
-    activations: bool = False
+    activations: str | None = None
     bits: ClassVar[int] = 8
     largest: ClassVar[float] = 127.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.activations not in (None, "dynamic", *METHODS):
+            raise ValueError("Int8: activations must be None, 'dynamic', 'absmax', 'percentile' or 'mse'; got "
+                             f"{self.activations!r}")
 
     def encode(self, values: Any) -> Any:
         return jnp.clip(jnp.round(values), -127, 127).astype(jnp.int8)

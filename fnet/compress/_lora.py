@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet.compress._rules import apply_rules
-from fnet.jaxpr import ImplicitArray, implicit_dot, is_implicit
+from fnet.jaxpr import Convolution, ImplicitArray, implicit_dot, is_implicit
 from fnet.jaxpr import materialize as _materialized
 
 
@@ -61,15 +61,16 @@ class LowRank(ImplicitArray):
         inner = self.scale * dot(x, self.b.astype(x.dtype), (1,))    # [..., rank]
         return y + dot(inner, self.a.astype(x.dtype), (self.inputs,))
 
-    def convolve(self, x: jax.Array, axis: int, out_axis: int, convolve: Callable) -> Any:
-        if axis != self.ndim - 1 or self.inputs != self.ndim - 1:
+    def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
+        channels = self.ndim - 1
+        if (convolution.kernel_axis, self.inputs, convolution.groups) != (channels, channels, 1):
             return NotImplemented
-        base = self.base
-        y = base.convolve(x, axis, out_axis, convolve) if is_implicit(base) else convolve(x, base.astype(x.dtype))
+        base, out = self.base, convolution.out_axis
+        y = base.convolve(x, convolution) if is_implicit(base) else convolution(x, base.astype(x.dtype))
         if y is NotImplemented:
             return y
-        inner = jnp.moveaxis(convolve(x, self.a.astype(x.dtype)), out_axis, -1)    # [..., rank]
-        return y + self.scale * jnp.moveaxis(inner @ self.b.astype(x.dtype), -1, out_axis)
+        inner = jnp.moveaxis(convolution(x, self.a.astype(x.dtype)), out, -1)    # [..., rank]
+        return y + self.scale * jnp.moveaxis(inner @ self.b.astype(x.dtype), -1, out)
 
     def lookup(self, take: Callable) -> Any:
         if self.ndim != 2:
@@ -121,12 +122,7 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
         b = jnp.zeros((*w.shape[:lead], rank, w.shape[-1]), jnp.float32)
         return LowRank(w, a, b, (2.0 if alpha is None else alpha / rank), inputs)
 
-    return apply_rules("lora", params, rules, check, _accepts, low_rank)
-
-
-def _accepts(leaf) -> bool:
-    return (not isinstance(leaf, LowRank) and len(getattr(leaf, "shape", ())) >= 2
-            and jnp.issubdtype(leaf.dtype, jnp.floating))
+    return apply_rules("lora", params, rules, check, lambda leaf: not isinstance(leaf, LowRank), low_rank)
 
 
 def _digest(path) -> int:

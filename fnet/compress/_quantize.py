@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fnet.compress._formats import Format
+from fnet.compress._calibrate import InputStatistics
+from fnet.compress._formats import METHODS, NF4, Format, Int4, Int8
+from fnet.compress._gptq import gptq
 from fnet.compress._rules import apply_rules
-from fnet.jaxpr import ImplicitArray, is_implicit
+from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
 from fnet.jaxpr import materialize as _materialized
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"],
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale", "inputs"],
                    meta_fields=["format", "axes", "dtype"])
 @dataclasses.dataclass(frozen=True)
 class Quantized(ImplicitArray):
@@ -30,6 +32,7 @@ class Quantized(ImplicitArray):
         format: how values are encoded.
         axes: the contracted axes, counted from the end (negative).
         dtype: of the values.
+        inputs: None, or the scale of the other operand, of length 1 on all axes but those of a stack.
     """
 
     codes: Any
@@ -37,6 +40,7 @@ class Quantized(ImplicitArray):
     format: Format
     axes: tuple[int, ...]
     dtype: Any
+    inputs: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,16 +57,21 @@ class Quantized(ImplicitArray):
             return dot(x, self._values(x.dtype), axes)
         outputs = [n for i, n in enumerate(self.scale.shape) if i not in axes]
         scale = self.scale.reshape(*(1,) * (x.ndim - len(axes)), *outputs)
-        if getattr(self.format, "activations", False):
-            return _integer_dot(tuple(axes), x, self.codes, scale)
+        if self._rounds_inputs:
+            step = self._input_scale(x, range(x.ndim - len(axes), x.ndim))
+            return _integer_dot(tuple(axes), x, self.codes, scale, step)
         y = dot(x, self.format.decode(self._unpack(self.codes), x.dtype), axes)
         return y * scale.astype(y.dtype)
 
-    def convolve(self, x: jax.Array, axis: int, out_axis: int, convolve: Callable) -> Any:
-        if any(n != 1 for i, n in enumerate(self.scale.shape) if i != axis):
-            return convolve(x, self._values(x.dtype))
-        y = convolve(x, self.format.decode(self._unpack(self.codes), x.dtype))
-        return y * self.scale.reshape([-1 if i == out_axis else 1 for i in range(y.ndim)]).astype(y.dtype)
+    def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
+        if any(n != 1 for i, n in enumerate(self.scale.shape) if i != convolution.kernel_axis):
+            return convolution(x, self._values(x.dtype))
+        scale = self.scale.reshape([-1 if i == convolution.out_axis else 1 for i in range(x.ndim)])
+        if self._rounds_inputs:
+            step = self._input_scale(x, [i for i in range(x.ndim) if i != convolution.batch])
+            x += lax.stop_gradient((_codes(x, step) * step).astype(x.dtype) - x)
+        y = convolution(x, self.format.decode(self._unpack(self.codes), x.dtype))
+        return y * scale.astype(y.dtype)
 
     def lookup(self, take: Callable) -> Any:
         if (self.format.packed and self.axes[-1] == -self.ndim) or self.scale.shape[0] not in (1, self.shape[0]):
@@ -74,9 +83,31 @@ class Quantized(ImplicitArray):
         scale = lax.expand_dims(self.scale.squeeze(0), range(codes.ndim - self.ndim + 1))
         return (self._scaled(codes, scale) * known).astype(self.dtype)
 
+    @property
+    def _rounds_inputs(self):
+        return getattr(self.format, "activations", None) is not None
+
+    def _input_scale(self, x, axes):
+        """The scale of x, in float32: known, or that of its values over `axes`."""
+        if self.inputs is not None:
+            return self.inputs.reshape((1,) * x.ndim)
+        largest = jnp.abs(x).max(tuple(axes), keepdims=True)
+        return jnp.maximum(largest, jnp.finfo(jnp.float32).tiny).astype(jnp.float32) / 127
+
     def _values(self, dtype):
         codes = self.format.decode(self._unpack(self.codes), jnp.float32)
         return self._scaled(codes, self.scale).astype(dtype)
+
+    def full_scale(self) -> jax.Array:
+        """The scale of each value, in the shape of `codes` before `pack`."""
+        return self._scaled(jnp.ones(jnp.shape(self.codes), jnp.float32), self.scale)
+
+    def pack(self, codes: jax.Array) -> jax.Array:
+        """Two 4-bit codes in a byte; codes of other formats unchanged."""
+        if not self.format.packed:
+            return codes
+        low, high = (lax.slice_in_dim(codes, start, None, 2, codes.ndim + self.axes[-1]) for start in (0, 1))
+        return low | (high << 4)
 
     def _unpack(self, codes):
         """One code in each element. The axis of groups is counted from the end, so that rows can be unpacked, too."""
@@ -96,30 +127,34 @@ class Quantized(ImplicitArray):
         return (values.reshape(split) * jnp.expand_dims(scale, axis + 1)).reshape(values.shape)
 
 
+def _codes(x, step):
+    return jnp.clip(jnp.round(x / step), -127, 127)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _integer_dot(axes, x, codes, scale):
-    """x [..., *contracted] rounded to 8 bits, times int8 codes over `axes`, with sums in int32; scale has y's rank."""
+def _integer_dot(axes, x, codes, scale, step):
+    """x [..., *contracted] rounded to multiples of `step`, times int8 codes over `axes`, with sums in int32. `scale`
+    has the rank of the result, `step` that of x."""
     last = tuple(range(x.ndim - len(axes), x.ndim))
-    rows = jnp.maximum(jnp.abs(x).max(last, keepdims=True), jnp.finfo(jnp.float32).tiny).astype(jnp.float32) / 127
-    rounded = jnp.clip(jnp.round(x / rows), -127, 127).astype(jnp.int8)
-    y = lax.dot_general(rounded, codes, ((last, axes), ((), ())), preferred_element_type=jnp.int32)
-    rows = rows.reshape(*x.shape[:x.ndim - len(axes)], *(1,) * (codes.ndim - len(axes)))
-    return (y.astype(jnp.float32) * rows * scale).astype(x.dtype)
+    y = lax.dot_general(_codes(x, step).astype(jnp.int8), codes, ((last, axes), ((), ())),
+                        preferred_element_type=jnp.int32)
+    step = step.reshape(*step.shape[:last[0]], *(1,) * (codes.ndim - len(axes)))
+    return (y.astype(jnp.float32) * step * scale).astype(x.dtype)
 
 
 @_integer_dot.defjvp
 def _integer_dot_jvp(axes, primals, tangents):
     """The rounding of x is ignored. Codes have no tangent."""
-    (x, codes, scale), (dx, _, dscale) = primals, tangents
+    (x, codes, scale, step), (dx, _, dscale, _) = primals, tangents
     last = tuple(range(x.ndim - len(axes), x.ndim))
 
     def product(x, scale):
         return lax.dot_general(x, codes.astype(x.dtype), ((last, axes), ((), ()))) * scale.astype(x.dtype)
 
-    return _integer_dot(axes, x, codes, scale), product(dx, scale) + product(x, dscale)
+    return _integer_dot(axes, x, codes, scale, step), product(dx, scale) + product(x, dscale)
 
 
-def quantize(params: Any, recipe: Mapping[str, Format]) -> Any:
+def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, InputStatistics] | None = None) -> Any:
     """Replaces parameters by quantized ones.
 
         params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
@@ -137,12 +172,16 @@ def quantize(params: Any, recipe: Mapping[str, Format]) -> Any:
         recipe: {pattern: format}. A regular expression applies to a parameter if it matches its path, or a prefix of
             it, completely; the first one that matches decides. Parameters with fewer than two axes, those named bias,
             scale, b or offset, and those that are not floating point are not changed.
+        stats: statistics of inputs, from `calibrate`. They give the scales of activations, and the rounding errors of
+            kernels are corrected for these inputs (GPTQ, Frantar et al. 2023). Without them every value is rounded to
+            the nearest code.
 
     Returns:
         The tree with `Quantized` leaves. Biases, norms, and leaves that no pattern matches are unchanged.
 
     Raises:
-        ValueError: a pattern matches no parameter that can be quantized, or a group does not divide its axis.
+        ValueError: a pattern matches no parameter that can be quantized, a group does not divide its axis, a format
+            needs statistics that are missing, or products contract a parameter over other axes than `axes`.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
     >>> from fnet import compress
@@ -151,7 +190,8 @@ def quantize(params: Any, recipe: Mapping[str, Format]) -> Any:
     >>> params["kernel"].codes.tolist()
     [[0, 25], [64, 76], [127, 127]]
     """
-    return apply_rules("quantize", params, recipe, _check, _can_be_quantized, _quantized)
+    return apply_rules("quantize", params, recipe, _check, lambda leaf: not is_implicit(leaf),
+                       functools.partial(_quantized, stats or {}))
 
 
 def _check(pattern, format):
@@ -160,12 +200,45 @@ def _check(pattern, format):
                         f"{format!r}")
 
 
-def _can_be_quantized(leaf) -> bool:
-    return (not is_implicit(leaf) and len(getattr(leaf, "shape", ())) >= 2
-            and jnp.issubdtype(leaf.dtype, jnp.floating))
+def _quantized(stats, path, w, format) -> Quantized:
+    result = unrounded(path, w, format)
+    values, scale = result.codes, result.full_scale()
+    found, inputs = stats.get(path), None
+    if getattr(format, "activations", None) in METHODS:
+        inputs = input_scale(path, found, result)
+    if found is not None and found.gram is not None and isinstance(format, Int8 | Int4 | NF4):
+        values = _corrected(path, values, scale, result, found)
+    return dataclasses.replace(result, codes=result.pack(result.format.encode(values / scale)), inputs=inputs)
 
 
-def _quantized(path, w, format) -> Quantized:
+def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> jax.Array:
+    """The scale of the other operand by the method of the format, with the rank of the parameter."""
+    method = array.format.activations
+    if found is None:
+        raise ValueError(f"quantize: {path} needs statistics of its inputs for activations={method!r}; pass "
+                         "stats=compress.calibrate(...), or use activations='dynamic'")
+    bound = jnp.maximum(found.bound(method), jnp.finfo(jnp.float32).tiny * 127)
+    return bound.reshape(*bound.shape, *(1,) * (array.ndim - bound.ndim)) / 127
+
+
+def _corrected(path, values, scale, array, found):
+    """The values after GPTQ."""
+    if found.conflict or found.axes != array.axes:
+        reason = found.conflict or f"products contract it over axes {found.axes}"
+        raise ValueError(f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "
+                         "or remove it from `stats`")
+    lead, contracted = found.gram.ndim - 2, [values.ndim + i for i in array.axes]
+    free = [i for i in range(lead, values.ndim) if i not in contracted]
+    order = (*range(lead), *contracted, *free)
+    stack, n = math.prod(values.shape[:lead]), math.prod(values.shape[i] for i in contracted)
+    flat = [jnp.transpose(a, order).reshape(stack, n, -1) for a in (values, scale)]
+    new = gptq(array.format.rounded, *flat, jnp.asarray(found.gram, jnp.float32).reshape(stack, n, n)) * flat[1]
+    new = new.reshape([values.shape[i] for i in order])
+    return new.transpose([order.index(i) for i in range(values.ndim)])
+
+
+def unrounded(path: str, w: Any, format: Format) -> Quantized:
+    """A quantized parameter with the scales of its blocks, max|w| / largest, whose codes are the values in float32."""
     axes = _axes(path, w, format)
     last, n = axes[-1], w.shape[axes[-1]]
     group = n if format.group is None else format.group
@@ -176,20 +249,16 @@ def _quantized(path, w, format) -> Quantized:
         raise ValueError(f"quantize: {path} has {n} values along axis {last}; {type(format).__name__} needs an even "
                          "number")
     values, at = jnp.asarray(w, jnp.float32), w.ndim + last
+    size = jnp.abs(values)
     if group != n:
-        grouped = values.reshape(*w.shape[:at], n // group, group, *w.shape[at + 1:])
+        grouped = size.reshape(*w.shape[:at], n // group, group, *w.shape[at + 1:])
         over = (at + 1, *(w.ndim + i + (w.ndim + i > at) for i in axes[:-1]))
-        scale = jnp.abs(grouped).max(over, keepdims=True).squeeze(at + 1)
+        scale = grouped.max(over, keepdims=True).squeeze(at + 1)
     else:
-        scale = jnp.abs(values).max(axes, keepdims=True)
+        scale = size.max(axes, keepdims=True)
     scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny * format.largest) / format.largest
-    result = Quantized(values, scale, dataclasses.replace(format, group=None if group == n else group), axes,
-                       jnp.dtype(w.dtype))
-    codes = format.encode(values / Quantized._scaled(result, jnp.ones_like(values), scale))
-    if format.packed:
-        low, high = (lax.slice_in_dim(codes, start, None, 2, at) for start in (0, 1))
-        codes = low | (high << 4)
-    return dataclasses.replace(result, codes=codes)
+    return Quantized(values, scale, dataclasses.replace(format, group=None if group == n else group), axes,
+                     jnp.dtype(w.dtype))
 
 
 def _axes(path, w, format) -> tuple[int, ...]:

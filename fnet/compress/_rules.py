@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax.tree_util import keystr, tree_map_with_path
 
 from fnet.jaxpr import is_implicit
@@ -14,10 +15,16 @@ from fnet.jaxpr import is_implicit
 _VECTORS = {"bias", "scale", "b", "offset"}    # in fnet and Flax, and in Haiku; stacked, they have two axes
 
 
+def is_kernel(path: Any, leaf: Any) -> bool:
+    """Whether a leaf is a kernel or a table: floating point, at least two axes, and not named as a bias or a scale."""
+    return (keystr(path[-1:], simple=True) not in _VECTORS and len(getattr(leaf, "shape", ())) >= 2
+            and jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
 def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable, accepts: Callable,
                 change: Callable) -> Any:
-    """The tree with `change(path, leaf, option)` for each leaf that a rule matches and `accepts(leaf)` accepts.
-    Leaves with the names of biases and of the scales of norms are not changed.
+    """The tree with `change(path, leaf, option)` for each kernel or table that a rule matches and `accepts(leaf)`
+    accepts.
 
     Args:
         who: the public function, for its errors.
@@ -42,10 +49,10 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
     matched, paths = set(), []
 
     def apply(path, leaf):
+        if not is_kernel(path, leaf) or not accepts(leaf):
+            return leaf
         path = keystr(path, simple=True, separator="/")
         parts = path.split("/")
-        if parts[-1] in _VECTORS or not accepts(leaf):
-            return leaf
         prefixes = ["/".join(parts[:i + 1]) for i in range(len(parts))]
         paths.append(path)
         found = [pattern for pattern, regex in compiled.items() if any(map(regex.fullmatch, prefixes))]

@@ -13,6 +13,27 @@ import jax.numpy as jnp
 from jax import lax
 
 
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """A convolution of a program, a function of x and a plain kernel.
+
+    Attributes:
+        function: `function(x, kernel)`.
+        batch: the axis of examples of x.
+        kernel_axis, out_axis: the axis of output channels, of the kernel and of the result.
+        groups: the number of groups of channels.
+    """
+
+    function: Callable
+    batch: int
+    kernel_axis: int
+    out_axis: int
+    groups: int
+
+    def __call__(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return self.function(x, kernel)
+
+
 class ImplicitArray:
     """A parameter that is computed from several arrays, such as a quantized matrix from codes and scales.
 
@@ -54,14 +75,8 @@ class ImplicitArray:
         """
         return NotImplemented
 
-    def convolve(self, x: jax.Array, axis: int, out_axis: int, convolve: Callable) -> Any:
-        """Returns the convolution of x with this kernel.
-
-        Args:
-            x: the input.
-            axis, out_axis: the axis of output channels, in the kernel and in the result.
-            convolve: `convolve(x, kernel)`, the same convolution for a plain kernel.
-        """
+    def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
+        """Returns the convolution of x with this kernel: `convolution(x, kernel)` for a plain kernel."""
         return NotImplemented
 
     def lookup(self, take: Callable) -> Any:

@@ -14,7 +14,7 @@ from jax import lax
 from fnet import _jax
 from fnet.jaxpr._calls import bodies, donated, has_shardings, scan
 from fnet.jaxpr._enter import inline
-from fnet.jaxpr._implicit import ImplicitArray, View, plain_dot
+from fnet.jaxpr._implicit import Convolution, ImplicitArray, View, plain_dot
 from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._scopes import TOP
 from fnet.jaxpr._values import Value, bind, plain
@@ -187,13 +187,11 @@ def _convolution(self, eqn, at, inputs):
     if _is_view(x) or not kernel.x.whole:
         return NotImplemented
     numbers = eqn.params["dimension_numbers"]
-
-    def convolve(x, kernel):
-        return bind(eqn, [x, kernel])[0].x
-
-    if eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1:
+    if eqn.params["batch_group_count"] != 1:
         return NotImplemented
-    y = kernel.x.base.convolve(x.x, numbers.rhs_spec[0], numbers.out_spec[1], convolve)
+    convolution = Convolution(lambda x, kernel: bind(eqn, [x, kernel])[0].x, numbers.lhs_spec[0], numbers.rhs_spec[0],
+                              numbers.out_spec[1], eqn.params["feature_group_count"])
+    y = kernel.x.base.convolve(x.x, convolution)
     if y is NotImplemented:
         return y
     self.used(eqn, at, kernel)

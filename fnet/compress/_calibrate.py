@@ -1,0 +1,224 @@
+"""Statistics of the inputs of products, recorded on example batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
+
+from fnet.compress._rules import is_kernel
+from fnet.jaxpr import ImplicitArray, is_implicit, tag
+from fnet.transforms import capture, sites, use_implicit_arrays
+
+# The histogram has 32 bins for each factor of two, so that a bound read from it is at most 2.2 % too large.
+_BINS, _PER_OCTAVE, _LOWEST = 1920, 32, -30
+_NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\d ]+)(?:#\d+)?")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["rows", "largest", "magnitude", "histogram", "gram"],
+                   meta_fields=["axes", "conflict"])
+@dataclasses.dataclass(frozen=True)
+class InputStatistics:
+    """Statistics of the other operand of the products with one parameter. `calibrate` creates it.
+
+    `lead` are the leading axes of the parameter over which it is scanned, such as the layers of a `Stack`; n is the
+    number of contracted values.
+
+    Attributes:
+        rows: [*lead], the number of vectors.
+        largest: [*lead], the largest magnitude.
+        magnitude: [*lead, n], the mean magnitude of each input.
+        histogram: [*lead, 1920], how many values have a magnitude in each of the bins, whose upper bounds are `bounds`.
+        gram: [*lead, n, n], the sum of x^T x over all rows x; None for convolutions, and with `gram=False`.
+        axes: the contracted axes of the parameter, counted from the end.
+        conflict: "", or why the statistics do not describe all products with the parameter.
+
+    >>> from fnet import compress
+    >>> x, params = jnp.array([[1.0, -3.0]]), {"kernel": jnp.ones((2, 3))}
+    >>> found = compress.calibrate(lambda params, x: x @ params["kernel"], params, [x])["kernel"]
+    >>> found.magnitude.tolist(), float(found.bound("absmax"))
+    ([1.0, 3.0], 3.0)
+    """
+
+    rows: Any
+    largest: Any
+    magnitude: Any
+    histogram: Any
+    gram: Any
+    axes: tuple[int, ...]
+    conflict: str = ""
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """[1920], the upper bounds of the bins of the histogram."""
+        return 2.0 ** (_LOWEST + np.arange(1, _BINS + 1) / _PER_OCTAVE)
+
+    def bound(self, method: str) -> np.ndarray:
+        """The magnitude that 8-bit codes shall represent exactly, [*lead].
+
+        Args:
+            method: "absmax", the largest; "percentile", that of which 99.99 % of the values are smaller; "mse", the
+                bound with the least mean squared error of rounding and clipping.
+        """
+        largest, counts, bounds = np.asarray(self.largest), np.asarray(self.histogram, float), self.bounds
+        if method == "percentile":
+            below = np.cumsum(counts, -1)
+            found = bounds[(below >= 0.9999 * below[..., -1:]).argmax(-1)]
+        elif method == "mse":
+            value = bounds * 2 ** (-0.5 / _PER_OCTAVE)    # of each bin
+            step = bounds[:, None] / 127    # of each candidate
+            rounded = np.clip(np.round(value / step), -127, 127) * step
+            within_bin = (step < value / _PER_OCTAVE) & (value < bounds[:, None])    # the error varies within the bin
+            error = np.where(within_bin, step ** 2 / 12, (rounded - value) ** 2)    # [candidate, bin]
+            found = bounds[(counts @ error.T).argmin(-1)]
+        else:
+            return largest
+        return np.minimum(found, largest).astype(np.float32)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["leaf", "original", "gram"])
+@dataclasses.dataclass(frozen=True)
+class _Observed(ImplicitArray):
+    """A parameter that tags statistics of the other operand of each product.
+
+    Attributes:
+        array: the parameter. leaf: its number. original: its number of axes outside of scans. gram: whether to compute
+            x^T x.
+    """
+
+    array: Any
+    leaf: int
+    original: int
+    gram: bool
+
+    @property
+    def shape(self):
+        return jnp.shape(self.array)
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def materialize(self):
+        return self.array
+
+    def dot(self, x, axes, dot):
+        self._record(x.reshape(-1, math.prod(x.shape[x.ndim - len(axes):])), axes, self.gram)
+        return dot(x, self.array, axes)
+
+    def convolve(self, x, convolution):
+        others = tuple(i for i in range(self.ndim) if i != convolution.kernel_axis)
+        self._record(x.reshape(-1, 1), others, False)
+        return convolution(x, self.array)
+
+    def _record(self, x, axes, gram):
+        x = x.astype(jnp.float32)
+        size, bins = jnp.abs(x), _LOWEST * _PER_OCTAVE
+        at = jnp.floor(jnp.log2(jnp.maximum(size, 2.0 ** _LOWEST)) * _PER_OCTAVE).astype(int) - bins
+        found = {"largest": size.max(), "magnitude": size.sum(0),
+                 "histogram": jnp.zeros(_BINS).at[jnp.clip(at, 0, _BINS - 1)].add(1)}
+        if gram:
+            found["gram"] = jnp.matmul(x.T, x, precision="highest")
+        negative = " ".join(str(i - self.ndim) for i in sorted(axes))
+        tag(found, f"input of {self.leaf}, {self.original - self.ndim}, {negative}")
+
+
+def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = True) -> dict[str, InputStatistics]:
+    """Records statistics of the inputs of all products with parameters, on example batches.
+
+        stats = compress.calibrate(model, params, [tokens1, tokens2])
+        params = compress.quantize(params, {"blocks": compress.Int4()}, stats=stats)
+
+    Args:
+        f: `f(params, *batch)`, a model of any library, or a loss.
+        params: a tree of arrays. Parameters with fewer than two axes, those named bias, scale, b or offset, and
+            implicit arrays are not observed.
+        batches: tuples of the other arguments of f; or arrays, if there is one other argument. A few hundred rows in
+            total suffice for ranges; the correction of rounding needs more rows than inputs of a product.
+        gram: whether to record x^T x, which `quantize` uses to correct rounding errors. It has n^2 values for n inputs.
+
+    Returns:
+        {path of a parameter: `InputStatistics`}, for parameters that f reads in products or convolutions outside of
+        while loops and branches of cond.
+
+    Raises:
+        ValueError: there is no batch, or no product with a parameter.
+
+    >>> from fnet import compress
+    >>> params = {"kernel": jnp.ones((2, 3))}
+    >>> stats = compress.calibrate(lambda params, x: x @ params["kernel"], params, [jnp.array([[1.0, -4.0]])])
+    >>> float(stats["kernel"].largest), stats["kernel"].gram.tolist()
+    (4.0, [[1.0, -4.0], [-4.0, 16.0]])
+    """
+    paths = [(keystr(path, simple=True, separator="/"), x)
+             for path, x in tree_flatten_with_path(params, is_leaf=is_implicit)[0]]
+    count = itertools.count()
+
+    def observe(path, x):
+        number = next(count)
+        return _Observed(jnp.asarray(x), number, jnp.ndim(x), gram) if is_kernel(path, x) else x
+
+    observed = tree_map_with_path(observe, params, is_leaf=is_implicit)
+    evaluate, compiled, total = use_implicit_arrays(f), {}, {}
+    for batch in batches:
+        batch = batch if isinstance(batch, tuple) else (batch,)
+        key = str(jax.tree.map(jax.typeof, batch))
+        if key not in compiled:
+            names = [site.name for site in sites(evaluate)(observed, *batch)
+                     if _NAME.fullmatch(site.name) and site.inside is None]
+            compiled[key] = jax.jit(_recorder(evaluate, names))
+        for name, found in compiled[key](observed, *batch).items():
+            _add(total, paths, _NAME.fullmatch(name), jax.device_get(found))
+    if not compiled:
+        raise ValueError("calibrate: expected at least one batch; got none")
+    if not total:
+        raise ValueError(f"calibrate: the function has no product with any of the {len(paths)} parameters")
+    return {path: _finished(**found) for path, found in total.items()}
+
+
+def _finished(magnitude, histogram, **found):
+    rows = histogram.sum(-1) / magnitude.shape[-1]
+    return InputStatistics(rows=rows, magnitude=magnitude / rows[..., None], histogram=histogram, **found)
+
+
+def _recorder(evaluate, names):
+    if not names:
+        return lambda *arguments: {}
+    captured = capture(evaluate, names)
+    return lambda *arguments: captured(*arguments)[1]
+
+
+def _add(total, paths, match, found) -> None:
+    """Adds the statistics of one use on one batch."""
+    path, leaf = paths[int(match["leaf"])]
+    lead = leaf.shape[:int(match["lead"])]
+    axes = tuple(map(int, match["axes"].split()))
+    trailing = {"largest": 0, "magnitude": 1, "histogram": 1, "gram": 2}
+    found = {name: _reduced(x, trailing[name], lead, np.max if name == "largest" else np.sum)
+             for name, x in found.items()}
+    old = total.setdefault(path, {**dict.fromkeys(found, 0), "axes": axes, "gram": 0 if "gram" in found else None})
+    if old["axes"] != axes:
+        old["conflict"] = f"products contract it over axes {old['axes']} and over axes {axes}"
+        return
+    for name, x in found.items():
+        old[name] = np.maximum(old[name], x) if name == "largest" else old[name] + x
+
+
+def _reduced(x, trailing, lead, reduce):
+    """[*lead, *trailing axes] of [*axes of scans and batches, *trailing axes]."""
+    x = np.asarray(x, np.float64 if reduce is np.sum else np.float32)
+    outer, kept, start = x.shape[:x.ndim - trailing], [], 0
+    for n in lead:
+        start = outer.index(n, start)
+        kept.append(start)
+        start += 1
+    return reduce(x, tuple(i for i in range(len(outer)) if i not in kept))

@@ -1,0 +1,156 @@
+"""Training with rounded parameters (quantization-aware training)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fnet.compress._calibrate import InputStatistics
+from fnet.compress._formats import METHODS, Format, Int4, Int8
+from fnet.compress._quantize import Quantized, input_scale, unrounded
+from fnet.compress._rules import apply_rules
+from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "step", "inputs"],
+                   meta_fields=["format", "axes"])
+@dataclasses.dataclass(frozen=True)
+class FakeQuantized(ImplicitArray):
+    """A trainable parameter that a program reads rounded to multiples of a trainable step. `fake_quantize` creates it.
+
+    Attributes:
+        values: the parameter.
+        step: the scale of each block of values, as in `Quantized`.
+        inputs: None, or the step of the other operand.
+        format, axes: as in `Quantized`.
+
+    >>> from fnet import compress
+    >>> fake = compress.fake_quantize({"kernel": jnp.array([[7.0], [0.4]])}, {"kernel": compress.Int4(None)})["kernel"]
+    >>> fake.step.tolist(), fake.materialize().tolist()
+    ([[1.0]], [[7.0], [0.0]])
+    """
+
+    values: Any
+    step: Any
+    inputs: Any
+    format: Format
+    axes: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(jnp.shape(self.values))
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+    def materialize(self) -> jax.Array:
+        blocks = self._quantized(self.values)
+        count = math.prod(self.shape) / math.prod(jnp.shape(self.step))
+        step = dataclasses.replace(blocks, scale=_scaled_gradient(self.step, count, self.format.largest)).full_scale()
+        return _rounded(self.values.astype(jnp.float32), step, self.format.largest).astype(self.dtype)
+
+    def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
+        return dot(self._input(x, range(x.ndim - len(axes), x.ndim)), self.materialize().astype(x.dtype), axes)
+
+    def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
+        x = self._input(x, [i for i in range(x.ndim) if i != convolution.batch])
+        return convolution(x, self.materialize().astype(x.dtype))
+
+    def lookup(self, take: Callable) -> Any:
+        return take(self.materialize())
+
+    def quantized(self) -> Quantized:
+        """The parameter as codes and scales, with the values that programs read before."""
+        result = self._quantized(self.values.astype(jnp.float32))
+        codes = self.format.encode(result.codes / result.full_scale())
+        return dataclasses.replace(result, codes=result.pack(codes))
+
+    def _quantized(self, codes):
+        return Quantized(codes, self.step, self.format, self.axes, jnp.dtype(self.dtype), self.inputs)
+
+    def _input(self, x, axes):
+        if getattr(self.format, "activations", None) is None:
+            return x
+        if self.inputs is not None:
+            step = _scaled_gradient(self.inputs, x.size, 127).reshape((1,) * x.ndim)
+            return _rounded(x.astype(jnp.float32), step, 127).astype(x.dtype)
+        largest = jnp.abs(x).max(tuple(axes), keepdims=True).astype(jnp.float32)
+        step = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny) / 127
+        return x + lax.stop_gradient((jnp.round(x / step) * step).astype(x.dtype) - x)
+
+
+def _scaled_gradient(step, count, largest):
+    """The step, with a derivative divided by sqrt(count * largest), so that steps and values move at similar rates."""
+    factor = 1 / math.sqrt(count * largest)
+    return factor * step + lax.stop_gradient(step - factor * step)
+
+
+def _rounded(x, step, largest):
+    """The nearest multiple of `step` within `largest` steps. The derivative ignores the rounding, but not the limit."""
+    scaled = jnp.clip(x / step, -largest, largest)
+    return (scaled + lax.stop_gradient(jnp.round(scaled) - scaled)) * step
+
+
+def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
+                  stats: Mapping[str, InputStatistics] | None = None) -> Any:
+    """Replaces parameters by trainable ones that are rounded where they are read (quantization-aware training).
+
+        params = compress.fake_quantize(params, {".*": compress.Int4(group=32)})
+        loss = lambda params: f(ft.use_implicit_arrays(model)(params, x))    # train as usual
+        params = compress.convert(params)                                    # codes and scales
+
+    The derivative ignores the rounding (straight-through). The steps, which become the scales, are trained too: learned
+    step size quantization. They start at the scales of `quantize`.
+
+    Args:
+        params: a tree of arrays.
+        recipe: {pattern: format}, as for `quantize`, with the formats `Int8` and `Int4`.
+        stats: statistics of inputs from `calibrate`, for the first scales of activations.
+
+    Returns:
+        The tree with `FakeQuantized` leaves.
+
+    Raises:
+        ValueError: as `quantize`.
+        TypeError: a format is not `Int8` or `Int4`.
+
+    Source: Esser et al. (2020), Learned Step Size Quantization, equations 1 to 5.
+
+    >>> from fnet import compress
+    >>> params = compress.fake_quantize({"kernel": jnp.array([[0.25], [127.0]])}, {"kernel": compress.Int8()})
+    >>> compress.materialize(compress.convert(params))["kernel"].round(1).tolist()
+    [[0.0], [127.0]]
+    """
+    stats = stats or {}
+
+    def check(pattern, format):
+        if not isinstance(format, Int8 | Int4):
+            raise TypeError(f"fake_quantize: expected compress.Int8() or Int4() for {pattern!r}; got {format!r}")
+
+    def fake(path, w, format):
+        blocks = unrounded(path, w, format)
+        known = getattr(format, "activations", None) in METHODS
+        inputs = input_scale(path, stats.get(path), blocks) if known else None
+        return FakeQuantized(jnp.asarray(w), blocks.scale, inputs, blocks.format, blocks.axes)
+
+    return apply_rules("fake_quantize", params, recipe, check, lambda leaf: not is_implicit(leaf), fake)
+
+
+def convert(params: Any) -> Any:
+    """The tree with `Quantized` leaves in place of `FakeQuantized` ones, after training.
+
+    >>> from fnet import compress
+    >>> params = compress.fake_quantize({"kernel": jnp.ones((2, 2))}, {"kernel": compress.Int8()})
+    >>> compress.convert(params)["kernel"].codes.tolist()
+    [[127, 127], [127, 127]]
+    """
+    is_fake = lambda x: isinstance(x, FakeQuantized)
+    return jax.tree.map(lambda x: x.quantized() if is_fake(x) else x, params, is_leaf=is_fake)

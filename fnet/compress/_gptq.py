@@ -1,0 +1,47 @@
+"""GPTQ: codes of a quantized parameter that correct the rounding errors of earlier inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.vmap, in_axes=(None, 0, 0, 0))
+def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
+    """Values that are close to multiples of their scales after rounding, so that the products change least.
+
+    The inputs are rounded one after the other, the one with the largest second moment first. The error of each is
+    distributed over the inputs that are not rounded yet, so that |x (w - result)|^2 becomes small.
+
+    Args:
+        rounded: scaled values as the format represents them.
+        values: [stack, n, outputs].
+        scale: [stack, n, outputs].
+        gram: [stack, n, n], the sum of x^T x.
+
+    Returns:
+        The scaled values [stack, n, outputs] to be encoded.
+
+    Source: Frantar et al. (2023), GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers,
+    algorithm 1, with its damping of 1 %.
+    """
+    n = len(values)
+    diagonal = jnp.diagonal(gram)
+    gram = gram + jnp.diag(0.01 * diagonal.mean() + jnp.where(diagonal.any(), 0.0, 1.0) * jnp.ones(n))
+    order = jnp.argsort(-diagonal)
+    lower = jnp.linalg.cholesky(jnp.linalg.inv(gram[order][:, order]))
+
+    def one(i, carry):
+        values, codes = carry
+        code = rounded(values[i] / scale[order[i]])
+        error = (values[i] - code * scale[order[i]]) / lower[i, i]
+        later = jnp.where(jnp.arange(n) > i, lower[:, i], 0)
+        return values - jnp.outer(later, error), codes.at[i].set(code)
+
+    codes = jax.lax.fori_loop(0, n, one, (values[order], jnp.zeros_like(values)))[1]
+    return jnp.zeros_like(values).at[order].set(codes)

@@ -1,0 +1,169 @@
+"""Statistics of inputs, and what follows from them: scales of activations, GPTQ."""
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fnet import compress, models
+from fnet import layers as nn
+from fnet import transforms as ft
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(6, 4)).astype(np.float32)
+X = RNG.normal(size=(50, 6)).astype(np.float32)
+MIXED = (RNG.normal(size=(48, 8)) @ RNG.normal(size=(8, 8))).astype(np.float32)    # correlated inputs
+VALUES = np.append(RNG.normal(size=29_999), 50.0).astype(np.float32).reshape(-1, 2)
+IMAGE = RNG.normal(size=(2, 5, 5, 3)).astype(np.float32)
+
+
+def only(stats):
+    (found,) = stats.values()
+    return found
+
+
+def product(params, x):
+    return jnp.tanh(x) @ params["w"]
+
+
+def test_statistics_are_those_of_numpy():
+    inputs = np.tanh(X)
+    stats = only(compress.calibrate(product, {"w": jnp.asarray(W)}, [X[:20], X[20:]]))
+    assert stats.rows == 50 and stats.axes == (-2,) and not stats.conflict
+    np.testing.assert_allclose(stats.largest, np.abs(inputs).max(), rtol=1e-6)
+    np.testing.assert_allclose(stats.magnitude, np.abs(inputs).mean(0), rtol=1e-5)
+    np.testing.assert_allclose(stats.gram, inputs.T @ inputs, rtol=1e-5, atol=1e-5)
+    counted, _ = np.histogram(np.abs(inputs), [0, *stats.bounds])
+    assert np.abs(counted - stats.histogram).sum() <= 4    # values at the bounds of bins
+
+
+def test_ranges_of_activations():
+    """Against numpy's percentile, and against the error of each bound on the values."""
+    x = VALUES
+    stats = only(compress.calibrate(lambda p, x: x @ p["w"], {"w": jnp.ones((2, 3))}, [x]))
+    assert stats.bound("absmax") == 50
+    np.testing.assert_allclose(stats.bound("percentile"), np.percentile(np.abs(x), 99.99), rtol=0.03)
+    error = lambda c: np.mean((np.clip(np.round(x / (c / 127)), -127, 127) * (c / 127) - x) ** 2)
+    best = min(map(error, np.linspace(1, 50, 400)))
+    assert error(float(stats.bound("mse"))) <= 1.05 * best
+
+
+def stacked(p, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0]
+
+
+def over_time(p, x):
+    """The kernel is a constant of the scan."""
+    return lax.scan(lambda h, x: (jnp.tanh(x + h @ p["w"]), None), jnp.zeros((2, 8)), x.reshape(-1, 2, 8))[0]
+
+
+def layers_over_time(p, x):
+    """The inner scan is the one over the stack."""
+    return lax.scan(lambda h, x: (stacked(p, h + x), None), jnp.zeros((2, 8)), x.reshape(-1, 2, 8))[0]
+
+
+@pytest.mark.parametrize(("f", "shape"), [
+    (stacked, (3, 8, 8)), (over_time, (8, 8)), (layers_over_time, (3, 8, 8)),
+    (lambda p, x: jax.vmap(lambda w, x: x @ w)(p["w"], x.reshape(3, -1, 8)), (3, 8, 8)),
+    (lambda p, x: jax.vmap(lambda x: x @ p["w"])(x), (8, 8)),
+    (lambda p, x: jax.checkpoint(stacked)(p, x), (3, 8, 8)),
+    (lambda p, x: jnp.einsum("bi,oi->bo", x, p["w"].astype(jnp.bfloat16).astype(x.dtype)), (8, 8)),
+])
+def test_the_correction_minimizes_the_error_of_the_products(f, shape):
+    """The sum of squares of x (w - q) from the recorded x^T x; rounding to the nearest code has a larger one."""
+    axes = -1 if "oi" in str(getattr(f, "__code__", f).co_consts) else -2
+    params = {"w": jax.random.normal(jax.random.key(1), shape)}
+    stats = compress.calibrate(f, params, [MIXED])
+    gram = np.broadcast_to(only(stats).gram, (*shape[:-2], 8, 8))
+    assert only(stats).gram.shape == (*shape[:-2], 8, 8) and np.all(np.linalg.eigvalsh(gram) > -1e-3)
+
+    def error(**options):
+        q = compress.quantize(params, {"w": compress.Int4(None, axes=axes)}, **options)["w"]
+        wrong = np.asarray(params["w"] - q.materialize())
+        wrong = wrong if axes == -2 else np.swapaxes(wrong, -1, -2)
+        return np.einsum("...ij,...io,...jo->...", gram, wrong, wrong).sum()
+
+    assert error(stats=stats) < 0.97 * error()
+
+
+def sequential(w, scale, gram):
+    """GPTQ by elimination in the inverse of x^T x (Frantar and Alistarh 2022, algorithm 1, in a fixed order)."""
+    n = len(w)
+    gram = gram + 0.01 * np.diag(gram).mean() * np.eye(n)
+    inverse, w, codes = np.linalg.inv(gram), w.astype(np.float64).copy(), np.zeros_like(w)
+    for i in np.argsort(-np.diag(gram)):
+        codes[i] = np.clip(np.round(w[i] / scale[0]), -7, 7)
+        w -= np.outer(inverse[:, i] / inverse[i, i], w[i] - codes[i] * scale[0])
+        inverse = inverse - np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
+        inverse[i, i] = 1    # eliminated; its row is not read again
+    return codes
+
+
+def test_gptq_equals_elimination():
+    f = lambda p, x: x @ p["w"]
+    stats = compress.calibrate(f, {"w": jnp.asarray(W)}, [MIXED[:, :6]])
+    q = compress.quantize({"w": jnp.asarray(W)}, {"w": compress.Int4(None)}, stats=stats)["w"]
+    want = sequential(W, np.abs(W).max(0, keepdims=True) / 7, np.asarray(stats["w"].gram, np.float64))
+    np.testing.assert_allclose(q.materialize(), want * np.asarray(q.scale), rtol=1e-5, atol=1e-6)
+
+
+def test_known_scales_of_activations():
+    params = {"w": jnp.asarray(W)}
+    f = lambda p, x: x @ p["w"]
+    stats = compress.calibrate(f, params, [X])
+    q = compress.quantize(params, {"w": compress.Int8(activations="absmax")}, stats=stats)
+    step = np.abs(X).max() / 127
+    codes = np.clip(np.round(2 * X / step), -127, 127)    # half of the range is clipped
+    want = codes @ np.asarray(q["w"].codes, float) * step * np.asarray(q["w"].scale)
+    np.testing.assert_allclose(ft.use_implicit_arrays(f)(q, 2 * X), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["dynamic", "mse"])
+def test_convolutions_round_their_inputs(method):
+    x = jnp.asarray(IMAGE)
+    layer = nn.Conv(4, 3)
+    params = layer.init(jax.random.key(0), x)[0]
+    stats = compress.calibrate(layer, params, [x])
+    q = compress.quantize(params, {"kernel": compress.Int8(activations=method)}, stats=stats)
+    step = np.abs(x).max((1, 2, 3), keepdims=True) / 127 if method == "dynamic" else stats["kernel"].bound("mse") / 127
+    rounded = jnp.clip(jnp.round(x / step), -127, 127) * step
+    want = layer({**params, "kernel": q["kernel"].materialize()}, rounded)
+    np.testing.assert_allclose(ft.use_implicit_arrays(layer)(q, x), want, rtol=1e-5, atol=1e-5)
+
+
+def test_models():
+    """The blocks of a GPT under its scan, and the same values as those of its layers one by one; a Flax model."""
+    model = models.GPT(vocab_size=32, width=16, depth=2, heads=2, context=8)
+    tokens = jax.random.randint(jax.random.key(1), (3, 8), 0, 32)
+    params = model.init(jax.random.key(0), tokens)[0]
+    stats = compress.calibrate(model, params, [tokens])
+    assert set(stats) == {*(f"blocks/attention/{name}/kernel" for name in ("query", "key", "value", "out")),
+                          "blocks/fc/kernel", "blocks/proj/kernel", "embed/embedding"}
+    inputs = ft.capture(model, "blocks/norm2")(params, tokens)[1]["blocks/norm2"]
+    want = np.einsum("dbti,dbtj->dij", inputs, inputs)
+    np.testing.assert_allclose(stats["blocks/fc/kernel"].gram, want, rtol=1e-4, atol=1e-4)
+    for recipe in ({"blocks": compress.Int4(8)}, {"blocks": compress.Int8(activations="mse")}):
+        f = ft.use_implicit_arrays(model)
+        got = f(compress.quantize(params, recipe, stats=stats), tokens)
+        assert jnp.abs(got - model(params, tokens)).max() < 0.1 * jnp.abs(got).max()
+    flax = linen.Dense(4)
+    params = flax.init(jax.random.key(0), X)
+    assert set(compress.calibrate(flax.apply, params, [X])) == {"params/kernel"}
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda p: compress.calibrate(product, p, []), "calibrate: expected at least one batch; got none"),
+    (lambda p: compress.calibrate(lambda p, x: x, p, [X]), "has no product with any of the 1 parameters"),
+    (lambda p: compress.quantize(p, {"w": compress.Int8(activations="mse")}),
+     "quantize: w needs statistics of its inputs for activations='mse'; pass stats=compress.calibrate"),
+    (lambda p: compress.quantize(p, {"w": compress.Int4(None, axes=-1)}, stats=compress.calibrate(product, p, [X])),
+     r"w has scales for axes \(-1,\), but products contract it over axes \(-2,\); set `axes`"),
+    (lambda p: compress.quantize(p, {"w": compress.Int8()}, stats=compress.calibrate(
+        lambda p, x: x @ p["w"] @ p["w"].T, p, [X])), r"products contract it over axes \(-[12],\) and over axes"),
+    (lambda p: compress.Int8(activations="max"), "Int8: activations must be None, 'dynamic', 'absmax'"),
+])
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call({"w": jnp.asarray(W)})
