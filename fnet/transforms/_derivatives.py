@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fnet.jaxpr import wraps
 from fnet.transforms._microbatch import batch_rows, batched, fold_key, replaced
@@ -48,7 +49,8 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
 
     Row i of the result is `f` of row i of every batched argument, as a batch of one, so a loss written for batches
     needs no change. If a batched argument is a scalar `jax.random.key`, it is folded with the index of the row, so that
-    each row has different random numbers. Other scalars are passed unchanged to every row.
+    each row has different random numbers. Other scalars, and leaves that are not arrays, are passed to every row
+    unchanged.
 
     Args:
         f: a function of parameters and batched arguments.
@@ -70,11 +72,11 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
         where = batched("per_example", args, argnums)
         rows = batch_rows("per_example", args, where)
         leaves, structure = jax.tree.flatten([args[i] for i in where])
-        rows_of = [a for a in leaves if jnp.ndim(a)]
+        rows_of = [a for a in leaves if np.ndim(a)]
 
         def one(i, row):
             rest = iter(row)
-            filled = [jnp.expand_dims(next(rest), 0) if jnp.ndim(a) else fold_key(a, i) for a in leaves]
+            filled = [jnp.expand_dims(next(rest), 0) if np.ndim(a) else fold_key(a, i) for a in leaves]
             return f(*replaced(args, where, jax.tree.unflatten(structure, filled)), **options)
 
         return jax.vmap(one)(jnp.arange(rows, dtype=jnp.int32), rows_of)

@@ -33,7 +33,8 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
     Slice i holds rows i, i + n, i + 2n, ..., so that no row moves if the batch is sharded over devices. A scalar
     `jax.random.key` among the batched arguments is folded with the index of the slice, so that slices draw different
-    numbers. With n = 1 the function is f itself, with arrays as outputs and the key unchanged.
+    numbers. Other scalars, and leaves that are not arrays, are passed to every slice unchanged. With n = 1 the function
+    is f itself, with arrays as outputs and the key unchanged.
 
     Args:
         f: a function of parameters and batched arguments. Its floating-point outputs are averaged: they are summed in
@@ -176,7 +177,7 @@ def batch_rows(who: str, args, where) -> int:
             if isinstance(leaf, jax.Ref):
                 raise TypeError(f"{who}: argument {i}{jax.tree_util.keystr(path)} is a jax.Ref, which has no slices; "
                                 "expected arrays. Pass ref[...], or exclude this argument from argnums=")
-            if jnp.ndim(leaf):
+            if np.ndim(leaf):
                 rows.setdefault(jnp.shape(leaf)[0], f"argument {i}{jax.tree_util.keystr(path)} {jnp.shape(leaf)}")
     if len(rows) != 1:
         what = "; ".join(rows.values()) if rows else "no arrays"
@@ -192,11 +193,11 @@ def _slices(args, where, n):
     def split(a):
         return jnp.swapaxes(jnp.reshape(a, (a.shape[0] // n, n, *a.shape[1:])), 0, 1)    # [n, rows / n, ...]
 
-    stacked = [split(jnp.asarray(a)) for a in leaves if jnp.ndim(a)]
+    stacked = [split(jnp.asarray(a)) for a in leaves if np.ndim(a)]
 
     def rebuild(i, stacked):
         rest = iter(stacked)
-        filled = [next(rest) if jnp.ndim(a) else fold_key(a, i) for a in leaves]
+        filled = [next(rest) if np.ndim(a) else fold_key(a, i) for a in leaves]
         return replaced(args, where, jax.tree.unflatten(structure, filled))
 
     return stacked, rebuild
@@ -211,8 +212,8 @@ def replaced(args, where, values) -> list:
 
 
 def fold_key(scalar, i):
-    """A random key folded with the number i; any other scalar as it is."""
-    key = jax.dtypes.issubdtype(jnp.result_type(scalar), jax.dtypes.prng_key)
+    """A random key folded with the number i; any other scalar, and any leaf that is not an array, as it is."""
+    key = isinstance(scalar, jax.Array) and jnp.issubdtype(scalar.dtype, jax.dtypes.prng_key)
     return jax.random.fold_in(scalar, i) if key else scalar
 
 

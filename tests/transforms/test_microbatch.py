@@ -285,6 +285,16 @@ def test_batched_keys_and_none():
     close(ft.microbatch(f, 2)(None, {"key": keys, "nothing": None}), f(None, {"key": keys}))
 
 
+def test_leaves_of_a_batch_that_are_not_arrays():
+    f = lambda p, batch: getattr(jnp, batch["name"])(p * batch["f"](batch["x"])).mean()
+    batch = {"x": jnp.arange(4.0), "name": "sin", "f": jnp.cos}
+    close(ft.microbatch(f, 2)(2.0, batch), f(2.0, batch))
+    close(ft.microbatch(f, 2, weight=lambda p, batch: batch["x"].sum())(2.0, {**batch, "x": jnp.ones(4)}),
+          f(2.0, {**batch, "x": jnp.ones(4)}))
+    batch["x"] = batch["x"][:, None]
+    close(ft.per_example(f, argnums=1)(2.0, batch), jnp.sin(2 * jnp.cos(jnp.arange(4.0))))
+
+
 def test_weight_is_traced_into_one_loop():
     f, weigh = counted(nonlinear), counted(row_weight)
     jax.jit(jax.grad(ft.microbatch(f, 2, weight=weigh)))(0.5, PADDED)
