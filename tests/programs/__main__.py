@@ -83,10 +83,10 @@ def run(programs, transforms, checks) -> int:
     jax.config.update("jax_disable_most_optimizations", True)    # programs that run a few times
     counts = {"programs": len(programs), "ok": 0, "excluded": 0, "FAIL": 0, "skipped": 0}
     for program in programs:
-        row, notes = [], []
+        row, notes, failures = [], [], set()
         comparison = None if program.missing() else Comparison(program)
         for transform in transforms:
-            cell, messages = examine(program, comparison, transform, transforms, checks, counts)
+            cell, messages = examine(program, comparison, transform, transforms, checks, counts, failures)
             if cell:
                 row.append(f"{transform} {cell}")
             notes += messages
@@ -95,8 +95,12 @@ def run(programs, transforms, checks) -> int:
     return 1 if counts["FAIL"] else 0
 
 
-def examine(program, comparison, transform, transforms, checks, counts) -> tuple[str, list[str]]:
-    """What stands in the column of a transform ("ok", "excluded", "FAIL" or "skipped"), and the messages below."""
+def examine(program, comparison, transform, transforms, checks, counts, failures) -> tuple[str, list[str]]:
+    """The column of a transform ("ok", "excluded", "FAIL" or "skipped"), and the messages below.
+
+    Args:
+        failures: texts of plain JAX's failures. Each is reported once.
+    """
     if comparison is None:
         counts["skipped"] += 1
         return "skipped", [f"skipped: {program.needs} is not installed"] if transform == transforms[0] else []
@@ -107,8 +111,9 @@ def examine(program, comparison, transform, transforms, checks, counts) -> tuple
         try:
             result = comparison.verify(transform, name)
         except PlainFails as e:
-            if transform != transforms[0]:
-                continue    # reported once
+            if str(e) in failures:
+                continue
+            failures.add(str(e))
             result = f"FAIL: plain JAX: {e}"
         except Exception as e:
             result = f"FAIL: {type(e).__name__}: {e}"

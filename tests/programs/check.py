@@ -14,7 +14,7 @@ from fnet import jaxpr
 from fnet import transforms as ft
 from fnet.transforms import _capture
 
-from .arguments import Arguments, arrays_of, is_array, others, stacked, total
+from .arguments import Arguments, is_array, others, stacked
 from .compare import Differs, largest, same_arguments, same_leaf, same_sharding, same_structure
 from .forms import Forms, Plain, PlainFails, run
 from .program import Program
@@ -195,7 +195,10 @@ def _gradient_outside(plain, mine, transform):
 def _gradient_inside(plain, mine, transform):
     program, arguments = plain.program, mine.arguments
     if transform == "microbatch":    # which needs the program's own arguments
-        gradient = jax.grad(lambda *args: total(arrays_of(program.f(*args))), argnums=program.wrt, allow_int=True)
+        def gradient(*args):
+            own = Arguments(program, args)
+            return own.gradient(program.f)(*own.arrays)
+
         f, g = (jax.jit(arguments.flat(each)) for each in (gradient, mine.wrap(gradient)))
         _compare(plain, transform, "gradient of arguments", f, g, lambda: _arrays(program))
         return
