@@ -71,9 +71,8 @@ def hanging_source(count, folder, rng):
     """A source that never returns: a signal ends the run, and the last finished step is there."""
     def harm(workdir, number):
         at = rng.randint(1, 59)
-        victim = Victim(workdir, "--steps=60", f"--hang={at}")
-        victim.until("hanging")
-        time.sleep(0.5)
+        victim = Victim(workdir, "--steps=60", f"--hang={at}", "--on-step=tell")
+        victim.until(f"done {at}")                         # the loop has used all batches that there are
         began = time.monotonic()
         victim.signal(rng.choice([signal.SIGTERM, signal.SIGINT]))
         victim.end(60)

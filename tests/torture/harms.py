@@ -56,7 +56,7 @@ def terms(count, folder, rng, phase):
     for number in range(count):
         workdir = folder / f"{phase}{number}"
         slow = f"--slow={phase}" if phase in ("evaluation", "save") else "--slow="
-        victim = Victim(workdir, "--steps=60", slow)
+        victim = Victim(workdir, "--steps=60", slow, compiled=phase != "compile")
         often = {"compile": 1, "step": rng.randint(4, 50), "evaluation": rng.randint(1, 3), "save": rng.randint(1, 11)}
         victim.until(phase, count=often[phase])
         time.sleep(rng.uniform(0, 0.2 if phase == "compile" else 0.05))

@@ -2,7 +2,7 @@
 
     python tests/torture/victim.py WORKDIR [--steps=N] [--slow=evaluation|save] [--process=I --of=N --port=P]
         [--workers=N] [--hang=STEP] [--raise=evaluation|source:STEP] [--infinite=STEP:LEAF] [--config=NAME]
-        [--on-step=none|wait|retry|raise|exit:STEP] [--log=NUMBER]
+        [--on-step=none|tell|wait|retry|raise|exit:STEP] [--log=NUMBER]
 
 It prints what it is at, one word a line ("compile", "step", "evaluation", "save"), for whoever means it harm, and ends
 as the experiments do: 0 when finished or told to stop, 2 with one sentence where something is wrong.
@@ -99,10 +99,12 @@ def infinite(path):
 
 
 def on_step(kind):
-    """A function that logs each step, and at one of them waits for ever or raises."""
+    """A function that logs each step, and at one of them waits for ever or raises; "tell" only names each step."""
     kind, _, at = kind.partition(":")
 
     def call(end):
+        if kind == "tell":
+            return announce(f"done {end.step}")
         end.log({"own/step": end.step})
         if end.step != int(at or 0):
             return

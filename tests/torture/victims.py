@@ -2,6 +2,7 @@
 computed nothing with it, so that hundreds of them start in a few minutes."""
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -10,6 +11,9 @@ import tempfile
 import time
 import traceback
 import warnings
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from fnet import training as tr
 from fnet.training import _manifest
@@ -25,11 +29,14 @@ class Victim:
       arguments: of victim.py.
       before: called in the new process before anything else.
       group: whether it leads a process group of its own, as a job of a shell does.
+      compiled: whether it reads what an undisturbed run has compiled; "write": it writes this itself. Without it, most
+        of a victim's life is compiling.
     """
 
-    def __init__(self, workdir, *arguments, before=None, group=False):
+    def __init__(self, workdir, *arguments, before=None, group=False, compiled=True):
         self.err = tempfile.TemporaryFile()
         self._read, write = os.pipe()
+        cache = _compiled()
         with warnings.catch_warnings(action="ignore"):     # JAX warns of forks; here it has not begun
             self.pid = os.fork()
         if self.pid == 0:
@@ -40,6 +47,8 @@ class Victim:
                 if group:
                     os.setpgid(0, 0)
                 try:
+                    if compiled:                           # a killed process never leaves half a file there
+                        _use_compiled(cache, write=compiled == "write")
                     if before is not None:
                         before()
                     code = victim.main([str(workdir), *arguments])
@@ -115,11 +124,28 @@ def remains(workdir):
 def whole(folder, *arguments):
     """What a run with these arguments comes to that nothing disturbs."""
     if arguments not in _WHOLE:
-        unbroken = Victim(folder / "whole", *arguments)
+        unbroken = Victim(folder / "whole", *arguments, compiled="write")
         if (code := unbroken.end(300)) != 0:
             raise SystemExit(f"the undisturbed run ended with {code}: {unbroken.said}")
         _WHOLE[arguments] = remains(folder / "whole")
     return _WHOLE[arguments]
+
+
+def _use_compiled(folder, *, write):
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0 if write else 10**9)
+    compilation_cache.reset_cache()
+
+
+@functools.cache
+def _folder():
+    return tempfile.TemporaryDirectory(prefix="torture-compiled-")
+
+
+def _compiled():
+    """The folder of the programs that undisturbed runs have compiled."""
+    return _folder().name
 
 
 _WHOLE: dict[tuple[str, ...], list] = {}
