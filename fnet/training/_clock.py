@@ -31,7 +31,7 @@ class Clock:
     def lap(self, at: int) -> float | None:
         """The rate since the last lap. The caller has just waited for the device."""
         now = time.perf_counter()
-        if at > self._lap_at:
+        if at > self._lap_at and now > self._lap_began:    # a coarse clock may not have moved
             self.rate = (at - self._lap_at) / (now - self._lap_began)
         self._lap_at, self._lap_began = at, now
         return self.rate

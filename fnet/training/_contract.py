@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from fnet.training import _leaves, _metrics
+from fnet.training._media import MEDIA
 
 
 def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
     """The shapes of the metrics, once the step is known to return a state like the one it takes.
 
     Raises:
-      TypeError: it returns another structure, or leaves of other shapes or dtypes: it could not be resumed.
+      TypeError: it returns another structure, or leaves of other shapes or dtypes: it could not be resumed. Or a leaf
+        of the batch is no array.
     """
+    leaves = [((), batch)] if isinstance(batch, Iterator) else jax.tree_util.tree_leaves_with_path(batch)
+    for path, leaf in leaves:
+        if not (isinstance(leaf, jax.Array) or _metrics.real(leaf) or np.iscomplexobj(leaf)):
+            where = f" as '{jax.tree_util.keystr(path, simple=True, separator='/')}'" if path else ""
+            raise TypeError(f"batches(i) returned {_metrics.described(leaf)}{where}: a batch is a tree of arrays and "
+                            "numbers")
+
     def outputs(state, batch):
         result = step(state, batch)
         if not isinstance(result, tuple) or len(result) != 2:
@@ -43,11 +53,15 @@ def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
     """Returns the result of an evaluation. Raises an error if it is not a dict of metrics.
 
     Raises:
-      TypeError: it is something else.
+      TypeError: it is something else, or holds a value that is no number, array, `Histogram`, `Image` or `Text`.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"the evaluation '{name}' must return a dict of metrics, such as {{'accuracy': 0.97}}; got a "
                         f"{type(metrics).__name__}")
+    for metric, value in metrics.items():
+        if not (isinstance(value, MEDIA) or _metrics.real(value)):
+            raise TypeError(f"the evaluation '{name}' returned {_metrics.described(value)} as '{metric}': expected a "
+                            "number, an array of numbers, tr.Histogram, tr.Image or tr.Text")
     return metrics
 
 
@@ -62,7 +76,7 @@ def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *,
       values: what the evaluations have returned.
 
     Raises:
-      ValueError: there is no such metric, or no such evaluation.
+      ValueError: there is no such metric, or no such evaluation, or the metric is not a single number.
     """
     for metric in watched:
         name = metric.partition("/")[0]
@@ -79,3 +93,6 @@ def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *,
             near = difflib.get_close_matches(metric, known, 1)
             raise ValueError(f"'{metric}' is to be watched, but the evaluations return {known}"
                              + (f": did you mean '{near[0]}'?" if near else ""))
+        if values is not None and (isinstance(values[metric], MEDIA) or np.ndim(values[metric])):
+            raise ValueError(f"'{metric}' is to be watched, but it is {_metrics.described(values[metric])}: expected a "
+                             "single number")

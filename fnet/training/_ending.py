@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
 from fnet.training import _recovery
@@ -26,9 +27,11 @@ def put_off(run: Run) -> None:
 
 
 def rescue(run: Run) -> None:
-    """Saves the last complete step after an error in user code, which is then raised."""
-    if run.alone and run.at > run.begun:
-        with contextlib.suppress(CheckpointError, OSError):
+    """Saves the last complete step after an error in user code, which is then raised. Nothing is saved where the step
+    has begun to compute, because its arguments were donated."""
+    if run.alone and run.at > run.begun and not any(
+            x.is_deleted() for x in jax.tree.leaves((run.state, run.loop)) if isinstance(x, jax.Array)):
+        with contextlib.suppress(CheckpointError, OSError, jax.errors.JaxRuntimeError):
             run.save()
             run.checkpoints and run.checkpoints.wait()
 

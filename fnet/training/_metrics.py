@@ -115,6 +115,9 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     out = {}
     for name, value in metrics.items():
         if not isinstance(value, Mean | Total):
+            if not real(value):
+                raise TypeError(f"step(state, batch): the metric '{name}' is {described(value)}: return a real number, "
+                                "or training.mean(values, weight) for a mean over examples")
             if jnp.ndim(value) != 0:
                 raise ValueError(
                     f"metric '{name}' has shape {jnp.shape(value)}: return a scalar, or "
@@ -123,6 +126,22 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
             value = mean(value)
         out[name] = value
     return out
+
+
+def real(value: Any) -> bool:
+    """Whether a value is a real number or a bool, or an array of them."""
+    try:
+        dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+    except ValueError:                                     # a list of rows of different lengths
+        return False
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_))
+
+
+def described(value: Any) -> str:
+    """A value that is not a number, for errors."""
+    if hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return f"{type(value).__name__} {repr(value)[:60]}"
 
 
 def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
+def _is_terminal(stream: Any) -> bool:
+    """Whether lines can be redrawn there. A process without a terminal may have None as its standard output."""
+    return stream is not None and not getattr(stream, "closed", False) and stream.isatty()
+
+
 class Progress:
     """Reports a run to a stream. `fit` is silent without one.
 
-    If the stream is closed (a closed terminal or pipe), the run continues without reports.
+    If the stream is closed (a closed terminal or pipe), or the process has no standard output, the run continues
+    without reports.
 
     Args:
       stream: where to; the standard output if None.
@@ -44,7 +50,7 @@ class Progress:
 
     def __init__(self, stream: Any = None, *, bar: bool | None = None, refresh: float = 4.0):
         self._stream = sys.stdout if stream is None else stream
-        self._wants_bar = self._stream.isatty() if bar is None else bar
+        self._wants_bar = _is_terminal(self._stream) if bar is None else bar
         self._refresh = refresh
         self._bar: Any = None
         self._drawn = 0.0

@@ -216,9 +216,14 @@ class Run:
         self.advance = self.profiled(advance)
 
     def advance_once(self) -> None:
-        batch, total = self.next_batch(), self.loop.pop("metrics")
+        batch = self.next_batch()
         _recompile.notice(self, batch)
-        self.state, self.loop["metrics"], self.watch, metrics = self.advance(self.state, total, self.watch, batch)
+        try:
+            self.state, self.loop["metrics"], self.watch, metrics = self.advance(
+                self.state, self.loop["metrics"], self.watch, batch)
+        except BaseException:                              # a batch with which the step cannot be traced
+            _ending.rescue(self)
+            raise
         self.at += 1
         self.flying.append(self.watch["bad"])
         if len(self.flying) > _IN_FLIGHT:

@@ -57,6 +57,28 @@ def hanging():
 
 # The source.
 
+@pytest.mark.parametrize("batch, text", [
+    ((x for x in "ab"), "returned generator <generator"),
+    ({"x": np.ones(8), "name": "a"}, "returned str 'a' as 'name'"),
+    ({"x": np.array(["a"])}, r"returned <U1\[1\] as 'x'")])
+def test_a_batch_of_other_things_is_named(batch, text):
+    with pytest.raises(TypeError, match=rf"batches\(i\) {text}.*: a batch is a tree of arrays and numbers"):
+        tr.fit(step, start(), lambda i: batch, steps=3)
+
+
+def test_a_batch_without_an_array_that_the_step_reads_keeps_the_state(tmp_path):
+    source = lambda i: batches(i) if i != 4 else {"z": np.ones(8, np.float32)}
+    with pytest.raises(KeyError, match="x"):
+        tr.fit(step, start(), source, steps=6, workdir=tmp_path, **OPTIONS)
+    assert steps_of(tmp_path) == [4]
+    assert int(tr.fit(step, start(), batches, steps=6, workdir=tmp_path, **OPTIONS).step) == 6
+
+
+def test_a_clock_that_does_not_move(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
+    assert int(tr.fit(step, start(), batches, steps=4, log_every=2, tune=False).step) == 4
+
+
 @pytest.mark.parametrize("steps", [15.0, 40 / 8 * 3])
 def test_a_whole_number_of_steps_may_be_a_float(steps):
     assert int(tr.fit(step, start(), batches, steps=steps, tune=False).step) == 15
@@ -202,6 +224,27 @@ def test_a_step_that_returns_something_else(result, text):
 def test_an_evaluation_that_is_none(evaluate, text):
     with pytest.raises(TypeError, match=text):
         tr.fit(step, start(), batches, steps=1, evaluate=evaluate, tune=False)
+
+
+@pytest.mark.parametrize("value, text", [
+    (None, "returned NoneType None as 'a': expected a number, an array of numbers, tr.Histogram"),
+    ({"b": 1.0}, "returned dict {'b': 1.0} as 'a'"), ("0.5", "returned str '0.5' as 'a'"),
+    (1j, "returned complex 1j as 'a'"), (10**400, "returned int 1000"),
+    (np.zeros(3), r"'v/a' is to be watched, but it is float64\[3\]: expected a single number"),
+    ([1.0], r"'v/a' is to be watched, but it is list \[1.0\]"),
+    (tr.Text("good"), r"'v/a' is to be watched, but it is Text")])
+def test_an_evaluation_that_returns_no_number_keeps_the_state(tmp_path, value, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        tr.fit(step, start(), batches, steps=2, workdir=tmp_path, evaluate={"v": lambda state: {"a": value}}, every=1,
+               save_every=2, best="v/a", **OPTIONS)
+    assert steps_of(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("value, text", [(None, "NoneType None"), ("x", "str 'x'"), ({"b": 1.0}, "dict {'b': 1.0}"),
+                                         (1j, "complex 1j"), (jax.random.key(0), r"key<fry>\[\]")])
+def test_a_metric_of_the_step_that_is_no_number(value, text):
+    with pytest.raises(TypeError, match=f"the metric 'a' is {text}: return a real number, or training.mean"):
+        tr.fit(lambda state, batch: (step(state, batch)[0], {"a": value}), start(), batches, steps=3)
 
 
 def test_no_number_of_steps():

@@ -130,6 +130,18 @@ def test_progress_on_a_stream_is_lines():
     assert last == "step 200/200  85.2 steps/s  MFU 12.0%"
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_progress_without_a_standard_output(monkeypatch, closed):
+    stream = io.StringIO() if closed else None
+    monkeypatch.setattr("sys.stdout", stream)
+    if closed:
+        stream.close()
+    progress = tr.Progress()
+    progress.start(0, 2)
+    progress.log(2, {"loss": 1.0}, None, None)
+    progress.close()
+
+
 def test_progress_says_once_why_utilisation_is_unknown():
     stream = io.StringIO()
     progress = tr.Progress(stream)
