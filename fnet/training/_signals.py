@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 NUMBERS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 ONE = 1.0              # seconds within which repeated signals count as one: `timeout` signals its child and its group
+REST = ONE             # seconds after the first for which the handlers stay: its repeat must not meet the old ones
 POLL = 0.1             # seconds between two looks at whether a signal has come, wherever the main thread waits
 GRACE = 0.5            # seconds for what must be called although a signal has come before it
 _runs: list[Signals] = []      # nested runs; the innermost one listens, because signals belong to the process
@@ -82,10 +83,10 @@ def poll() -> None:
 def signals() -> Iterator[Signals]:
     """Notes the first SIGINT, SIGTERM, SIGHUP or SIGUSR1; a later one ends the process; restores the old handlers.
 
-    Signals within one second of the first count as the same. In an interactive session a later one raises
-    KeyboardInterrupt instead. Signals that the process ignores (`nohup`) stay ignored, and a SIGUSR1 handler of the
-    user's own stays in force. Nothing is installed outside of the main thread. Forked children get the old handlers
-    back.
+    Signals within one second of the first count as the same, and the handlers stay until that has passed. In an
+    interactive session a later one raises KeyboardInterrupt instead. Signals that the process ignores (`nohup`) stay
+    ignored, and a SIGUSR1 handler of the user's own stays in force. Nothing is installed outside of the main thread.
+    Forked children get the old handlers back.
     """
     seen = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -126,7 +127,11 @@ def signals() -> Iterator[Signals]:
         stack.callback(_runs.remove, seen)
         _IN_CHILD.append(forget)
         stack.callback(_IN_CHILD.remove, forget)
-        yield seen
+        try:
+            yield seen
+        finally:
+            if seen.received:
+                time.sleep(max(0.0, first + REST - time.monotonic()))
 
 
 _IN_CHILD: list[Callable[[], None]] = []      # innermost run last

@@ -1,7 +1,15 @@
-"""An S3 server for the tests of object stores."""
+"""Signals without a pause, and an S3 server for the tests of object stores."""
 
 import pytest
 import s3
+
+from fnet.training import _signals
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch):
+    """A run that a signal has ended does not wait for the signal's repeat."""
+    monkeypatch.setattr(_signals, "REST", 0.0)
 
 
 @pytest.fixture(scope="session")

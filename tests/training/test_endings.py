@@ -325,6 +325,19 @@ def test_gnu_timeout_signals_the_group_too_and_that_is_one(tmp_path):
     assert (done.returncode, done.stdout) == (0, "SIGTERM\n"), done.stderr
 
 
+def test_a_repeat_within_a_second_does_not_meet_the_old_handlers(monkeypatch):
+    monkeypatch.setattr(_signals, "REST", 0.6)
+    repeats = []
+    before = signal.signal(signal.SIGTERM, lambda *_: repeats.append(1))
+    try:
+        with _signals.signals() as seen:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        assert seen.received == "SIGTERM" and not repeats
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_terminal_that_is_gone_does_not_end_a_run(tmp_path):
     read, write = os.pipe()
     os.close(read)
