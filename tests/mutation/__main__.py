@@ -6,12 +6,14 @@
 
 For a fault, only the tests run that run the changed line: the quick ones first, those that take the least time before
 others, until one fails. If none fails, the other tests of the same modules run, since a module's tests may share what
-the first of them has computed. A failure counts only if the test passes without the fault.
+the first of them has computed. Of each suite run as many tests as took SECONDS when they were recorded. A failure
+counts only if the test passes without the fault.
 """
 
 import argparse
 import ast
 import concurrent.futures
+import itertools
 import json
 import os
 import queue
@@ -26,7 +28,8 @@ from pathlib import Path
 from .faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-BATCHES = 24, 200, 1000, None    # how many tests run in one process, for one fault
+BATCHES = 24, 200, None    # how many tests run in one process, for one fault
+SECONDS = 240.0    # so that faults that no test detects take a few minutes
 
 
 def modules(root, package):
@@ -55,7 +58,7 @@ def read(folder):
 
 
 def covering(fault, records):
-    """The tests that run a changed line, then the others of their modules: each a list, the cheapest test first."""
+    """Records of the tests that run a changed line, then of the others of their modules: each the cheapest first."""
     path, numbers = place(fault)
     name = str(path.relative_to(ROOT / "fnet"))
     covers = {test for test, _, _, lines in records if lines.get(name, set()) & _statement(path, numbers)}
@@ -64,7 +67,7 @@ def covering(fault, records):
     order = lambda row: (not row[0].startswith(folder), row[1])
     mine = sorted((row for row in records if row[0] in covers), key=order)
     rest = sorted((row for row in records if row[0] not in covers and row[0].partition("::")[0] in files), key=order)
-    return mine, rest
+    return mine + rest
 
 
 def _statement(path, numbers):
@@ -78,7 +81,17 @@ def _statement(path, numbers):
     return found
 
 
-def pytest(root, tests, *options, limit=600):
+def batches(records):
+    """Lists of records for one process each, which together took SECONDS at most."""
+    totals = itertools.accumulate(row[1] for row in records)
+    rest = [row for row, total in zip(records, totals) if total <= SECONDS]
+    for size in BATCHES:
+        if rest:
+            yield rest[:size]
+            rest = rest[size:] if size else []
+
+
+def pytest(root, tests, *options, limit):
     """The first test that fails, or None."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
         names.write("\n".join(tests))
@@ -104,14 +117,12 @@ def detect(fault, records, root):
     whole = path.read_text()
     path.write_text(whole.replace(fault.before, fault.after))
     try:
-        mine, rest = covering(fault, records)
+        rows = covering(fault, records)
         for exhaustive in (False, True):
-            for group in (mine, rest):
-                tests = [row[0] for row in group if row[2] == exhaustive]
-                for size in BATCHES:
-                    if tests and (failed := pytest(root, tests[:size])) is not None:
-                        return failed, exhaustive, time.monotonic() - began
-                    tests = tests[size:] if size else []
+            for batch in batches([row for row in rows if row[2] == exhaustive]):
+                limit = 120 + 5 * sum(row[1] for row in batch)    # a fault may make a loop endless
+                if (failed := pytest(root, [row[0] for row in batch], limit=limit)) is not None:
+                    return failed, exhaustive, time.monotonic() - began
     finally:
         path.write_text(whole)
     return None, False, time.monotonic() - began
@@ -154,7 +165,7 @@ def main():
             root = roots.get()
             try:
                 failed, exhaustive, seconds = detect(fault, records, root)
-                if failed and "::" in failed and pytest(root, [failed]):
+                if failed and "::" in failed and pytest(root, [failed], limit=300):
                     failed = f"(fails without the fault as well: {failed})"
                 return fault, failed, exhaustive, seconds
             finally:

@@ -106,6 +106,7 @@ def test_early_stop_counts():
         best, stale = rule.update(best, stale, value)
         history.append((best, stale))
     assert history == [(0.5, 0), (0.5, 1), (0.7, 0), (0.7, 1), (0.7, 2)]
+    assert tr.EarlyStop(metric="m", patience=2).update(0.5, 0, 0.5) == (0.5, 1)      # an equal value is no improvement
 
 
 def test_wrong_early_stops():
