@@ -1,4 +1,4 @@
-"""Shared by several tests: the measure of equality, a count of calls, and a check for leaked tracers."""
+"""Shared by several tests: measures of equality, counts of calls, leaked tracers, and the quick cases of tables."""
 
 import contextlib
 import functools
@@ -6,6 +6,7 @@ import gc
 
 import jax
 import numpy as np
+import pytest
 
 
 def close(got, want, tolerance=1e-5):
@@ -26,6 +27,12 @@ def same(got, want):
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want)):
         assert a.dtype == b.dtype, jax.tree_util.keystr(path)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), jax.tree_util.keystr(path))
+
+
+def sampled(table, quick):
+    """The names of a table for `parametrize`: those in `quick` run in `make test`, all in `make test-all`."""
+    assert {*quick} <= {*table}, {*quick} - {*table}
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.exhaustive) for name in table]
 
 
 @contextlib.contextmanager

@@ -74,9 +74,9 @@ def test_a_backend_that_does_not_start_has_one_message_everywhere(capsys, monkey
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 @pytest.mark.parametrize(("shell", "code", "text"), [
     ("{} chips | head -n 1 >/dev/null; exit ${{PIPESTATUS[0]}}", 0, ""),
-    ("{} chips | true; exit ${{PIPESTATUS[0]}}", 0, ""),
-    ("{} chips >&-", 0, ""),
-    ("{} chips >&- 2>&-", 0, ""),
+    pytest.param("{} chips | true; exit ${{PIPESTATUS[0]}}", 0, "", marks=pytest.mark.exhaustive),
+    pytest.param("{} chips >&-", 0, "", marks=pytest.mark.exhaustive),
+    pytest.param("{} chips >&- 2>&-", 0, "", marks=pytest.mark.exhaustive),
     ("{} chips >/dev/full", 2,
      "fnet chips: [Errno 28] No space left on device (use fnet --debug chips for a traceback)\n"),
 ])
@@ -132,10 +132,11 @@ def test_a_slice(capsys):
     assert code == 0 and "16 of 132 multiprocessors" in words(out) and "(estimated)" in out
 
 
-@pytest.mark.parametrize("name", list(chips))
-def test_every_chip_prints(capsys, name):
-    code, out, err = run(capsys, "chips", name)
-    assert code == 0 and out.startswith(name) and "sources" in out and not err
+def test_every_chip_prints(capsys):
+    assert len(chips) > 80
+    for name in chips:
+        code, out, err = run(capsys, "chips", name)
+        assert code == 0 and out.startswith(name) and "sources" in out and not err, name
 
 
 def test_an_unknown_name_is_one_sentence_and_exit_2(capsys):

@@ -11,11 +11,6 @@ def _run(code):
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_import_loads_nothing_heavy():
-    loaded = _run(f"import sys, fnet; print([name for name in {HEAVY} if name in sys.modules])")
-    assert loaded == "[]"
-
-
 def test_every_public_package_is_an_attribute():
     code = """
 import sys, fnet
@@ -27,12 +22,13 @@ print(lazy, [getattr(fnet, name).__name__ for name in lazy])
     assert _run(code) == f"{names} {[f'fnet.{name}' for name in names]}"
 
 
-def test_import_loads_few_modules_that_jax_does_not():
-    """Importing Flax or Optax would load far more."""
-    code = """
+def test_import_loads_nothing_heavy_and_few_modules_that_jax_does_not():
+    code = f"""
 import sys, jax
 before = set(sys.modules)
 import fnet
+print([name for name in {HEAVY} if name in sys.modules], "fnet.training" in sys.modules)
 print(len([name for name in sys.modules if name not in before and not name.startswith("fnet")]))
 """
-    assert int(_run(code)) < 60    # 29; of Optax, 160
+    heavy, count = _run(code).splitlines()
+    assert heavy == "[] False" and int(count) < 60    # 29; of Optax, 160

@@ -13,19 +13,23 @@ MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "she
 CALLS = {"eval", "exec", "compile", "__import__"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_unpickles_or_evaluates(path):
-    tree = ast.parse(path.read_text())
+def test_no_file_unpickles_or_evaluates():
+    assert len(FILES) > 200
+    for path in FILES:
+        check(path, ast.parse(path.read_text(), str(path)))
+
+
+def check(path, tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            assert not {alias.name.split(".")[0] for alias in node.names} & MODULES, ast.unparse(node)
+            assert not {alias.name.split(".")[0] for alias in node.names} & MODULES, (path, ast.unparse(node))
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            assert node.module.split(".")[0] not in MODULES, ast.unparse(node)
+            assert node.module.split(".")[0] not in MODULES, (path, ast.unparse(node))
         elif isinstance(node, ast.Call):
-            assert not (isinstance(node.func, ast.Name) and node.func.id in CALLS), ast.unparse(node)
+            assert not (isinstance(node.func, ast.Name) and node.func.id in CALLS), (path, ast.unparse(node))
             for word in node.keywords:
                 assert not (word.arg == "allow_pickle" and getattr(word.value, "value", None) is not False), (
-                    ast.unparse(node))
+                    path, ast.unparse(node))
             # numpy.load unpickles nothing unless it is told to, so it needs no keyword.
 
 

@@ -10,10 +10,10 @@ CORE = [program for program in table.programs() if program.core]
 
 
 def some(program, transform, checks):
-    """Two of the checks, other ones for each program and transform; all where a transform applies to few programs."""
+    """One of the checks, another one for each program and transform; two where a transform applies to few programs."""
     first = CORE.index(program) + TRANSFORMS.index(transform)
     few = transform in ("microbatch", "autocast16")
-    return checks if few else {checks[first % len(checks)], checks[(first + len(checks) // 2) % len(checks)]}
+    return {checks[first % len(checks)], checks[(first + few * len(checks) // 2) % len(checks)]}
 
 
 @pytest.mark.filterwarnings("ignore:tune. the compiler options")    # of the jit around it

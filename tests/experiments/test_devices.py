@@ -27,6 +27,7 @@ def run(name, *flags, code=0):
     return done.stdout if code == 0 else done.stderr
 
 
+@pytest.mark.exhaustive
 def test_eight_devices_have_the_numbers_of_one(tmp_path):
     """With dropout and a moving average; BatchNorm, loss scales and keys: test_fit_plan.py, test_restore.py."""
     flags = ["--steps=12", "--model=mlp", "--batch_size=32", "--nolast20", "--precision=float32", "--augment=none"]
@@ -43,7 +44,8 @@ def test_eight_devices_have_the_numbers_of_one(tmp_path):
 
 @pytest.mark.parametrize("name, flags", [
     ("image_classification", ["--batch_size=64", "--width=4"]),
-    ("language_model", ["--width=32", "--depth=1", "--heads=2", "--context=32"]),
+    pytest.param("language_model", ["--width=32", "--depth=1", "--heads=2", "--context=32"],
+                 marks=pytest.mark.exhaustive),
 ])
 def test_a_plan_is_printed_and_nothing_else_happens(tmp_path, name, flags):
     said = run(name, "--plan=v5e:2x2", f"--workdir={tmp_path / 'none'}", *flags)

@@ -154,6 +154,7 @@ def run(*args):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
+@pytest.mark.exhaustive
 def test_the_script_from_end_to_end(tmp_path):
     done = run("--steps=30", f"--workdir={tmp_path / 'a' / 'b'}")
     assert done.returncode == 0, done.stderr

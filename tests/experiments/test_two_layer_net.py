@@ -103,6 +103,7 @@ def test_the_sigmoids_gradient_numerically(script):
     chex.assert_numerical_grads(script.sigmoid, (x,), order=1, modes=("rev",))
 
 
+@pytest.mark.exhaustive
 def test_the_script_from_end_to_end():
     done = run("--steps=400", "--print_every=200")
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ every = pytest.mark.parametrize("name", CASES)
 COMPOSED = ("MLP", "Parallel", "Residual", "Sequential", "Tied", "residual_block")    # of layers named above
 ALONE = [name for name in CASES if name not in COMPOSED]
 KINDS = [name for name in ALONE if name == type(CASES[name].layer).__name__]      # one of each kind
+FEW = ["Attention", "BatchNorm", "Conv", "Dense", "Dropout", "LSTM"]      # of the classes of computation
 
 
 @functools.cache

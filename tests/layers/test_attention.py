@@ -141,7 +141,8 @@ def cached(layer, params, x, steps, **options):
     return jnp.concatenate(outputs, 1), state
 
 
-@pytest.mark.parametrize("steps", [(1,) * 6, (4, 1, 1), (2, 4)])
+@pytest.mark.parametrize("steps", [pytest.param((1,) * 6, marks=pytest.mark.exhaustive), (4, 1, 1),
+                                   pytest.param((2, 4), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("options", [{}, {"rotary": nn.Rotary(), "kv_heads": 2}, {"window": 2}],
                          ids=["plain", "rotary_grouped", "window"])
 def test_cache_equals_the_whole_sequence(options, steps):

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
-from checks import checking_leaks, close, same
-from conformance import ALONE, KEY, KINDS, call, compiled, every, prepared
+from checks import checking_leaks, close, same, sampled
+from conformance import ALONE, FEW, KEY, KINDS, call, compiled, every, prepared
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layer_cases import BATCH, CASES, GOLDEN, golden, inputs
@@ -29,16 +29,29 @@ def test_table_has_every_layer():
     assert not missing, f"add these layers to layer_cases.py: {sorted(kind.__name__ for kind in missing)}"
 
 
-class Variants(chex.TestCase):
-    """Not compiled, from the host, on eight devices: the numbers of `jax.jit`."""
+def check_variant(variant, name):
+    case, params, state, x = prepared(name)
+    y, new_state = variant(call(case, train=False))(params, state, *x)
+    close(jax.tree.map(jnp.asarray, (y, new_state)), compiled(name, False))
 
-    @chex.variants(without_jit=True, without_device=True, with_pmap=True)
+
+class Variants(chex.TestCase):
+    """Not compiled: the numbers of `jax.jit`."""
+
+    @chex.variants(without_jit=True)
     @parameterized.named_parameters((name, name) for name in KINDS)
     def test_variants_agree(self, name):
-        case, params, state, x = prepared(name)
-        y, new_state = self.variant(call(case, train=False))(params, state, *x)
-        y, new_state = jax.tree.map(jnp.asarray, (y, new_state))
-        close((y, new_state), compiled(name, False))
+        check_variant(self.variant, name)
+
+
+@pytest.mark.exhaustive
+class VariantsOnDevices(chex.TestCase):
+    """From the host, on eight devices."""
+
+    @chex.variants(without_device=True, with_pmap=True)
+    @parameterized.named_parameters((name, name) for name in KINDS)
+    def test_variants_agree(self, name):
+        check_variant(self.variant, name)
 
 
 @every
@@ -79,7 +92,7 @@ def test_golden_names():
     assert json.loads(GOLDEN.read_text()) == golden()
 
 
-@every
+@pytest.mark.parametrize("name", sampled(CASES, KINDS))
 def test_vmap_equals_batch(name):
     case, params, state, x = prepared(name)
 
@@ -91,7 +104,7 @@ def test_vmap_equals_batch(name):
 
 
 @every
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.exhaustive)])
 def test_half_precision(name, dtype):
     case, params, state, x = prepared(name)
     if all(a.dtype == jnp.int32 for a in x):
@@ -155,7 +168,7 @@ def test_stack_equals_unrolled(name):
         close(layer(new_state, i), new_apart.get(str(i), {}))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", sampled(KINDS, FEW))
 def test_sharded_equals_one_device(name):
     """Compiled for eight devices, in training: statistics are global, draws are the same."""
     case, params, state, x = prepared(name)
@@ -194,8 +207,7 @@ def test_one_trace_for_equal_layers(name):
         jax.eval_shape(functools.partial(step, layer), params, state, *x)
 
 
-@pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES
-                                            if name not in KINDS)])
+@pytest.mark.parametrize("name", sampled(CASES, FEW))
 def test_no_tracer_leaks(name):
     case, params, state, x = prepared(name)
 

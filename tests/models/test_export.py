@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import close
+from checks import close, sampled
 from jax import export
 from zoo import CONTEXT, DRAW, LSTM, MODELS, UNSTACKED, VOCABULARY, build, inputs
 
@@ -56,7 +56,7 @@ def test_every_model_is_in_the_table():
     assert kinds == set(MODELS)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, ["CNN", "GPT", "LSTMLanguageModel"]))
 def test_equals_the_model_at_two_sizes(name):
     f, params, _, shapes = build(name)
     program = program_of(name)
@@ -65,7 +65,7 @@ def test_equals_the_model_at_two_sizes(name):
         close(program.call(params, *x), jax.jit(f)(params, *x), 1e-6)
 
 
-@pytest.mark.parametrize("name", ["GPT", "Bert"])
+@pytest.mark.parametrize("name", sampled(["GPT", "Bert"], ["GPT"]))
 def test_16_bit_attention_is_portable(name):
     f, params, shape, shapes = build(name)
     params = narrow(params)
@@ -75,7 +75,7 @@ def test_16_bit_attention_is_portable(name):
 
 
 @pytest.mark.filterwarnings("ignore:tune. the compiler options")    # of the jit that the program is compared with
-@pytest.mark.parametrize("name", ["GPT", "CNN"])
+@pytest.mark.parametrize("name", sampled(["GPT", "CNN"], ["CNN"]))
 def test_of_autocast_and_tune(name):
     f, params, shape, shapes = build(name)
     f = ft.tune(ft.autocast(f, "bfloat16"), "cpu")
@@ -130,8 +130,9 @@ def test_step_of_a_model_with_statistics():
     near(got[0], want[0])
 
 
-@pytest.mark.parametrize("model", [UNSTACKED, LSTM], ids=["GPT, unstacked", "LSTMLanguageModel"])
-def test_steps_of_a_decoder(model):
+@pytest.mark.parametrize("name", sampled(["GPT, unstacked", "LSTMLanguageModel"], ["GPT, unstacked"]))
+def test_steps_of_a_decoder(name):
+    model = LSTM if name == "LSTMLanguageModel" else UNSTACKED
     params, _ = model.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
     b, t = export.symbolic_shape("b, t", constraints=(f"t <= {CONTEXT}",))
     lone, = export.symbolic_shape("b")

@@ -47,6 +47,7 @@ def test_outputs_are_stripped(path):
         assert cell.metadata == {}, cell.source
 
 
+@pytest.mark.exhaustive
 def test_quickstart(tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")                             # a user's one device
     text, pictures = executed("quickstart.ipynb", tmp_path, monkeypatch)
@@ -56,6 +57,7 @@ def test_quickstart(tmp_path, monkeypatch):
     assert "Sometime too hot the eye of heaven shines," in recited and recited.rstrip().endswith("untrimm'd;")
 
 
+@pytest.mark.exhaustive
 def test_tpu_pod_training(tmp_path, monkeypatch):
     """On eight devices, which conftest.py makes of the CPU."""
     text, pictures = executed("tpu_pod_training.ipynb", tmp_path, monkeypatch)

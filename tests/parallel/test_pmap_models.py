@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import sampled
 from jax import lax
 
 from fnet import layers as nn
@@ -40,10 +41,15 @@ def flax(axis_name):
     return lambda params, x: jnp.square(Block().apply(params, x)).mean(), Block().init(jax.random.key(0), x[:1]), x
 
 
-@pytest.mark.parametrize(("make", "change"), [
-    (gpt, lambda f: f), (gpt, lambda f: ft.microbatch(f, 2)), (gpt, ft.rematerialize), (cnn, lambda f: f),
-    (cnn, ft.rematerialize), (flax, lambda f: ft.rematerialize(ft.microbatch(f, 2)))])
-def test_the_gradient_of_one_device(make, change):
+CASES = {"gpt": (gpt, lambda f: f), "gpt, microbatch": (gpt, lambda f: ft.microbatch(f, 2)),
+         "gpt, rematerialize": (gpt, ft.rematerialize), "cnn": (cnn, lambda f: f),
+         "cnn, rematerialize": (cnn, ft.rematerialize),
+         "flax, both": (flax, lambda f: ft.rematerialize(ft.microbatch(f, 2)))}
+
+
+@pytest.mark.parametrize("name", sampled(CASES, ["cnn", "flax, both"]))
+def test_the_gradient_of_one_device(name):
+    make, change = CASES[name]
     loss, params, batch = make("chips")
     step = ft.pmap(lambda params, batch: lax.pmean(change(ft.value_and_grad(loss))(params, batch), "chips"),
                    axis_name="chips", in_axes=(None, 0), out_axes=None)

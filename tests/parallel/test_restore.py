@@ -87,7 +87,7 @@ def host(state):
                                              else x), state)
 
 
-@pytest.mark.parametrize("kind", ["shapes", "arrays"])
+@pytest.mark.parametrize("kind", ["shapes", pytest.param("arrays", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", TARGETS)
 def test_eight_devices_go_on_on_others(saved, name, kind):
     folder, want = saved

@@ -13,7 +13,3 @@ def loaded(program, *names):
 def test_training_does_not_load_orbax_tensorboard_or_plots():
     heavy = ("orbax.checkpoint", "tensorboardX", "matplotlib", "sklearn", "tensorstore")
     assert loaded("import fnet.training", *heavy) == "[]"
-
-
-def test_fnet_does_not_load_flax():
-    assert loaded("import fnet", "flax", "optax", "fnet.training") == "[]"

@@ -10,6 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="make torture forks and mounts: Linux alone")
 def test_a_short_torture():
     rows = {"SIGKILL at a random moment": 3, "SIGTERM or SIGINT, save": 1, "one bit flipped": 15,

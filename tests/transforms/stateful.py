@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from checks import sampled
 
 from fnet import transforms as ft
 
@@ -16,5 +17,5 @@ TRANSFORMS = {
     "rematerialize": ft.rematerialize,
     "all, jitted": lambda f: jax.jit(rewrite(ft.rematerialize(ft.tune(f, "cpu")))),
 }
-each_transform = pytest.mark.parametrize("transform", TRANSFORMS)
+each_transform = pytest.mark.parametrize("transform", sampled(TRANSFORMS, ["autocast", "all, jitted"]))
 X = jnp.arange(1.0, 5.0)

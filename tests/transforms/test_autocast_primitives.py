@@ -24,6 +24,7 @@ IMAGE, WINDOW = normal(3, 2, 6, 6, 3), normal(4, 3, 3, 3, 5)
 convolve = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME",
                              dimension_numbers=("NHWC", "HWIO", "NHWC"))
 both = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+each = pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.exhaustive)], ids=str)
 
 
 def number(x, like):
@@ -98,7 +99,7 @@ def floats(eqn):
     return {v.aval.dtype for v in (*eqn.invars, *eqn.outvars) if jnp.issubdtype(v.aval.dtype, jnp.floating)}
 
 
-@both
+@each
 @pytest.mark.parametrize("name", FOLLOW)
 def test_follows_what_it_is_given(name, dtype):
     """Between two products, each of these runs in the low dtype, as by hand."""
@@ -115,7 +116,7 @@ def test_follows_what_it_is_given(name, dtype):
     same(to_the_letter(cast, *args), to_the_letter(by_hand, *args))
 
 
-@both
+@each
 @pytest.mark.parametrize("name", COLLECTIVE)
 def test_collectives_follow(name, dtype):
     x, y, z = normal(1, 8, 16), normal(2, 16, 8), jnp.ones((8, 2))
@@ -154,7 +155,7 @@ def test_every_primitive_of_the_lists_is_tested():
     assert not (of("exact", "arithmetic", "power") | jaxpr.BILINEAR.keys()) & FLOAT32.keys()
 
 
-@both
+@each
 @pytest.mark.parametrize("name", FLOAT32)
 def test_runs_in_float32(name, dtype):
     cast = ft.autocast(lambda x, y: FLOAT32[name](x @ y), dtype.name)

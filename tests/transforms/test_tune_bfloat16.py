@@ -29,7 +29,7 @@ def fired(f, *args, **how):
 @pytest.mark.parametrize("form", ["ij,jk->ik", "ji,jk->ik", "ji,jk->ki", "ij,kj->ik", "btd,de->bte", "btd,bte->de",
                                   "btd,bte->ed", "de,bte->dbt", "bthd,bshd->bhts", "bhts,bshd->bthd", "bhts,bthd->bshd",
                                   "bij,bi->bj", "i,i->", "ij,j->i"])
-@pytest.mark.parametrize("dtype", [B, jnp.float32])
+@pytest.mark.parametrize("dtype", [B, pytest.param(jnp.float32, marks=pytest.mark.exhaustive)])
 def test_every_form(form, dtype):
     sizes = {"b": 2, "d": 4, "e": 5, "h": 3, "i": 7, "j": 6, "k": 4, "s": 5, "t": 6}
     x, y = (normal(i, *(sizes[axis] for axis in part)) for i, part in enumerate(form.split("->")[0].split(",")))
