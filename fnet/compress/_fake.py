@@ -70,7 +70,8 @@ class FakeQuantized(ImplicitArray):
     def quantized(self) -> Quantized:
         """The parameter as codes and scales, with the values that programs read before."""
         result = self._quantized(self.values.astype(jnp.float32))
-        codes = self.format.encode(result.codes / result.full_scale())
+        largest = self.format.largest
+        codes = self.format.encode(jnp.clip(result.codes / result.full_scale(), -largest, largest))
         return dataclasses.replace(result, codes=result.pack(codes))
 
     def _quantized(self, codes):

@@ -99,7 +99,7 @@ class Int8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Format):
-    """4-bit integers: codes -7 .. 7, two in a byte.
+    """4-bit integers: codes -8 .. 7, two in a byte. The largest magnitude of a block is 7 scales.
 
     Args:
         group: how many values along the contracted axis share a scale. Default 32, as in GGUF; None: all of them.
@@ -115,7 +115,7 @@ class Int4(Format):
     largest: ClassVar[float] = 7.0
 
     def encode(self, values: Any) -> Any:
-        return (jnp.clip(jnp.round(values), -7, 7) + 8).astype(jnp.uint8)
+        return (jnp.clip(jnp.round(values), -8, 7) + 8).astype(jnp.uint8)
 
     def decode(self, codes: Any, dtype: Any) -> Any:
         return codes.astype(dtype) - 8

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fnet.compress._calibrate import InputStatistics
@@ -172,9 +173,10 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
         recipe: {pattern: format}. A regular expression applies to a parameter if it matches its path, or a prefix of
             it, completely; the first one that matches decides. Parameters with fewer than two axes, those named bias,
             scale, b or offset, and those that are not floating point are not changed.
-        stats: statistics of inputs, from `calibrate`. They give the scales of activations, and the rounding errors of
-            kernels are corrected for these inputs (GPTQ, Frantar et al. 2023). Without them every value is rounded to
-            the nearest code.
+        stats: statistics of inputs, from `calibrate`. They give the scales of activations. The rounding errors of
+            kernels are corrected for these inputs (GPTQ, Frantar et al. 2023). With 4 bits, the magnitudes of scales
+            are those of the least squared error between 0.54 and 1 of max|w| / largest, and scales may be negative.
+            Without statistics every value is rounded to the nearest code.
 
     Returns:
         The tree with `Quantized` leaves. Biases, norms, and leaves that no pattern matches are unchanged.
@@ -201,14 +203,13 @@ def _check(pattern, format):
 
 
 def _quantized(stats, path, w, format) -> Quantized:
-    result = unrounded(path, w, format)
-    values, scale = result.codes, result.full_scale()
-    found, inputs = stats.get(path), None
+    result, found, inputs = unrounded(path, w, format), stats.get(path), None
     if getattr(format, "activations", None) in METHODS:
         inputs = input_scale(path, found, result)
     if found is not None and found.gram is not None and isinstance(format, Int8 | Int4 | NF4):
-        values = _corrected(path, values, scale, result, found)
-    return dataclasses.replace(result, codes=result.pack(result.format.encode(values / scale)), inputs=inputs)
+        result = _corrected(path, result, found)
+    codes = result.pack(result.format.encode(result.codes / result.full_scale()))
+    return dataclasses.replace(result, codes=codes, inputs=inputs)
 
 
 def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> jax.Array:
@@ -221,20 +222,37 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
     return bound.reshape(*bound.shape, *(1,) * (array.ndim - bound.ndim)) / 127
 
 
-def _corrected(path, values, scale, array, found):
-    """The values after GPTQ."""
+def _corrected(path, array, found):
+    """The parameter with other scales, and values that are corrected for the errors of rounding (GPTQ)."""
     if found.conflict or found.axes != array.axes:
         reason = found.conflict or f"products contract it over axes {found.axes}"
         raise ValueError(f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "
                          "or remove it from `stats`")
-    lead, contracted = found.gram.ndim - 2, [values.ndim + i for i in array.axes]
-    free = [i for i in range(lead, values.ndim) if i not in contracted]
-    order = (*range(lead), *contracted, *free)
-    stack, n = math.prod(values.shape[:lead]), math.prod(values.shape[i] for i in contracted)
-    flat = [jnp.transpose(a, order).reshape(stack, n, -1) for a in (values, scale)]
-    new = gptq(array.format.rounded, *flat, jnp.asarray(found.gram, jnp.float32).reshape(stack, n, n)) * flat[1]
-    new = new.reshape([values.shape[i] for i in order])
-    return new.transpose([order.index(i) for i in range(values.ndim)])
+    values, gram = array.codes, jnp.asarray(found.gram, jnp.float32)
+    lead, contracted = gram.ndim - 2, [values.ndim + i for i in array.axes]
+    order = (*range(lead), *contracted, *(i for i in range(lead, values.ndim) if i not in contracted))
+    shape = [values.shape[i] for i in order]
+    stack, n = math.prod(shape[:lead]), gram.shape[-1]
+    forth = lambda a: jnp.transpose(a, order).reshape(stack, n, -1)
+    back = lambda a: a.reshape(shape).transpose([order.index(i) for i in range(values.ndim)])
+    diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1).reshape(stack, n, 1)
+    array = _searched(array, back(jnp.broadcast_to(diagonal, (stack, n, values.size // (stack * n)))))
+    scale = forth(array.full_scale())
+    codes = gptq(array.format.rounded, forth(values), scale, gram.reshape(stack, n, n))
+    return dataclasses.replace(array, codes=back(codes * scale))
+
+
+def _searched(array, weights):
+    """The parameter with those scales that have the least squared error in each block, weighted. Scales are tried with
+    both signs, because 4-bit codes represent one more negative value."""
+    best, least = array.scale, jnp.inf
+    for factor in np.outer([1, -1], np.linspace(1, 0.54, 24)).flat if array.format.packed else ():
+        candidate = dataclasses.replace(array, scale=array.scale * factor)
+        scale = candidate.full_scale()
+        wrong = weights * (array.codes - array.format.rounded(array.codes / scale) * scale) ** 2
+        error = _over_blocks(jnp.sum, wrong, array.axes, array.format.group)
+        best, least = jnp.where(error < least, candidate.scale, best), jnp.minimum(error, least)
+    return dataclasses.replace(array, scale=best)
 
 
 def unrounded(path: str, w: Any, format: Format) -> Quantized:
@@ -248,17 +266,20 @@ def unrounded(path: str, w: Any, format: Format) -> Quantized:
     if format.packed and n % 2:
         raise ValueError(f"quantize: {path} has {n} values along axis {last}; {type(format).__name__} needs an even "
                          "number")
-    values, at = jnp.asarray(w, jnp.float32), w.ndim + last
-    size = jnp.abs(values)
-    if group != n:
-        grouped = size.reshape(*w.shape[:at], n // group, group, *w.shape[at + 1:])
-        over = (at + 1, *(w.ndim + i + (w.ndim + i > at) for i in axes[:-1]))
-        scale = grouped.max(over, keepdims=True).squeeze(at + 1)
-    else:
-        scale = size.max(axes, keepdims=True)
+    values, group = jnp.asarray(w, jnp.float32), None if group == n else group
+    scale = _over_blocks(jnp.max, jnp.abs(values), axes, group)
     scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny * format.largest) / format.largest
-    return Quantized(values, scale, dataclasses.replace(format, group=None if group == n else group), axes,
-                     jnp.dtype(w.dtype))
+    return Quantized(values, scale, dataclasses.replace(format, group=group), axes, jnp.dtype(w.dtype))
+
+
+def _over_blocks(reduce, values, axes, group):
+    """A reduction over the contracted axes, or over each group along the last of them, in the layout of scales."""
+    if group is None:
+        return reduce(values, axes, keepdims=True)
+    at = values.ndim + axes[-1]
+    grouped = values.reshape(*values.shape[:at], -1, group, *values.shape[at + 1:])
+    over = (at + 1, *(values.ndim + i + (values.ndim + i > at) for i in axes[:-1]))
+    return reduce(grouped, over, keepdims=True).squeeze(at + 1)
 
 
 def _axes(path, w, format) -> tuple[int, ...]:

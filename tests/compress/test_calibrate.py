@@ -94,7 +94,7 @@ def sequential(w, scale, gram):
     gram = gram + 0.01 * np.diag(gram).mean() * np.eye(n)
     inverse, w, codes = np.linalg.inv(gram), w.astype(np.float64).copy(), np.zeros_like(w)
     for i in np.argsort(-np.diag(gram)):
-        codes[i] = np.clip(np.round(w[i] / scale[0]), -7, 7)
+        codes[i] = np.clip(np.round(w[i] / scale[0]), -8, 7)
         w -= np.outer(inverse[:, i] / inverse[i, i], w[i] - codes[i] * scale[0])
         inverse = inverse - np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
         inverse[i, i] = 1    # eliminated; its row is not read again
@@ -105,8 +105,26 @@ def test_gptq_equals_elimination():
     f = lambda p, x: x @ p["w"]
     stats = compress.calibrate(f, {"w": jnp.asarray(W)}, [MIXED[:, :6]])
     q = compress.quantize({"w": jnp.asarray(W)}, {"w": compress.Int4(None)}, stats=stats)["w"]
-    want = sequential(W, np.abs(W).max(0, keepdims=True) / 7, np.asarray(stats["w"].gram, np.float64))
+    want = sequential(W, np.asarray(q.scale), np.asarray(stats["w"].gram, np.float64))
     np.testing.assert_allclose(q.materialize(), want * np.asarray(q.scale), rtol=1e-5, atol=1e-6)
+
+
+def test_scales_have_the_least_error():
+    """A search over scales, weighted with the second moments of the inputs."""
+    stats = compress.calibrate(lambda p, x: x @ p["w"], {"w": jnp.asarray(W)}, [MIXED[:, :6]])
+    q = compress.quantize({"w": jnp.asarray(W)}, {"w": compress.Int4(2)}, stats=stats)["w"]
+    moments = np.diag(stats["w"].gram)
+
+    def error(block, weights, scale):
+        return (weights[:, None] * (block - np.clip(np.round(block / scale), -8, 7) * scale) ** 2).sum(0)
+
+    for i in range(3):
+        block, weights = W[2 * i:2 * i + 2], moments[2 * i:2 * i + 2]
+        largest = np.abs(block).max(0) / 7
+        errors = np.stack([error(block, weights, largest * factor) for factor in np.linspace(-1, 1, 400)
+                           if abs(factor) > 0.54])
+        assert (error(block, weights, np.asarray(q.scale)[i]) <= 1.2 * errors.min(0) + 1e-3 * errors.max(0)).all()
+        assert (error(block, weights, np.asarray(q.scale)[i]) <= error(block, weights, largest) * 1.0001).all()
 
 
 def test_known_scales_of_activations():

@@ -1,0 +1,179 @@
+"""Published models in fewer bits: size, agreement with the float32 model, and time, for each recipe.
+
+    python -m benchmarks.compression                       # all models whose weights are found, about 15 minutes
+    python -m benchmarks.compression --compress_models=minilm --compress_time=false
+
+The weights are searched as by `pretrained.find`. MiniLM embeds 500 sentences of The Tempest. The stories model is
+evaluated on stories that it samples itself, and calibrated on others. ResNet-50 names crops of the photos that
+scikit-image, scikit-learn and matplotlib contain. qwix, if it is installed, rounds the same kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from fnet import compress, models
+from fnet import transforms as ft
+from fnet.compress import Float8, Int4, Int8
+from fnet.models import pretrained
+
+NAMES = ("minilm", "stories15m", "resnet50")
+MODELS = flags.DEFINE_list("compress_models", list(NAMES), f"some of {', '.join(NAMES)}")
+TIMES = flags.DEFINE_bool("compress_time", True, "measure times at batch 1 and 32")
+KERNELS = {
+    "minilm": ["blocks/.*"], "stories15m": ["blocks/.*"], "resnet50": ["(?!stem|head).*"],
+}
+PHOTOS = (("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"), ("skimage", "data/coffee.png"),
+          ("skimage", "data/chelsea.png"), ("sklearn", "datasets/images/china.jpg"),
+          ("sklearn", "datasets/images/flower.jpg"))
+
+
+def minilm():
+    """(f, params, batches for calibration, [(name of a figure, function of f and params)], inputs of a size)"""
+    path = pretrained.find("minilm")
+    model = pretrained.model("minilm-l6", path)
+    params, _ = pretrained.load(model, path)
+    text = (pathlib.Path(__file__).parents[1] / "experiments" / "data" / "tempest.txt").read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines() if len(line.split()) > 4]
+    words = models.read_tokenizer(path / "vocab.txt")
+    tokens, lengths = models.padded([words.encode(line) for line in lines[:660]])
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+
+    def embed(params, tokens, lengths):
+        return models.sentence_embedding(model(params, tokens, lengths).hidden, lengths)
+
+    exact = jax.jit(embed)(params, tokens[160:], lengths[160:])
+
+    def cosine(f, params):
+        near = (jax.jit(f)(params, tokens[160:], lengths[160:]) * exact).sum(-1)
+        return f"{near.mean():.4f}, least {near.min():.4f}"
+
+    return embed, params, [(tokens[i:i + 32], lengths[i:i + 32]) for i in range(0, 160, 32)], (
+        "cosine similarity", cosine), lambda n: (tokens[:n], lengths[:n])
+
+
+def stories15m():
+    path = pretrained.find("stories15m")
+    model = pretrained.model("stories15m", path)
+    params, _ = pretrained.load(model, path)
+    write = lambda seed, n: models.generate(model, params, [[1]] * n, max_tokens=255, temperature=1.0,
+                                            key=jax.random.key(seed)).tokens
+    known, held = (jnp.concatenate([jnp.ones((n, 1), int), jnp.asarray(write(seed, n))], 1)
+                   for seed, n in ((0, 48), (1, 48)))
+
+    def perplexity(f, params):
+        f = jax.jit(f)
+        losses = []
+        for rows in jnp.split(held, 6):
+            logits = f(params, rows[:, :-1])
+            losses.append(-jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1).mean())
+        return f"{jnp.exp(jnp.mean(jnp.stack(losses))):.4f}"
+
+    return model, params, list(jnp.split(known, 6)), ("perplexity", perplexity), lambda n: (known[:n, :128],)
+
+
+def resnet50():
+    from PIL import Image
+
+    path = pretrained.find("resnet50")
+    model = pretrained.model("resnet50", path)
+    params, state = pretrained.load(model, path)
+    prepare = model.NAMES[pretrained.names_of(model, path)].image
+    rng, crops = np.random.default_rng(0), []
+    for package, file in PHOTOS:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and (pathlib.Path(spec.origin).parent / file).is_file():
+            photo = Image.open(pathlib.Path(spec.origin).parent / file).convert("RGB")
+            for _ in range(60):
+                size = rng.uniform(0.3, 1) * min(photo.size)
+                left, top = (rng.uniform(0, n - size) for n in photo.size)
+                crop = photo.resize((224, 224), Image.BICUBIC, (left, top, left + size, top + size))
+                crops.append(prepare.normalize(np.asarray(crop)))
+    crops = rng.permutation(np.stack(crops))
+    classify = lambda params, x: model(params, x, state=state)[0]
+    batches = np.split(crops[:200], 8)
+    names = lambda f, params: np.concatenate([np.asarray(f(params, x)).argmax(-1) for x in batches])
+    exact = names(jax.jit(classify), params)
+    agreement = lambda f, params: f"{(names(jax.jit(f), params) == exact).mean():.3f} of {len(exact)} crops"
+    return classify, params, np.split(crops[200:232], 4), ("top-1 agreement", agreement), lambda n: (crops[:n],)
+
+
+def recipes(name, stats, with_gram):
+    """{name: function of parameters}"""
+    every = lambda format: dict.fromkeys(KERNELS[name], format)
+    rounded = lambda format, **options: lambda params: compress.quantize(params, every(format), **options)
+    found = {"float32": lambda params: params, "int8": rounded(Int8()),
+             "int8, dynamic activations": rounded(Int8(activations="dynamic")),
+             "int8, calibrated activations": rounded(Int8(activations="percentile"), stats=stats),
+             "float8": rounded(Float8())}
+    if with_gram:
+        found |= {"int8 and the embedding": lambda params: compress.quantize(
+                      rounded(Int8())(params), {"embed.*": Int8(axes=-1)}),
+                  "int4, groups of 32": rounded(Int4(32)), "int4, groups of 32, GPTQ": rounded(Int4(32), stats=stats)}
+        if importlib.util.find_spec("qwix") is not None:
+            found["int4, groups of 32, qwix"] = lambda params: _qwix(rounded(Int4(32))(params), params)
+    return found
+
+
+def _qwix(chosen, params):
+    """The kernels that `chosen` quantizes, rounded by qwix."""
+    from qwix._src.core import qarray
+
+    def rounded(choice, w):
+        if not isinstance(choice, compress.Quantized):
+            return w
+        how = qarray.HowToQuantize(qtype=jnp.int4, channelwise_axes=[i for i in range(w.ndim) if i != w.ndim - 2],
+                                   tiled_axes={w.ndim - 2: 32}, calibration_method="absmax")
+        return qarray.dequantize(qarray.quantize(w, how)).astype(w.dtype)
+
+    return jax.tree.map(rounded, chosen, params, is_leaf=lambda x: isinstance(x, compress.Quantized))
+
+
+def ratios(functions, inputs):
+    """{name: median time divided by that of the first}, in alternating calls."""
+    times = {name: [] for name in functions}
+    for _ in range(12):
+        for name, run in functions.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run(*inputs))
+            times[name].append(time.perf_counter() - began)
+    first = times[next(iter(times))][2:]
+    return {name: statistics.median(a / b for a, b in zip(values[2:], first)) for name, values in times.items()}
+
+
+def table(name):
+    f, params, batches, (figure, measure), inputs = {"minilm": minilm, "stories15m": stories15m,
+                                                     "resnet50": resnet50}[name]()
+    text = name != "resnet50"
+    stats = compress.calibrate(f, params, batches, gram=text)
+    implicit = ft.use_implicit_arrays(f)
+    trees = {label: change(params) for label, change in recipes(name, stats, text).items()}
+    slow = {}
+    if TIMES.value:
+        for n in (1, 32):
+            runs = {label: functools.partial(jax.jit(implicit), tree) for label, tree in trees.items()}
+            slow[n] = ratios(runs, inputs(n))
+    print(f"\n**{name}**\n\n| parameters | MB | {figure} |" + "".join(f" time, batch {n} |" for n in slow))
+    print("|---" * (3 + len(slow)) + "|")
+    for label, tree in trees.items():
+        print(f"| {label} | {compress.size(tree) / 1e6:.1f} | {measure(implicit, tree)} |"
+              + "".join(f" {times[label]:.2f} |" for times in slow.values()), flush=True)
+
+
+def main(argv):
+    del argv
+    for name in MODELS.value:
+        table(name)
+
+
+if __name__ == "__main__":
+    app.run(main)
