@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _FORMATS = {"bundle": "model.fnet", "onnx": "model.onnx"}
+_CONTEXT = 4096      # tokens of a text, for models without a limit
 
 
 def define(commands: Any) -> None:
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a format is unknown, or the folder is not that of a run.
     """
-    from fnet import export
+    from fnet import export, models
     from fnet import training as tr
 
     formats = [name.strip() for name in args.to.split(",")]
@@ -41,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
         image, = found.inputs.values()
         program = program.entry("preprocess", _standard(**found.standardize),
                                 image=export.spec(image.shape, "uint8", where=image.where))
+    if isinstance(found.model, (models.GPT, models.Llama, models.LSTMLanguageModel)):
+        context = getattr(found.model, "context", _CONTEXT)
+        program = export.generation(program, found.model, context=context)
     folder, characters = Path(args.output or args.run), Path(args.run) / "characters.json"
     about = {"run": Path(args.run).name, "step": snapshot.step, "metrics": snapshot.metrics}
     for name in formats:

@@ -6,6 +6,7 @@
     fnet chips --plot FILE  FLOP per dollar and per watt over the years
     fnet export runs/digits --to=bundle,onnx         the trained model of a run as files that run elsewhere
     fnet bundle show FILE   an exported model; also check and renew
+    fnet serve FILE         exported models over HTTP
     fnet report runs/digits                          learning curves, predictions, configuration: one HTML file
     fnet plan module:function --devices v5e:16x16    shardings, transfers, memory and cost of a training step
     fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    a training step on several chips, side by side
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from fnet import _cli_bundle, _cli_compare, _cli_export, _cli_plan, _cli_report
+from fnet import _cli_bundle, _cli_compare, _cli_export, _cli_plan, _cli_report, _cli_serve
 from fnet.hardware._chip import Chip, si
 
 _WIDTH = 100      # columns of output to a pipe or a file
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _cli_plan.define(commands)
     _cli_bundle.define(commands)
     _cli_export.define(commands)
+    _cli_serve.define(commands)
     _cli_compare.define(commands)
     _cli_report.define(commands)
     for name in ("stdout", "stderr"):
@@ -90,6 +92,8 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         return _cli_bundle.run(args)
     if args.command == "export":
         return _cli_export.run(args)
+    if args.command == "serve":
+        return _cli_serve.run(args)
     if args.command == "compare":
         return _cli_compare.run(args)
     if args.command == "report":

@@ -20,7 +20,7 @@ from _sphinx import names as public_names  # noqa: E402
 ELSEWHERE = {"docs/hardware.md", "docs/precision.md", "docs/training.md"}
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")
                               if "_build" not in path.parts and "```python\n" in path.read_text())]
-NEEDS = {"docs/getting_started/first_network.md": "sklearn"}
+NEEDS = {"docs/getting_started/first_network.md": "sklearn", "docs/how_to/serve.md": "uvicorn"}
 PACKAGES = {"pytorch": "torch", "keras": "keras", "equinox": "equinox", "haiku": "haiku"}
 SLOW = ("docs/getting_started/", "docs/how_to/")    # their parts have quick tests elsewhere
 

@@ -5,6 +5,8 @@
     logits = export.load("digits.fnet")(x)
 """
 
+from fnet.export import serve
+from fnet.export._generation import generation
 from fnet.export._loaded import Bundle, load
 from fnet.export._program import Program, program
 from fnet.export._reader import BundleError
@@ -12,5 +14,5 @@ from fnet.export._rebuild import renew
 from fnet.export._record import read_record, record
 from fnet.export._spec import Spec, spec, spec_of
 
-__all__ = ["Bundle", "BundleError", "Program", "Spec", "load", "program", "read_record", "record", "renew",
-           "spec", "spec_of"]
+__all__ = ["Bundle", "BundleError", "Program", "Spec", "generation", "load", "program", "read_record", "record",
+           "renew", "serve", "spec", "spec_of"]

@@ -152,3 +152,8 @@ def text(tree):
     if kind == "dict":
         return "{" + ", ".join(f"{key}: {text(child)}" for key, child in children.items()) + "}"
     return ("[{}]" if kind == "list" else "({})").format(", ".join(map(text, children)))
+
+
+def shape(leaf, sizes):
+    """The shape of an array for these sizes of the variables."""
+    return tuple(size(n, sizes) for n in leaf["shape"])

@@ -1,0 +1,62 @@
+"""`fnet serve FILE...`: a server for bundles."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_DESCRIPTION = """Serves bundles by the Open Inference Protocol, version 2 (REST). Needs the packages of fnet[serve].
+
+  fnet serve digits.fnet                          http://127.0.0.1:8000, with a page for trying the model
+  fnet serve digits=new.fnet digits:1=old.fnet    two versions of a model
+  fnet serve bert.fnet --pad t=32,64,128          inputs padded to few sizes, all compiled at the start
+
+The token for clients, if any, is in the file of --token-file or in the environment variable FNET_SERVE_TOKEN.
+"""
+
+
+def define(commands: Any) -> None:
+    """Adds the command."""
+    serve = commands.add_parser("serve", help="serve exported models over HTTP", description=_DESCRIPTION,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    serve.add_argument("files", nargs="+", metavar="FILE", help="a bundle: FILE, NAME=FILE or NAME:VERSION=FILE")
+    serve.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="port; 0 selects a free one (default: %(default)s)")
+    serve.add_argument("--max-batch", type=int, default=32, help="rows that are computed together (default: 32)")
+    serve.add_argument("--max-delay", type=float, default=2.0, metavar="MS",
+                       help="milliseconds for which a request waits for others (default: 2)")
+    serve.add_argument("--max-queue", type=int, default=256, help="requests that wait for a model (default: 256)")
+    serve.add_argument("--max-body", type=float, default=64, metavar="MB", help="size of a request (default: 64)")
+    serve.add_argument("--timeout", type=float, default=30, help="seconds for a request (default: 30)")
+    serve.add_argument("--pad", action="append", default=[], metavar="NAME=SIZES",
+                       help="pad this size variable to the next of these sizes")
+    serve.add_argument("--token-file", help="a file with the token that clients must send")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code."""
+    from fnet.export import serve
+
+    token = os.environ.get("FNET_SERVE_TOKEN")
+    if args.token_file:
+        token = Path(args.token_file).read_text(encoding="utf-8").strip()
+    options = serve.Options(
+        host=args.host, port=args.port, max_batch=args.max_batch, max_delay=args.max_delay / 1000,
+        max_queue=args.max_queue, max_body=int(args.max_body * 1e6), timeout=args.timeout, token=token or None,
+        pad=dict(map(_sizes, args.pad)))
+    if not options.loopback and options.token is None:
+        print(f"fnet serve: all clients that reach {options.host} can use the models; set a token with --token-file",
+              file=sys.stderr)
+    serve.run(args.files, options, started=lambda address: print(f"serving on {address}", flush=True))
+    return 0
+
+
+def _sizes(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, sizes = text.partition("=")
+    try:
+        return name, tuple(int(size) for size in sizes.split(","))
+    except ValueError:
+        raise ValueError(f"--pad={text}: expected a name and sizes, such as t=32,64,128") from None

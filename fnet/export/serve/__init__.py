@@ -1,0 +1,13 @@
+"""A server for bundles: batching, the Open Inference Protocol, metrics, and text as a stream. Needs fnet[serve].
+
+    fnet serve digits.fnet
+
+    serve.run(["digits.fnet"], serve.Options(port=8000))      # the same from Python
+    app = serve.application(["digits.fnet"])                  # an ASGI application
+"""
+
+from fnet.export.serve._application import application
+from fnet.export.serve._options import Options
+from fnet.export.serve._run import run
+
+__all__ = ["Options", "application", "run"]

@@ -1,0 +1,305 @@
+"""The ASGI application: paths, limits, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fnet.export._reader import BundleError
+from fnet.export.serve import _page, _protocol
+from fnet.export.serve._batching import Full
+from fnet.export.serve._metrics import Metrics
+from fnet.export.serve._options import Options
+from fnet.export.serve._protocol import Invalid
+from fnet.export.serve._repository import Repository, Unknown
+
+_OPEN = "/", "/v2/health/live", "/v2/health/ready"      # without a token
+
+
+def application(files: Iterable[str], options: Options | None = None) -> Any:
+    """The server as an ASGI application, for a server of your own.
+
+    Args:
+        files: bundles: FILE, NAME=FILE or NAME:VERSION=FILE.
+        options: of these, `host` (whose clients may use any name of this server, unless it is a loopback address),
+            the limits and `token` have an effect here.
+
+    Returns:
+        A Starlette application. Models are compiled when it starts.
+
+    Raises:
+        ImportError: Starlette is not installed (fnet[serve]).
+        ValueError, BundleError, OSError: a file or an option is not valid.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.exceptions import HTTPException
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+    except ImportError:
+        raise ImportError("fnet.export.serve needs Starlette and uvicorn: pip install 'fnet[serve]'") from None
+    server = _Server(files, options or Options())
+    add = lambda path, function, method="GET": Route(path, server.endpoint(path, function), methods=[method])
+    model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
+    routes = [
+        add("/", server.page), add("/metrics", server.metrics_text), add("/v2", server.metadata),
+        add("/v2/health/live", server.live), add("/v2/health/ready", server.is_ready),
+        add("/v2/repository/index", server.index, "POST"),
+        *(add(root, server.model_metadata) for root in (model, version)),
+        *(add(f"{root}/ready", server.model_ready) for root in (model, version)),
+        *(add(f"{root}/infer", server.infer, "POST") for root in (model, version)),
+        *(add(f"{root}/generate", server.generate, "POST") for root in (model, version)),
+        *(add(f"{root}/generate_stream", server.generate_stream, "POST") for root in (model, version)),
+    ]
+
+    async def failed(request, error):
+        return JSONResponse({"error": error.detail}, error.status_code, server.headers)
+
+    app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers={HTTPException: failed})
+    app.state.server = server
+    return app
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str, **headers: str):
+        super().__init__(message)
+        self.status, self.headers = status, headers
+
+
+class _Server:
+    """The state of an application.
+
+    Attributes:
+        draining: whether it ends, so that clients close their connections.
+    """
+
+    def __init__(self, files, options):
+        self.options, self.metrics = options, Metrics()
+        self.repository = Repository(files, options, self.metrics)
+        self.draining, self.streams = False, 0
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app):
+        compiling = asyncio.create_task(asyncio.to_thread(self.repository.warm))
+        yield
+        await compiling
+        await asyncio.to_thread(self.repository.close)
+        self._texts.shutdown()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Connection": "close"} if self.draining else {}
+
+    def endpoint(self, path: str, function: Callable) -> Callable:
+        """The function with the checks and errors that all paths share."""
+        from starlette.requests import ClientDisconnect
+        from starlette.responses import JSONResponse, Response
+
+        async def respond(request):
+            start, headers = time.perf_counter(), {}
+            try:
+                self._admit(request, path)
+                response = await function(request)
+            except _Refused as error:
+                headers, response = error.headers, JSONResponse({"error": str(error)}, error.status)
+            except Unknown as error:
+                response = JSONResponse({"error": str(error)}, 404)
+            except (Invalid, BundleError) as error:
+                response = JSONResponse({"error": str(error)}, 400)
+            except Full as error:
+                headers, response = {"Retry-After": "1"}, JSONResponse({"error": str(error)}, 503)
+            except TimeoutError:
+                response = JSONResponse({"error": f"no result within {self.options.timeout:g} seconds"}, 504)
+            except ClientDisconnect:
+                response = Response(status_code=499)      # nobody reads it; for the metrics
+            except Exception as error:
+                response = JSONResponse({"error": f"the computation failed: {type(error).__name__}"}, 500)
+            response.headers.update({**self.headers, **headers})
+            model = request.path_params.get("model", "")
+            labels = {"model": model} if model in {*self.repository.models, *self.repository.generators} else {}
+            self.metrics.add("fnet_requests_total", path=path, code=str(response.status_code), **labels)
+            if path.endswith("/infer") and response.status_code == 200:
+                self.metrics.observe("fnet_request_seconds", time.perf_counter() - start, **labels)
+            return response
+
+        return respond
+
+    def _admit(self, request, path):
+        if self.options.loopback:      # against web pages whose names resolve to this address
+            host = request.headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()
+            if host not in ("127.0.0.1", "::1", "localhost"):
+                raise _Refused(400, "this server answers to 127.0.0.1 and localhost alone")
+        if self.options.token is not None and path not in _OPEN:
+            given = request.headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self.options.token}".encode()):
+                raise _Refused(401, "expected the header Authorization: Bearer TOKEN", **{"WWW-Authenticate": "Bearer"})
+
+    async def _body(self, request) -> bytes:
+        limit, seconds = self.options.max_body, self.options.read_timeout
+        large = _Refused(413, f"the body has more than {limit} bytes", Connection="close")
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise _Refused(415, "compressed bodies are not supported", Connection="close")
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise large
+                    parts.append(part)
+        except TimeoutError:
+            raise _Refused(408, f"the body did not arrive within {seconds:g} seconds", Connection="close") from None
+        return b"".join(parts)
+
+    def _check_ready(self):
+        if not self.repository.ready:
+            raise _Refused(503, "the models are being compiled", **{"Retry-After": "1"})
+
+    def _found(self, request, table="models"):
+        return self.repository.find(request.path_params["model"], request.path_params.get("version"), table)
+
+    # Paths.
+
+    async def page(self, request):
+        from starlette.responses import HTMLResponse
+
+        return HTMLResponse(_page.HTML, headers={"Content-Security-Policy": _page.POLICY, "Cache-Control": "no-store"})
+
+    async def metrics_text(self, request):
+        from starlette.responses import PlainTextResponse
+
+        gauges = []
+        for model, batcher in self.repository.all():
+            labels = {"model": model.name, "version": model.version}
+            gauges += [("fnet_queue_requests", labels, len(batcher)), ("fnet_programs", labels, model.programs)]
+        return PlainTextResponse(self.metrics.text(gauges), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def metadata(self, request):
+        return _json({"name": "fnet", "version": importlib.metadata.version("fnet"),
+                      "extensions": list(_protocol.EXTENSIONS)})
+
+    async def live(self, request):
+        return _json({"live": True})
+
+    async def is_ready(self, request):
+        ready = self.repository.ready and not self.draining
+        return _json({"ready": ready}, 200 if ready else 503)
+
+    async def index(self, request):
+        state = "READY" if self.repository.ready else "LOADING"
+        row = lambda name, version, kind: {"name": name, "version": version, "state": state, "reason": "", "kind": kind}
+        tables = ("infer", self.repository.models), ("generate", self.repository.generators)
+        return _json([row(name, version, kind) for kind, table in tables
+                      for name, versions in table.items() for version in versions])
+
+    async def model_metadata(self, request):
+        model, _ = self._found(request)
+        return _json(_protocol.metadata(model, sorted(self.repository.models[model.name], key=int)))
+
+    async def model_ready(self, request):
+        name = request.path_params["model"]
+        self._found(request, "models" if name in self.repository.models else "generators")
+        self._check_ready()
+        return _json({"name": name, "ready": True})
+
+    async def infer(self, request):
+        from starlette.responses import Response
+
+        model, batcher = self._found(request)
+        self._check_ready()
+        body = await self._body(request)
+        read = lambda: _read(model, body, request.headers.get(_protocol.LENGTH))
+        asked, arrays = read() if len(body) < 1 << 16 else await asyncio.to_thread(read)
+        async with asyncio.timeout(self.options.timeout):
+            outputs = await asyncio.wrap_future(batcher.submit(arrays))
+        small = sum(y.size for y in outputs) < 1 << 14
+        write = lambda: _protocol.write(model, asked, outputs)
+        content, length = write() if small else await asyncio.to_thread(write)
+        if length is None:
+            return Response(content, media_type="application/json")
+        return Response(content, media_type="application/octet-stream", headers={_protocol.LENGTH: str(length)})
+
+    async def generate(self, request):
+        generator, tokens, stop = await self._started(request)
+        try:
+            async with asyncio.timeout(self.options.timeout):
+                found = [token async for token in tokens]
+        finally:
+            stop()
+        return _json({"model_name": generator.name, "model_version": generator.version, "tokens": found,
+                      "text_output": "".join(map(generator.text, found))})
+
+    async def generate_stream(self, request):
+        from starlette.responses import StreamingResponse
+
+        generator, tokens, stop = await self._started(request)
+
+        async def events():
+            try:
+                async for token in tokens:
+                    yield _event({"model_name": generator.name, "model_version": generator.version, "token": token,
+                                  "text_output": generator.text(token)})
+                yield _event({"model_name": generator.name, "finished": True})
+            finally:
+                stop()
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    async def _started(self, request):
+        """(the generator, its tokens, of which the first is computed, a function that ends it)."""
+        generator = self._found(request, "generators")
+        self._check_ready()
+        asked = generator.read(_protocol.read_json(await self._body(request)))
+        if self.streams >= self.options.max_streams:
+            raise Full(f"{self.streams} texts are being generated; try again later")
+        self.streams += 1
+        ended = []
+
+        def stop():
+            if not ended:
+                ended.append(True)
+                self.streams -= 1
+
+        tokens, loop = generator.tokens(asked), asyncio.get_running_loop()
+        following = lambda: loop.run_in_executor(self._texts, next, tokens, None)
+        try:
+            async with asyncio.timeout(self.options.timeout):
+                first = await following()
+        except BaseException:
+            stop()
+            raise
+
+        async def all_tokens():
+            token = first
+            while token is not None:
+                self.metrics.add("fnet_generated_tokens_total", model=generator.name)
+                yield token
+                token = await following()
+
+        return generator, all_tokens(), stop
+
+
+def _read(model, body, length):
+    asked, arrays = _protocol.read(model, body, length)
+    _protocol.check_outputs(model, asked)
+    return asked, model.bound(arrays)
+
+
+def _json(data, status=200):
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(data, status)
+
+
+def _event(data) -> str:
+    return f"data: {json.dumps(data)}\n\n"

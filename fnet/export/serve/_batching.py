@@ -1,0 +1,116 @@
+"""Requests that arrive at about the same time are computed together."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Full(RuntimeError):
+    """More requests wait than the queue holds."""
+
+
+class _Request(NamedTuple):
+    key: tuple
+    rows: int
+    arrays: list[np.ndarray]
+    future: Future
+
+
+class Batcher:
+    """A thread that computes the requests for one model.
+
+    A batch starts when it has `max_batch` rows, or `max_delay` seconds after the arrival of its first request. While
+    one is computed, requests wait for the next. Only requests whose inputs have equal shapes but for the first axis
+    share a batch.
+
+    Args:
+        compute: list of arrays -> list of arrays; all have the same first axis, if `max_batch` is not 1.
+        observe: called with the rows and the seconds of each batch.
+    """
+
+    def __init__(self, compute: Callable[[list], list], *, max_batch: int, max_delay: float, max_queue: int,
+                 observe: Callable[[int, float], None] = lambda rows, seconds: None):
+        self._compute, self._observe = compute, observe
+        self._max_batch, self._max_delay, self._max_queue = max_batch, max_delay, max_queue
+        self._queue: collections.deque[_Request] = collections.deque()
+        self._changed, self._closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def submit(self, arrays: list[np.ndarray]) -> Future:
+        """Adds a request.
+
+        Raises:
+            Full: the queue is full, or the batcher is closed.
+        """
+        batched = self._max_batch > 1
+        key = tuple((x.shape[1:], x.dtype) for x in arrays) if batched else (object(),)
+        request = _Request(key, len(arrays[0]) if batched else 1, arrays, Future())
+        with self._changed:
+            if self._closed or len(self._queue) >= self._max_queue:
+                raise Full(f"{len(self._queue)} requests wait; try again later")
+            self._queue.append(request)
+            self._changed.notify()
+        return request.future
+
+    def close(self) -> None:
+        """Computes what waits, and ends the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while batch := self._next():
+            batch = [request for request in batch if request.future.set_running_or_notify_cancel()]
+            if batch:
+                self._run(batch)
+
+    def _next(self) -> list[_Request]:
+        """The requests of the next batch; none if the batcher is closed and nothing waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            end = time.monotonic() + self._max_delay
+            while (not self._closed and sum(request.rows for request in self._queue) < self._max_batch
+                   and (left := end - time.monotonic()) > 0):
+                self._changed.wait(left)
+            batch: list[_Request] = []
+            rows, others = 0, []
+            while self._queue and rows < self._max_batch:
+                request = self._queue.popleft()
+                if batch and (request.key != batch[0].key or rows + request.rows > self._max_batch):
+                    others.append(request)
+                else:
+                    batch.append(request)
+                    rows += request.rows
+            self._queue.extendleft(reversed(others))
+            return batch
+
+    def _run(self, batch) -> None:
+        start = time.perf_counter()
+        try:
+            if len(batch) == 1:
+                outputs = self._compute(batch[0].arrays)
+            else:
+                outputs = self._compute([np.concatenate(parts) for parts in zip(*(r.arrays for r in batch))])
+        except BaseException as error:      # of any kind: the clients wait for an answer
+            for request in batch:
+                request.future.set_exception(error)
+            return
+        self._observe(sum(request.rows for request in batch), time.perf_counter() - start)
+        first = 0
+        for request in batch:
+            whole = len(batch) == 1
+            part = outputs if whole else [y[first:first + request.rows] for y in outputs]
+            first += request.rows
+            request.future.set_result(part)

@@ -1,0 +1,146 @@
+"""One entry point of a bundle as a model that is served: its inputs, the sizes it is compiled for, its computation."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fnet.export import _signature
+from fnet.export._loaded import Bundle
+
+_PROGRAMS = 64      # compiled programs of one model, for inputs of different sizes; the oldest are removed
+_WARMED = 32        # programs that are compiled at the start
+
+
+def leaves(name: str, tree: Any) -> list[tuple[str, dict]]:
+    """[(name, {"dtype", "shape"})] of the arrays in a tree; parts have names such as cache/keys."""
+    if tree is None:
+        return []
+    if "dtype" in tree and "shape" in tree:
+        return [(name, tree)]
+    (kind, children), = tree.items()
+    items = children.items() if kind == "dict" else enumerate(children)
+    return [leaf for key, child in items for leaf in leaves(f"{name}/{key}", child)]
+
+
+class Model:
+    """An entry point of a bundle.
+
+    Attributes:
+        name, version: as in the paths of the protocol.
+        inputs, outputs: [(name, {"dtype", "shape"})].
+        batched: whether the first axis of all inputs and outputs is a batch of independent rows, by the program's
+            sizes: it has the same variable everywhere, which occurs nowhere else.
+    """
+
+    def __init__(self, name: str, version: str, bundle: Bundle, entry: str, max_batch: int,
+                 pad: Mapping[str, tuple[int, ...]]):
+        self.name, self.version, self.bundle, self.entry = name, version, bundle, entry
+        self._description = bundle.manifest["entries"][entry]
+        self.inputs = [leaf for name, tree in self._description["inputs"] for leaf in leaves(name, tree)]
+        self.outputs = leaves("output", self._description["output"])
+        self._programs: collections.OrderedDict[tuple, Any] = collections.OrderedDict()
+        words = [_words(n) for _, leaf in [*self.inputs, *self.outputs] for n in leaf["shape"][1:]]
+        words += [_words(text) for text in self._description["constraints"]]
+        firsts = {str(leaf["shape"][0]) if leaf["shape"] else "" for _, leaf in [*self.inputs, *self.outputs]}
+        self._rows = firsts.pop() if len(firsts) == 1 else ""
+        self.batched = self._rows.isidentifier() and not any(self._rows in found for found in words)
+        self.max_batch = max_batch if self.batched else 1
+        self.variables = sorted(set().union(*words) - {self._rows}) if words else []
+        self.pad = {name: sorted(sizes) for name, sizes in pad.items() if name in self.variables}
+        for name in self.pad:
+            if any(name in _words(n) and n != name for _, leaf in self.outputs for n in leaf["shape"]):
+                raise ValueError(f"serve: {self.name}: outputs have sizes computed from {name!r}; it cannot be padded")
+
+    def bound(self, arrays: list[np.ndarray]) -> list:
+        """The inputs of the program, checked.
+
+        Raises:
+            BundleError: they do not match the signature.
+        """
+        rest, description = iter(arrays), self._description
+        named = {name: _signature.unflatten(tree, rest) for name, tree in description["inputs"]}
+        flat, sizes = _signature.bound(self.name, self.entry, description, (), named)
+        for name, allowed in self.pad.items():
+            if sizes[name] > allowed[-1]:
+                raise _signature.BundleError(f"{self.name}: {name} = {sizes[name]}, expected at most {allowed[-1]}")
+        return flat
+
+    def compute(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """The outputs for inputs that `bound` returned, in pieces of at most `max_batch` rows."""
+        sizes = {n: m for (_, leaf), x in zip(self.inputs, arrays) for n, m in zip(leaf["shape"], x.shape)}
+        for name, allowed in self.pad.items():
+            arrays = [_padded(x, leaf["shape"], name, next(n for n in allowed if n >= sizes[name]))
+                      for (_, leaf), x in zip(self.inputs, arrays)]
+        if not self.batched:
+            outputs = self._run(arrays)
+        else:
+            pieces = [self._piece([x[i:i + self.max_batch] for x in arrays])
+                      for i in range(0, len(arrays[0]), self.max_batch)]
+            outputs = pieces[0] if len(pieces) == 1 else [np.concatenate(parts) for parts in zip(*pieces)]
+        for name in self.pad:
+            outputs = [y[tuple(slice(sizes[name] if n == name else None) for n in leaf["shape"])]
+                       for (_, leaf), y in zip(self.outputs, outputs)]
+        return outputs
+
+    def _piece(self, arrays):
+        """Adds copies of the last row up to a power of two."""
+        rows = len(arrays[0])
+        size = min(1 << (rows - 1).bit_length(), self.max_batch)
+        if size > rows:
+            arrays = [np.concatenate([x, np.broadcast_to(x[-1:], (size - rows, *x.shape[1:]))]) for x in arrays]
+        return [y[:rows] for y in self._run(arrays)]
+
+    def _run(self, arrays):
+        key = tuple(x.shape for x in arrays)
+        weights = {name: self.bundle.arrays[name] for name in self._description["weights"]}
+        program = self._programs.get(key)
+        if program is None:
+            program = self.bundle._program(self.entry).lower(weights, arrays).compile()
+            self._programs[key] = program
+            if len(self._programs) > _PROGRAMS:
+                self._programs.popitem(last=False)
+        return [np.asarray(y) for y in program(weights, arrays)]
+
+    @property
+    def programs(self) -> int:
+        return len(self._programs)
+
+    def warm(self) -> None:
+        """Compiles the programs of all sizes that are known, and tests that padding has no effect.
+
+        Raises:
+            ValueError: an output depends on padding.
+        """
+        free = [name for name in self.variables if name not in self.pad]
+        batches = sorted({min(1 << i, self.max_batch) for i in range(self.max_batch.bit_length() + 1)})
+        for rows, *sizes in itertools.islice(itertools.product(batches, *self.pad.values()), 0 if free else _WARMED):
+            known = {self._rows: rows, **dict(zip(self.pad, sizes))}
+            self._run([np.zeros(_signature.shape(leaf, known), leaf["dtype"]) for _, leaf in self.inputs])
+        if self.pad and not free:
+            self._test_padding()
+
+    def _test_padding(self):
+        inputs, wanted = self.bundle.tests()[self.entry]
+        if not wanted:
+            return
+        outputs = self.compute(list(inputs))
+        for (name, _), got, want in zip(self.outputs, outputs, wanted):
+            got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+            if np.abs(got - want).max(initial=0) > 1e-3 * np.abs(want).max(initial=0):
+                raise ValueError(f"serve: {self.name}: the output {name!r} depends on the padding of "
+                                 f"{', '.join(self.pad)}; serve the model without --pad")
+
+
+def _padded(x, shape, name, size):
+    widths = [(0, size - n if wanted == name else 0) for n, wanted in zip(x.shape, shape)]
+    return np.pad(x, widths) if any(high for _, high in widths) else x
+
+
+def _words(text) -> set[str]:
+    return set(re.findall(r"[A-Za-z_]\w*", str(text))) - {"floordiv", "mod", "max", "min"}

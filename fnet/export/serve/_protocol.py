@@ -1,0 +1,180 @@
+"""Requests and responses of the Open Inference Protocol, version 2 (REST), with tensors as JSON or as bytes.
+
+https://github.com/kserve/open-inference-protocol; the binary form is Triton's extension "binary_tensor_data".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+
+from fnet.export.serve._model import Model
+
+EXTENSIONS = ("binary_tensor_data", "generate")
+LENGTH = "inference-header-content-length"
+_CODES = {"bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8",
+          "int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16", "float32": "FP32",
+          "float64": "FP64", "bfloat16": "BF16"}
+_KINDS = {"b": "b", "u": "ui", "i": "ui", "f": "uif", "V": "uif"}      # of a dtype: kinds of its JSON data
+
+
+class Invalid(ValueError):
+    """A request that is not valid; the message is sent to the client."""
+
+
+def servable(model: Model) -> bool:
+    """Whether the protocol has types for all inputs and outputs."""
+    return all(leaf["dtype"] in _CODES for _, leaf in [*model.inputs, *model.outputs])
+
+
+def metadata(model: Model, versions: list[str]) -> dict:
+    """The description of a model. Sizes that a request chooses are -1."""
+    sizes = lambda leaf: [n if isinstance(n, int) else -1 for n in leaf["shape"]]
+    tensors = lambda found: [{"name": name, "datatype": _CODES[leaf["dtype"]], "shape": sizes(leaf)}
+                             for name, leaf in found]
+    bundle = model.bundle
+    parameters = {"signature": bundle.signature(model.entry), "created": bundle.manifest["created"]}
+    if bundle.labels:
+        parameters["labels"] = bundle.labels
+    return {"name": model.name, "versions": versions, "platform": "fnet", "inputs": tensors(model.inputs),
+            "outputs": tensors(model.outputs), "parameters": parameters}
+
+
+def read_json(data: bytes) -> dict:
+    """A JSON object.
+
+    Raises:
+        Invalid: it is none.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Invalid(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Invalid(f"expected a JSON object, got {type(body).__name__}")
+    return body
+
+
+def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.ndarray]]:
+    """(the request, the inputs in the model's order).
+
+    Args:
+        length: the header Inference-Header-Content-Length, the bytes of JSON before those of tensors; or None.
+
+    Raises:
+        Invalid: the request is not valid for the model.
+    """
+    if length is not None and not (length.isdigit() and len(length) < 16 and int(length) <= len(body)):
+        raise Invalid(f"Inference-Header-Content-Length is {length[:40]!r}, expected at most the {len(body)} bytes of "
+                      "the body")
+    end = len(body) if length is None else int(length)
+    request, rest = read_json(body[:end]), memoryview(body)[end:]
+    tensors = request.get("inputs")
+    if not isinstance(tensors, list) or not all(isinstance(x, dict) for x in tensors):
+        raise Invalid("expected \"inputs\", a list of {name, shape, datatype, data}")
+    held = {}
+    for tensor in tensors:
+        name = tensor.get("name")
+        leaf = next((leaf for known, leaf in model.inputs if known == name), None)
+        if leaf is None or name in held:
+            raise Invalid(f"{'unknown' if leaf is None else 'repeated'} input {str(name)[:80]!r}; expected "
+                          f"{', '.join(name for name, _ in model.inputs)}")
+        held[name], rest = _tensor(name, tensor, leaf["dtype"], rest)
+    missing = [name for name, _ in model.inputs if name not in held]
+    if missing or len(rest):
+        raise Invalid(f"the input {missing[0]!r} is missing" if missing else
+                      f"{len(rest)} bytes follow the tensors")
+    return request, [held[name] for name, _ in model.inputs]
+
+
+def _tensor(name, tensor, dtype, rest):
+    """(array, the bytes after it)."""
+    shape, code = tensor.get("shape"), tensor.get("datatype")
+    if code != _CODES[dtype]:
+        raise Invalid(f"the input {name!r} has datatype {str(code)[:20]!r}, expected {_CODES[dtype]!r}")
+    if (not isinstance(shape, list) or len(shape) > 32
+            or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape)):
+        raise Invalid(f"the shape of the input {name!r} must be a list of sizes")
+    count, parameters = math.prod(shape), tensor.get("parameters") or {}
+    size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
+    if size is not None:
+        wanted = count * np.dtype(dtype).itemsize
+        if type(size) is not int or size != wanted or size > len(rest):
+            raise Invalid(f"the input {name!r} of shape {shape} needs {wanted} bytes; binary_data_size is "
+                          f"{str(size)[:20]} and {len(rest)} bytes are left in the body")
+        return np.frombuffer(rest[:size], np.dtype(dtype)).reshape(shape), rest[size:]
+    try:
+        array = np.asarray(tensor.get("data"))
+    except (ValueError, OverflowError, RecursionError):
+        raise Invalid(f"the data of the input {name!r} must be a list of numbers, or equally nested lists") from None
+    if array.size != count or (array.size and array.dtype.kind not in _KINDS[np.dtype(dtype).kind]):
+        raise Invalid(f"the data of the input {name!r} must have {count} numbers of datatype {code}, got {array.size} "
+                      f"of the type {array.dtype.name}")
+    if np.dtype(dtype).kind in "ui" and array.size:
+        limits = np.iinfo(dtype)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            raise Invalid(f"the data of the input {name!r} must be from {limits.min} to {limits.max}")
+    with np.errstate(over="ignore"):      # a number above the range of a float is infinite, as in the binary form
+        return array.astype(dtype).reshape(shape), rest
+
+
+def write(model: Model, request: dict, outputs: list[np.ndarray]) -> tuple[bytes, int | None]:
+    """(the body of the response, the bytes of JSON at its start or None if it is all JSON).
+
+    Raises:
+        Invalid: the request asks for outputs that do not exist.
+    """
+    parameters = request.get("parameters")
+    everything = isinstance(parameters, dict) and bool(parameters.get("binary_data_output"))
+    binary = _wanted(model, request, everything)
+    tensors, parts = [], []
+    for (name, leaf), array in zip(model.outputs, outputs):
+        if name not in binary:
+            continue
+        tensor = {"name": name, "shape": list(array.shape), "datatype": _CODES[leaf["dtype"]]}
+        if binary[name]:
+            parts.append(np.ascontiguousarray(array).tobytes())
+            tensor["parameters"] = {"binary_data_size": len(parts[-1])}
+        else:
+            tensor["data"] = _numbers(array)
+        tensors.append(tensor)
+    response = {"model_name": model.name, "model_version": model.version, "outputs": tensors}
+    if isinstance(request.get("id"), str):
+        response["id"] = request["id"][:256]
+    head = json.dumps(response, separators=(",", ":"), allow_nan=False).encode()
+    return b"".join([head, *parts]), len(head) if parts else None
+
+
+def check_outputs(model: Model, request: dict) -> None:
+    """Raises Invalid if the request asks for outputs that do not exist."""
+    _wanted(model, request, False)
+
+
+def _wanted(model, request, everything) -> dict[str, bool]:
+    """{name of an output that the request asks for: whether as bytes}."""
+    asked = request.get("outputs")
+    if not asked:
+        return {name: everything for name, _ in model.outputs}
+    if not isinstance(asked, list) or not all(isinstance(x, dict) for x in asked):
+        raise Invalid("expected \"outputs\", a list of {name}")
+    known, wanted = [name for name, _ in model.outputs], {}
+    for output in asked:
+        if output.get("name") not in known:
+            raise Invalid(f"unknown output {str(output.get('name'))[:80]!r}; expected {', '.join(known)}")
+        parameters = output.get("parameters")
+        binary = parameters.get("binary_data", everything) if isinstance(parameters, dict) else everything
+        wanted[output["name"]] = bool(binary)
+    return wanted
+
+
+def _numbers(array):
+    """A flat list. JSON has no NaN and no infinities: they are null."""
+    if array.dtype.kind in "fV":
+        numbers = array.astype(np.float64).ravel()
+        finite = np.isfinite(numbers)
+        if not finite.all():
+            return [x if ok else None for x, ok in zip(numbers.tolist(), finite)]
+        return numbers.tolist()
+    return array.ravel().tolist()
