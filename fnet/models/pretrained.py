@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from fnet.models import _config, _hub, _key_map, _llama2c, _match, _tensors
+from fnet.models._adapters import load_adapter, save_adapter
 from fnet.models._model import Model
 from fnet.models._weight_names import (
     CONV,
@@ -42,7 +43,7 @@ from fnet.models._weight_names import (
 
 __all__ = [
     "CONV", "DENSE", "DEPTHWISE", "SAME", "Layout", "Names", "Rule", "Spare", "Tied", "find", "flattened", "keras",
-    "load", "model", "names_of", "save", "torch",
+    "load", "load_adapter", "model", "names_of", "save", "save_adapter", "torch",
 ]
 
 

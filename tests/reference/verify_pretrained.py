@@ -182,7 +182,8 @@ def mobilenet_v2_errors():
                 raise AssertionError(f"{what}: no error")
 
 
-import verify_config  # noqa: E402, F401    their checks come after these
+import verify_adapters  # noqa: E402, F401    their checks come after these
+import verify_config  # noqa: E402, F401
 import verify_text  # noqa: E402, F401
 
 

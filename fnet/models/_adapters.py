@@ -1,0 +1,240 @@
+"""Adapters of PEFT: changes of low rank in files with the names of transformers."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from fnet.compress import LowRank
+from fnet.models import _key_map, _match, _tensors
+from fnet.models._model import Model
+
+_PREFIX, _WEIGHTS, _CONFIG = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"
+# Fields that change the computation, with the values for which it is that of LowRank.
+_PLAIN = {"peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []),
+          "lora_bias": (False, None), "alora_invocation_tokens": (None,), "trainable_token_indices": (None,),
+          "target_parameters": (None, []), "layer_replication": (None,), "use_qalora": (False, None)}
+
+
+def load_adapter(model: Model, params: Mapping, path: str | os.PathLike) -> dict:
+    """Reads a LoRA adapter that PEFT saved, for parameters of its base model.
+
+        params, _ = pretrained.load("smollm-135m")
+        adapted = pretrained.load_adapter(model, params, "path/to/adapter")
+        logits = ft.use_implicit_arrays(model)(adapted, tokens)        # or model(compress.merge(adapted), tokens)
+
+    Args:
+        model: the base model.
+        params: its parameters; kernels may be quantized.
+        path: the folder with adapter_config.json and adapter_model.safetensors.
+
+    Returns:
+        The parameters with `compress.LowRank` leaves.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the adapter is for another model, or uses a method that is not LoRA (DoRA, biases, other modules).
+
+    >>> import tempfile
+    >>> from fnet import compress
+    >>> model = models.GPT(24, 16, 2, 4, context=16)
+    >>> params, _ = model.init(jax.random.key(0), model.example())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     adapted = compress.lora(jax.random.key(1), params, {".*value": 2})
+    ...     folder = models.pretrained.save_adapter(model, adapted, folder)
+    ...     adapted = models.pretrained.load_adapter(model, params, folder)
+    """
+    folder = Path(path).expanduser()
+    config = _read_config(folder / _CONFIG)
+    tensors = _tensors.read(folder / _WEIGHTS)
+    given = {key.removeprefix(_PREFIX): array for key, array in tensors.arrays.items()}
+    entries = max((_entries(model, prefix) for prefix in _prefixes(model)),
+                  key=lambda entries: sum(base in _modules(given) for entry in entries for base in _bases(entry)))
+    found, used = {}, set()
+    for entry in entries:
+        pairs = [_pair(given, base) for base in _bases(entry)]
+        if any(pairs):
+            used.update(key for pair in pairs if pair for key in pair)
+            scales = [_scale(config, base, given[pair[0]]) if pair else 1.0 for base, pair in zip(_bases(entry), pairs)]
+            arrays = [tuple(np.asarray(given[key], np.float32) for key in pair) if pair else None for pair in pairs]
+            found |= _changes(entry, arrays, scales, tensors.path)
+    if unknown := sorted(set(given) - used):
+        raise ValueError(f"{tensors.path}: no kernel of this {type(model).__name__} has the keys "
+                         f"{', '.join(map(repr, unknown[:3]))}" + (" ..." if len(unknown) > 3 else ""))
+    return _replaced(params, {tuple(path.split("/")): change for path, change in found.items()})
+
+
+def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base: str | None = None,
+                 prefix: str | None = None) -> Path:
+    """Writes the `compress.LowRank` leaves of parameters as a LoRA adapter that PEFT loads: the inverse of
+    `load_adapter`.
+
+    Args:
+        model: the base model.
+        params: its parameters with `LowRank` leaves.
+        path: the folder to write.
+        base: the name of the base model on Hugging Face's hub, for adapter_config.json.
+        prefix: what precedes the names of modules in the class of transformers that is adapted: "transformer." in
+            GPT2LMHeadModel, "" in GPT2Model. Default: that of the class with a head.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: there is no `LowRank` leaf, PEFT has no form for one (such as a convolution), or the model has no
+            such prefix.
+
+    >>> import tempfile
+    >>> from fnet import compress
+    >>> model = models.GPT(24, 16, 2, 4, context=16)
+    >>> params, _ = model.init(jax.random.key(0), model.example())
+    >>> adapted = compress.lora(jax.random.key(1), params, {".*query": 4})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     folder = models.pretrained.save_adapter(model, adapted, folder)
+    ...     adapted = models.pretrained.load_adapter(model, params, folder)
+    >>> adapted["blocks"]["attention"]["query"]["kernel"].a.shape
+    (2, 16, 4)
+    """
+    arrays, ranks, swapped, prefixes = {}, {}, True, _prefixes(model)
+    if prefix is not None and prefix not in prefixes:
+        raise ValueError(f"save_adapter: expected a prefix of {prefixes}; got {prefix!r}")
+    for entry in _entries(model, prefixes[-1] if prefix is None else prefix):
+        leaves = [_get(params, place) for place in entry.paths]
+        if not any(isinstance(leaf, LowRank) for leaf in leaves):
+            continue
+        if not _is_dense(entry) or any(isinstance(leaf, LowRank) and leaf.inputs != 1 for leaf in leaves):
+            raise ValueError(f"save_adapter: PEFT has no form for the change of {_match.ours(entry)}")
+        swapped = swapped and entry.rule.layout.name == "dense"
+        for name, copy in zip(_bases(entry), np.ndindex(entry.copies)):
+            a, b, scale = _joined(leaves, copy)
+            arrays[f"{_PREFIX}{name}.lora_A.weight"], arrays[f"{_PREFIX}{name}.lora_B.weight"] = a.T, b.T
+            ranks[name] = a.shape[1], scale * a.shape[1]
+    if not arrays:
+        raise ValueError("save_adapter: the parameters have no LowRank leaf; compress.lora creates them")
+    (rank, alpha), _ = collections.Counter(ranks.values()).most_common(1)[0]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": sorted(ranks), "bias": "none",
+              "rank_pattern": {name: r for name, (r, _) in ranks.items() if r != rank},
+              "alpha_pattern": {name: other for name, (_, other) in ranks.items() if other != alpha},
+              "lora_dropout": 0.0, "fan_in_fan_out": not swapped, "inference_mode": True, "task_type": None,
+              "base_model_name_or_path": base}
+    folder = Path(path).expanduser()
+    _tensors.write(folder / _WEIGHTS, arrays, {"format": "pt"})
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return folder
+
+
+def _read_config(file):
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist; PEFT's save_pretrained writes it beside {_WEIGHTS}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("r"), int) or config["r"] < 1 or not isinstance(
+            config.get("lora_alpha"), int | float):
+        raise ValueError(f"{file}: expected the fields r and lora_alpha of a LoRA adapter")
+    for field, values in _PLAIN.items():
+        if field in config and config[field] not in values:
+            raise ValueError(f"{file}: {field}={config[field]!r} is not supported; expected {values[0]!r}")
+    return config
+
+
+def _prefixes(model):
+    return _match.rules_of(model, "huggingface").prefixes
+
+
+def _entries(model, prefix):
+    rules = _match.rules_of(model, "huggingface")
+    leaves = _match.leaves_of(model)[1]
+    return _key_map.key_map(rules, prefix, leaves, _match.who(model, "huggingface")).reads
+
+
+def _bases(entry):
+    """The names of the modules that hold the arrays of an entry."""
+    return [key.removesuffix(".weight") for key in entry.keys]
+
+
+def _modules(given):
+    return {re.sub(r"\.lora_(embedding_)?[AB](\.weight)?$", "", key) for key in given}
+
+
+def _pair(given, base):
+    """The keys of the two factors of a module, or None."""
+    for a, b in ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B")):
+        if base + a in given and base + b in given:
+            return base + a, base + b
+    return None
+
+
+def _is_dense(entry):
+    """Whether the file's array is a matrix of a dense layer or a table."""
+    return entry.rule.layout.name in ("dense", "same") and all(
+        len(spec.shape) - len(entry.copies) == 2 for spec in entry.specs)
+
+
+def _scale(config, base, a):
+    alpha = next((value for pattern, value in (config.get("alpha_pattern") or {}).items()
+                  if re.fullmatch(rf"(.*\.)?({pattern})", base)), config["lora_alpha"])
+    return alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
+
+
+def _changes(entry, arrays, scales, file):
+    """{path: (a, b, scale)}; copies without a change, and missing ranks, are zero."""
+    if not _is_dense(entry):
+        raise ValueError(f"{file}: changes of {_match.ours(entry)} are supported for dense layers and tables only")
+    rank = max(len(pair[0]) for pair in arrays if pair)
+    scale = max(each for each, pair in zip(scales, arrays) if pair)
+    widths = [spec.shape[-1] for spec in entry.specs]
+    inputs = entry.specs[0].shape[-2]
+    a = np.zeros((*entry.copies, inputs, rank), np.float32)
+    b = np.zeros((*entry.copies, rank, sum(widths)), np.float32)
+    for copy, pair, own in zip(np.ndindex(entry.copies), arrays, scales):
+        if pair:
+            expected, got = (inputs, sum(widths)), (pair[0].shape[1], pair[1].shape[0])
+            if expected != got or len(pair[0]) != pair[1].shape[1]:
+                raise ValueError(f"{file}: {_match.ours(entry)}: expected factors for a kernel {expected}, got "
+                                 f"{pair[0].shape} and {pair[1].shape}")
+            a[(*copy, ..., slice(len(pair[0])))] = pair[0].T
+            b[(*copy, slice(len(pair[0])))] = pair[1].T * (own / scale)
+    parts = np.split(b, np.cumsum(widths)[:-1], -1)
+    return {path: (a, part, scale) for path, part in zip(entry.paths, parts)}
+
+
+def _joined(leaves, copy):
+    """(a, b, scale) of one module. Parts of a fused kernel with several changes have a block-diagonal b."""
+    scale = next(leaf.scale for leaf in leaves if isinstance(leaf, LowRank))
+    widths = [leaf.shape[-1] for leaf in leaves]
+    factors, rows = [], []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, LowRank):
+            factors.append(np.asarray(leaf.a[copy], np.float32))
+            row = np.zeros((leaf.a.shape[-1], sum(widths)), np.float32)
+            row[:, sum(widths[:i]):sum(widths[:i + 1])] = np.asarray(leaf.b[copy]) * (leaf.scale / scale)
+            rows.append(row)
+    return np.concatenate(factors, 1), np.concatenate(rows), scale
+
+
+def _replaced(tree, changes: Mapping[tuple, tuple]) -> Any:
+    """The tree with changes at their paths."""
+    if () in changes:
+        a, b, scale = changes[()]
+        return LowRank(tree, jnp.asarray(a), jnp.asarray(b), scale, 1)
+    if not changes:
+        return tree
+    return {name: _replaced(node, {path[1:]: change for path, change in changes.items() if path[0] == name})
+            for name, node in tree.items()}
+
+
+def _get(tree, place):
+    for part in place.split("/"):
+        tree = tree[part]
+    return tree

@@ -1,0 +1,120 @@
+"""LoRA adapters in PEFT's files, against weights to which the changes were added with NumPy."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fnet import compress, models
+from fnet import transforms as ft
+from fnet.models import pretrained
+
+TOKENS = jnp.array([[1, 5, 9, 2], [3, 3, 0, 7]])
+MODELS = {"llama": models.Llama(24, 16, 3, 4, 2, 20, context=16), "gpt": models.GPT(24, 16, 2, 4, context=16),
+          "unstacked": models.Llama(24, 16, 2, 4, 2, 20, context=16, stacked=False)}
+
+
+def start(name):
+    model = MODELS[name]
+    return model, model.init(jax.random.key(0), TOKENS)[0]
+
+
+def write(folder, factors, **config):
+    """An adapter as PEFT writes it."""
+    folder.mkdir(exist_ok=True)
+    save_file({f"base_model.model.{name}.lora_{side}.weight": array for name, pair in factors.items()
+               for side, array in zip("AB", pair)}, folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "bias": "none", "use_dora": False} | config
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def is_change(leaf):
+    return isinstance(leaf, compress.LowRank)
+
+
+def pair(inputs, outputs, rank=2, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(rank, inputs)).astype(np.float32), rng.normal(size=(outputs, rank)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["llama", "unstacked"])
+def test_an_adapter_equals_added_weights(name, tmp_path):
+    """Some layers have no change, one has another rank and alpha."""
+    model, params = start(name)
+    factors = {"model.layers.0.self_attn.q_proj": pair(16, 16), "model.layers.1.self_attn.q_proj": pair(16, 16, 3, 1),
+               "model.layers.1.mlp.down_proj": pair(20, 16, seed=2), "lm_head": pair(16, 24, seed=3)}
+    folder = write(tmp_path / "adapter", factors, rank_pattern={"model.layers.1.self_attn.q_proj": 3},
+                   alpha_pattern={"layers.1.self_attn.q_proj": 1.5})
+    weights = load_file(pretrained.save(model, params, {}, tmp_path / "base", names="huggingface"))
+    for module, (a, b) in factors.items():
+        weights[f"{module}.weight"] += (0.5 if len(a) == 3 else 4) * b @ a
+    save_file(weights, tmp_path / "added.safetensors")
+    want, _ = pretrained.load(model, tmp_path / "added.safetensors", names="huggingface")
+    adapted = pretrained.load_adapter(model, params, folder)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), compress.merge(adapted), want)
+    np.testing.assert_allclose(ft.use_implicit_arrays(model)(adapted, TOKENS), model(want, TOKENS), rtol=1e-4,
+                               atol=1e-4)
+
+
+def test_a_fused_kernel(tmp_path):
+    """GPT-2's c_attn is [in, 3 out] in the file, and its factors have the orientation of torch's."""
+    model, params = start("gpt")
+    a, b = pair(16, 48)
+    folder = write(tmp_path / "adapter", {"transformer.h.1.attn.c_attn": (a, b)}, fan_in_fan_out=True)
+    merged = compress.merge(pretrained.load_adapter(model, params, folder))
+    weights = load_file(pretrained.save(model, params, {}, tmp_path / "base", names="huggingface"))
+    key = next(key for key in weights if key.endswith("h.1.attn.c_attn.weight"))
+    weights[key] += 4 * (b @ a).T
+    save_file(weights, tmp_path / "added.safetensors")
+    want, _ = pretrained.load(model, tmp_path / "added.safetensors", names="huggingface")
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), merged, want)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_save_and_load(name, tmp_path):
+    model, params = start(name)
+    rules = {".*attention/query.*": 2, ".*attention/value.*": 3}
+    adapted = compress.lora(jax.random.key(1), params, rules, alpha=6)
+    adapted = jax.tree.map(lambda w: dataclasses.replace(w, b=w.b + 0.1) if is_change(w) else w, adapted,
+                           is_leaf=is_change)
+    folder = pretrained.save_adapter(model, adapted, tmp_path / "adapter", base="someone/model")
+    keys = load_file(folder / "adapter_model.safetensors")
+    start_of_keys = f"base_model.model.{'transformer.h' if name == 'gpt' else 'model.layers'}"
+    assert all(key.startswith(start_of_keys) for key in keys)
+    read = pretrained.load_adapter(model, params, folder)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), compress.merge(read),
+                 compress.merge(adapted))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "someone/model" and config["fan_in_fan_out"] is (name == "gpt")
+    quantized = compress.quantize(params, {".*attention/query.*": compress.Int8()})
+    adapted = jax.tree.leaves(pretrained.load_adapter(model, quantized, folder), is_leaf=is_change)
+    assert any(isinstance(leaf.base, compress.Quantized) for leaf in adapted if is_change(leaf))
+
+
+@pytest.mark.parametrize(("factors", "config", "message"), [
+    ({"model.layers.9.self_attn.q_proj": pair(16, 16)}, {}, "no kernel of this Llama has the keys 'model.layers.9"),
+    ({"lm_head": pair(16, 25)}, {}, r"expected factors for a kernel \(16, 24\), got \(2, 16\) and \(25, 2\)"),
+    ({"lm_head": pair(16, 24)}, {"use_dora": True}, "use_dora=True is not supported; expected False"),
+    ({"lm_head": pair(16, 24)}, {"peft_type": "LOHA"}, "peft_type='LOHA' is not supported; expected 'LORA'"),
+    ({"lm_head": pair(16, 24)}, {"r": "two"}, "expected the fields r and lora_alpha"),
+    ({"model.norm": pair(16, 16)}, {}, "are supported for dense layers and tables only"),
+])
+def test_errors(factors, config, message, tmp_path):
+    model, params = start("llama")
+    with pytest.raises(ValueError, match=message):
+        pretrained.load_adapter(model, params, write(tmp_path / "adapter", factors, **config))
+
+
+def test_missing_files_and_changes(tmp_path):
+    model, params = start("llama")
+    with pytest.raises(FileNotFoundError, match=r"adapter_config.json does not exist; PEFT's save_pretrained"):
+        pretrained.load_adapter(model, params, tmp_path)
+    with pytest.raises(ValueError, match="the parameters have no LowRank leaf"):
+        pretrained.save_adapter(model, params, tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"expected a prefix of \('',\); got 'transformer.'"):
+        pretrained.save_adapter(model, params, tmp_path / "adapter", prefix="transformer.")
