@@ -122,6 +122,7 @@ def test_a_probe_learns_photos_and_the_classifier_names_them(tiny, weights, phot
     assert [line.split("  ")[-1] for line in lines[2::2]] == ["red", "sea blue"]
 
 
+@pytest.mark.exhaustive
 def test_the_whole_network_is_trained(tiny, weights, tmp_path, capsys):
     options = config(weights, mode="full", size=32, steps=3, batch_size=64, augment="flip", ema=0.9,
                      early_stop=5)

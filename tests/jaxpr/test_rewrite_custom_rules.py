@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import checking_leaks, close, same
+from checks import checking_leaks, close, same, sampled
 from jax import lax
 
 from fnet import transforms as ft
@@ -76,10 +76,13 @@ def test_a_rule_with_symbolic_zeros_under_vmap_and_scan():
     close(jax.vmap(jax.grad(g))(jnp.ones((2, 3))), jax.vmap(jax.grad(f))(jnp.ones((2, 3))))
 
 
-@pytest.mark.parametrize("transform", [lambda f: ft.rewrite(f, IDENTITY), lambda f: ft.tune(f, "cpu"),
-                                       lambda f: ft.autocast(f, "bfloat16", rules={"": "float32"})],
-                         ids=["rewrite", "tune", "autocast"])
-def test_a_checkpointed_while_loop(transform):
+LOOPED = {"rewrite": lambda f: ft.rewrite(f, IDENTITY), "tune": lambda f: ft.tune(f, "cpu"),
+          "autocast": lambda f: ft.autocast(f, "bfloat16", rules={"": "float32"})}
+
+
+@pytest.mark.parametrize("name", sampled(LOOPED, ["tune"]))
+def test_a_checkpointed_while_loop(name):
+    transform = LOOPED[name]
     def f(x):
         step = lambda c: (c[0] + 1, jnp.sin(c[1]) * jnp.float32(1.1))
         return eqxi.while_loop(lambda c: c[0] < 5, step, (jnp.int32(0), x), max_steps=8, kind="checkpointed")[1].sum()
@@ -88,7 +91,7 @@ def test_a_checkpointed_while_loop(transform):
     close(transform(jax.grad(f))(X), jax.grad(f)(X))
 
 
-@pytest.mark.parametrize("name", ["relu", "custom_vjp", "softmax"])
+@pytest.mark.parametrize("name", sampled(["relu", "custom_vjp", "softmax"], ["custom_vjp"]))
 @pytest.mark.parametrize("transform", [lambda f: ft.rewrite(f, IDENTITY), lambda f: ft.autocast(f, "bfloat16"),
                                        lambda f: ft.tune(f, "cpu")], ids=["rewrite", "autocast", "tune"])
 def test_no_tracers_leak(name, transform):

@@ -75,7 +75,8 @@ def near(got, want, tolerance=2e-5):
     assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "one by one"])
+@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.exhaustive)],
+                         ids=["stacked", "one by one"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits_and_the_way_back(name, stacked, tmp_path):
     weights = written(name, tmp_path)
