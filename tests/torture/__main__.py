@@ -7,6 +7,7 @@
 import argparse
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -22,6 +23,9 @@ def main():
     parser.add_argument("--only", default="", help="parts of the names of the rows that are wanted, by commas")
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args()
+    # A background process may have inherited that these are ignored, and its victims would inherit it too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     seed = random.randrange(10**6) if options.seed is None else options.seed
     many = lambda n: max(1, round(n * options.scale))
     rows = harms.every(many) + stores.every(many)

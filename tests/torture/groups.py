@@ -79,9 +79,9 @@ def hanging_source(count, folder, rng):
         seconds, reached = time.monotonic() - began, newest(workdir)
         if reached != at:
             return f"hung at batch {at}, saved step {reached}: {victim.said[-300:]}"
-        return _ended(workdir, victim, within=10, seconds=seconds)
+        return _ended(workdir, victim, within=10, seconds=seconds, again=["--on-step=tell"])
 
-    return _each(count, folder, harm)
+    return _each(count, folder, harm, "--on-step=tell")
 
 
 def raising(count, folder, rng):
