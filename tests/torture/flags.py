@@ -125,6 +125,7 @@ def combinations(count, folder, rng):
 SMALL = {
     "image_classification": ["--width=4", "--batch_size=8", "--model=cnn", "--steps=2", "--nolast20", "--augment=flip"],
     "language_model": ["--width=16", "--depth=1", "--heads=2", "--context=16", "--batch_size=4", "--steps=2"],
+    "finetune": ["--size=32", "--batch_size=8", "--steps=2"],
     "linear_models": ["--steps=2", "--width=4"],
     "two_layer_net": ["--steps=2", "--width=4", "--batch_size=8"],
 }
@@ -133,7 +134,8 @@ SMALL = {
 def runs(count, folder, rng):
     """So many runs of two steps, from the command line to the end, with impossible flags among them."""
     files, lost, finished, slowest = hostile_files(folder / "files"), [], 0, 0.0
-    names = [*SMALL, *SMALL, "image_classification", "language_model", "finetune", "generate", "embed"]
+    names = [*SMALL, "image_classification", "language_model", "generate", "embed", "linear_models", "two_layer_net",
+             "image_classification", "language_model"]
     for number in range(count):
         name = names[number % len(names)]
         with experiment(name) as (module, known):
@@ -148,10 +150,10 @@ def runs(count, folder, rng):
         began = time.perf_counter()
         try:
             done = subprocess.run([sys.executable, str(EXPERIMENTS / f"{name}.py"), *line], capture_output=True,
-                                  text=True, env=environment, timeout=300, cwd=folder)
+                                  text=True, env=environment, timeout=900, cwd=folder)
             code, said = done.returncode, done.stderr
         except subprocess.TimeoutExpired:
-            code, said = 99, "no end after 300 s"
+            code, said = 99, "no end after 900 s"
         seconds = time.perf_counter() - began
         finished += code == 0
         slowest = max(slowest, seconds if code == 2 else 0)
