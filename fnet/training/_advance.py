@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from fnet.training import _metrics, _nonfinite
+from fnet.training import _contract, _metrics, _nonfinite
 
 
 def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str], metrics: bool) -> Callable:
@@ -25,6 +25,7 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
 
     def advance(state, total, watch, batch):
         new, measured = step(state, batch)
+        _contract.check_state(state, new)
         # Placed as it was: XLA would choose another sharding, and a resumed run begins with this one.
         new = jax.tree.map(lambda x, place: x if place is None else jax.lax.with_sharding_constraint(x, place),
                            new, places)

@@ -52,8 +52,8 @@ class Checkpoints(Reading):
 
     def __init__(self, folder: str | os.PathLike, *, keep: int = 3, keep_every: int | None = None,
                  best: str | None = None, mode: str = "max"):
-        if keep < 1:
-            raise ValueError(f"keep={keep}: at least the last checkpoint has to be kept")
+        if not isinstance(keep, int | np.integer) or keep < 1:
+            raise ValueError(f"keep={keep!r}: expected a whole number of checkpoints, at least 1")
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every={keep_every}: it counts steps, at least 1")
         if mode not in ("max", "min"):

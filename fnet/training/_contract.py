@@ -34,6 +34,18 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
         return result[0], _metrics.as_metrics(result[1])
 
     new, metrics = jax.eval_shape(outputs, state, batch)
+    check_state(state, new)
+    return metrics
+
+
+def check_state(state: Any, new: Any) -> None:
+    """Raises an error if a step returns another kind of state than it takes.
+
+    It is called when the step is traced, so that batches of other shapes are covered as well.
+
+    Raises:
+      TypeError: the structure, a shape or a dtype differs: the run could not be resumed.
+    """
     took, returned = ({path: _leaves.entry(path, leaf) for path, leaf in _leaves.paths(tree).items()}
                       for tree in (state, new))
     lines = [f"'{path}': {_leaves.describe(took[path]) if path in took else 'nothing'} became "
@@ -46,7 +58,6 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
     if lines:
         raise TypeError("fit: step(state, batch) must return a state with the structure, shapes and dtypes of the one "
                         "it takes, or the run could not be resumed:\n  " + "\n  ".join(lines))
-    return metrics
 
 
 def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:

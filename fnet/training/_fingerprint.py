@@ -21,7 +21,7 @@ class ResumeWarning(UserWarning):
 
 
 
-def as_dict(config: Any) -> dict[str, Any] | None:
+def as_dict(config: Any, name: str = "config") -> dict[str, Any] | None:
     """A dataclass or mapping as a dict of JSON types; None for None.
 
     Raises:
@@ -35,13 +35,13 @@ def as_dict(config: Any) -> dict[str, Any] | None:
     elif hasattr(config, "to_dict"):                       # ml_collections.ConfigDict
         config = config.to_dict()
     if not isinstance(config, Mapping):
-        raise TypeError(f"config is a dataclass or a dict of hyperparameters; got a {type(config).__name__}")
+        raise TypeError(f"{name} is a dataclass or a dict of JSON types; got a {type(config).__name__}")
     values = {}
-    for name, value in config.items():
+    for field, value in config.items():
         try:
-            values[str(name)] = json.loads(json.dumps(value, allow_nan=False))
+            values[str(field)] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise type(error)(f"config: '{name}' is {value!r}, which JSON does not hold ({error})") from None
+            raise type(error)(f"{name}: '{field}' is {value!r}, which JSON does not hold ({error})") from None
     return values
 
 

@@ -169,6 +169,10 @@ def fit(
     on_step = tuple(on_step) if isinstance(on_step, Sequence) else (on_step,)
     if not all(map(callable, on_step)):
         raise TypeError(f"fit(..., on_step=): expected a function of a StepEnd, or several; got {on_step!r}")
+    for name, value, kind in (("progress", progress, Progress), ("early_stop", early_stop, EarlyStop),
+                              ("best", best, str), ("plan", plan, Plan)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"fit(..., {name}=): expected {kind.__name__}, got {value!r}")
     steps, every, log_every, save_every, keep_every = _counts(
         state, steps=steps, every=every, log_every=log_every, save_every=save_every, keep_every=keep_every)
     if early_stop is not None and best is None:
@@ -179,7 +183,7 @@ def fit(
     if nonfinite not in NONFINITE:
         raise ValueError(f"nonfinite='{nonfinite}': use {', '.join(NONFINITE)}")
     configured = as_dict(config)
-    notes = as_dict({} if notes is None else notes)
+    notes = as_dict({} if notes is None else notes, "notes")
     if profile_steps is not None:
         _profiling.check(profile_steps, total=steps, workdir=workdir, jit=jit)
     with contextlib.ExitStack() as stack:
@@ -246,7 +250,7 @@ def _counts(state, **counts):
     most = jnp.iinfo(jnp.result_type(state.step)).max
     checked = []
     for name, value in counts.items():
-        if value is not None or name == "steps":
+        if value is not None or name in ("steps", "log_every"):
             whole = isinstance(value, numbers.Real) and not isinstance(value, bool) and value % 1 == 0
             if not whole or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r}: it counts steps, a whole number from 1 to {most}")

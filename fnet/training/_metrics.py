@@ -145,7 +145,13 @@ def described(value: Any) -> str:
 
 
 def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """Two dicts of metrics, added name by name."""
+    """Two dicts of metrics, added name by name.
+
+    Raises:
+      ValueError: their names differ.
+    """
+    if left.keys() != right.keys():
+        raise ValueError(f"the metrics {sorted(left)} became {sorted(right)}: return the same ones for each batch")
     return {name: left[name] + right[name] for name in left}
 
 

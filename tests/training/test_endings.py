@@ -199,6 +199,30 @@ def test_a_step_that_changes_the_state_is_rejected_before_the_first(tmp_path, ch
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("change, error, text", [
+    (lambda s, m: (s.replace(params={"w": s.params["w"].astype(jnp.bfloat16)}), m), TypeError,
+     r"'params/w': float32\[\] became bfloat16\[\]"),
+    (lambda s, m: (s, {"other": m["loss"]}), ValueError, r"the metrics \['loss'\] became \['other'\]")])
+def test_a_batch_of_another_shape_for_which_the_step_changes_its_results(tmp_path, change, error, text):
+    def changing(state, batch):
+        results = step(state, batch)
+        return change(*results) if len(batch["x"]) == 3 else results
+
+    with pytest.raises(error, match=text):
+        tr.fit(changing, start(), lambda i: {"x": np.ones(8 if i < 2 else 3, np.float32)}, steps=3, workdir=tmp_path,
+               **OPTIONS)
+    assert steps_of(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("argument, text", [
+    ({"progress": True}, "progress=.: expected Progress, got True"), ({"best": 3}, "best=.: expected str, got 3"),
+    ({"early_stop": "v/a"}, "early_stop=.: expected EarlyStop, got 'v/a'"), ({"plan": 3}, "plan=.: expected Plan"),
+    ({"log_every": None}, "log_every=None: it counts steps"), ({"notes": {"a": {1}}}, "notes: 'a' is .1., which JSON")])
+def test_arguments_of_another_kind(argument, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        tr.fit(step, start(), batches, steps=3, **argument)
+
+
 @pytest.mark.parametrize("increase", [0, 2])
 def test_a_step_that_does_not_count_is_rejected_at_the_first(tmp_path, increase):
     def still(state, batch):

@@ -94,7 +94,7 @@ def test_other_data_is_another_run(tmp_path):
 
 
 @pytest.mark.parametrize("config, text", [
-    ("rate=0.1", "config is a dataclass or a dict of hyperparameters; got a str"),
+    ("rate=0.1", "config is a dataclass or a dict of JSON types; got a str"),
     ({"f": len}, "config: 'f' is <built-in function len>, which JSON does not hold"),
     ({"rate": float("nan")}, "config: 'rate' is nan, which JSON does not hold"),
 ])
