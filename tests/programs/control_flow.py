@@ -266,3 +266,49 @@ def vmapped_products_cond_remat_transposed(ws, x):
         return y, y.transpose(2, 1, 0)
     h, ys = lax.scan(body, x, ws)
     return jnp.mean(h ** 2) + jnp.mean(ys[..., 0, 0])
+
+
+@topic(x3, normal(3, 3), wrt=(0, 1))
+def nested_jit_with_static_and_donated_arguments(x, w):
+    @functools.partial(jax.jit, static_argnums=(1,), static_argnames=("mode",), donate_argnums=(0,))
+    def inner(h, n, w, *, mode="sin", scale=1.):
+        return getattr(jnp, mode)(h @ w) * n * scale
+    @functools.partial(jax.jit, static_argnames="n")
+    def outer(x, w, *, n):
+        return inner(x * 2, n, w, mode="cos", scale=0.5) + inner(x + 1., 2 * n, w)
+    return outer(x, w, n=3), outer(x, w.T, n=2)
+
+
+@topic(integers(high=3), integers(high=6, seed=3), normal(3), normal(3, 3), wrt=())
+def fori_loop_with_both_bounds_traced(i, n, x, w):
+    step = lambda j, h: jnp.tanh(h @ w) + j.astype(jnp.float32)
+    grown = jax.vmap(lambda n: lax.fori_loop(i, n, step, x))(jnp.array([1, 4, 2]) + n)
+    return grown, lax.fori_loop(n, i, step, x)
+
+
+@topic(x3, normal(3, 3), wrt=(0, 1))
+def switch_with_indices_out_of_range(x, w):
+    branches = [lambda x: x @ w, lambda x: jnp.sin(x), lambda x: x * 2.]
+    pick = lambda i: lax.switch(i, branches, x)
+    return [pick(jnp.int32(-7)), pick(jnp.uint8(200)), pick(jnp.int8(1)), jax.vmap(pick)(jnp.array([-1, 1, 5])),
+            lax.select_n(jnp.array([0, 2, 1]), x, x * 2, x @ w)]
+
+
+@topic(x3, normal(3, 3), wrt=(0, 1))
+def scopes_with_odd_names(x, w):
+    for name in ("a/b", "jvp(f)", "transpose(x)", "rematted_computation", "checkpoint", "while", "body", "a b", "é",
+                 "vmap(g)/h", "[0]", "f#1", "x.y", "(", ")", "a)b(", "transpose(jvp(q))"):
+        with jax.named_scope(name):
+            x = jnp.tanh(x @ w)
+    return jax.vmap(lambda a: jax.named_call(lambda a: a @ w, name="vmap(x")(a))(jnp.stack([x, x]))
+
+
+@topic(normal(4, 3), normal(3, 3), wrt=(0, 1))
+def scan_inside_batched_while_inside_cond(xs, w):
+    def one(x):
+        def body(s):
+            h, ys = lax.scan(lambda h, _: (jnp.tanh(h @ w), h.max()), s[1], None, length=2, unroll=True)
+            return s[0] + 1, h + ys.sum()
+        n, h = lax.while_loop(lambda s: (s[0] < 3) & (s[1].sum() < 4.), body, (jnp.int32(0), lax.stop_gradient(x)))
+        return lax.cond(n > 1, lambda: x @ w + lax.stop_gradient(h), lambda: x), n
+    return jax.vmap(one)(xs)

@@ -308,3 +308,33 @@ def custom_jvp_with_jit_inside(x):
 @topic(x3)
 def functions_of_jax_nn_with_custom_rules(x):
     return jax.nn.relu(x), jax.nn.silu(x), jax.nn.gelu(x), jax.nn.softmax(x), jax.nn.logsumexp(x), jax.nn.relu6(x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def _clipped(f, x, bound, w):
+    return f(x @ w)
+
+
+_clipped.defvjp(lambda f, x, bound, w: (f(x @ w), (x, w)),
+                lambda f, bound, saved, g: ((jnp.clip(g, -bound, bound) @ saved[1].T), jnp.outer(saved[0], g)))
+
+
+@topic(normal(4, 3), normal(3, 3), wrt=(0, 1))
+def custom_vjp_nondiff_argnums_in_scan_in_vmap(xs, w):
+    def one(x):
+        return lax.scan(lambda h, b: (_clipped(jnp.tanh, h, 0.1, w) * b, h.sum()), x, jnp.arange(1., 4.))
+    return jax.vmap(one)(xs)
+
+
+@topic(x3, normal(3, 3), wrt=())
+def custom_vmap_that_calls_itself_in_scan(x, w):
+    @jax.custom_batching.custom_vmap
+    def f(x, w):
+        return x @ w
+    @f.def_vmap
+    def rule(size, batched, x, w):
+        if batched[1]:
+            return jax.vmap(lambda x, w: x @ w, [0 if b else None for b in batched])(x, w), True
+        return x @ w * 2., True
+    return lax.scan(lambda c, _: (jnp.tanh(jax.vmap(f, (0, None))(c, w)), None), jnp.stack([x, 2 * x]), None,
+                    length=2)[0], f(x, w)

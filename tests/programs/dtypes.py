@@ -137,3 +137,28 @@ def weak_types(x):
 def weak_types_in_loops_and_branches(x):
     n = lax.fori_loop(0, 3, lambda i, s: s * 2, 1.0)
     return lax.cond(x[0] > 0, lambda: 1.0, lambda: 2.0), n, lax.scan(lambda c, _: (c + 1, c), 0, None, length=2)
+
+
+@topic(integers(5, high=100, dtype="int8"), integers(5, high=200, dtype="uint8"), wrt=(), float32=False)
+def integers_that_wrap(i, u):
+    return (i * i, u + u, i.sum(), jnp.cumsum(u), jnp.prod(i), i << 3, u >> 1, jnp.mean(i > 3, dtype=jnp.bfloat16), ~i,
+            jnp.dot(i, i), jnp.dot(u, u, preferred_element_type=jnp.uint32), lax.clz(u))
+
+
+@topic(normal(4, 3), normal(3, 3), wrt=(0, 1))
+def products_with_algorithms_and_types(x, w):
+    low = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    a = lax.dot(*low, preferred_element_type=jnp.float32)
+    b = lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
+    c = jnp.einsum("bi,ij,bj->b", x, w, x, precision="highest", preferred_element_type=jnp.float32)
+    d = lax.dot(x, w, precision=lax.DotAlgorithmPreset.F32_F32_F32)
+    return (a, jnp.cos(b), c, d, jnp.linalg.multi_dot([x, w, w.T]), jnp.vecdot(x, x @ w),
+            lax.batch_matmul(x[None], w[None]))
+
+
+@topic(normal(3, dtype="complex64"), normal(3, 3, dtype="complex64"), normal(3, 3), wrt=(0, 1, 2))
+def complex_and_real_products_in_scan(z, a, w):
+    def body(z, _):
+        z = jnp.tanh(a @ z * 0.3) + lax.complex(z.real @ w, z.imag @ w) * 0.1
+        return z, (jnp.abs(z), jnp.angle(z), lax.conj(z))
+    return lax.scan(jax.checkpoint(body), z, None, length=3)

@@ -185,3 +185,36 @@ def callback_returns_a_tree(x):
 def callback_with_static_arguments(x):
     call = functools.partial(jax.pure_callback, lambda x, *, scale: (x * scale).astype(np.float32))
     return call(jax.ShapeDtypeStruct((3,), jnp.float32), x, scale=3., vmap_method="sequential")
+
+
+@topic(x3, wrt=(), excluded={("*", "vmap"): "ordered effects cannot be batched"})
+def ordered_io_callback_in_nested_jit_and_cond(x):
+    def host(tag, v):
+        EVENTS.append((int(tag), np.round(np.asarray(v), 3).tolist()))
+        return np.asarray(v) * np.float32(2)
+    call = lambda tag, x: io_callback(host, jax.ShapeDtypeStruct((3,), jnp.float32), tag, x, ordered=True)
+    inner = jax.jit(lambda x: call(1, x) + call(2, x * 2))
+    y = inner(x)
+    y = lax.cond(y[0] > -1e9, lambda y: call(3, y), lambda y: y, y)
+    call(4, y)    # the result is unused
+    return y
+
+
+@topic(normal(4, 3), wrt=(), events="set")
+def pure_callbacks_with_every_vmap_method(x):
+    def call(x, method):
+        return jax.pure_callback(lambda x: np.cos(np.asarray(x)), jax.ShapeDtypeStruct(x.shape, x.dtype), x,
+                                 vmap_method=method)
+    return [jax.vmap(functools.partial(call, method=m))(x)
+            for m in ("sequential", "expand_dims", "broadcast_all", "sequential_unrolled")]
+
+
+@topic(x3, normal(3, 3), wrt=(), excluded={("*", "vmap"): "JAX cannot batch while with Refs"})
+def while_loop_over_two_refs(x, w):
+    a, b = jax.new_ref(x), jax.new_ref(jnp.zeros((4, 3)))
+    def body(i):
+        a[...] = jnp.tanh(a[...] @ w)
+        b[i] = a[...]
+        return i + 1
+    n = lax.while_loop(lambda i: i < 4, body, 0)
+    return n, jax.freeze(a), jax.freeze(b)

@@ -102,3 +102,11 @@ def minimize_bfgs(x):
 def statistics(x):
     return (jsp.stats.norm.logpdf(x), jsp.stats.multivariate_normal.logpdf(x, jnp.zeros(3), jnp.eye(3)),
             jsp.stats.t.logpdf(x, jnp.float32(3.)), jsp.special.logsumexp(x, b=jnp.ones(3)))
+
+
+@topic(positive_definite(3, dtype="complex64"), normal(3, dtype="complex64"), wrt=(0, 1), low=0.1)
+def complex_cholesky_eigh_and_lstsq(a, b):
+    values, vectors = jnp.linalg.eigh(a)
+    y = jsp.linalg.solve_triangular(jnp.linalg.cholesky(a), b, lower=True, trans="C")
+    same = (vectors * values[None].astype(jnp.complex64)) @ vectors.conj().T
+    return values, same, y, jnp.linalg.slogdet(a)[1], jnp.linalg.inv(a) @ b

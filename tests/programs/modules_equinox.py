@@ -140,3 +140,44 @@ def filter_checkpoint_and_scan_over_stacked_layers(model, x, y):
 def tree_at_with_a_string_argument(model, activation):
     model = eqx.tree_at(lambda m: m.activation, model, getattr(jax.nn, activation))
     return eqx.tree_at(lambda m: m.layers[0].bias, model, None), jax.vmap(model)(jnp.ones((2, 4)))
+
+
+@topic(Made(lambda: eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))), normal(8, 4), wrt=())
+def custom_rules_hessian_and_shared(model, x):
+    @eqx.filter_custom_vjp
+    def f(inputs, scale):
+        model, x = inputs
+        return jnp.sum(jax.vmap(model)(x) ** 2) * scale
+    f.def_fwd(lambda perturbed, inputs, scale: (f(inputs, scale), None))
+    def bwd(saved, g, perturbed, inputs, scale):
+        grads = eqx.filter_grad(lambda inputs: jnp.sum(jax.vmap(inputs[0])(inputs[1])))(inputs)
+        return jax.tree.map(lambda a: a * g * scale, grads)
+    f.def_bwd(bwd)
+    @eqx.filter_custom_jvp
+    def h(x):
+        return jnp.sin(x)
+    @h.def_jvp
+    def _(primals, tangents):
+        return h(*primals), 3. * tangents[0]
+    return eqx.filter_grad(f)((model, x), 2.), jax.grad(lambda x: h(x).sum())(x), eqx.filter_hessian(
+        lambda b: model(b).sum())(x[0])
+
+
+@topic(Made(lambda: eqx.nn.LSTMCell(4, 3, key=jax.random.key(0))), normal(5, 4), wrt=(0, 1))
+def lstm_scan_checkpointed(cell, xs):
+    def f(carry, x):
+        carry = cell(x, carry)
+        return carry, carry[0]
+    return internal.scan(f, (jnp.zeros(3), jnp.zeros(3)), xs, kind="checkpointed", checkpoints=2)
+
+
+def _tied():
+    embed = eqx.nn.Embedding(7, 4, key=jax.random.key(0))
+    linear = eqx.nn.Linear(4, 7, use_bias=False, key=jax.random.key(1))
+    return eqx.nn.Shared((embed, linear), where=lambda pair: pair[1].weight, get=lambda pair: pair[0].weight)
+
+
+@topic(Made(_tied), integers(5, high=7))
+def shared_weights(shared, i):
+    embed, linear = shared()
+    return jax.vmap(linear)(jnp.tanh(jax.vmap(embed)(i)))

@@ -188,3 +188,65 @@ def nnx_fori_loop_and_cond(model, x):
 def nnx_rngs_as_argument(rngs, x):
     drop = nnx.Dropout(0.5)
     return drop(x, rngs=rngs), rngs.dropout(), drop(x, rngs=rngs)
+
+
+class _Block(nnx.Module):
+    def __init__(self, rngs):
+        self.fc = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+        self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.drop(jnp.tanh(self.norm(self.fc(x))))
+
+
+def _stacked():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def create(rngs):
+        return _Block(rngs)
+    return create(nnx.Rngs(0, dropout=1))
+
+
+@topic(Made(_stacked), normal(8, 4), wrt=())
+def nnx_scan_over_stacked_modules(model, x):
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def forward(block, x):
+        return block(x)
+    def loss(model, x):
+        return jnp.mean(forward(model, x) ** 2)
+    return nnx.value_and_grad(loss)(model, x), model.calls[...], model.norm.mean[...]
+
+
+@topic(Made(_stacked), normal(3, 8, 4), wrt=(), inner=True)
+def nnx_vmap_of_transformed_step(transform, model, xs):
+    step = transform(lambda block, x: nnx.grad(lambda b: jnp.mean(b(x) ** 2))(block))
+    grads = nnx.vmap(step, in_axes=(0, 0))(model, xs)
+    return grads, model.calls[...], model.norm.mean[...]
+
+
+class _Sowing(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.base, self.lora = nnx.Linear(4, 3, rngs=rngs), nnx.LoRA(4, 2, 3, rngs=rngs)
+        self.rnn = nnx.RNN(nnx.LSTMCell(3, 3, rngs=rngs))
+
+    def __call__(self, x):
+        h = self.base(x) + self.lora(x)
+        self.sow(nnx.Intermediate, "h", h)
+        return self.rnn(h[None])[0]
+
+
+def _sowing():
+    model = _Sowing()
+    return {"model": model, "optimizer": nnx.Optimizer(model, _adam, wrt=nnx.LoRAParam)}
+
+
+@topic(Made(_sowing), normal(8, 4), wrt=())
+def nnx_lora_with_sown_values_and_optimizer(state, x):
+    model, optimizer = state["model"], state["optimizer"]
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+    optimizer.update(model, grads)
+    return loss, nnx.pop(model, nnx.Intermediate), optimizer.step[...]

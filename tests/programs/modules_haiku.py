@@ -100,3 +100,29 @@ def state_loops_and_keys(params_and_state, k, x):
     f = hk.transform_with_state(_counting)
     y, state = f.apply(*params_and_state, k, x)
     return y, f.apply(params_and_state[0], state, jax.random.fold_in(k, 1), x)
+
+
+def _stacked_and_recurrent(x):
+    h = hk.experimental.layer_stack(3)(lambda h: jnp.tanh(hk.Linear(4)(h)))(x)
+    h = hk.BatchApply(hk.Linear(4), 2)(jnp.stack([h, h]))
+    core = hk.DeepRNN([hk.LSTM(3), hk.GRU(2)])
+    return hk.dynamic_unroll(core, h, core.initial_state(8))
+
+
+@topic(_params(_stacked_and_recurrent, normal(8, 4)), normal(8, 4), wrt=(0, 1))
+def layer_stack_and_deep_lstm(params, x):
+    return hk.transform(_stacked_and_recurrent).apply(params, None, x)
+
+
+def _with_custom_getter(x):
+    def getter(next_getter, value, context):
+        return value.astype(jnp.bfloat16) if context.name == "w" else value
+    with hk.custom_getter(getter):
+        h = hk.Linear(4)(x.astype(jnp.bfloat16))
+    h = hk.switch(jnp.int32(2), [lambda h: h, lambda h: -h], h)
+    return hk.vmap(hk.Linear(2), split_rng=False)(h.astype(jnp.float32))
+
+
+@topic(_params(_with_custom_getter, normal(8, 4)), normal(8, 4), wrt=(0, 1))
+def custom_getter_switch_and_vmap(params, x):
+    return hk.transform(_with_custom_getter).apply(params, None, x)

@@ -1,11 +1,13 @@
 """Array operations: sorting, scatters, cumulative sums, FFT, windows, convolutions and products."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .program import Topic, integers, normal, uniform
+from .program import Made, Topic, integers, normal, uniform
 
 topic = Topic("numeric")
 x6, m34 = normal(6), normal(3, 4)
@@ -251,3 +253,35 @@ def logsumexp_of_large_values(x):
 def nan_and_infinity_stay(x):
     y = jnp.concatenate([x, jnp.array([jnp.nan, jnp.inf, -jnp.inf])])
     return y @ jnp.ones(7), jnp.maximum(y, 0.), jnp.max(y), jnp.sort(y), jnp.where(jnp.isfinite(y), y, 0.)
+
+
+@topic(normal(6), integers(6, high=3), normal(6, seed=2), wrt=(0, 2))
+def sort_of_several_operands(x, i, y):
+    k, a, b = lax.sort((i, x, y), num_keys=2, is_stable=True)
+    return k, a * b, lax.sort((y, i), num_keys=1)[1], jnp.lexsort((x, i)), lax.top_k(x, 2)
+
+
+@topic(normal(6, 4), normal(3, 4, 5), Made(lambda: jnp.array([2, 0, 4], jnp.int32)), wrt=(0, 1),
+       excluded={("*", "vmap"): "JAX cannot batch the sizes of groups"})
+def ragged_dot_with_an_empty_group(x, w, sizes):
+    return lax.ragged_dot(x, w, sizes), jnp.tanh(lax.ragged_dot(x, w, sizes[::-1], preferred_element_type=jnp.float32))
+
+
+@topic(normal(4, 3))
+def gradients_that_are_not_finite(x):
+    y = x - x[:1]    # a row of zeros
+    return jnp.linalg.norm(y, axis=-1), jnp.sqrt(jnp.abs(y)), jnp.where(y != 0, y / jnp.where(y != 0, y, 1.), 0.), (
+        jnp.log(jnp.abs(y) + 1.), jnp.max(y, -1), jax.nn.softmax(jnp.where(y == 0, -jnp.inf, y), -1)[1:])
+
+
+@topic(normal(2, 6, 6, 3), normal(3, 3, 3, 4), wrt=(0, 1))
+def convolutions_with_preferred_types_and_odd_layouts(x, w):
+    conv = functools.partial(lax.conv_general_dilated, window_strides=(1, 2), padding=((1, 0), (2, 1)))
+    a = conv(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), preferred_element_type=jnp.float32)
+    b = conv(x.transpose(3, 1, 2, 0), w.transpose(3, 2, 0, 1), dimension_numbers=("CHWN", "OIHW", "HWNC"))
+    c = lax.conv_general_dilated(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), (1, 1), ((0, 1), (1, 0)),
+                                 lhs_dilation=(2, 1), rhs_dilation=(1, 2), preferred_element_type=jnp.float32,
+                                 dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    q = lax.conv_general_dilated(jnp.round(x * 3).astype(jnp.int8), jnp.round(w * 3).astype(jnp.int8), (1, 1), "SAME",
+                                 dimension_numbers=("NHWC", "HWIO", "NHWC"), preferred_element_type=jnp.int32)
+    return a, jnp.sin(b), c, q

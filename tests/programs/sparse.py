@@ -57,3 +57,11 @@ def bcoo_times_bcoo(a, b):
 @topic(bcoo, normal(4), wrt=(1,))
 def bcoo_in_scan(a, x):
     return jax.lax.scan(lambda c, _: (jnp.tanh(a @ c), c), x, None, length=3)
+
+
+@topic(Made(lambda: sparse.BCOO.fromdense(jnp.asarray(normal(4, 3)))), normal(3, 2), normal(2, 4), wrt=(0, 1, 2),
+       excluded={("*", "vmap"): "JAX batches the indices"})
+def bcoo_sums_transposes_and_products(a, x, y):
+    b = a.T
+    c = sparse.bcoo_reduce_sum(a, axes=(0,))
+    return jnp.tanh(a @ x), y @ a, (b @ (a @ x)), c.todense(), sparse.bcoo_multiply_dense(a, jnp.ones((4, 3)))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fnet import layers as nn
@@ -193,3 +194,21 @@ def optax_lbfgs_with_line_search_in_scan(x):
         return (optax.apply_updates(x, updates), state), value
     (x, _), values = jax.lax.scan(step, (x, tx.init(x)), None, length=2)
     return x, values
+
+
+@topic({"a": {"w": normal(4, 8), "b": np.zeros(8, "float32")}, "b": {"w": normal(8, 3)}, "none": None, "empty": {}},
+       normal(3, 8, 4), normal(3, 8, 3), wrt=(), promotion="standard", tolerance=1e-3)
+def optax_masks_partitions_and_multi_steps_in_scan(params, xs, ys):
+    f = lambda p, x: jnp.tanh(x @ p["a"]["w"] + p["a"]["b"]) @ p["b"]["w"]
+    mask = lambda tree: jax.tree.map(lambda p: jnp.ndim(p) > 1, tree)
+    labels = lambda tree: jax.tree.map(lambda p: "decay" if jnp.ndim(p) > 1 else "rest", tree)
+    parts = {"decay": optax.sgd(0.1, momentum=0.9, nesterov=True), "rest": optax.set_to_zero()}
+    tx = optax.MultiSteps(optax.chain(optax.masked(optax.add_decayed_weights(0.1), mask),
+                                      optax.clip_by_global_norm(1.), optax.partition(parts, labels)), 2)
+    def step(carry, batch):
+        params, state = carry
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((f(p, batch[0]) - batch[1]) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+    (params, state), losses = jax.lax.scan(step, (params, tx.init(params)), (xs, ys))
+    return params, losses, state.mini_step, tx.has_updated(state)

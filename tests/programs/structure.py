@@ -263,3 +263,56 @@ def microbatched_value_and_grad(w, x):
 @topic(key(), normal(3), wrt=(1,), excluded=NOTHING)
 def key_among_results_and_static(k, x):
     return k, x, "done"
+
+
+@topic({"w": normal(3, 3), "none": None, "empty": {}, "list": [], "t": (None, {"b": x3})}, x3, wrt=(0, 1))
+def none_leaves_and_empty_containers(params, x):
+    def body(c, _):
+        return {**c, "h": jnp.tanh(c["h"] @ params["w"])}, {"none": None, "empty": ()}
+    c, ys = lax.scan(body, {"h": x, "none": None, "empty": {}}, None, length=2)
+    z = lax.cond(x[0] > -9., lambda p: {"p": p, "n": None}, lambda p: {"p": p, "n": None}, params["t"])
+    return c, ys, z, {}, [], None, types.SimpleNamespace
+
+
+@topic(x3, normal(3, 3), wrt=(), inner=True)
+def keyword_only_and_default_arguments(transform, x, w):
+    def f(x, /, w=None, *rest, mode, scale=2., flag=False, **more):
+        h = (x if w is None else x @ w) * scale + sum(more.values(), 0.)
+        return {"y": getattr(jnp, mode)(h), "mode": mode, "flag": flag, "n": len(rest)}
+    g = transform(f)
+    return [g(x, mode="sin"), g(x, w, mode="cos", flag=True), g(x, w, x, x, mode="tanh", scale=0.5, extra=x),
+            g(x, w=w, mode="exp", b=1., a=x), jax.grad(lambda x: g(x, w=w, mode="sin")["y"].sum())(x)]
+
+
+@topic({"a": x3}, None, wrt=(),
+       others=[({"a": x3, "b": x3}, normal(3, 3)), ({"a": None}, normal(3, 3)), ({}, None), ({"a": x3}, None)],
+       excluded={("*", "vmap"): "the second call has another structure", **dict.fromkeys(
+           [("autocast", "again"), ("autocast32", "again")], "one call has no operations of float32")})
+def calls_with_other_structures(d, w):
+    total = sum((v.sum() for v in d.values() if v is not None), jnp.float32(0))
+    return {k: None if v is None else v * 2 for k, v in d.items()}, total if w is None else total * (w @ w)
+
+
+@topic({"x": normal(6, 3), "mask": np.array([1, 1, 0, 1, 0, 1], bool), "name": "train"}, normal(3, 3), wrt=(1,),
+       batched=(0,), weight=lambda batch, w: batch["mask"].sum(), slices=3)
+def microbatched_masked_mean_with_a_string(batch, w):
+    h = (jnp.tanh(batch["x"] @ w) ** 2).sum(-1)
+    m = batch["mask"].astype(jnp.float32)
+    return (h * m).sum() / m.sum()
+
+
+class _Named:
+    def __init__(self, x, name): self.x, self.name = x, name
+
+
+jax.tree_util.register_pytree_with_keys(
+    _Named, lambda p: (((jax.tree_util.GetAttrKey("x"), p.x),), p.name), lambda name, xs: _Named(xs[0], name))
+
+
+@topic(Made(lambda: collections.OrderedDict(b=_Named(jnp.asarray(x3), "b"), a=_Named(jnp.asarray(normal(3, 3)), "a"))))
+def own_classes_with_static_fields_in_loops(d):
+    p, w = d["b"], d["a"]
+    step = jax.checkpoint(lambda p, _: (_Named(jnp.tanh(p.x @ w.x), p.name), None))
+    q, _ = lax.scan(step, p, None, length=2)
+    r = lax.cond(q.x.sum() > -9., lambda p: p, lambda p: _Named(-p.x, p.name), q)
+    return r.x, q.name + r.name, jax.tree.structure(d).num_leaves
