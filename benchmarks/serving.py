@@ -6,7 +6,7 @@
 Each client sends one row, waits for the answer and sends the next. The servers and the clients are processes on the
 same cores and alternate. The weights are random, which does not change the time. The FastAPI server gets and returns
 raw bytes, runs onnxruntime in FastAPI's threads, and does not batch; "direct" calls the bundle in threads of one
-process. Every answer is compared with the bundle's. Needs the packages of fnet[bench,serve,onnx].
+process. Every answer of a server is compared with the bundle's. Needs the packages of fnet[bench,serve,onnx].
 """
 
 import argparse

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _FORMATS = {"bundle": "model.fnet", "onnx": "model.onnx"}
-_CONTEXT = 4096      # tokens of a text, for models without a limit
+_CONTEXT = 4096      # tokens of a generated text, at most
 
 
 def define(commands: Any) -> None:
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
         program = program.entry("preprocess", _standard(**found.standardize),
                                 image=export.spec(image.shape, "uint8", where=image.where))
     if isinstance(found.model, (models.GPT, models.Llama, models.LSTMLanguageModel)):
-        context = getattr(found.model, "context", _CONTEXT)
-        program = export.generation(program, found.model, context=context)
+        context = getattr(found.model, "context", None) or _CONTEXT
+        program = export.generation(program, found.model, context=min(context, _CONTEXT))
     folder, characters = Path(args.output or args.run), Path(args.run) / "characters.json"
     about = {"run": Path(args.run).name, "step": snapshot.step, "metrics": snapshot.metrics}
     for name in formats:

@@ -56,6 +56,23 @@ def test_a_run_as_onnx(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.fnet", "model.onnx"]
 
 
+def test_a_language_model_has_the_entries_with_which_a_server_generates(tmp_path):
+    model, tx = models.GPT(11, 8, 1, 2, context=8, stacked=False), optax.sgd(0.1)
+    params, _ = model.init(jax.random.key(0), model.example())
+    step = lambda state, batch: (state.apply(tx, jax.tree.map(jnp.zeros_like, state.params)), {"loss": jnp.zeros(())})
+    export.record(tmp_path, model, tokens=export.spec("b, t", "int32", where="t <= 8"))
+    (tmp_path / "characters.json").write_text(json.dumps("abcdefghijk"))
+    tr.fit(step, tr.TrainState.create(params, tx), lambda i: {"x": np.zeros(1)}, steps=1, workdir=tmp_path,
+           tensorboard=False)
+    assert cli.main(["export", str(tmp_path)]) == 0
+    bundle = export.load(tmp_path / "model.fnet", check=True)
+    assert bundle.entries == ("predict", "prefill", "decode") and "characters.json" in bundle.files("tokenizer")
+    tokens = np.array([[1, 2, 3, 4]], np.int32)
+    first = bundle.call("prefill", tokens[:, :3], model.cache(jax.ShapeDtypeStruct((1, 8), jnp.int32)))
+    last = bundle.call("decode", tokens[:, 3:], first["cache"])
+    close(last["logits"], model(params, tokens)[:, -1], 1e-5)
+
+
 @pytest.mark.parametrize("model", [
     MODEL, models.GPT(11, 8, 2, 2, context=8), models.MLP((6, 3)), models.Llama(11, 8, 2, 4, 2, 12),
     models.LSTMLanguageModel(11, 8), models.Bert(11, 8, 2, 2, 16), models.ViT(8, 2, 2, patch=4, size=8)],
