@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fnet.export._reader import BundleError
-from fnet.export.serve import _page, _protocol
+from fnet.export.serve import _protocol
 from fnet.export.serve._batching import Full
 from fnet.export.serve._metrics import Metrics
 from fnet.export.serve._options import Options
@@ -172,6 +172,8 @@ class _Server:
 
     async def page(self, request):
         from starlette.responses import HTMLResponse
+
+        from fnet.export.serve import _page  # reads a file
 
         return HTMLResponse(_page.HTML, headers={"Content-Security-Policy": _page.POLICY, "Cache-Control": "no-store"})
 
