@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 
@@ -25,7 +26,7 @@ class Browser:
         self.process = subprocess.Popen(
             ["bash", "-c", move, "bash", CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu",
              "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank"], pass_fds=(read, write),
-            stderr=subprocess.DEVNULL)
+            stderr=subprocess.DEVNULL, start_new_session=True)
         os.close(read)
         os.close(write)
         self.count, self.rest = 0, b""
@@ -71,7 +72,7 @@ class Browser:
         event("mouseReleased", end, 0)
 
     def close(self):
-        self.process.kill()
+        os.killpg(self.process.pid, signal.SIGKILL)      # Chromium is started by a script and starts others
         self.process.wait()
         os.close(self.read)
         os.close(self.write)
