@@ -338,3 +338,14 @@ def custom_vmap_that_calls_itself_in_scan(x, w):
         return x @ w * 2., True
     return lax.scan(lambda c, _: (jnp.tanh(jax.vmap(f, (0, None))(c, w)), None), jnp.stack([x, 2 * x]), None,
                     length=2)[0], f(x, w)
+
+
+@topic(x3, normal(3, 3), wrt=(0, 1))
+def derivatives_inside_loops(x, w):
+    f = lambda x: jnp.tanh(x @ w)
+    def body(h, _):
+        y, tangent = jax.jvp(f, (h,), (x,))
+        _, linear = jax.linearize(f, h)
+        _, pull = jax.vjp(f, h)
+        return y + 0.1 * linear(x), (tangent, pull(x)[0], jax.jacrev(f)(h), jax.linear_transpose(lambda v: v @ w, h)(x))
+    return lax.scan(body, x, None, length=2)

@@ -218,3 +218,14 @@ def while_loop_over_two_refs(x, w):
         return i + 1
     n = lax.while_loop(lambda i: i < 4, body, 0)
     return n, jax.freeze(a), jax.freeze(b)
+
+
+@topic(x3, wrt=())
+def checkify_in_vmap_scan_and_cond(x):
+    def f(x):
+        def body(c, t):
+            checkify.check(t > 2., "t = {}", t)
+            return lax.cond(t > 0., lambda c: c / t, lambda c: c, c), jnp.log(t)
+        return lax.scan(body, 1., x)
+    error, y = checkify.checkify(jax.vmap(f), errors=checkify.all_checks)(jnp.stack([x, x + 9.]))
+    return jax.tree.leaves(error)[0], y

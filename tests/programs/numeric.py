@@ -285,3 +285,14 @@ def convolutions_with_preferred_types_and_odd_layouts(x, w):
     q = lax.conv_general_dilated(jnp.round(x * 3).astype(jnp.int8), jnp.round(w * 3).astype(jnp.int8), (1, 1), "SAME",
                                  dimension_numbers=("NHWC", "HWIO", "NHWC"), preferred_element_type=jnp.int32)
     return a, jnp.sin(b), c, q
+
+
+@topic(normal(4, 3), normal(3, 3), wrt=(0, 1))
+def gathers_and_scatters_with_modes(x, w):
+    y = x @ w
+    i = jnp.array([3, -1, 9, 0])
+    return (y.at[i].get(mode="fill", fill_value=7.), y.at[i].get(mode="clip"), y.at[i].add(x, mode="drop"),
+            y.at[i].mul(2., mode="drop"), y.at[i].max(x, mode="drop"), y.at[i].min(x, mode="drop"),
+            y.at[i, 1].set(5., mode="drop"), y.at[jnp.array([0, 0])].add(1.), y.at[::2].divide(3.),
+            jnp.take(y, i, axis=0, mode="wrap"), lax.dynamic_slice(y, (9, -1), (2, 2)),
+            lax.dynamic_update_slice(y, x[:1, :2], (-3, 2)))
