@@ -248,7 +248,11 @@ def _align(made, count) -> None:
     for a, b in pieces:
         down.setdefault(a, []).append(b)
         up.setdefault(b, []).append(a)
-    middle = lambda found: sorted(found, key=at.get)[(len(found) - 1) // 2]
+
+    def middle(found):      # of the items, so that what skips layers does not bend the chain beside it
+        found = sorted([i for i in found if i < count] or found, key=at.get)
+        return found[(len(found) - 1) // 2]
+
     total = sum(map(len, made.layers))
     line = list(range(total))
     taken: list[list[tuple[int, int]]] = [[] for _ in made.layers]

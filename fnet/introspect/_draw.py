@@ -11,7 +11,8 @@ from fnet.introspect._place import LIGHT, SIZES, STEPS, Placed, box, place, shor
 
 _STYLE = """text{font:13px system-ui,sans-serif;fill:#1a2330}.l{font-size:11px;fill:#52606f}.b{font-weight:600}
 .e{fill:none;stroke:#8593a3;stroke-width:1.3}.p{stroke-dasharray:5 4}.n{stroke:#8593a3}.g{fill:#fff;stroke:#b6c0cb}
-.t{font-size:10.5px;fill:#52606f;paint-order:stroke;stroke:#fff;stroke-width:6px}.w{fill:#fff}"""
+.t{font-size:10.5px;fill:#52606f}
+.t,.o{paint-order:stroke;stroke:#fff;stroke-width:6px}.w{fill:#fff}"""
 
 
 class Drawing:
@@ -69,11 +70,11 @@ class Drawing:
     def _node(self, node, x, y, flip) -> None:
         wide, high = self.size(node)
         if node in self.expanded:
-            self.parts.append(f'<rect class="g" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" rx="8"/>'
-                              f'<text class="b" x="{x + 12:.1f}" y="{y + 20:.1f}">{escape(short(node.name))}'
-                              f'<tspan class="l" dx="8">{escape(node.badge)}</tspan></text>')
+            self.parts.append(f'<rect class="g" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" rx="8"/>')
             inner = x + (wide - self.placed[node].width) / 2
             self._inside(node, inner, y + SIZES["header"], y, y + high, flip)
+            self.parts.append(f'<text class="b o" x="{x + 12:.1f}" y="{y + 20:.1f}">{escape(short(node.name))}'
+                              f'<tspan class="l" dx="8">{escape(node.badge)}</tspan></text>')      # above the lines
             return
         step = sum(self.share(node) >= limit for limit in STEPS)
         white, line = (" w" if step >= 4 else ""), self.line(node)
@@ -152,8 +153,13 @@ class Drawing:
         given, after = ([i for i in range(made.children) if i not in phase and (layer[i] < layer[phase[0]]) == first]
                         for first in (True, False))
         lines = [(a, b, carried) for a, b, carried in made.edges]
+        backward = {i for i in phase if root.children[i].name.startswith("backward")}
+        upper = lambda i, leaving: i in given or (i in phase and leaving == (i in backward))
+        ends = [(upper(a, True), upper(b, False)) for a, b, _ in lines]
+        lanes = [tuple(sum(top in before for before in ends[:n]) for top in both) for n, both in enumerate(ends)]
+        count = {top: sum(top in both for both in ends) for top in (True, False)}
         head = max((self.size(root.children[i])[1] for i in given), default=0)
-        y = pad + head + down + 7 * len(lines)
+        y = pad + head + down + SIZES["apart"] * count[True]
         high = max(self.size(root.children[i])[1] for i in phase)
         at: dict[int, tuple[float, float, float, float]] = {}
         left = float(pad)
@@ -161,18 +167,17 @@ class Drawing:
             wide, tall = self.size(root.children[i])
             at[i] = left, y, wide, tall
             left += wide + SIZES["aisle"]
-        bottom = y + high + down + 7 * len(lines)
+        bottom = y + high + down + SIZES["apart"] * count[False]
         for group, level, below in ((given, pad, phase[0]), (after, bottom, phase[-1])):
             total = sum(self.size(root.children[i])[0] + SIZES["across"] for i in group) - SIZES["across"]
             x = max(pad, at[below][0] + (at[below][2] - total) / 2)
             for i in group:
                 at[i] = x, level, *self.size(root.children[i])
                 x += at[i][2] + SIZES["across"]
-        backward = {i for i in phase if root.children[i].name.startswith("backward")}
         used: dict[tuple[int, bool], int] = {}
         for n, (a, b, carried) in enumerate(lines):
             points = []
-            for i, leaving in ((a, True), (b, False)):
+            for i, leaving, number in ((a, True, lanes[n][0]), (b, False, lanes[n][1])):
                 x, top, wide, tall = at[i]
                 k = used[i, leaving] = used.get((i, leaving), 0) + 1
                 at_bottom = leaving != (i in backward)
@@ -180,8 +185,8 @@ class Drawing:
                 apart = self.port(node, carried[0], leaving) if node in self.expanded and len(carried) == 1 else 0.0
                 points.append((x + wide / 2 + (apart or (k // 2 if k % 2 else -k // 2) * 14),
                                top + tall if at_bottom else top,
-                               y - 14 - 7 * n if i in given or (i in phase and not at_bottom)
-                               else y + high + 14 + 7 * n))
+                               y - 14 - SIZES["apart"] * number if upper(i, leaving)
+                               else y + high + 14 + SIZES["apart"] * number))
             (x0, y0, lane), (x1, y1, last) = points
             corners = [(x0, y0), (x0, lane)]
             if lane != last:

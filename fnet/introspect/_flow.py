@@ -144,6 +144,7 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
     root.children = []
     for node in (*_group("inputs", inputs), *top, *_group("results", outputs)):
         root.add(node)
+    _name_parts(root)
     _join_loops(root, {node for value, reader_ in reader.edges for node in (value.source, reader_)})
     nodes: list[Node] = []
     _number(root, nodes)
@@ -175,6 +176,21 @@ def _group(name, nodes):
     items = [Item(node, tuple(node.name.split("/")[:-1]), set()) for node in nodes]
     nest(items, group, "", scope=lambda name, path: Node(name, "scope"))
     return [group]
+
+
+def _name_parts(node) -> None:
+    """Names the parts of a scope that is entered several times by what they contain: "stem/pool", not "stem (2)"."""
+    paths, names = [child.path for child in node.children], {child.name for child in node.children}
+    for i, child in enumerate(node.children):
+        if child.kind == "scope" and paths.count(child.path) > 1 and len(child.children) == 1:
+            inner = child.children[0]
+            name = f"{child.path.rpartition('/')[2]}/{inner.name}"
+            if inner.children and inner.path.startswith(f"{child.path}/") and name not in names:
+                inner.name, inner.parent = name, node
+                node.children[i] = inner
+                names.add(name)
+    for child in node.children:
+        _name_parts(child)
 
 
 def _join_loops(node, ends) -> None:

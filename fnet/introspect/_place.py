@@ -9,9 +9,9 @@ from fnet.introspect._arrange import Arrangement, neighbors
 from fnet.introspect._flow import Node
 
 SIZES = {"across": 24, "down": 50, "trunk": 20, "pad": 16, "header": 32, "lane": 12, "port": 14, "tall": 46, "low": 30,
-         "aisle": 64}
+         "aisle": 64, "apart": 13}
 """Pixels: between neighbors; between layers, and of these the part below a box; inside a scope; of lanes and ports; of
-the boxes of scopes and operations; between the phases of a training step."""
+the boxes of scopes and operations; between the phases of a training step, and between the lines that join them."""
 STEPS = (0.003, 0.01, 0.03, 0.1, 0.3)      # shares of the whole, where the color changes
 LIGHT = ("#ffffff", "#eaf2fb", "#cfe2f5", "#9cc4e8", "#4f94cf", "#17568f")
 DARK = ("#1d222b", "#1f2f44", "#204268", "#265f97", "#4390d0", "#9fd0f7")

@@ -47,9 +47,9 @@ const paint = {
   frame(node, x, y, w, h) {
     const made = item(node, "");
     made.append(svg("rect", { class: "frame", x, y, width: w, height: h, rx: 10 }));
-    const text = svg("text", { x: x + 12, y: y + 21 }, svg("tspan", { class: "name" }, "− " + node.short));
+    const text = svg("text", { class: "title", x: x + 12, y: y + 21 }, svg("tspan", { class: "name" }, "− " + node.short));
     if (node.badge) text.append(svg("tspan", { class: "badge", dx: 8 }, node.badge));
-    made.append(text);
+    titles.push(text);
   },
   box(node, x, y, w, h) {
     const made = item(node, "s" + step(node)), rx = node.kind === "input" || node.kind === "result" ? h / 2 : 7;
@@ -68,7 +68,7 @@ const paint = {
   },
   label(text, x, y) { labels.push([text, x, y]); },
 };
-let labels = [];
+let labels = [], titles = [];      // drawn last, above the lines
 
 function render() {
   const active = focused;
@@ -77,13 +77,14 @@ function render() {
   world = svg("g", {});
   view.append(world);
   labels = [];
+  titles = [];
   for (const node of NODES) node.at = node.element = null;
   if (ROOT.children.some(child => child.kind === "phase")) columns(ROOT, paint);
   else { measure(ROOT); inside(ROOT, Z.pad, Z.pad, 0, 0, false, paint); }
   for (const [text, x, y] of labels) world.append(svg("rect", { class: "under", x: x - 3 * text.length, y: y - 10, width: 6 * text.length,
     height: 13 }), svg("text", { class: "type", x, y, "text-anchor": "middle" }, text));
   hot = svg("g", {});
-  world.append(hot);
+  world.append(...titles, hot);
   move();
   (visible(active || ROOT.children[0]) || ROOT.children[0]).element.setAttribute("tabindex", 0);
   if (chosen) choose(visible(chosen), false);
@@ -220,8 +221,8 @@ function choose(node, open = true) {
 
 const tip = $("tip");
 function hover(node, x, y) {
-  tip.hidden = !node;
-  if (!node) return;
+  tip.hidden = !node || node === chosen;      // the details show the same
+  if (tip.hidden) return;
   tip.replaceChildren(element("b", {}, node.path || node.name), ...facts(node).map(([name, value]) => element("span", {}, `${name}: ${value}`)));
   const [w, h] = [tip.offsetWidth, tip.offsetHeight], area = view.getBoundingClientRect();
   tip.style.left = Math.max(4, Math.min(x - area.left + 16, area.width - w - 8)) + "px";
@@ -261,6 +262,7 @@ view.addEventListener("click", event => {
   const node = nodeOf(event.target);
   if (node && node.children.length) toggle(node);
   choose(node && node.element ? node : null);
+  hover(null);
   if (node) { focused = node; focus(node); }
 });
 view.addEventListener("wheel", event => {

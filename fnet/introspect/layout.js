@@ -179,33 +179,40 @@ function columns(root, paint) {
     if (child.kind !== "phase") (made.layer[i] < made.layer[phase[0]] ? given : after).push(i);
   });
   nodes.forEach(measure);
-  const head = Math.max(0, ...given.map(i => nodes[i].size[1])), lines = made.edges;
-  const y = Z.pad + head + Z.down + 7 * lines.length, high = Math.max(...phase.map(i => nodes[i].size[1]));
+  const backward = new Set(phase.filter(i => nodes[i].name.startsWith("backward"))), lines = made.edges;
+  const upper = (i, leaving) => given.includes(i) || (phase.includes(i) && leaving === backward.has(i));
+  const lanes = [0, 0], lane = lines.map(({ a, b }) => {      // each line has a lane of its own above or below the phases
+    const ends = [upper(a, true), upper(b, false)];
+    const mine = [ends.includes(true) ? lanes[0]++ : 0, ends.includes(false) ? lanes[1]++ : 0];
+    return ends.map(top => top ? mine[0] : mine[1]);
+  });
+  const head = Math.max(0, ...given.map(i => nodes[i].size[1])), high = Math.max(...phase.map(i => nodes[i].size[1]));
+  const y = Z.pad + head + Z.down + Z.apart * lanes[0];
   const at = {};
   let left = Z.pad;
   for (const i of phase) { at[i] = [left, y, ...nodes[i].size]; left += nodes[i].size[0] + Z.aisle; }
-  const bottom = y + high + Z.down + 7 * lines.length;
+  const bottom = y + high + Z.down + Z.apart * lanes[1];
   for (const [group, level, below] of [[given, Z.pad, phase[0]], [after, bottom, phase.at(-1)]]) {
     const total = group.reduce((sum, i) => sum + nodes[i].size[0] + Z.across, -Z.across);
     let x = Math.max(Z.pad, at[below][0] + (at[below][2] - total) / 2);
     for (const i of group) { at[i] = [x, level, ...nodes[i].size]; x += nodes[i].size[0] + Z.across; }
   }
-  const backward = new Set(phase.filter(i => nodes[i].name.startsWith("backward"))), used = new Map();
+  const used = new Map();
   lines.forEach(({ a, b, values }, n) => {
-    const [[x0, y0, lane], [x1, y1, last]] = [[a, true], [b, false]].map(([i, leaving]) => {
+    const [[x0, y0, lane0], [x1, y1, last]] = [[a, true], [b, false]].map(([i, leaving], end) => {
       const [x, top, wide, tall] = at[i], key = i + "," + leaving, k = (used.get(key) || 0) + 1;
       used.set(key, k);
       const low = leaving !== backward.has(i);
       const apart = expanded.has(nodes[i].id) && values.length === 1 ? port(nodes[i], values[0], leaving) : 0;
       return [x + wide / 2 + (apart || (k % 2 ? Math.floor(k / 2) : -k / 2) * 14), low ? top + tall : top,
-        given.includes(i) || (phase.includes(i) && !low) ? y - 14 - 7 * n : y + high + 14 + 7 * n];
+        upper(i, leaving) ? y - 14 - Z.apart * lane[n][end] : y + high + 14 + Z.apart * lane[n][end]];
     });
-    const corners = [[x0, y0], [x0, lane]];
-    if (lane !== last) {
+    const corners = [[x0, y0], [x0, lane0]];
+    if (lane0 !== last) {
       let column = phase[0];
       for (const i of phase) if (at[i][0] <= x0) column = i;
       const aisle = at[column][0] + at[column][2] + Z.aisle / 2 - 7 * (n % 5) + 14;
-      corners.push([aisle, lane], [aisle, last]);
+      corners.push([aisle, lane0], [aisle, last]);
     }
     corners.push([x1, last], [x1, y1]);
     paint.edge(rounded(corners), true, true);
