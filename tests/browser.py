@@ -1,10 +1,11 @@
 """Chromium for tests, driven through its DevTools pipe: no package is needed."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
-import subprocess
+import signal
 import tempfile
 
 import pytest
@@ -24,20 +25,17 @@ def chromium():
         pytest.skip(f"no browser: expected one of {', '.join(NAMES)}, or its path in FNET_CHROMIUM")
     (from_browser, to_us), (from_us, to_browser) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        def install():      # the browser reads descriptor 3 and writes descriptor 4
-            commands, answers = os.dup(from_us), os.dup(to_us)
-            os.dup2(commands, 3)
-            os.dup2(answers, 4)
-
-        process = subprocess.Popen([program, *FLAGS, f"--user-data-dir={profile}"], stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.DEVNULL, preexec_fn=install, pass_fds=(3, 4))
-        os.close(from_us)
-        os.close(to_us)
+        high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 10) for each in (from_us, to_us)]
+        quiet = [(os.POSIX_SPAWN_OPEN, each, os.devnull, os.O_WRONLY, 0) for each in (1, 2)]
+        process = os.posix_spawn(program, [program, *FLAGS, f"--user-data-dir={profile}"], os.environ, file_actions=[
+            *quiet, *((os.POSIX_SPAWN_DUP2, each, number) for each, number in zip(high, (3, 4)))])
+        for each in (from_us, to_us, *high):
+            os.close(each)
         try:
             yield Browser(from_browser, to_browser)
         finally:
-            process.kill()
-            process.wait()
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
             os.close(from_browser)
             os.close(to_browser)
 
@@ -103,11 +101,13 @@ class Browser:
 
     def click(self, element):
         """Clicks in the middle of what a JavaScript expression names."""
-        x, y = self.js(f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center'}}); const r = "
-                       "e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + Math.min(r.height / 2, 14)]; })()")
+        x, y = self.js(f"(() => {{ const e = {element}; e.scrollIntoView({{block: 'center', behavior: 'instant'}}); "
+                       "const r = e.getBoundingClientRect(); "
+                       "return [r.x + r.width / 2, r.y + Math.min(r.height / 2, 14)]; })()")
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="none" if kind == "mouseMoved" else "left",
-                      buttons=int(kind == "mousePressed"), clickCount=int(kind != "mouseMoved"))
+            moved = kind == "mouseMoved"
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="none" if moved else "left",
+                      buttons=int(kind == "mousePressed"), clickCount=int(not moved))
         self.js("new Promise(done => setTimeout(done, 20))")
 
     def press(self, key):

@@ -70,7 +70,8 @@ class Drawing:
     def _node(self, node, x, y, flip) -> None:
         wide, high = self.size(node)
         if node in self.expanded:
-            self.parts.append(f'<rect class="g" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" rx="8"/>')
+            self.parts.append(f'<rect class="g" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" '
+                              'rx="8"/>')
             inner = x + (wide - self.placed[node].width) / 2
             self._inside(node, inner, y + SIZES["header"], y, y + high, flip)
             self.parts.append(f'<text class="b o" x="{x + 12:.1f}" y="{y + 20:.1f}">{escape(short(node.name))}'

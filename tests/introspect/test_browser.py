@@ -8,8 +8,9 @@ from test_graph import CHIP, MODEL, spec, step_of
 from fnet import introspect
 
 pytestmark = pytest.mark.exhaustive
-SHOWN = "[...document.querySelectorAll('#view g[data-id]')].map(e => NODES[e.dataset.id].path || NODES[e.dataset.id].name)"
-BOX = "[...document.querySelectorAll('#view g[data-id]')].find(e => NODES[e.dataset.id].path === '{}')"
+DRAWN = "[...document.querySelectorAll('#view g[data-id]')]"
+SHOWN = DRAWN + ".map(e => NODES[e.dataset.id].path || NODES[e.dataset.id].name)"
+BOX = DRAWN + ".find(e => NODES[e.dataset.id].path === '{}')"
 FOCUSED = "document.activeElement.dataset.id && NODES[document.activeElement.dataset.id].path"
 OVERLAPS = """(() => {
   const boxes = [...document.querySelectorAll('#view g[data-id]')].filter(e => !e.querySelector('.frame'));
@@ -18,11 +19,12 @@ OVERLAPS = """(() => {
     const t = e.getBoundingClientRect(), r = e.parentNode.querySelector('rect').getBoundingClientRect();
     return t.left < r.left || t.right > r.right; }).map(e => e.textContent);
   const labels = [...document.querySelectorAll('#view .type')].map(e => [e.getBoundingClientRect(), e.textContent]);
-  const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 2 || b.bottom <= a.top + 2;
-  const found = texts.map(t => 'text wider than its box: ' + t);
-  at.forEach((a, i) => at.forEach((b, j) => { if (i < j && !apart(a, b)) found.push('boxes overlap: ' + boxes[i].textContent + ' ' + boxes[j].textContent); }));
-  labels.forEach(([a, s], i) => labels.forEach(([b, t], j) => { if (i < j && !apart(a, b)) found.push('labels overlap: ' + s + ', ' + t); }));
-  return found;
+  const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 2 ||
+    b.bottom <= a.top + 2;
+  const overlaps = (items, what) => items.flatMap(([a, s], i) => items.slice(i + 1).filter(([b]) => !apart(a, b)).map(
+    ([b, t]) => what + ' overlap: ' + s + ', ' + t));
+  return [...texts.map(t => 'text wider than its box: ' + t),
+    ...overlaps(boxes.map((e, i) => [at[i], e.textContent]), 'boxes'), ...overlaps(labels, 'labels')];
 })()"""
 
 
