@@ -6,9 +6,9 @@
 
 Four saliency maps show which pixels decide the first label: the gradient, SmoothGrad (the mean over noisy copies),
 integrated gradients (the mean along the path from a gray image) and Grad-CAM (which positions of the last block). For
-each layer, an image is optimized for each of some channels until the channel's mean is large: the first layers respond
-to edges and colors, later ones to textures and parts, the labels to objects. Weights are found as by classify_image.py.
-The pictures are written to --workdir.
+each layer, an image of fixed contrast is optimized for each of some channels until the channel's mean is large: the
+first layers respond to edges and colors, later ones to textures and parts, the labels to objects. Weights are found as
+by classify_image.py. The pictures are written to --workdir.
 
 Simonyan et al., Deep Inside Convolutional Networks, 2013; Smilkov et al., SmoothGrad, 2017; Sundararajan et al.,
 Axiomatic Attribution for Deep Networks, 2017; Selvaraju et al., Grad-CAM, 2017; Olah et al., Feature
@@ -37,6 +37,7 @@ from fnet.models import pretrained
 option = tr.flags.option
 # Colors of natural photos, as three uncorrelated components: the square root of the covariance of ImageNet's pixels.
 COLORS = np.array([[0.26, 0.09, 0.02], [0.27, 0.00, -0.05], [0.27, -0.09, 0.03]], np.float32)
+TOGETHER = 8      # images that are optimized at once
 LABELS = (1, 130, 323, 954, 817, 985)      # goldfish, flamingo, monarch, banana, sports car, daisy
 
 
@@ -53,10 +54,11 @@ class Config:
     cam: str = option("stage4/block2", "the site that Grad-CAM shows")
     channels: int = option(6, "how many channels of a layer, drawn at random; of head, these labels: "
                            + ", ".join(map(str, LABELS)), within="[1, 64]")
-    steps: int = option(256, "steps of optimization for a channel", within="[1, 100000]")
+    steps: int = option(128, "steps of optimization for a channel", within="[1, 100000]")
     size: int = option(160, "height and width of the optimized images", within="[16, 4096]")
-    learning_rate: float = option(0.05, "of Adam, for the amplitudes of the frequencies", within="(0, 100]")
-    jitter: int = option(12, "pixels by which an image is moved at random in each step", within="[0, 4096]")
+    learning_rate: float = option(0.05, "of Adam, for the amplitudes of the frequencies; it falls to a tenth",
+                                  within="(0, 100]")
+    jitter: int = option(16, "pixels by which an image is moved at random in each step", within="[0, 4096]")
     samples: int = option(24, "noisy copies of SmoothGrad, points on the path of integrated gradients",
                           within="[1, 10000]")
     noise: float = option(0.15, "standard deviation of SmoothGrad's noise, as a part of the range of the pixels",
@@ -198,7 +200,7 @@ def shown(values):
 
 def features(network, config, site, path):
     """Draws the images to which some channels of a site respond most, and prints time, FLOPs and MFU."""
-    began = time.perf_counter()
+    began, processor = time.perf_counter(), time.process_time()
     value = jax.eval_shape(ft.capture(network, site), network.weights,
                            jax.ShapeDtypeStruct((1, config.size, config.size, 3), np.float32))[1][site]
     count = value.shape[-1]
@@ -207,73 +209,89 @@ def features(network, config, site, path):
     else:
         chosen = np.random.default_rng(config.seed).permutation(responding(network, config, site))[:config.channels]
     ascend = jax.jit(functools.partial(step, network, config, site))
-    tx = optax.adam(config.learning_rate)
-    images, seconds = [], 0.0
-    for number, channel in enumerate(map(int, chosen)):
-        key = jax.random.key(config.seed + number)
-        spectrum = start(key, config.size)
-        state = tx.init(spectrum)
+    images, seconds, steps = [], 0.0, 0
+    for first in range(0, len(chosen), TOGETHER):
+        channels = jnp.asarray(chosen[first:first + TOGETHER])
+        key = jax.random.key(config.seed + first)
+        spectrum = start(key, len(channels), config.size)
+        state = optimizer(config).init(spectrum)
         for i in range(config.steps):
-            if i == 1:
+            if i == 1:      # the first one is compiled
+                jax.block_until_ready(spectrum)
                 clock = time.perf_counter()
-            spectrum, state, response = ascend(network.weights, spectrum, state, channel, jax.random.fold_in(key, i))
+            spectrum, state, responses = ascend(network.weights, spectrum, state, channels, jax.random.fold_in(key, i))
         jax.block_until_ready(spectrum)
-        seconds += time.perf_counter() - clock if config.steps > 1 else 0.0
-        name = network.labels[channel] if site == "head" and len(network.labels) == count else f"channel {channel}"
-        images.append((f"{name}: {float(response):.3g}", image(spectrum, config.size)))
+        if config.steps > 1:
+            seconds, steps = seconds + time.perf_counter() - clock, steps + (config.steps - 1) * len(channels)
+        named = site == "head" and len(network.labels) == count
+        names = [network.labels[channel] if named else f"channel {channel}" for channel in channels.tolist()]
+        images += [(f"{name}: {float(response):.3g}", image(each)) for name, response, each in
+                   zip(names, responses, spectrum)]
     draw(path, f"{site}: {len(images)} of {count} channels", images)
     flops, chip = flops_of(network, site, config.size), hw.detect()
-    each = seconds / max(1, (config.steps - 1) * len(images))
+    each = seconds / max(1, steps)
     used = hw.mfu(flops, each, chip, "float32") if each else "one step alone was not timed"
-    print(f"{site} {list(value.shape[1:])}: {each * 1e3:.1f} ms a step of {flops / 1e9:.2f} GFLOP, {used}; {path}; "
-          f"{time.perf_counter() - began:.1f} s")
+    print(f"{site} {list(value.shape[1:])}: {each * 1e3:.1f} ms a step and image of {flops / 1e9:.2f} GFLOP, {used}; "
+          f"{path}; {time.perf_counter() - began:.1f} s, of the processor {time.process_time() - processor:.1f} s")
 
 
 def responding(network, config, site):
     """The channels of a site that respond to a random image: others have no gradient, or never respond at all."""
-    x = image(start(jax.random.key(config.seed), config.size), config.size)[None]
+    x = image(start(jax.random.key(config.seed), 1, config.size)[0])[None]
     value = jax.jit(lambda weights, x: ft.capture(network, site)(weights, x)[1][site])(network.weights, x)
     means = np.asarray(value).reshape(-1, value.shape[-1]).mean(0)
     return np.flatnonzero(means > 0) if (means > 0).any() else np.arange(len(means))
 
 
-def step(network, config, site, weights, spectrum, state, channel, key):
-    """One step of gradient ascent: (spectrum, optimizer state, mean of the channel)."""
-    def objective(spectrum):
-        x = moved(key, image(spectrum, config.size), config.jitter)
-        value = ft.capture(network, site)(weights, x[None])[1][site]       # the layers after the site are not computed
-        return jnp.take(value, channel, -1).mean()
-
-    response, slope = jax.value_and_grad(objective)(spectrum)
-    slope = jax.tree.map(lambda g: -g / (jnp.sqrt(jnp.square(g).mean()) + 1e-12), slope)
-    updates, state = optax.adam(config.learning_rate).update(slope, state)
-    return optax.apply_updates(spectrum, updates), state, response
+def optimizer(config):
+    return optax.adam(optax.cosine_decay_schedule(config.learning_rate, config.steps, 0.1))
 
 
-def start(key, size):
-    """A small random image as amplitudes of frequencies: [real or imaginary, size, size // 2 + 1, 3]."""
-    return 0.1 * jax.random.normal(key, (2, size, size // 2 + 1, 3))
+def step(network, config, site, weights, spectra, state, channels, key):
+    """One step of gradient ascent for an image of each channel: (spectra, optimizer state, means of the channels)."""
+    def objective(spectra):
+        keys = jax.random.split(key, len(channels))
+        x = jax.vmap(lambda key, spectrum: moved(key, image(spectrum), config.jitter))(keys, spectra)
+        value = ft.capture(network, site)(weights, x)[1][site]       # the layers after the site are not computed
+        value = value.reshape(len(channels), -1, value.shape[-1])             # [images, positions, channels]
+        responses = jnp.take_along_axis(value, channels[:, None, None], 2).mean((1, 2))       # [images]
+        return responses.sum(), responses
+
+    (_, responses), slopes = jax.value_and_grad(objective, has_aux=True)(spectra)
+    size = jnp.sqrt(jnp.square(slopes).mean((1, 2, 3, 4), keepdims=True))
+    updates, state = optimizer(config).update(-slopes / (size + 1e-12), state)
+    return optax.apply_updates(spectra, updates), state, responses
 
 
-def image(spectrum, size):
-    """The image of a spectrum: [size, size, 3] in 0..1.
+def start(key, count, size):
+    """Small random images as amplitudes of frequencies: [count, real or imaginary, size, size // 2 + 1, 3]."""
+    return 0.1 * jax.random.normal(key, (count, 2, size, size // 2 + 1, 3))
+
+
+def image(spectrum):
+    """The image of a spectrum [2, size, size // 2 + 1, 3]: [size, size, 3] in 0..1.
 
     The amplitudes are divided by the frequency, as in natural photos. So a step of one size changes all frequencies
-    alike, and the gradient does not end in noise of the highest ones.
+    alike, and the gradient does not end in noise of the highest ones. The contrast is fixed: otherwise most channels
+    grow fastest by contrast alone, until all pixels are black or white.
     """
+    size = spectrum.shape[1]
     rows, columns = jnp.fft.fftfreq(size)[:, None], jnp.fft.rfftfreq(size)[None]
     scale = 1 / jnp.maximum(jnp.sqrt(rows**2 + columns**2), 1 / size)[..., None]              # [size, size // 2 + 1, 1]
     amplitudes = jax.lax.complex(spectrum[0] * scale, spectrum[1] * scale)
-    values = jnp.fft.irfft2(amplitudes, (size, size), axes=(0, 1), norm="ortho") / 4
-    return jax.nn.sigmoid(4 * values @ COLORS.T)
+    values = jnp.fft.irfft2(amplitudes, (size, size), axes=(0, 1), norm="ortho") @ COLORS.T
+    return jax.nn.sigmoid(values / (values.std() + 1e-6))
 
 
 def moved(key, x, jitter):
-    """The image moved by up to `jitter` pixels each way, scaled by up to 10 % and rotated by up to 6 degrees."""
+    """The image moved by up to `jitter` pixels each way, scaled by 0.7 to 1.2 and rotated by up to 11 degrees.
+
+    What a channel responds to at one place, size and angle alone is mostly noise that no photo contains.
+    """
     shift, scale, angle = jax.random.split(key, 3)
     size = x.shape[0]
-    factor = jax.random.uniform(scale, minval=0.9, maxval=1.1)
-    angle = jax.random.uniform(angle, minval=-0.1, maxval=0.1)
+    factor = jnp.exp(jax.random.uniform(scale, minval=np.log(0.7), maxval=np.log(1.2)))
+    angle = jax.random.uniform(angle, minval=-0.2, maxval=0.2)
     center = (size - 1) / 2
     at = jnp.arange(size, dtype=jnp.float32) - center
     rows = factor * (jnp.cos(angle) * at[:, None] - jnp.sin(angle) * at[None]) + center

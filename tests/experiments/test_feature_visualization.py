@@ -7,7 +7,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from fnet import models
@@ -91,17 +90,35 @@ def test_grad_cam_equals_the_formula(network, x):
 
 def test_ascent_raises_the_channel_and_images_are_valid(network, config):
     more = dataclasses.replace(config, steps=30, jitter=0)
-    channel = int(experiment.responding(network, more, SITE)[0])
-    spectrum = experiment.start(jax.random.key(0), 32)
-    state = optax.adam(more.learning_rate).init(spectrum)
+    channels = jnp.asarray(experiment.responding(network, more, SITE)[:2])
+    spectra = experiment.start(jax.random.key(0), 2, 32)
+    state = experiment.optimizer(more).init(spectra)
     ascend = jax.jit(lambda *args: experiment.step(network, more, SITE, *args))
     responses = []
     for i in range(more.steps):
-        spectrum, state, response = ascend(network.weights, spectrum, state, channel, jax.random.key(i))
-        responses.append(float(response))
-    assert responses[-1] > 1.5 * responses[0] > 0
-    pixels = experiment.image(spectrum, 32)
+        spectra, state, response = ascend(network.weights, spectra, state, channels, jax.random.key(i))
+        responses.append(np.asarray(response))
+    assert (np.mean(responses[-5:], 0) > 1.3 * np.mean(responses[:5], 0)).all() and (responses[0] > 0).all()
+    pixels = experiment.image(spectra[1])
     assert pixels.shape == (32, 32, 3) and 0 <= float(pixels.min()) < float(pixels.max()) <= 1
+    logits = jax.scipy.special.logit(pixels)      # the contrast is fixed
+    assert float(logits.std()) == pytest.approx(1, rel=1e-3)
+
+
+def test_each_image_is_optimized_for_its_own_channel(network, config):
+    """Two images in one batch are those of two batches."""
+    channels, spectra = jnp.array([1, 3]), experiment.start(jax.random.key(0), 2, 32)
+    state = experiment.optimizer(config).init(spectra)
+    together, _, _ = experiment.step(network, config, SITE, network.weights, spectra, state, channels,
+                                     jax.random.key(4))
+    keys = jax.random.split(jax.random.key(4), 2)
+    x = jax.vmap(lambda key, s: experiment.moved(key, experiment.image(s), config.jitter))(keys, spectra)
+    assert not np.allclose(x[0], x[1])
+    alone = jax.grad(lambda s: ft.capture(network, SITE)(network.weights, experiment.moved(
+        keys[1], experiment.image(s), config.jitter)[None])[1][SITE][..., 3].mean())(spectra[1])
+    moved = together[1] - spectra[1]      # Adam's first step has the sign of the gradient
+    large = np.abs(alone) > 1e-3 * np.abs(alone).max()
+    assert large.mean() > 0.1 and (np.sign(moved) == np.sign(alone))[large].mean() > 0.99
 
 
 def test_flops_count_what_precedes_the_site(network):
