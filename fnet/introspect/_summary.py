@@ -118,18 +118,21 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
 
     Returns:
         A `Summary`. FLOPs are exact (see `hardware.count`); bytes of kept activations are those of
-        `jax.ad_checkpoint.print_saved_residuals` for the derivative with respect to the parameters.
-
-    Raises:
-        TypeError: if the function has no floating-point result, so that it has no derivative.
+        `jax.ad_checkpoint.print_saved_residuals` for the derivative with respect to the parameters. If there is no
+        such derivative (of a while loop, or of integers), `notes` says so, and the figures are of the function alone.
 
     >>> print(summary(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5))).total.parameters)
     34
     """
     run, params, inputs = as_function(f, args, train, options)
     forward = hw.count(run, params, *inputs)
-    both, chip, seconds = _cost_of_training(run, params, inputs, chip)
-    kept = kept_activations(run, params, *inputs)
+    missing: tuple[str, ...] = ()
+    try:
+        both, on, seconds = _cost(_training(run), params, inputs, chip)
+        kept = kept_activations(run, params, *inputs)
+    except (TypeError, ValueError) as error:      # of the derivative, since the function itself was traced before
+        both, on, seconds = _cost(run, params, inputs, chip)
+        kept, missing = [], (f"no backward pass: {str(error).partition('. ')[0]}",)
     sites = ft.sites(run)(params, *inputs)
     outputs: dict[str, list] = {}
     for site in sites:
@@ -154,8 +157,8 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
 
     rows = tuple(row(path, outputs.get(path, ())) for path in paths if path and (
         depth is None or path.count("/") < depth))
-    notes = tuple(dict.fromkeys((*forward.notes, *both.notes)))
-    return Summary(rows, row("", [result]), chip, notes)
+    notes = tuple(dict.fromkeys((*missing, *forward.notes, *both.notes)))
+    return Summary(rows, row("", [result]), on, notes)
 
 
 def as_function(f, args, train, options, caller="summary") -> tuple[Callable, Any, tuple]:
@@ -189,18 +192,18 @@ def _training(run):
     def training(params, *inputs):
         y, pull = jax.vjp(lambda params: _inexact(run(params, *inputs)), params)
         if not y:
-            raise TypeError("summary: the function returns nothing floating-point, so that it has no backward pass")
+            raise TypeError("the function returns nothing floating-point")
         return pull(jax.tree.map(jnp.ones_like, y))
 
     return training
 
 
-def _cost_of_training(run, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
-    """(the cost of a forward and backward pass, the chip, {scope: seconds at the roofline}, empty if unknown)"""
+def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
+    """(the cost of a function, the chip, {scope: seconds at the roofline}, empty if unknown)"""
     leaves = jax.tree.leaves((params, inputs))
     if any(jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())):
-        return hw.count(_training(run), params, *inputs), hw.detect(chip), {}
-    bounds = hw.roofline(_training(run), params, *inputs, chip=chip, measure=False, depth=None)
+        return hw.count(f, params, *inputs), hw.detect(chip), {}
+    bounds = hw.roofline(f, params, *inputs, chip=chip, measure=False, depth=None)
     seconds = {row.scope: row.seconds for row in bounds.scopes}
     return bounds.count, bounds.chip, {} if None in seconds.values() else seconds
 

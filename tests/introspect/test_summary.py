@@ -177,6 +177,21 @@ def test_any_function():
     assert [(each.shape, each.path) for each in row.kept] == [((3, 4), "layer")] * len(row.kept)
 
 
+def test_functions_without_a_backward_pass():
+    """Of integers, and with a while loop: the forward pass is still counted."""
+    def loop(w, x):
+        with jax.named_scope("layer"):
+            x = x @ w
+        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x)
+
+    table = introspect.summary(loop, spec(5, 4), spec(3, 5), chip=CHIP)
+    assert (table["layer"].forward.matmul, table["layer"].backward.matmul, table.total.kept) == (120, 0, ())
+    assert table.notes[0].startswith("no backward pass: Reverse-mode differentiation does not work for lax.while_loop")
+    table = introspect.summary(lambda x: x > 0, spec(3), chip=CHIP)
+    assert table.notes == ("no backward pass: the function returns nothing floating-point",)
+    assert table.total.forward.flops == 3 and "no backward pass" in str(table)
+
+
 def test_errors():
     with pytest.raises(TypeError, match=r"summary: expected a layer, a flax\.nnx module, or a function and its "
                                         r"parameters; got no arguments"):
@@ -185,7 +200,5 @@ def test_errors():
         introspect.summary(3, 4)
     with pytest.raises(TypeError, match="train=True is for layers"):
         introspect.summary(jnp.sin, 1.0, train=True)
-    with pytest.raises(TypeError, match="the function returns nothing floating-point"):
-        introspect.summary(lambda x: x > 0, spec(3))
     with pytest.raises(KeyError, match="the summary has no path 'haed'; it has '0', 'head'"):
         introspect.summary(nn.Sequential(nn.Dense(4), head=nn.Dense(2)), spec(3, 5), chip=CHIP)["haed"]
