@@ -8,8 +8,9 @@ from typing import Any
 _DESCRIPTION = __doc__ + """
 
 A RUN is the folder of a training run, as fit(workdir=) and the experiments write it. The file loads nothing, and can be
-sent to others. It shows learning curves, speed, predictions, text samples, the model, differences between the
-configurations, environment, checkpoints and events. Runs that differ in their seed alone are drawn as one band.
+sent to others. It shows learning curves, speed, predictions, text samples, the model, profiles, differences between the
+configurations, environment, the plan, checkpoints and events. Runs that differ in their seed alone are drawn as one
+band.
 
     fnet report runs/digits
     fnet report runs/digits runs/digits/last20 -o digits.html

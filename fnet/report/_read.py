@@ -36,6 +36,8 @@ class Run:
         predictions: {"classes", "confusion", "mistakes"} or {}.
         summary: rows of `introspect.summary`, or [].
         samples: {name: text}.
+        plan: the comparison of strategies, as `parallel.Plan.explain` prints it, or "".
+        profiles: {steps, such as "100-105": rows of `introspect.profile`}.
         notes: what could not be used.
     """
 
@@ -50,6 +52,8 @@ class Run:
     predictions: dict[str, Any] = dataclasses.field(default_factory=dict)
     summary: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     samples: dict[str, str] = dataclasses.field(default_factory=dict)
+    plan: str = ""
+    profiles: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -80,7 +84,7 @@ def read(folder: str | os.PathLike) -> Run:
     if not path.is_dir():
         raise ValueError(f"{folder}: {'is a file, expected a' if path.exists() else 'no such'} folder")
     run = Run(path, path.resolve().name or str(path))
-    for part in (_metrics, _config, _checkpoints, _events, _predictions, _summary, _samples):
+    for part in (_metrics, _config, _checkpoints, _events, _predictions, _summary, _samples, _plan, _profiles):
         try:
             part(run)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError,
@@ -271,7 +275,24 @@ def _samples(run: Run) -> None:
     for name in ("sample.txt", "samples.txt"):
         raw = _raw(run, run.path / name, 64 << 10)
         if raw:
-            run.samples[name] = raw.decode(errors="replace").replace("\0", "\ufffd")
+            run.samples[name] = _text(raw)
+
+
+def _plan(run: Run) -> None:
+    run.plan = _text(_raw(run, run.path / "plan.txt", 64 << 10) or b"")
+
+
+def _profiles(run: Run) -> None:
+    folder = run.path / "profile"
+    names = [name for name in os.listdir(folder) if re.fullmatch(r"\d{1,18}-\d{1,18}", name)] if folder.is_dir() else []
+    for name in sorted(names, key=lambda name: int(name.partition("-")[0]))[-8:]:
+        found = _json(run, folder / name / "profile.json")
+        if isinstance(found, list):
+            run.profiles[name] = [row for row in found if isinstance(row, dict)][:2000]
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace").replace("\0", "\ufffd")
 
 
 def _whole(value) -> bool:

@@ -41,7 +41,7 @@ def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
                  and value is not None} if isinstance(fit, dict) else {}
         compiled = run.metrics.get("time/compile_seconds", ([], []))[1]
         if compiled and compiled[-1] is not None:
-            extra["seconds to compile"] = compiled[-1]
+            extra["seconds to compile"] = float(f"{compiled[-1]:.3g}")
         facts.append({key: value for key, value in run.facts.items() if key not in hidden} | extra)
     fields = list(dict.fromkeys([*(key for key in order if any(key in each for each in facts)),
                                  *(str(key) for each in facts for key in each)]))
@@ -50,7 +50,10 @@ def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
     rows = [_row(["", *names], "th")]
     for field in fields[:200]:
         values = [show(each[field]) if field in each else "" for each in facts]
-        rows.append(_row([field, *values], "td", "differs" if len(set(values)) > 1 else ""))
+        if len(set(values)) == 1:      # once, across the columns of all runs
+            rows.append(f'<tr><td>{escape(field)}</td><td colspan="{len(runs)}">{escape(values[0])}</td></tr>')
+        else:
+            rows.append(_row([field, *values], "td", "differs"))
     return f'<div class="scroll card"><table class="first">{"".join(rows)}</table></div>'
 
 
@@ -76,7 +79,31 @@ def summary(run: Run, name: str) -> str:
                         f'<td{" class=number" if i else ""}>{escape(cell)}</td>' for i, cell in enumerate(cells[1:]))
                     + "</tr>")
     return (f'<details class="card"{" open" if len(run.summary) <= 40 else ""}><summary>{escape(name)}</summary>'
-            f'<div class="scroll"><table>{"".join(rows)}</table></div></details>')
+            f'<div class="scroll"><table class="tight">{"".join(rows)}</table></div></details>')
+
+
+def profiles(run: Run, name: str) -> str:
+    """The measured time by path and phase of the steps that `fit(profile_steps=)` names."""
+    parts = []
+    for steps, rows in run.profiles.items():
+        present = [key for key in ("forward", "backward", "recomputed", "optimizer", "other")
+                   if any(_time_of(row, key) for row in rows)]
+        table = ['<tr><th>path</th>' + "".join(f"<th class=number>{head}</th>" for head in (
+            *(f"{key} ms" for key in present), "total ms", "share", "FLOPs", "bytes", "bound ms")) + "</tr>"]
+        for row in rows:
+            path, share = show(row.get("path", "")) or "total", row.get("share")
+            depth = 0 if path == "total" else min(path.count("/"), 20)
+            cells = [*(_time_of(row, key) for key in (*present, "seconds")),
+                     f"{100 * share:.1f} %" if isinstance(share, int | float) and 0 <= share <= 1 else "",
+                     _number(row.get("flops"), "FLOP"), _number(row.get("bytes"), "B"), _time_of(row, "bound")]
+            table.append(f'<tr{" class=total" if path == "total" else ""}><td title="{escape(path)}">{"&emsp;" * depth}'
+                         f"{escape(path if path == 'total' else path.rpartition('/')[2])}</td>"
+                         + "".join(f"<td class=number>{escape(cell)}</td>" for cell in cells) + "</tr>")
+        first, end = map(int, steps.split("-"))
+        parts.append(f'<details class="card"{" open" if len(rows) <= 40 else ""}><summary>{escape(name)}: steps '
+                     f'{first:,} to {end:,}</summary><div class="scroll"><table class="tight">{"".join(table)}</table>'
+                     "</div></details>")
+    return "".join(parts)
 
 
 def checkpoints(run: Run, name: str) -> str:
@@ -124,6 +151,12 @@ def _number(value, unit) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         return ""
     return f"{si(value, digits=3)}{unit}".strip() if value else ""
+
+
+def _time_of(row, key) -> str:
+    value = row.get(key)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
+    return f"{1e3 * value:.3g}" if usable else ""
 
 
 def _time(when) -> str:

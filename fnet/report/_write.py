@@ -25,8 +25,8 @@ def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | 
     """Writes a report of one or several runs: one HTML file that loads nothing and executes nothing that runs contain.
 
     It shows learning curves (runs that differ in their seed alone as one band), speed, predictions, text samples, the
-    model, differences between configurations, environment, checkpoints, and what happened during the run. Parts that
-    a run has not recorded are left out; files that cannot be used are named.
+    model, profiles, differences between configurations, environment, the plan, checkpoints, and events of the run.
+    Parts that a run has not recorded are left out; files that cannot be used are named.
 
     Args:
         folders: the folders of the runs, as `training.fit(workdir=)` was given them.
@@ -69,8 +69,10 @@ def page(runs: Sequence[Run]) -> str:
                                                for run, name in zip(runs, names))),
         ("samples", "Text samples", "".join(_samples(run, name) for run, name in zip(runs, names))),
         ("model", "Model", _models(runs, names)),
+        ("profile", "Profile", "".join(_tables.profiles(run, name) for run, name in zip(runs, names))),
         ("configuration", "Configuration", _tables.configuration(runs, names)),
         ("environment", "Environment", _tables.environment(runs, names)),
+        ("plan", "Plan", "".join(_preformatted(name, run.plan, "wide") for run, name in zip(runs, names) if run.plan)),
         ("checkpoints", "Checkpoints", "".join(_tables.checkpoints(run, name) for run, name in zip(runs, names))),
         ("log", "Log", "".join(_tables.events(run, name) for run, name in zip(runs, names))),
     ]
@@ -226,8 +228,11 @@ def _models(runs, names) -> str:
 
 
 def _samples(run, name) -> str:
-    return "".join(f'<article class="card"><h3>{escape(name)}: {escape(file)}</h3><pre>{escape(text)}</pre></article>'
-                   for file, text in run.samples.items())
+    return "".join(_preformatted(f"{name}: {file}", text) for file, text in run.samples.items())
+
+
+def _preformatted(heading, text, kind="") -> str:
+    return f'<article class="card"><h3>{escape(heading)}</h3><pre class="{kind}">{escape(text)}</pre></article>'
 
 
 def _date() -> str:

@@ -27,7 +27,7 @@ from fnet.training._recovery import NONFINITE
 from fnet.training._run import Run
 from fnet.training._signals import Stopping, signals
 from fnet.training._storage import StorePath, location
-from fnet.training._workdir import CHECKPOINTS, remove_logs
+from fnet.training._workdir import CHECKPOINTS, PLAN, remove_logs
 
 
 def fit(
@@ -92,9 +92,9 @@ def fit(
       batches: a function such as `Batches`: `batches(i)` is the batch of step i. A thread calls it for the next steps
         while a step runs. The log reports the fraction of time that the loop waited for it ("time/data").
       steps: total number of steps, including those of earlier calls with this workdir.
-      workdir: the folder of the run: config.json, metrics.jsonl, events.jsonl, tensorboard/ and checkpoints/. A path,
-        or a URL of an object store (s3://bucket/run, gs://, az://; `pip install 'fnet[cloud]'`). None: nothing is
-        written.
+      workdir: the folder of the run: config.json, metrics.jsonl, events.jsonl, tensorboard/, checkpoints/, and with
+        `plan` plan.txt. A path, or a URL of an object store (s3://bucket/run, gs://, az://; `pip install
+        'fnet[cloud]'`). None: nothing is written.
       plan: the result of `parallel.plan(step, ...)`. The step runs on the plan's devices, with the results of one
         device up to rounding. State and batches are transferred to the plan's shardings, and a resumed run may have
         another plan. Short batches are padded with rows of weight 0, as by `parallel.feed`. With several processes,
@@ -276,6 +276,8 @@ def _begin(run: Run, workdir, begun_with: Mapping[str, Any], config: Any, *, res
         run.say(f"resumed at step {run.at} from {run.checkpoints.folder / str(run.at)}")
     if begun_with["config"] is not None and jax.process_index() == 0:
         save_config(begun_with["config"], workdir)
+    if run.spread.plan is not None and jax.process_index() == 0:
+        (location(workdir) / PLAN).write_text(f"{run.spread.plan}\n")
     run.facts["fit"] = begun_with | run.criteria()
 
 

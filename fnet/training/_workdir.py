@@ -10,11 +10,11 @@ from fnet.training._config import CONFIG
 from fnet.training._logs import EVENTS, METRICS, NOTES
 from fnet.training._storage import StorePath, location
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, PLAN = "checkpoints", "plan.txt"
 
 
 def clear(workdir: str | os.PathLike) -> None:
-    """Removes the run in `workdir`: its checkpoints, logs and config.json, and no other file.
+    """Removes the run in `workdir`: its checkpoints, logs, config.json and plan.txt, and no other file.
 
     To begin a run anew, `fit(..., restart=True)` is safer: it removes the old run only when everything else about the
     new one has been checked.
@@ -51,9 +51,9 @@ def clear(workdir: str | os.PathLike) -> None:
 
 
 def remove_logs(workdir: str | os.PathLike) -> None:
-    """Removes metrics.jsonl, events.jsonl, config.json and TensorBoard's files."""
+    """Removes metrics.jsonl, events.jsonl, config.json, plan.txt and TensorBoard's files."""
     folder = location(workdir)
-    for path in (*_append.parts(folder / METRICS), folder / NOTES, folder / CONFIG):
+    for path in (*_append.parts(folder / METRICS), folder / NOTES, folder / CONFIG, folder / PLAN):
         path.unlink(missing_ok=True)
     events = folder / EVENTS
     if isinstance(events, StorePath):

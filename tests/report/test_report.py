@@ -1,10 +1,12 @@
 """Reports of runs: whole, damaged, hostile and of other programs. They never raise and never execute what they show."""
 
+import html
 import json
 import os
 import random
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,7 +15,7 @@ from html_checks import Page, check_page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnet import report
+from fnet import parallel, report
 from fnet import training as tr
 from fnet.cli import main
 from fnet.report._read import thinned
@@ -59,6 +61,24 @@ def test_a_run(tmp_path):
     assert loss["title"] == "loss" and {series["split"] for series in loss["series"]} == {"train", "test"}
     assert next(s for s in loss["series"] if s["split"] == "test")["steps"] == [5, 10, 15, 20]
     assert {chart["title"] for chart in data["charts"] if chart["section"] == "speed"} >= {"steps per second"}
+
+
+def test_the_plan_and_profiles_of_a_run(tmp_path):
+    example = {"x": np.ones(8, np.float32)}
+    init = lambda key: tr.TrainState.create({"w": jnp.zeros(())}, optax.sgd(0.1))
+    plan = parallel.plan(step, init, example, devices=jax.devices()[:2], compile=False)
+    fit(tmp_path, 6, plan=plan, profile_steps=range(3, 5))
+    text, _ = written(tmp_path)
+    table = html.unescape(re.search(r'<pre class="wide">(.*?)</pre>', text, re.S)[1])
+    assert table.strip() == plan.explain().strip() and all(str(each.strategy) in table for each in plan.candidates)
+    profile = text[text.index('<section id="profile">'):text.index('<section id="environment">')]
+    rows = json.loads((tmp_path / "profile" / "3-5" / "profile.json").read_text())
+    assert "steps 3 to 5" in profile and f"{1e3 * rows[-1]['seconds']:.3g}</td>" in profile
+    (tmp_path / "profile" / "3-5" / "profile.json").write_text('[{"path": "<b>", "seconds": "x", "flops": true}, 3]')
+    text, _ = written(tmp_path)
+    assert "&lt;b&gt;" in text and "<b>" not in text[text.index('id="profile"'):]
+    fit(tmp_path, 2, restart=True)
+    assert report.read(tmp_path).plan == ""
 
 
 def test_seeds_are_one_group_and_differences_come_first(tmp_path):
