@@ -220,7 +220,7 @@ def nnx_scan_over_stacked_modules(model, x):
     return nnx.value_and_grad(loss)(model, x), model.calls[...], model.norm.mean[...]
 
 
-@topic(Made(_stacked), normal(3, 8, 4), wrt=(), inner=True)
+@topic(Made(_stacked), normal(3, 8, 4), wrt=(), inner=True, tolerance=1e-4)    # a bias before BatchNorm: rounding alone
 def nnx_vmap_of_transformed_step(transform, model, xs):
     step = transform(lambda block, x: nnx.grad(lambda b: jnp.mean(b(x) ** 2))(block))
     grads = nnx.vmap(step, in_axes=(0, 0))(model, xs)

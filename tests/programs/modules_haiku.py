@@ -109,7 +109,7 @@ def _stacked_and_recurrent(x):
     return hk.dynamic_unroll(core, h, core.initial_state(8))
 
 
-@topic(_params(_stacked_and_recurrent, normal(8, 4)), normal(8, 4), wrt=(0, 1))
+@topic(_params(_stacked_and_recurrent, normal(8, 4)), normal(8, 4), wrt=(0, 1), low=0.1)
 def layer_stack_and_deep_lstm(params, x):
     return hk.transform(_stacked_and_recurrent).apply(params, None, x)
 
