@@ -78,7 +78,7 @@ WITHOUT_EXAMPLE = {
     "hardware.measure", "hardware.plot", "introspect.Difference", "introspect.Graph", "introspect.Profile",
     "introspect.Slope", "introspect.Statistic", "introspect.TimedRow", "models.Encoded",
     "models.HuggingFaceTokenizer", "models.LlamaBPE", "models.pretrained.Layout", "models.pretrained.Spare",
-    "models.pretrained.Tied", "models.pretrained.flattened", "models.pretrained.model",
+    "models.pretrained.load_gguf", "models.pretrained.Tied", "models.pretrained.flattened", "models.pretrained.model",
     "models.pretrained.names_of", "models.read_tokenizer", "parallel.OnChips", "parallel.PeersGone",
     "parallel.SideBySide", "parallel.Transfer", "training.CheckpointError", "training.CheckpointWarning",
     "training.Interrupted", "training.LogWarning", "training.OutOfMemory", "training.PeerLost",

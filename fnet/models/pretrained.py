@@ -25,6 +25,7 @@ import numpy as np
 
 from fnet.models import _config, _hub, _key_map, _llama2c, _match, _tensors
 from fnet.models._adapters import load_adapter, save_adapter
+from fnet.models._gguf import load_gguf
 from fnet.models._model import Model
 from fnet.models._weight_names import (
     CONV,
@@ -43,7 +44,7 @@ from fnet.models._weight_names import (
 
 __all__ = [
     "CONV", "DENSE", "DEPTHWISE", "SAME", "Layout", "Names", "Rule", "Spare", "Tied", "find", "flattened", "keras",
-    "load", "load_adapter", "model", "names_of", "save", "save_adapter", "torch",
+    "load", "load_adapter", "load_gguf", "model", "names_of", "save", "save_adapter", "torch",
 ]
 
 

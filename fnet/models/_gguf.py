@@ -1,0 +1,162 @@
+"""GGUF files of llama.cpp: a Llama with its quantized kernels."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet.compress import Int4, Int8, Quantized
+from fnet.models import _hub, _key_map
+from fnet.models._llama import Llama, _block
+from fnet.models._rope import LinearScaling
+from fnet.models._weight_names import DENSE, SAME, Names, Rule
+
+_BLOCK = tuple(f"blk.{{i}}.{part}.weight" for part in (
+    "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down", "ffn_up", "attn_norm", "ffn_norm"))
+_NAMES = Names((Rule("embed/embedding", "token_embd.weight", SAME), Rule("head/kernel", "output.weight", DENSE),
+                Rule("norm/scale", "output_norm.weight"), *_block("blocks", _BLOCK)))
+_FIELDS = {"block_count": "depth", "embedding_length": "width", "feed_forward_length": "hidden",
+           "context_length": "context", "attention.head_count": "heads", "attention.head_count_kv": "kv_heads",
+           "attention.layer_norm_rms_epsilon": "epsilon", "rope.freq_base": "rotary_base",
+           "attention.key_length": "head_dim", "attention.sliding_window": "window"}
+_FORMATS = {"Q8_0": Int8(32), "Q4_0": Int4(32)}
+
+
+def load_gguf(path: str | os.PathLike) -> tuple[Llama, dict, dict]:
+    """Reads a Llama from a GGUF file of llama.cpp.
+
+        model, params, _ = pretrained.load_gguf("llama-q4_0.gguf")
+        logits = ft.use_implicit_arrays(model)(params, tokens)
+
+    Matrices in the formats Q8_0 and Q4_0 stay quantized: they become `compress.Quantized` leaves with the codes and
+    scales of the file. Other formats, such as Q6_K, are decoded to float32. The tokenizer in the file is not read.
+
+    Args:
+        path: a file *.gguf whose architecture is llama.
+
+    Returns:
+        (model, params, state). State is `{}`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, has another architecture, or fields or arrays that the model does not have.
+        ImportError: the package gguf is not installed (fnet[gguf]).
+
+    Source: the specification of GGUF and the block formats of ggml (ggml-quants.c).
+    """
+    file = _hub.find(path)
+    reader = _open(file)
+    fields = {name: field.contents() for name, field in reader.fields.items()
+              if name.startswith(("general.architecture", "llama."))}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    model = _model(file, fields, tensors)
+    leaves = {"/".join(key.key for key in path): leaf
+              for path, leaf in jax.tree_util.tree_leaves_with_path(model.spec(model.example()).params)}
+    key_map = _key_map.key_map(_NAMES, "", leaves, "Llama (gguf)")
+    wanted = key_map.keys()
+    for what, names in (("lacks", wanted.keys() - tensors.keys()), ("also contains", tensors.keys() - wanted.keys())):
+        if names:
+            raise ValueError(f"{file} {what} the arrays {', '.join(sorted(names)[:4])}" + (
+                " ..." if len(names) > 4 else ""))
+    params: dict[str, Any] = {}
+    for entry in key_map.reads:
+        *above, last = entry.paths[0].split("/")
+        node = params
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = _array(file, entry, [tensors[key] for key in entry.keys])
+    return model, params, {}
+
+
+def _open(file: Path):
+    """The reader of the package gguf, which stops at the end of the file."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ImportError("pretrained.load_gguf needs the package gguf: pip install 'fnet[gguf]'") from None
+
+    class Reader(GGUFReader):
+        def _get(self, offset, dtype, count=1, override_order=None):
+            if not 0 <= int(offset) + int(count) * np.dtype(dtype).itemsize <= len(self.data):
+                raise ValueError("a field extends beyond the end of the file")
+            return super()._get(offset, dtype, count, override_order)
+
+    try:
+        return Reader(file)
+    except Exception as error:
+        raise ValueError(f"{file} is not a GGUF file that can be read ({type(error).__name__}: {error})") from None
+
+
+def _model(file, fields, tensors) -> Llama:
+    architecture = fields.pop("general.architecture", None)
+    if architecture != "llama":
+        raise ValueError(f"{file}: expected the architecture 'llama'; got {architecture!r}")
+    given = {name.removeprefix("llama."): float(str(np.float32(value))) if isinstance(value, float) else value
+             for name, value in fields.items()}    # 1e-5, where float32 has 9.99999974e-6
+    options = {ours: given.pop(theirs) for theirs, ours in _FIELDS.items() if theirs in given}
+    try:
+        head_dim = options.get("head_dim", options["width"] // options["heads"])
+        vocab_size = int(tensors["token_embd.weight"].shape[1])
+    except (KeyError, IndexError, ZeroDivisionError, TypeError) as error:
+        raise ValueError(f"{file}: the fields of the architecture are not complete ({error!r})") from None
+    factor, kind = given.pop("rope.scaling.factor", 1.0), given.pop("rope.scaling.type", "none")
+    if kind == "linear" or (kind == "none" and factor == 1.0):
+        options["rope_scaling"] = LinearScaling(factor) if kind == "linear" else None
+    else:
+        raise ValueError(f"{file}: llama.rope.scaling.type={kind!r} with factor {factor} is not supported")
+    known = {"vocab_size": vocab_size, "rope.dimension_count": head_dim, "attention.value_length": head_dim,
+             "expert_count": 0, "expert_used_count": 0}
+    for name, value in given.items():
+        if name not in known or value != known[name]:
+            raise ValueError(f"{file}: llama.{name}={value!r} is not supported"
+                             + (f"; expected {known[name]}" if name in known else ""))
+    try:
+        return Llama(vocab_size=vocab_size, interleaved=True, tied="output.weight" not in tensors, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _array(file, entry, tensors) -> Any:
+    """The array of an entry, from one tensor or from one for each layer: quantized if all have the same such format."""
+    (shape,), lead = {spec.shape for spec in entry.specs}, len(entry.copies)
+    transposed = entry.rule.layout.name == "dense"
+    rows = shape[lead:][::-1] if transposed else shape[lead:]
+    for tensor in tensors:
+        if (got := tuple(map(int, tensor.shape[::-1]))) != rows:
+            raise ValueError(f"{file}: {tensor.name}: expected shape {rows}; got {got}")
+    kinds = {tensor.tensor_type.name for tensor in tensors}
+    if len(kinds) == 1 and len(rows) == 2 and (kind := next(iter(kinds))) in _FORMATS:
+        parts = [_blocks(tensor.data, kind) for tensor in tensors]
+        codes, scale = (np.stack([part[i] for part in parts]).reshape(*entry.copies, *parts[0][i].shape)
+                        for i in (0, 1))
+        if transposed:
+            codes, scale = codes.swapaxes(-1, -2), scale.swapaxes(-1, -2)
+        axes = (-2,) if transposed else (-1,)
+        result = Quantized(jnp.asarray(codes), jnp.asarray(scale), _FORMATS[kind], axes, jnp.dtype(jnp.float32))
+        return Quantized(result.pack(result.codes), result.scale, result.format, axes, result.dtype)
+    from gguf.quants import dequantize
+
+    try:
+        arrays = [np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32) for tensor in tensors]
+    except NotImplementedError:
+        raise ValueError(f"{file}: {tensors[0].name} has the format {', '.join(sorted(kinds))}, which the package gguf "
+                         "cannot decode") from None
+    arrays = [array.T if transposed else array for array in arrays]
+    return jnp.asarray(np.stack(arrays).reshape(shape))
+
+
+def _blocks(data, kind):
+    """(codes [rows, n], scales [rows, n / 32]) of rows of blocks: a float16 scale, then 32 codes."""
+    blocks = np.asarray(data).reshape(len(data), -1, 34 if kind == "Q8_0" else 18)
+    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
+    codes = blocks[..., 2:]
+    if kind == "Q8_0":
+        codes = np.ascontiguousarray(codes).view(np.int8)
+    else:    # the first 16 values are in the low halves of the bytes
+        codes = np.concatenate([codes & 15, codes >> 4], -1)
+    return codes.reshape(len(data), -1), scale
