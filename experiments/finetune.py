@@ -164,7 +164,7 @@ def train(config, workdir, policy, **fit_options):
     init = lambda key: tr.TrainState.create(params, tx, state=state, ema=config.ema or None)
     pixels = 0 if config.mode == "linear" else 3 * size**2
     common.check_memory(init, 4 * batches.batch_size * pixels, "--batch_size or --size")
-    common.start(workdir, "model.safetensors", "labels.json", "curves.png", "confusion.png")
+    common.start(workdir, "model.safetensors", "labels.json", "curves.png", "confusion.png", "predictions.json")
     every = max(math.ceil(steps / 20), 10)
     state = tr.fit(step, init(None), batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every,
                    log_every=every, early_stop=stop, progress=tr.Progress(), notes={"policy": str(policy)},
@@ -177,9 +177,29 @@ def train(config, workdir, policy, **fit_options):
     title = f"{config.dataset}, {config.model}, {config.mode}: test accuracy {values['accuracy']:.4f}"
     tr.plots.curves(tr.read_metrics(workdir), workdir / "curves.png", title=title)
     tr.plots.confusion_matrix(values["confusion"], data.classes, workdir / "confusion.png", title=title)
+    save_predictions(workdir, ft.autocast(forward, policy), state, test_set, data, min(config.batch_size, 64))
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png, "
           "model.safetensors, labels.json")
+    print(f"show the run: fnet report {workdir}")
     return values
+
+
+def in_batches(f, x, size):
+    """f(x), evaluated on `size` examples at a time, the last of which may be padding."""
+    rows = []
+    for at in range(0, len(x), size):
+        batch = x[at:at + size]
+        padded = np.pad(batch, ((0, size - len(batch)), *((0, 0),) * (x.ndim - 1)))
+        rows.append(np.asarray(f(padded))[:len(batch)])
+    return np.concatenate(rows)
+
+
+def save_predictions(workdir, forward, state, test_set, data, size):
+    """What `fnet report` shows: the confusion matrix and the worst mistakes, in at most 96 pixels."""
+    run = jax.jit(lambda x: jax.nn.softmax(forward(state.averaged, state.state, x, None)[0].astype(jnp.float32)))
+    stride = max(1, data.test_images.shape[1] // 96)
+    tr.save_predictions(workdir, in_batches(run, test_set["x"], size), test_set["label"], classes=data.classes,
+                        images=data.test_images[:, ::stride, ::stride])
 
 
 def probe(config, policy, held, model, data):
@@ -190,14 +210,9 @@ def probe(config, policy, held, model, data):
         run = lambda params, images: held.model.features(params, held.prepare(images), state=state)[0]
         return ft.autocast(run, policy)(params, images.astype(jnp.float32)).astype(jnp.float32)
 
-    began, inputs, size = time.perf_counter(), [], min(config.batch_size, 64)
-    for images in (data.train_images, data.test_images):
-        rows = []
-        for at in range(0, len(images), size):
-            batch = images[at:at + size]
-            padded = np.pad(batch, ((0, size - len(batch)), (0, 0), (0, 0), (0, 0)))
-            rows.append(np.asarray(features(held.params, held.state, padded))[:len(batch)])
-        inputs.append(np.concatenate(rows))
+    began, size = time.perf_counter(), min(config.batch_size, 64)
+    inputs = [in_batches(lambda images: features(held.params, held.state, images), images, size)
+              for images in (data.train_images, data.test_images)]
     print(f"features: {inputs[0].shape[1]} of each image, {len(inputs[0]) + len(inputs[1])} images in "
           f"{tr.duration(time.perf_counter() - began)}")
     head = nn.Dense(model.classes)

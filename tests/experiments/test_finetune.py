@@ -105,6 +105,8 @@ def test_a_probe_learns_photos_and_the_classifier_names_them(tiny, weights, phot
     assert json.loads((tmp_path / "labels.json").read_text()) == ["red", "sea blue"]
     for name in ("curves.png", "confusion.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    predictions = json.loads((tmp_path / "predictions.json").read_text())
+    assert predictions["classes"] == ["red", "sea blue"] and np.trace(predictions["confusion"]) == 4
 
     # All but the last layer is what it was.
     params, _ = pretrained.load(dataclasses.replace(SMALL, classes=2), tmp_path)
