@@ -311,18 +311,18 @@ def functions_of_jax_nn_with_custom_rules(x):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-def _clipped(f, x, bound, w):
+def _bounded(f, x, bound, w):
     return f(x @ w)
 
 
-_clipped.defvjp(lambda f, x, bound, w: (f(x @ w), (x, w)),
+_bounded.defvjp(lambda f, x, bound, w: (f(x @ w), (x, w)),
                 lambda f, bound, saved, g: ((jnp.clip(g, -bound, bound) @ saved[1].T), jnp.outer(saved[0], g)))
 
 
 @topic(normal(4, 3), normal(3, 3), wrt=(0, 1))
 def custom_vjp_nondiff_argnums_in_scan_in_vmap(xs, w):
     def one(x):
-        return lax.scan(lambda h, b: (_clipped(jnp.tanh, h, 0.1, w) * b, h.sum()), x, jnp.arange(1., 4.))
+        return lax.scan(lambda h, b: (_bounded(jnp.tanh, h, 0.1, w) * b, h.sum()), x, jnp.arange(1., 4.))
     return jax.vmap(one)(xs)
 
 
