@@ -1,6 +1,6 @@
 """Published models in fewer bits: size, agreement with the float32 model, and time, for each recipe.
 
-    python -m benchmarks.compression                       # all models whose weights are found, about 15 minutes
+    python -m benchmarks.compression                       # all models whose weights are found
     python -m benchmarks.compression --compress_models=minilm --compress_time=false
 
 The weights are searched as by `pretrained.find`. MiniLM embeds 500 sentences of The Tempest. The stories model is

@@ -108,7 +108,7 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
     if prefix is not None and prefix not in prefixes:
         raise ValueError(f"save_adapter: expected a prefix of {prefixes}; got {prefix!r}")
     for entry in _entries(model, prefixes[-1] if prefix is None else prefix):
-        leaves = [_get(params, place) for place in entry.paths]
+        leaves = [_match.get(params, place) for place in entry.paths]
         if not any(isinstance(leaf, LowRank) for leaf in leaves):
             continue
         if not _is_dense(entry) or any(isinstance(leaf, LowRank) and leaf.inputs != 1 for leaf in leaves):
@@ -232,9 +232,3 @@ def _replaced(tree, changes: Mapping[tuple, tuple]) -> Any:
         return tree
     return {name: _replaced(node, {path[1:]: change for path, change in changes.items() if path[0] == name})
             for name, node in tree.items()}
-
-
-def _get(tree, place):
-    for part in place.split("/"):
-        tree = tree[part]
-    return tree

@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fnet.compress import Int4, Int8, Quantized
-from fnet.models import _hub, _key_map
+from fnet.models import _hub, _key_map, _match
 from fnet.models._llama import Llama, _block
 from fnet.models._rope import LinearScaling
 from fnet.models._weight_names import DENSE, SAME, Names, Rule
@@ -55,9 +54,7 @@ def load_gguf(path: str | os.PathLike) -> tuple[Llama, dict, dict]:
               if name.startswith(("general.architecture", "llama."))}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     model = _model(file, fields, tensors)
-    leaves = {"/".join(key.key for key in path): leaf
-              for path, leaf in jax.tree_util.tree_leaves_with_path(model.spec(model.example()).params)}
-    key_map = _key_map.key_map(_NAMES, "", leaves, "Llama (gguf)")
+    key_map = _key_map.key_map(_NAMES, "", _match.leaves_of(model)[1], "Llama (gguf)")
     wanted = key_map.keys()
     for what, names in (("lacks", wanted.keys() - tensors.keys()), ("also contains", tensors.keys() - wanted.keys())):
         if names:

@@ -44,6 +44,13 @@ def leaves_of(model):
     return kinds, leaves
 
 
+def get(tree, place):
+    """The leaf of a tree at a path of `leaves_of`."""
+    for part in place.split("/"):
+        tree = tree[part]
+    return tree
+
+
 def detect_names(model, leaves, tensors, name):
     """Returns (the framework whose names the file has, the key map for them): the names with most keys in the file."""
     best, unfit = None, None

@@ -158,7 +158,7 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
             arrays |= {key: source.arrays[key] if source and key in source.arrays else np.asarray(entry.rule.write)
                        for key in entry.keys}
         else:
-            arrays |= _written(entry, [np.asarray(_get(trees[kinds[place]], place)) for place in entry.paths])
+            arrays |= _written(entry, [np.asarray(_match.get(trees[kinds[place]], place)) for place in entry.paths])
     if rules.header:
         _llama2c.write(path, rules.header(model), arrays)
     else:
@@ -278,9 +278,3 @@ def _written(entry, arrays):
     whole = np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
     return {key: entry.rule.layout.theirs(whole[copy] if copy else whole)
             for key, copy in zip(entry.keys, np.ndindex(entry.copies))}
-
-
-def _get(tree, place):
-    for part in place.split("/"):
-        tree = tree[part]
-    return tree

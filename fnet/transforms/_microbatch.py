@@ -212,7 +212,7 @@ def replaced(args, where, values) -> list:
 
 
 def fold_key(scalar, i):
-    """A random key folded with the number i; any other scalar, and any leaf that is not an array, as it is."""
+    """A random key folded with the number i; other scalars, and leaves that are not arrays, unchanged."""
     key = isinstance(scalar, jax.Array) and jnp.issubdtype(scalar.dtype, jax.dtypes.prng_key)
     return jax.random.fold_in(scalar, i) if key else scalar
 

@@ -119,7 +119,7 @@ class _Server:
             except TimeoutError:
                 response = JSONResponse({"error": f"no result within {self.options.timeout:g} seconds"}, 504)
             except ClientDisconnect:
-                response = Response(status_code=499)      # nobody reads it; for the metrics
+                response = Response(status_code=499)      # the client is gone; counted in the metrics
             except Exception as error:
                 response = JSONResponse({"error": f"the computation failed: {type(error).__name__}"}, 500)
             response.headers.update({**self.headers, **headers})

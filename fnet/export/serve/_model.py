@@ -48,10 +48,10 @@ class Model:
         words = [_words(n) for _, leaf in [*self.inputs, *self.outputs] for n in leaf["shape"][1:]]
         words += [_words(text) for text in self._description["constraints"]]
         firsts = {str(leaf["shape"][0]) if leaf["shape"] else "" for _, leaf in [*self.inputs, *self.outputs]}
-        self._rows = firsts.pop() if len(firsts) == 1 else ""
-        self.batched = self._rows.isidentifier() and not any(self._rows in found for found in words)
+        self._rows_name = firsts.pop() if len(firsts) == 1 else ""
+        self.batched = self._rows_name.isidentifier() and all(self._rows_name not in names for names in words)
         self.max_batch = max_batch if self.batched else 1
-        self.variables = sorted(set().union(*words) - {self._rows}) if words else []
+        self.variables = sorted(set().union(*words) - {self._rows_name}) if words else []
         self.pad = {name: sorted(sizes) for name, sizes in pad.items() if name in self.variables}
         for name in self.pad:
             if any(name in _words(n) and n != name for _, leaf in self.outputs for n in leaf["shape"]):
@@ -120,7 +120,7 @@ class Model:
         free = [name for name in self.variables if name not in self.pad]
         batches = sorted({min(1 << i, self.max_batch) for i in range(self.max_batch.bit_length() + 1)})
         for rows, *sizes in itertools.islice(itertools.product(batches, *self.pad.values()), 0 if free else _WARMED):
-            known = {self._rows: rows, **dict(zip(self.pad, sizes))}
+            known = {self._rows_name: rows, **dict(zip(self.pad, sizes))}
             self._run([np.zeros(_signature.shape(leaf, known), leaf["dtype"]) for _, leaf in self.inputs])
         if self.pad and not free:
             self._test_padding()
