@@ -64,6 +64,8 @@ class Summary:
         total: the row of the whole function.
         chip: the chip of the roofline.
         notes: why figures are not exact.
+        temporary_bytes: the memory that XLA's program for a forward and backward pass needs besides its arguments and
+            results; None without `compile=True`.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
     >>> summary["head"].parameters
@@ -74,6 +76,7 @@ class Summary:
     total: Row
     chip: hw.Chip
     notes: tuple[str, ...] = ()
+    temporary_bytes: int | None = None
 
     def __str__(self) -> str:
         return _render.text(self)
@@ -101,8 +104,8 @@ class Summary:
 
 
 def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None, train: bool = False,
-            **options: Any) -> Summary:
-    """Describes a model or any other function by the paths of its named scopes. Nothing is computed or compiled.
+            compile: bool = False, **options: Any) -> Summary:
+    """Describes a model or any other function by the paths of its named scopes. Nothing is computed.
 
         print(introspect.summary(model, x))                    # a layer, or a flax.nnx module, and its inputs
         print(introspect.summary(loss, params, batch))         # a function, whose first argument are its parameters
@@ -114,6 +117,9 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
         depth: how many segments of a path to show; None: all. Deeper rows are a part of those shown.
         chip: as in `hardware.roofline`; by default this machine's.
         train: of a layer: whether it is called with train=True.
+        compile: whether to compile the forward and backward pass for this machine, and to give XLA's temporary memory
+            beside the kept activations. It is the larger one where the pass has other temporary values, and the smaller
+            one where XLA computes activations again or stores them in place of others.
         options: further arguments of f.
 
     Returns:
@@ -128,9 +134,11 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
     forward = hw.count(run, params, *inputs)
     missing: tuple[str, ...] = ()
     try:
-        both, on, seconds = _cost(_training(run), params, inputs, chip)
+        passes = _training(run)
+        both, on, seconds = _cost(passes, params, inputs, chip)
         kept = kept_activations(run, params, *inputs)
     except (TypeError, ValueError) as error:      # of the derivative, since the function itself was traced before
+        passes = run
         both, on, seconds = _cost(run, params, inputs, chip)
         kept, missing = [], (f"no backward pass: {str(error).partition('. ')[0]}",)
     sites = ft.sites(run)(params, *inputs)
@@ -158,7 +166,8 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
     rows = tuple(row(path, outputs.get(path, ())) for path in paths if path and (
         depth is None or path.count("/") < depth))
     notes = tuple(dict.fromkeys((*missing, *forward.notes, *both.notes)))
-    return Summary(rows, row("", [result]), on, notes)
+    memory = jax.jit(passes).lower(params, *inputs).compile().memory_analysis() if compile else None
+    return Summary(rows, row("", [result]), on, notes, memory and memory.temp_size_in_bytes)
 
 
 def as_function(f, args, train, options, caller="summary") -> tuple[Callable, Any, tuple]:

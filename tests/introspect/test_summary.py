@@ -86,6 +86,15 @@ def test_kept_activations_are_those_of_jax(layer, inputs):
     assert sum(row.kept_bytes for row in summary.rows if not row.path.count("/")) <= summary.total.kept_bytes
 
 
+def test_the_memory_that_xla_needs_stands_beside_the_kept_activations():
+    """Of four layers whose outputs are kept, XLA's program holds at least these."""
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Dense(64), jnp.sin)))
+    summary = introspect.summary(model, spec(512, 64), chip=CHIP, compile=True)
+    assert introspect.summary(model, spec(512, 64), chip=CHIP).temporary_bytes is None
+    assert 3 * 512 * 64 * 4 <= summary.temporary_bytes <= 3 * summary.total.kept_bytes
+    assert "temporary memory of the compiled forward and backward pass: " in str(summary)
+
+
 class Twin(nnx.Module):
     def __init__(self, rngs):
         self.stem = nnx.Conv(3, 4, (3, 3), rngs=rngs)
