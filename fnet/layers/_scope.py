@@ -171,6 +171,9 @@ class Scope:
         {'scale': Array(1., dtype=float32)}
         """
         self._use(name, "param")
+        if not callable(init):
+            raise TypeError(f"scope.param({name!r}): expected a shape, then an initializer; got a "
+                            f"{type(shape).__name__}, then a {type(init).__name__}")
         place, shape = self._place, tuple(shape)
         if axes is not None and len(axes) != len(shape):
             raise ValueError(f"{quote((*place.path, name))}: expected one name for each axis of shape {shape}, got "

@@ -15,6 +15,10 @@ LAYER_ERRORS = {
     "child a number": (
         lambda: nn.Sequential(nn.Dense(3), 3),
         TypeError, "Sequential: child '1' must be a layer or a function; got an int"),
+    "initializer before the shape": (
+        init(nn.layer(lambda scope, x: scope.param("scale", jnp.ones, ()))(), ROWS),
+        TypeError, "scope.param('scale'): expected a shape, then an initializer; got a function, then a "
+                   "tuple"),
     "shortcut a number": (
         lambda: nn.Residual(nn.Dense(3), shortcut=3),
         TypeError, "Residual: shortcut must be a layer or a function; got an int"),
