@@ -4,37 +4,37 @@ The step is a pure function that the user writes and reads, `(state, batch) -> (
 `fit` adds progress, logs, evaluation, checkpoints and exact resume.
 """
 
-from fnet.training import _datasets as datasets
 from fnet.training import _flags as flags
 from fnet.training import _plots as plots
 from fnet.training import _presets as presets
-from fnet.training._augment import cutout, random_affine, random_crop, random_flip, random_shift
-from fnet.training._batches import Batches
-from fnet.training._callbacks import StepEnd
-from fnet.training._checkpoint import Checkpoints
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
-from fnet.training._csv import read_csv
-from fnet.training._early_stop import EarlyStop
-from fnet.training._ending import Interrupted
-from fnet.training._fingerprint import ResumeWarning
-from fnet.training._iterators import from_iterator
-from fnet.training._load import Snapshot, load, restore
 from fnet.training._logs import Logger, LogWarning, read_metrics
-from fnet.training._loop import fit
 from fnet.training._media import Histogram, Image, Text
-from fnet.training._memory import OutOfMemory
 from fnet.training._metrics import Mean, Total, confusion, evaluator, mean
-from fnet.training._nonfinite import Diverged
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
 from fnet.training._predictions import save_predictions
-from fnet.training._progress import Progress, duration
-from fnet.training._reading import CheckpointError, CheckpointWarning
-from fnet.training._run import PeerLost
-from fnet.training._split import split
 from fnet.training._state import TrainState
 from fnet.training._train import train
-from fnet.training._windows import Windows, read_tokens, stretches
-from fnet.training._workdir import clear
+from fnet.training.checkpoints._checkpoint import Checkpoints
+from fnet.training.checkpoints._load import Snapshot, load, restore
+from fnet.training.checkpoints._reading import CheckpointError, CheckpointWarning
+from fnet.training.checkpoints._workdir import clear
+from fnet.training.data import _datasets as datasets
+from fnet.training.data._augment import cutout, random_affine, random_crop, random_flip, random_shift
+from fnet.training.data._batches import Batches
+from fnet.training.data._csv import read_csv
+from fnet.training.data._iterators import from_iterator
+from fnet.training.data._split import split
+from fnet.training.data._windows import Windows, read_tokens, stretches
+from fnet.training.loop._callbacks import StepEnd
+from fnet.training.loop._early_stop import EarlyStop
+from fnet.training.loop._ending import Interrupted
+from fnet.training.loop._fingerprint import ResumeWarning
+from fnet.training.loop._fit import fit
+from fnet.training.loop._memory import OutOfMemory
+from fnet.training.loop._nonfinite import Diverged
+from fnet.training.loop._progress import Progress, duration
+from fnet.training.loop._run import PeerLost
 
 __all__ = [
     "OPTIMIZERS",

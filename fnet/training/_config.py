@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from fnet.training._storage import StorePath, location
+from fnet.training.checkpoints._storage import StorePath, location
 
 Config = TypeVar("Config")
 CONFIG = "config.json"

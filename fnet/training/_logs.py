@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from fnet.training import _append
 from fnet.training._media import MEDIA, hyperparameters
-from fnet.training._storage import StorageError, StorePath, location
+from fnet.training.checkpoints import _append
+from fnet.training.checkpoints._storage import StorageError, StorePath, location
 
 METRICS, EVENTS, NOTES = "metrics.jsonl", "tensorboard", "events.jsonl"
 

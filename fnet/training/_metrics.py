@@ -14,8 +14,8 @@ from flax import struct
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fnet.training._arrays import as_arrays
-from fnet.training._signals import poll
+from fnet.training.data._arrays import as_arrays
+from fnet.training.loop._signals import poll
 
 
 @struct.dataclass

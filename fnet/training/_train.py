@@ -10,9 +10,9 @@ import optax
 
 from fnet import transforms as ft
 from fnet.layers import Layer
-from fnet.training._loop import fit
 from fnet.training._metrics import Mean, evaluator, mean
 from fnet.training._state import TrainState
+from fnet.training.loop._fit import fit
 
 
 def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], jax.Array],

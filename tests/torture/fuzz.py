@@ -18,7 +18,8 @@ import numpy as np
 
 from fnet import training as tr
 from fnet.models import _llama2c, _tensors
-from fnet.training import _image_formats, _manifest
+from fnet.training.checkpoints import _manifest
+from fnet.training.data import _image_formats
 
 MEMORY = 1 << 30       # bytes that the reader may ask for beyond what the process has
 SECONDS = 10

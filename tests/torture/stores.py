@@ -117,7 +117,7 @@ def errors(count, folder, rng):
 def outages(count, folder, rng):
     """From some request on nothing succeeds: one sentence and exit code 2; then the server is back, and on."""
     def impatient():
-        from fnet.training import _storage
+        from fnet.training.checkpoints import _storage
 
         _storage._RETRIES, _storage._PAUSE = 1, 0.05
 

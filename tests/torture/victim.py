@@ -24,7 +24,9 @@ import numpy as np
 import optax
 
 from fnet import training as tr
-from fnet.training import _logs, _manifest, _run
+from fnet.training import _logs
+from fnet.training.checkpoints import _manifest
+from fnet.training.loop import _run
 
 RNG = np.random.default_rng(0)
 DATA = {"x": RNG.normal(size=(200, 16)).astype(np.float32), "y": RNG.integers(0, 4, 200).astype(np.int32)}

@@ -16,8 +16,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from fnet import training as tr
-from fnet.training import _manifest
-from fnet.training._storage import location
+from fnet.training.checkpoints import _manifest
+from fnet.training.checkpoints._storage import location
 from tests.torture import victim
 
 

@@ -3,7 +3,7 @@
 import pytest
 import s3
 
-from fnet.training import _signals
+from fnet.training.loop import _signals
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import tarfile
 
 import numpy as np
 
-from fnet.training import _datasets as datasets
-from fnet.training import _image_formats as formats
+from fnet.training.data import _datasets as datasets
+from fnet.training.data import _image_formats as formats
 
 CODES = {"uint8": 8, "int8": 9, "int16": 11, "int32": 12, "float32": 13, "float64": 14}
 IDX_NAMES = [f.name for f in datasets._SOURCES["mnist"].files]

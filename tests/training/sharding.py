@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from fnet import parallel
 from fnet import training as tr
-from fnet.training import _shards, _storage
+from fnet.training.checkpoints import _shards, _storage
 
 SPECS = {      # of the mesh that saves, and of one with two axes
     "rows": (jax.P("x"), jax.P(("x", "y"))),

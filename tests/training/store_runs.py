@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from fnet import training as tr
-from fnet.training._checkpoint import Checkpoints
+from fnet.training.checkpoints._checkpoint import Checkpoints
 
 TX = optax.adam(0.1)
 TREE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "n": 7}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fnet import training as tr
-from fnet.training import _folder, _manifest, _writing
+from fnet.training.checkpoints import _folder, _manifest, _writing
 
 TREE = {"a": jnp.ones((2, 3)), "b": jnp.arange(64, dtype=jnp.float32), "empty": jnp.zeros((0, 2)), "n": 7}
 
@@ -243,7 +243,7 @@ def test_two_runs_in_one_folder(saved):
 
 def test_the_lock_ends_with_its_process_and_not_with_its_child(tmp_path):
     """A forked child, which shares the parent's open files, outlives it."""
-    program = ("import os, sys, time\nfrom fnet.training._lock import Lock\nimport pathlib\n"
+    program = ("import os, sys, time\nfrom fnet.training.checkpoints._lock import Lock\nimport pathlib\n"
                f"lock = Lock(pathlib.Path({str(tmp_path)!r}))\nchild = os.fork()\n"
                "if child == 0: time.sleep(60)\nprint(child, flush=True)\ntime.sleep(60)")
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:

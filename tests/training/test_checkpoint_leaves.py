@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fnet import training as tr
-from fnet.training._leaves import DTYPES
+from fnet.training.checkpoints._leaves import DTYPES
 
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (0, 4), (4, 1, 2)]
 WIDE = {"float64", "int64", "uint64", "complex128"}        # NumPy's alone where JAX is not told to hold 64 bits

@@ -10,8 +10,8 @@ from dataset_files import cifar_archive, cifar_files, idx, one_sentence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnet.training import _datasets as datasets
-from fnet.training import _image_formats as formats
+from fnet.training.data import _datasets as datasets
+from fnet.training.data import _image_formats as formats
 
 # CIFAR-10
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fnet.training import _datasets as datasets
+from fnet.training.data import _datasets as datasets
 
 # digits
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from dataset_files import IDX_NAMES, cifar_archive, cifar_files, images_and_labels, one_sentence, write_idx_set
 
-from fnet.training import _datasets as datasets
+from fnet.training.data import _datasets as datasets
 
 # downloads
 

@@ -15,8 +15,8 @@ import optax
 import pytest
 
 from fnet import training as tr
-from fnet.training import _signals
-from fnet.training._prefetch import Prefetch
+from fnet.training.loop import _signals
+from fnet.training.loop._prefetch import Prefetch
 
 pytestmark = pytest.mark.usefixtures("quickly")
 TX = optax.sgd(0.1)
@@ -314,7 +314,7 @@ def test_forked_workers_have_the_old_handlers_and_their_signals_do_not_count():
     """A worker forked by the thread that prepares batches gets SIGINT with its whole group, over a second later."""
     program = textwrap.dedent("""
         import os, signal, threading, time, warnings
-        from fnet.training import _signals
+        from fnet.training.loop import _signals
         def fork():
             pid = os.fork()
             if pid == 0:
@@ -342,7 +342,7 @@ def test_forked_workers_have_the_old_handlers_and_their_signals_do_not_count():
 
 def test_gnu_timeout_signals_the_group_too_and_that_is_one(tmp_path):
     """`timeout` signals its child, and then the group that the child is in."""
-    program = ("import os, signal, time\nfrom fnet.training import _signals\nwith _signals.signals() as seen:\n"
+    program = ("import os, signal, time\nfrom fnet.training.loop import _signals\nwith _signals.signals() as seen:\n"
                "    for _ in range(2): os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(1.2)\n"
                "    print(seen.received)\n")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

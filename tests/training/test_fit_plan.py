@@ -13,7 +13,7 @@ from test_resume import DATA, Died, batches, everything, measure, same_run, star
 
 from fnet import parallel
 from fnet import training as tr
-from fnet.training._spread import Spread
+from fnet.training.loop._spread import Spread
 
 SHAPES = {name: np.zeros((8, *array.shape[1:]), array.dtype) for name, array in DATA.items()}
 OPTIONS = {"every": 6, "log_every": 4, "save_every": 3, "tensorboard": False, "config": {}}

@@ -12,7 +12,7 @@ import pytest
 from several import processes
 
 from fnet import training as tr
-from fnet.training import _positions
+from fnet.training.loop import _positions
 
 TX = optax.sgd(0.1)
 

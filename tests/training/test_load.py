@@ -11,7 +11,7 @@ import pytest
 from test_endings import OPTIONS
 
 from fnet import training as tr
-from fnet.training import _structure
+from fnet.training.checkpoints import _structure
 
 pytestmark = pytest.mark.usefixtures("quickly")
 TX = optax.adam(0.1)

@@ -58,7 +58,7 @@ def test_the_step_is_named_and_what_came_after_is_not_saved(tmp_path):
 
 
 def test_the_host_asks_at_logs_alone(monkeypatch, tmp_path):
-    from fnet.training import _recovery
+    from fnet.training.loop import _recovery
 
     asked = []
     monkeypatch.setattr(_recovery, "broken", lambda run: bool(asked.append(run.at)))
@@ -129,7 +129,7 @@ def test_large_numbers_whose_squares_overflow_are_finite():
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0, 2), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "float8_e5m2"])
 def test_the_first_leaf_that_is_not_finite_is_found(value, shape, dtype):
-    from fnet.training import _nonfinite
+    from fnet.training.loop import _nonfinite
 
     good = jnp.ones(shape, dtype)
     bad = good.at[(-1,) * len(shape)].set(value) if 0 not in shape else good

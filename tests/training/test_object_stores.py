@@ -10,8 +10,9 @@ import s3
 from store_runs import TREE, fit, rows, saved, start
 
 from fnet import training as tr
-from fnet.training import _append, _cache, _storage
-from fnet.training._checkpoint import Checkpoints
+from fnet.training.checkpoints import _append, _storage
+from fnet.training.checkpoints._checkpoint import Checkpoints
+from fnet.training.data import _cache
 
 pytestmark = [pytest.mark.skipif(bool(s3.MISSING), reason=s3.REASON), pytest.mark.usefixtures("quickly")]
 

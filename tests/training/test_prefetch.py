@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from fnet.training import TrainState, fit, read_metrics
-from fnet.training._prefetch import Prefetch
+from fnet.training.loop._prefetch import Prefetch
 
 
 def test_in_order_and_ahead():

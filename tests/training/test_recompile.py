@@ -14,7 +14,7 @@ from fnet import layers as nn
 from fnet import parallel
 from fnet import training as tr
 from fnet.parallel import _planner
-from fnet.training._recompile import Arguments
+from fnet.training.loop._recompile import Arguments
 
 TX = optax.sgd(0.1)
 TRACES = []

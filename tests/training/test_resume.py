@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fnet import hardware as hw
 from fnet import training as tr
 from fnet import transforms as ft
-from fnet.training import _manifest, _provenance
+from fnet.training.checkpoints import _manifest
+from fnet.training.loop import _provenance
 
 RNG = np.random.default_rng(0)
 DATA = {"x": RNG.normal(size=(40, 4)).astype(np.float32), "y": RNG.integers(0, 3, 40).astype(np.int32)}
@@ -234,7 +235,7 @@ def died(i):
 @pytest.mark.parametrize("first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM")])
 def test_a_later_signal_ends_at_once_even_in_a_call_that_no_handler_interrupts(first, second):
     """`threading.Lock` is not such a call, and neither is sleep: hashing in C is. Repeats within a second are one."""
-    program = ("import hashlib\nfrom fnet.training._signals import signals\nwith signals() as seen:\n"
+    program = ("import hashlib\nfrom fnet.training.loop._signals import signals\nwith signals() as seen:\n"
                "    print('ready', flush=True)\n    hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 27)\n")
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
                           ) as process:
@@ -250,7 +251,7 @@ def test_a_later_signal_ends_at_once_even_in_a_call_that_no_handler_interrupts(f
 
 
 def test_in_a_notebook_the_second_is_a_keyboard_interrupt(monkeypatch):
-    from fnet.training._signals import signals
+    from fnet.training.loop._signals import signals
 
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     with pytest.raises(KeyboardInterrupt), signals() as seen:

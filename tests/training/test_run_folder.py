@@ -154,7 +154,7 @@ def test_a_run_whose_folder_was_replaced_writes_nothing_into_the_new_one(tmp_pat
 
 
 def test_a_lock_on_a_file_that_was_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
-    from fnet.training import _lock
+    from fnet.training.checkpoints import _lock
 
     real, calls = _lock.Lock._take, []
 

@@ -9,8 +9,8 @@ import s3
 from store_runs import TREE, fit, rows, saved
 
 from fnet import training as tr
-from fnet.training import _lease, _storage
-from fnet.training._checkpoint import Checkpoints
+from fnet.training.checkpoints import _lease, _storage
+from fnet.training.checkpoints._checkpoint import Checkpoints
 
 pytestmark = [pytest.mark.skipif(bool(s3.MISSING), reason=s3.REASON), pytest.mark.usefixtures("quickly")]
 
@@ -94,7 +94,8 @@ def test_a_run_ends_with_one_error_and_goes_on(store, server, once, tmp_path):
 
 def test_a_kill_during_a_save_leaves_the_step_before(store, server):
     """SIGKILL after the arrays and before the manifest; the next run takes the lock at once, and goes on."""
-    program = ("import os, sys, numpy as np\nfrom fnet import training as tr\nfrom fnet.training import _storage\n"
+    program = ("import os, sys, numpy as np\nfrom fnet import training as tr\n"
+               "from fnet.training.checkpoints import _storage\n"
                "create = _storage.StorePath.create\n"
                "def harmed(self, data):\n    if '2/manifest' in str(self): os.kill(os.getpid(), 9)\n"
                "    return create(self, data)\n_storage.StorePath.create = harmed\n"

@@ -10,8 +10,8 @@ import s3
 from store_runs import TREE, fit, saved
 
 from fnet import training as tr
-from fnet.training import _lease, _storage
-from fnet.training._checkpoint import Checkpoints
+from fnet.training.checkpoints import _lease, _storage
+from fnet.training.checkpoints._checkpoint import Checkpoints
 
 pytestmark = [pytest.mark.skipif(bool(s3.MISSING), reason=s3.REASON), pytest.mark.usefixtures("quickly")]
 

@@ -1,0 +1,75 @@
+"""Files that grow: a local file, or objects, each of which is written again until it is full."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from fnet.training.checkpoints._storage import StorageError, StorePath
+
+_FULL = 256 << 10      # bytes of an object, after which the next one is begun
+
+
+def parts(path: Path | StorePath) -> list[Path | StorePath]:
+    """The files that hold a log, in order: after metrics.jsonl, in a store,
+    metrics.jsonl.0001, metrics.jsonl.0002..."""
+    if isinstance(path, Path):
+        return [path] if path.exists() else []
+    pattern = re.compile(rf"{re.escape(path.name)}(\.\d+)?")
+    return [path.parent / name for name in sorted(path.parent.keys()) if pattern.fullmatch(name)]
+
+
+def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
+    """Replaces the content of each part by what `keep` makes of it, the last part first.
+
+    A kill in between leaves parts that are as they were, after others that are as they will be.
+    """
+    for part in reversed(parts(path)):
+        raw = part.read_bytes()
+        if (new := keep(raw)) == raw:
+            continue
+        if isinstance(part, StorePath):
+            part.write_bytes(new) if new else part.unlink(missing_ok=True)
+        else:
+            temporary = part.with_name(f"{part.name}.new")
+            temporary.write_bytes(new)
+            os.replace(temporary, part)
+
+
+class Objects:
+    """A growing log in a store, with the methods of an unbuffered file. When `write` returns, the store has the line.
+
+    A store cannot append: the last object is written again with each line, and another one begun when it is full.
+
+    Args:
+      path: of the first object.
+    """
+
+    def __init__(self, path: StorePath):
+        self.name = str(path)
+        self._path, existing = path, parts(path)
+        suffix = existing[-1].name.removeprefix(path.name) if existing else ""
+        self._number = int(suffix.removeprefix(".") or 0)
+        self._data = bytearray(existing[-1].read_bytes()) if existing else bytearray()
+
+    def write(self, data: bytes) -> int:
+        if self._data and len(self._data) + len(data) > _FULL:
+            self._number, self._data = self._number + 1, bytearray()
+        self._data += data
+        name = self._path.name + (f".{self._number:04}" if self._number else "")
+        try:
+            (self._path.parent / name).write_bytes(bytes(self._data))
+        except StorageError:
+            del self._data[-len(data):]
+            raise
+        return len(data)
+
+    def close(self) -> None:
+        pass
+
+
+def appending(path: Path | StorePath):
+    """An unbuffered file to append to."""
+    return Objects(path) if isinstance(path, StorePath) else path.open("ab", buffering=0)

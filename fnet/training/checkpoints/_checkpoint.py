@@ -1,0 +1,278 @@
+"""Checkpoints: complete or absent, saved in the background, verified when read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet.training.checkpoints import _leaves, _shards, _storage, _structure
+from fnet.training.checkpoints._folder import Folder
+from fnet.training.checkpoints._lease import Lease
+from fnet.training.checkpoints._lock import Lock, Locked
+from fnet.training.checkpoints._objects import Objects
+from fnet.training.checkpoints._reading import CheckpointError, Reading, named, reason
+from fnet.training.checkpoints._snapshot import snapshot
+from fnet.training.checkpoints._writing import write
+
+
+class Checkpoints(Reading):
+    """The checkpoints of one run: saved in the background, the last few and the best one kept.
+
+    A checkpoint is a folder named by its step: safetensors files and a manifest with a checksum of every shard, every
+    file and itself. In a local folder it is written under another name and renamed when all of it is on the disk; in an
+    object store its manifest is written last. A process that is killed at any moment leaves the checkpoint before it
+    valid. Reading verifies every byte that it uses.
+
+    Args:
+      folder: where the step folders go, a path or a URL (s3://bucket/prefix, gs://, az://); made when needed. Saving
+        locks it for this process.
+      keep: how many of the latest to keep.
+      keep_every: keep every checkpoint whose step is a multiple of this as well.
+      best: name of a metric given to `save`; the checkpoint with the best value is kept as well.
+      mode: "max" or "min", what best means.
+
+    Raises:
+      ValueError: keep < 1, keep_every < 1, or another mode.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder, keep=2) as checkpoints:
+    ...     checkpoints.save(1, {"w": jnp.ones(3)})
+    ...     checkpoints.wait()
+    ...     checkpoints.restore({"w": jnp.zeros(3)})["w"].tolist()
+    [1.0, 1.0, 1.0]
+    """
+
+    def __init__(self, folder: str | os.PathLike, *, keep: int = 3, keep_every: int | None = None,
+                 best: str | None = None, mode: str = "max"):
+        if not isinstance(keep, int | np.integer) or keep < 1:
+            raise ValueError(f"keep={keep!r}: expected a whole number of checkpoints, at least 1")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every={keep_every}: it counts steps, at least 1")
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode='{mode}': the best value is the 'max' or the 'min'")
+        where = _storage.location(folder)
+        self._where = Objects(where) if isinstance(where, _storage.StorePath) else Folder(where.absolute())
+        self.folder = self._where.folder
+        self._keep, self._keep_every, self._best, self._mode = keep, keep_every, best, mode
+        self._lock: Lock | Lease | None = None
+        self._saving: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._values: dict[int, float] = {}
+        self._hurry = threading.Event()
+        self._shared = False
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is not None:      # what went wrong first is what is raised
+            self._hurry.set()
+            with contextlib.suppress(CheckpointError):
+                self.wait()
+        self.close()
+
+    def lock(self) -> None:
+        """Reserves the folder for this process, until `close` or the process's end, and removes what a killed save has
+        left.
+
+        Raises:
+          CheckpointError: another run has it, it cannot be written to, or it is no longer the folder that was locked.
+        """
+        if jax.process_index() > 0:
+            return
+        if self._lock is not None:
+            self._held(ask=False)
+            return
+        try:
+            self._lock = self._where.lock()
+        except Locked as error:
+            raise CheckpointError(f"{self.folder}: another run is using this folder ({error}): wait for it, end "
+                                  "it, or choose another folder") from None
+        except _storage.StorageError as error:
+            raise CheckpointError(f"{error}. Nothing can be saved there") from None
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: nothing can be saved here ({reason(error)}): name another folder, "
+                                  "or make this one writable") from None
+        with named(self.folder):
+            self._where.tidy()
+
+    def clear(self) -> None:
+        """Removes all checkpoints.
+
+        Raises:
+          CheckpointError: another run has the folder, or files in it are not of checkpoints; nothing is removed then.
+        """
+        self.wait()
+        self.lock()
+        if foreign := self._where.foreign():
+            raise CheckpointError(f"{self.folder} holds files that are not of checkpoints ({', '.join(foreign[:5])}), "
+                                  "so nothing was removed: remove the folder yourself, or choose another workdir")
+        self._where.clear()
+        self._values.clear()
+
+    def _ready(self) -> None:
+        """Locks the folder; before the first save, every process waits until the first one has locked and tidied it."""
+        if self._shared or jax.process_count() == 1:
+            self.lock()
+            return
+        problem = None
+        try:
+            self.lock()
+        except CheckpointError as error:
+            problem = error
+        failed = _shards.first_says(problem is not None)
+        if problem is not None:
+            raise problem
+        if failed:
+            raise CheckpointError(f"{self.folder}: the first process could not lock this folder; its own message says "
+                                  "why")
+        self._shared = True
+
+    def _held(self, *, ask: bool = True) -> None:
+        """Raises if the folder is another run's. An object store is only asked where that does not hold up the loop."""
+        if self._lock is not None and not (self._lock.holds() if ask else self._lock.kept()):
+            raise CheckpointError(f"{self.folder}: this folder was removed or replaced, or another run took it over; "
+                                  "nothing more is written there. Start the run again")
+
+    def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None,
+             notes: Mapping[str, Any] | None = None, sound: Any = None) -> None:
+        """Starts saving `tree` as step `step` and returns as soon as the device has been told to copy it.
+
+        An earlier checkpoint of the same step is replaced. What went wrong with a save is raised by the next one, by
+        `wait` and by `close`.
+
+        Args:
+          step: the number of the checkpoint.
+          tree: any pytree of arrays, NumPy arrays, PRNG keys and Python numbers.
+          metrics: where to look up the metric that decides about the best.
+          notes: what else is to be known of the run, JSON's types.
+          sound: a bool on the device: where it turns out False, nothing is saved.
+
+        Raises:
+          CheckpointError: the folder cannot be written to or is another run's; or the save before this one failed.
+          TypeError: a leaf is of another kind.
+        """
+        leaves = _leaves.paths(tree)
+        entries = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
+        self.wait()
+        self._ready()
+        head = {"step": int(step), "notes": _json(notes), "metrics": _finite(metrics),
+                "tree": _structure.describe(tree)}
+        arguments = head, entries, snapshot(leaves), sound
+        self._saving = threading.Thread(target=self._save, args=arguments, name=f"checkpoint {step}")
+        self._saving.start()
+
+    def amend(self, step: int, *, metrics: Mapping[str, float] | None = None,
+              notes: Mapping[str, Any] | None = None) -> None:
+        """Adds metrics and notes to the checkpoint of a step, after the saves under way, without writing its arrays
+        again. A step that was not saved, because it was not sound, is left out.
+
+        Args:
+          step: whose `save` was called before.
+          metrics, notes: as `save` takes them; those of the same name are replaced.
+
+        Raises:
+          CheckpointError: another run has replaced the folder. Errors of the background thread are raised as by `save`.
+        """
+        self._held(ask=False)
+        if jax.process_index() == 0:
+            arguments = self._saving, step, _finite(metrics), _json(notes)
+            self._saving = threading.Thread(target=self._amend, args=arguments, name=f"amend {step}")
+            self._saving.start()
+
+    def wait(self) -> None:
+        """Returns when everything saved so far is on the disk; raises what went wrong there."""
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Waits, and gives the folder free."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    # Writing, in a thread of its own.
+
+    def _save(self, head: dict[str, Any], entries: dict[str, Any], copies: Mapping[str, Any], sound: Any) -> None:
+        step = head["step"]
+        try:
+            if sound is not None and not bool(sound):
+                return
+            content = write(self._where, head, entries, copies, self._hurry)
+            if content is None:                            # the first process commits it
+                return
+            self._where.commit(step, content, self._held)
+            self._values[step] = head["metrics"].get(self._best, math.nan)
+        except BaseException as error:
+            self._failed(step, error)
+            with contextlib.suppress(OSError):
+                if jax.process_index() == 0 and (self._lock is None or self._lock.holds()):
+                    self._where.discard(step)
+            return
+        self._prune(step)
+
+    def _amend(self, before: threading.Thread | None, step: int, metrics: dict[str, float], notes: dict[str, Any]
+               ) -> None:
+        if before is not None:
+            before.join()
+        try:
+            if self._error is None and step in self.steps():
+                self._held()
+                content = self._manifest(step)
+                content["metrics"] |= metrics
+                content["notes"] |= notes
+                self._where.amend(step, content)
+                self._values[step] = content["metrics"].get(self._best, math.nan)
+                self._prune(step)
+        except BaseException as error:
+            self._failed(step, error)
+
+    def _failed(self, step: int, error: BaseException) -> None:
+        if isinstance(error, CheckpointError):
+            self._error = error
+            return
+        try:
+            steps = self.steps()
+        except CheckpointError:                            # what is known without the store
+            steps = sorted(self._values)
+        kept = [before for before in steps if before != step]
+        kept = f"the checkpoint of step {kept[-1]} is whole" if kept else "there is none before it"
+        why = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        self._error = CheckpointError(f"{self.folder}: step {step} could not be saved ({why}); {kept}")
+
+    def _prune(self, saved: int) -> None:
+        try:
+            steps = self.steps()
+            kept = {*steps[-self._keep:], self.best()}
+            for step in steps:
+                if step not in kept and not (self._keep_every and step % self._keep_every == 0):
+                    self._where.remove(step)
+                    self._values.pop(step, None)
+        except BaseException as error:
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            self._error = CheckpointError(f"{self.folder}: step {saved} was saved, but older checkpoints could not be "
+                                          f"removed ({why})")
+
+
+def _finite(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    return {name: float(value) for name, value in (metrics or {}).items()
+            if np.ndim(value) == 0 and math.isfinite(float(value))}
+
+
+def _json(notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    return json.loads(json.dumps(dict(notes or {}), allow_nan=False))

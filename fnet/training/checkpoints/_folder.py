@@ -1,0 +1,154 @@
+"""The steps in a local folder: committing, setting aside and removing them so that a kill loses nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fnet.training.checkpoints import _manifest
+from fnet.training.checkpoints._lock import LOCK, Lock
+
+ASIDE = re.compile(r"(\d+)\.damaged(-\d+)?")
+_TEMPORARY = (".saving-", ".deleting-", ".replaced-")
+
+
+class Folder:
+    """Steps as folders. A step is written as .saving-STEP, synced to the disk and renamed.
+
+    `_objects.Objects` has the same methods for object stores.
+
+    Args:
+      folder: of all steps.
+    """
+
+    poll = 0.02      # seconds between two looks for what other processes have written
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """The steps of complete checkpoints, ascending."""
+        try:
+            return sorted(int(entry.name) for entry in os.scandir(self.folder)
+                          if entry.name.isdecimal() and entry.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def damaged(self) -> list[str]:
+        """The names of steps that were set aside."""
+        try:
+            return sorted(name for name in os.listdir(self.folder) if ASIDE.fullmatch(name))
+        except FileNotFoundError:
+            return []
+
+    def foreign(self) -> list[str]:
+        """The names of entries that are not of checkpoints: a step's folder holds a manifest, arrays or nothing."""
+        def own(entry):
+            if entry.name == LOCK:
+                return True
+            if not entry.is_dir(follow_symlinks=False):
+                return False
+            if entry.name.startswith(_TEMPORARY):
+                return True
+            inside = [name for name in os.listdir(entry.path) if not name.startswith(".")]
+            return bool(entry.name.isdecimal() or ASIDE.fullmatch(entry.name)) and all(
+                name == _manifest.MANIFEST or _manifest.FILE.fullmatch(name) for name in inside)
+
+        return sorted(entry.name for entry in os.scandir(self.folder) if not own(entry))
+
+    def lock(self) -> Lock:
+        """Raises `Locked` or OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return Lock(self.folder)
+
+    # Writing a step, by one process or by several.
+
+    def partial(self, step: int) -> Path:
+        """Where the files of a step are written before `commit`."""
+        return self.folder / f".saving-{step}"
+
+    def arrays(self, process: int) -> str:
+        """The name of the file of arrays of a process."""
+        return f"arrays-{process}.safetensors"
+
+    def write_part(self, step: int, process: int, text: str) -> None:
+        """What a process tells the first one of its file."""
+        part = self._part(step, process)
+        part.with_suffix(".new").write_text(text)
+        os.replace(part.with_suffix(".new"), part)
+
+    def take_part(self, step: int, process: int) -> str | None:
+        """What a process has told; None as long as it has not."""
+        part = self._part(step, process)
+        if not part.exists():
+            return None
+        text = part.read_text()
+        part.unlink()
+        return text
+
+    def taken(self, step: int, process: int) -> bool:
+        """Returns whether the first process has committed or abandoned the step."""
+        return not self.partial(step).exists()
+
+    def _part(self, step, process):
+        return self.partial(step) / f".part-{process}.json"
+
+    def commit(self, step: int, content: Mapping[str, Any], check: Callable[[], None]) -> None:
+        """Writes the manifest and gives the step its name; an earlier checkpoint of that step is replaced.
+
+        Args:
+          check: raises if the folder is no longer this run's.
+        """
+        _manifest.write_manifest(self.partial(step), content)
+        check()
+        final, old = self.folder / str(step), self.folder / f".replaced-{step}"
+        if final.exists():
+            os.rename(final, old)
+        os.rename(self.partial(step), final)
+        _manifest.sync_folder(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def amend(self, step: int, content: Mapping[str, Any]) -> None:
+        """Replaces the manifest of a step."""
+        _manifest.write_manifest(self.folder / str(step), content)
+
+    def discard(self, step: int) -> None:
+        """Removes what was written of a step that could not be committed."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    # Removing steps.
+
+    def remove(self, step: int) -> None:
+        going = self.folder / f".deleting-{step}"          # renamed first: half a step is never taken for a step
+        os.rename(self.folder / str(step), going)
+        shutil.rmtree(going, ignore_errors=True)
+
+    def clear(self) -> None:
+        for entry in os.scandir(self.folder):
+            if entry.is_dir():
+                shutil.rmtree(entry.path)
+
+    def set_aside(self, step: int) -> str:
+        """Renames a damaged step; returns its new name."""
+        name, number = f"{step}.damaged", 2
+        while (self.folder / name).exists():
+            name, number = f"{step}.damaged-{number}", number + 1
+        os.rename(self.folder / str(step), self.folder / name)
+        _manifest.sync_folder(self.folder)
+        return name
+
+    def tidy(self) -> None:
+        """Removes what a killed save has left, and undoes a replacement that was half done."""
+        for entry in list(os.scandir(self.folder)):
+            if entry.name.startswith((".saving-", ".deleting-")):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name.startswith(".replaced-"):
+                step = self.folder / entry.name.removeprefix(".replaced-")
+                if step.exists():
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                else:
+                    os.rename(entry.path, step)

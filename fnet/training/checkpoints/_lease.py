@@ -1,0 +1,162 @@
+"""One run to a prefix of an object store: a lock that its owner renews, and that expires without its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from typing import Any
+
+from fnet.training.checkpoints._lock import LOCK, Locked
+from fnet.training.checkpoints._storage import Meta, StorageError, StorePath
+
+BEAT, EXPIRY = 5.0, 30.0      # seconds between two renewals; after the last one until another run may take over
+
+
+class Lease:
+    """The lock of a prefix: an object that is created if absent, renewed every `BEAT` seconds by a thread, and removed
+    by `release`.
+
+    Another run takes it over, by a conditional write, when its owner has ended (known on the same machine, where the
+    process is looked for) or has not renewed it for `EXPIRY` seconds of the store's clock. It waits for that, and gives
+    up as soon as the lock is renewed. An owner that was stopped for longer notices before it writes a manifest.
+
+    Args:
+      folder: the prefix.
+
+    Raises:
+      Locked: another run holds it.
+      OSError: the store cannot be written to.
+    """
+
+    def __init__(self, folder: StorePath):
+        self._path = folder / LOCK
+        self._me = {"owner": secrets.token_hex(8), **_process()}
+        self._data = json.dumps(self._me).encode()
+        self._meta = self._take()
+        self._done, self._lost = threading.Event(), threading.Event()
+        self._free = weakref.finalize(self, _free, self._path, self._me["owner"], self._done, os.getpid())
+        threading.Thread(target=_renew, args=(self._path, self._me, self._meta, self._done, self._lost),
+                         name="lease", daemon=True).start()
+
+    def _take(self) -> Meta:
+        first, deadline = None, 0.0
+        while True:
+            if (mine := self._path.create(self._data)) is not None:
+                return mine
+            try:
+                raw, meta = self._path.versioned()
+            except FileNotFoundError:                      # released in between
+                continue
+            owner = _parsed(raw)
+            alive = _alive(owner)
+            if first is None:
+                first, deadline = meta.version, time.monotonic() + EXPIRY - self._age(meta)
+            if alive or (alive is None and meta.version != first):
+                raise Locked(f"process {owner.get('process')} on {owner.get('host')}")
+            if alive is False or time.monotonic() >= deadline:
+                if (mine := self._path.replace(self._data, meta)) is not None:
+                    return mine
+                raise Locked("a process that took it over at the same time")
+            time.sleep(0.5)
+
+    def _age(self, meta: Meta) -> float:
+        """How long ago the lock was renewed, by the clock of the store."""
+        probe = self._path.parent / f"{LOCK}-probe-{self._me['owner']}"
+        probe.write_bytes(b"")
+        try:
+            now = probe.meta()
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+        return 0.0 if now is None else max(0.0, now.modified - meta.modified)
+
+    def holds(self) -> bool:
+        """Whether the lock is still this one's.
+
+        Raises:
+          OSError: the store cannot be reached.
+        """
+        try:
+            return not self._done.is_set() and _parsed(self._path.read_bytes()).get("owner") == self._me["owner"]
+        except FileNotFoundError:
+            return False
+
+    def kept(self) -> bool:
+        """`holds`, as far as it is known without asking the store."""
+        return not (self._done.is_set() or self._lost.is_set())
+
+    def release(self) -> None:
+        self._free()
+
+
+def _free(path, owner, done, pid):
+    if os.getpid() != pid or done.is_set():                # a forked child has no lock to release
+        return
+    done.set()
+    with contextlib.suppress(OSError):
+        if _parsed(path.read_bytes()).get("owner") == owner:
+            path.unlink(missing_ok=True)
+
+
+def _renew(path, me, meta, done, lost):
+    beat = 0
+    while not done.wait(BEAT):
+        beat += 1
+        data = json.dumps(me | {"beat": beat}).encode()
+        try:
+            renewed = path.replace(data, meta)
+            if renewed is None:                            # of another run now, or removed; or an answer was lost
+                raw, meta = path.versioned()
+                if _parsed(raw).get("owner") != me["owner"]:
+                    lost.set()
+                    return
+            else:
+                meta = renewed
+        except FileNotFoundError:
+            lost.set()
+            return
+        except StorageError:                               # tried again at the next beat
+            continue
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(raw)
+        return content if isinstance(content, dict) else {}
+    except ValueError:
+        return {}
+
+
+def _process() -> dict[str, Any]:
+    """What identifies this process on its machine; the last three are known on Linux only."""
+    known: dict[str, Any] = {"host": socket.gethostname(), "process": os.getpid()}
+    with contextlib.suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            known["boot"] = file.read().strip()
+        known["namespace"] = os.readlink("/proc/self/ns/pid")
+        known["started"] = _started(os.getpid())
+    return known
+
+
+def _started(pid: int) -> str | None:
+    """When a process was started, in ticks of the kernel; None where there is none or it is a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _alive(owner: dict[str, Any]) -> bool | None:
+    """Whether the process of a lock is running; None where this machine cannot know."""
+    here = _process()
+    if "started" not in here or any(owner.get(name) != here[name] for name in ("boot", "namespace")):
+        return None
+    return isinstance(owner.get("process"), int) and _started(owner["process"]) == owner.get("started")

@@ -1,0 +1,129 @@
+"""Reading what a run has saved: without the code that created it, or as a full state."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fnet.training.checkpoints._checkpoint import Checkpoints
+from fnet.training.checkpoints._reading import CheckpointError
+from fnet.training.checkpoints._storage import location
+from fnet.training.checkpoints._workdir import CHECKPOINTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What `load` returns.
+
+    Fields:
+      step: the step at which it was saved.
+      params: the parameters: dicts, lists and tuples of arrays, as the run had them.
+      state: the model's other arrays (batch statistics), {} where it has none.
+      config: what `fit(config=)` was given, as a dict, or None.
+      metrics: the evaluations at that step by name, such as {"validation/accuracy": 0.97}; {} where there were none.
+      ema: the moving average of the parameters, or None.
+
+    >>> snapshot = tr.Snapshot(step=10, params={"w": jnp.ones(3)}, state={}, config=None, metrics={})
+    >>> snapshot.averaged["w"].shape
+    (3,)
+    """
+
+    step: int
+    params: Any
+    state: Any
+    config: dict[str, Any] | None
+    metrics: dict[str, float]
+    ema: Any = None
+
+    @property
+    def averaged(self) -> Any:
+        """The parameters to evaluate with: the moving average if there is one, else params."""
+        return self.params if self.ema is None else self.ema
+
+
+def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
+    """The best, the last or any other saved state of a run, without the code that created it.
+
+    Every byte is verified. Nothing is executed: files are JSON and arrays.
+
+    Args:
+      workdir: the folder or URL that `fit(workdir=)` was given.
+      which: "best", by the metric that `fit(best=)` or `early_stop` named; "last"; or the number of a step.
+
+    Returns:
+      A `Snapshot`. Of a state that is not a `TrainState`, params is all of it.
+
+    Raises:
+      FileNotFoundError: there is no run, or no such step.
+      CheckpointError: the checkpoint is damaged, or "best" of a run without a metric to be best by.
+      ValueError: another `which`.
+
+    Example:
+      >>> snapshot = load("runs/digits", which="best")                     # doctest: +SKIP
+      >>> logits = model(snapshot.params, x)                               # doctest: +SKIP
+    """
+    with Checkpoints(location(workdir) / CHECKPOINTS) as checkpoints:
+        manifest, tree = checkpoints.read(_step(checkpoints, which))
+    notes = manifest["notes"]
+    state = tree["state"] if isinstance(tree, Mapping) and "state" in tree else tree
+    found = state if isinstance(state, Mapping) else {}
+    return Snapshot(step=manifest["step"], params=found.get("params", state), state=found.get("state") or {},
+                    config=notes.get("fit", {}).get("config"), metrics=manifest["metrics"], ema=found.get("ema"))
+
+
+def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *, cast: bool = False) -> Any:
+    """Returns the full state of a run (parameters, optimizer, counters) with the structure and shardings of `like`.
+
+    Args:
+      workdir: the folder or URL that `fit(workdir=)` was given.
+      like: a state of the same structure, such as `TrainState.create(...)`; its arrays may be jax.ShapeDtypeStruct.
+      which: "best", "last" or a step, as for `load`.
+      cast: whether a leaf of another dtype is converted to that of `like`.
+
+    Returns:
+      The state, for example to train it further with `fit(step, state, ...)` in another workdir.
+
+    Raises:
+      FileNotFoundError, ValueError: as `load`.
+      CheckpointError: as `load`; or leaves differ from `like` in name, shape or dtype, each of which is listed.
+
+    >>> import tempfile
+    >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
+    >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = tr.fit(step, state, lambda i: jnp.ones(3), steps=2, workdir=folder, config={}, tensorboard=False)
+    ...     int(tr.restore(folder, like=state).step)
+    2
+    """
+    with Checkpoints(location(workdir) / CHECKPOINTS) as checkpoints:
+        return checkpoints.restore(like, _step(checkpoints, which), cast=cast, part="state")
+
+
+def _step(checkpoints: Checkpoints, which: str | int) -> int | None:
+    """The number of a step; None for the newest one that is good."""
+    if not isinstance(which, (str, bool)):
+        with contextlib.suppress(TypeError):               # of what is no integer
+            return operator.index(which)
+    if which not in ("best", "last"):
+        raise ValueError(f"which={which!r}: use 'best', 'last' or the number of a step")
+    if which == "last":
+        return None
+    best = None
+    for step in reversed(checkpoints.steps()):
+        with contextlib.suppress(CheckpointError):         # a damaged one; another says the same
+            best = checkpoints.notes(step).get("fit", {}).get("best")
+            break
+    if not checkpoints.steps():
+        checkpoints.notes()                                # raises the error that says what there is
+    if not best:
+        raise CheckpointError(f"{checkpoints.folder}: no metric says which state of this run is the best: train with "
+                              "fit(..., best='validation/accuracy') or early_stop=, or load which='last'")
+    found = Checkpoints(checkpoints.folder, best=best[0], mode=best[1]).best()
+    if found is None:
+        raise CheckpointError(f"{checkpoints.folder}: no checkpoint has a finite value of '{best[0]}' yet; load "
+                              "which='last'")
+    return found

@@ -1,0 +1,285 @@
+"""Reading checkpoints: which there are, the newest that is whole, every byte verified."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fnet.training.checkpoints import _leaves, _manifest, _shards, _structure
+from fnet.training.checkpoints._folder import Folder
+from fnet.training.checkpoints._manifest import Damaged
+from fnet.training.checkpoints._objects import Objects
+from fnet.training.checkpoints._storage import StorageError, StorePath
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used or written; the message says what to do."""
+
+
+class CheckpointWarning(UserWarning):
+    """A damaged checkpoint was set aside, and an earlier one is used."""
+
+
+class Reading:
+    """What `Checkpoints` does that needs no right to write, except for setting damaged steps aside."""
+
+    folder: Path | StorePath
+    _where: Folder | Objects
+    _best: str | None
+    _mode: str
+    _values: dict[int, float]
+
+    def lock(self) -> None:
+        raise NotImplementedError
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, ascending; unfinished ones and those set aside do not count."""
+        with named(self.folder):
+            return self._where.steps()
+
+    def damaged(self) -> list[str]:
+        """The names of folders that were found damaged and set aside."""
+        with named(self.folder):
+            return self._where.damaged()
+
+    def latest(self) -> int | None:
+        """The last step saved, or None."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step whose metric was best, or None."""
+        if self._best is None:
+            return None
+        values = {step: self._value(step) for step in self.steps()}
+        finite = [step for step, value in values.items() if math.isfinite(value)]
+        sign = 1 if self._mode == "min" else -1
+        return min(finite, key=lambda step: (sign * values[step], step), default=None)
+
+    def notes(self, step: int | None = None) -> dict[str, Any]:
+        """The notes that were given to `save` with a step; None for the latest.
+
+        Raises:
+          FileNotFoundError, CheckpointError: as `restore`.
+        """
+        step = self._there(step)
+        try:
+            return self._manifest(step)["notes"]
+        except Damaged as error:
+            raise CheckpointError(self._named(step, error)) from None
+
+    def restore(self, target: Any, step: int | None = None, *, cast: bool = False, part: str = "") -> Any:
+        """The tree saved at `step`, in the structure, placement and kinds of `target`.
+
+        Without a `step` it is the newest one that is whole: damaged ones are set aside (renamed to STEP.damaged, never
+        deleted), with a `CheckpointWarning`.
+
+        Args:
+          target: a tree like the saved one; arrays may be jax.ShapeDtypeStruct. Their shardings decide where things go,
+            on however many devices and processes the run was before. In a run of several processes, each one reads
+            and verifies the shards that its devices need.
+          step: None for the newest good one.
+          cast: whether a leaf of another dtype is converted to the target's.
+          part: the path of the subtree that `target` is like, such as "state"; "" for all that was saved.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+          CheckpointError: none can be read, or it differs from the target in a leaf's name, shape or dtype, each of
+            which is listed. Nothing is dropped or started afresh.
+        """
+        return self._newest(step, lambda step: self._read(step, target, cast, part))
+
+    def read(self, step: int | None = None) -> tuple[dict[str, Any], Any]:
+        """(the manifest, the tree) of a checkpoint without a target: dicts, lists and tuples of arrays and numbers.
+
+        Args:
+          step: None for the newest good one, as `restore`.
+
+        Raises:
+          FileNotFoundError, CheckpointError: as `restore`.
+        """
+        return self._newest(step, self._plain)
+
+    def _newest(self, step: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
+        """What is made of a step, or of the newest good one. `read` reads and verifies, what it returns makes the tree.
+        """
+        if jax.process_count() > 1:
+            return self._together(step, read)
+        if step is not None:
+            try:
+                return read(self._there(step))()
+            except Damaged as error:
+                raise CheckpointError(self._named(step, error)) from None
+        failed: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                tree = read(step)()
+            except Damaged as error:
+                failed.append(self._set_aside(step, error))
+                continue
+            self._warn(failed, step)
+            return tree
+        raise self._none_good(failed)
+
+    def _together(self, wanted: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
+        """`_newest` in several processes: the first one chooses the step, and all of them have to read it well."""
+        me, failed, tried = jax.process_index(), [], []
+        while True:
+            step = self._there(wanted) if wanted is not None else self._candidate(tried)
+            if step < 0:
+                raise self._none_good(failed)
+            make, problem = None, None
+            try:
+                make = read(step)
+            except Exception as error:                     # the others must not wait for this process
+                problem = error
+            came = _shards.together(problem)
+            if problem is not None and not isinstance(problem, Damaged):
+                raise problem
+            if (came > 1).any():
+                raise CheckpointError(f"{self.folder / str(step)}: process {int(came.argmax())} could not read this "
+                                      "checkpoint; its own message says why")
+            if not came.any():
+                self._warn(failed, step)
+                return make()
+            why = problem or Damaged(f"as process {int(came.argmax())} found")
+            if wanted is not None:
+                raise CheckpointError(self._named(step, why)) from None
+            tried.append(step)
+            failed.append(self._set_aside(step, why) if me == 0 else f"step {step} is damaged ({why})")
+
+    def _candidate(self, tried: list[int]) -> int:
+        """The newest step that the first process sees and that has not been tried; -1 for none."""
+        if jax.process_index() > 0:
+            if (step := _shards.first_says(0)) == -2:
+                raise CheckpointError(f"{self.folder}: the first process could not list the checkpoints; its own "
+                                      "message says why")
+            return step
+        try:
+            step = max((step for step in self.steps() if step not in tried), default=-1)
+        except BaseException:
+            _shards.first_says(-2)
+            raise
+        return _shards.first_says(step)
+
+    def verify(self, step: int | None = None) -> int:
+        """Reads a checkpoint, the newest if None, and returns its step.
+
+        Raises:
+          FileNotFoundError: there is none.
+          CheckpointError: it is damaged; the message names the file or the leaf.
+        """
+        step = self._there(step)
+        try:
+            self._arrays(self.folder / str(step), self._manifest(step))
+        except Damaged as error:
+            raise CheckpointError(self._named(step, error)) from None
+        return step
+
+    def _there(self, step: int | None) -> int:
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        step = self.latest() if step is None else step
+        if step is None and self.damaged():
+            raise self._none_good([])
+        if step is None or step not in self.steps():
+            raise FileNotFoundError(f"{self.folder}: {wanted} here, there are steps {self.steps()}")
+        return step
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        with named(self.folder / str(step)):
+            return _manifest.read_manifest(self.folder / str(step))
+
+    def _read(self, step: int, target: Any, cast: bool, part: str) -> Callable[[], Any]:
+        folder, content = self.folder / str(step), self._manifest(step)
+        inside = f"{part}/" if part else ""
+        saved = {path.removeprefix(inside): leaf for path, leaf in content["leaves"].items() if path.startswith(inside)}
+        leaves = _leaves.paths(target)
+        wanted = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
+        if lines := _leaves.mismatches(saved, wanted, cast=cast):
+            raise CheckpointError(f"{folder}: this checkpoint is of something else:\n  " + "\n  ".join(lines))
+        if jax.process_count() > 1:
+            with named(folder):
+                arrays = _shards.read(folder, content, {inside + path: leaf for path, leaf in leaves.items()})
+        else:
+            arrays = self._arrays(folder, content)
+
+        def made():
+            restored = [_leaves.number(saved[path]["python"], arrays[inside + path].tobytes())
+                        if "python" in saved[path] else _leaves.like(leaf, arrays[inside + path], saved[path])
+                        for path, leaf in leaves.items()]
+            return jax.tree.unflatten(jax.tree.structure(target), restored)
+
+        return made
+
+    def _plain(self, step: int) -> Callable[[], tuple[dict[str, Any], Any]]:
+        folder, content = self.folder / str(step), self._manifest(step)
+        arrays = self._arrays(folder, content)
+        leaves = {path: _leaves.plain(arrays[path], leaf) for path, leaf in content["leaves"].items()}
+        if "tree" not in content:
+            return lambda: (content, _structure.nested(leaves))
+        try:
+            tree = _structure.build(content["tree"], leaves)
+            return lambda: (content, tree)
+        except (ValueError, KeyError, RecursionError) as error:
+            raise Damaged(f"{_manifest.MANIFEST} makes no sense ({type(error).__name__}: {error})") from None
+
+    def _arrays(self, folder: Path | StorePath, content: Mapping[str, Any]) -> dict[str, Any]:
+        with named(folder):
+            return _manifest.read_leaves(folder, content)
+
+    def _set_aside(self, step: int, why: Damaged) -> str:
+        try:      # not where another run writes, nor where nothing can be written
+            self.lock()
+            name = self._where.set_aside(step)
+        except (CheckpointError, OSError):
+            return f"step {step} is damaged ({why})"
+        return f"step {step} is damaged ({why}) and was set aside as {name}"
+
+    def _warn(self, failed: list[str], step: int) -> None:
+        if failed:
+            warnings.warn(f"{self.folder}: {'; '.join(failed)}; going on from step {step}, the newest that is whole",
+                          CheckpointWarning, stacklevel=4)
+
+    def _none_good(self, failed: list[str]) -> Exception:
+        if not failed and not self.damaged():
+            return FileNotFoundError(f"{self.folder}: no checkpoint here, there are steps []")
+        what = "; ".join(failed) or f"what is here was found damaged and set aside: {', '.join(self.damaged())}"
+        return CheckpointError(f"{self.folder}: no checkpoint here can be read: {what}. To start anew, remove the "
+                               "folder or choose another")
+
+    def _named(self, step: int, why: Damaged) -> str:
+        others = [str(other) for other in self.steps() if other != step]
+        there = f"there are also steps {', '.join(others)}" if others else "there is no other"
+        return f"{self.folder / str(step)}: this checkpoint is damaged ({why}); {there}"
+
+    def _value(self, step: int) -> float:
+        if step not in self._values:
+            try:
+                self._values[step] = self._manifest(step)["metrics"].get(self._best, math.nan)
+            except Damaged:
+                return math.nan
+            except CheckpointError:
+                if isinstance(self.folder, StorePath):     # unreachable for now: it may well be the best
+                    raise
+                return math.nan
+        return self._values[step]
+
+
+def reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def named(folder: Path | StorePath) -> Iterator[None]:
+    """Turns an OSError of the body into a CheckpointError that names the folder."""
+    try:
+        yield
+    except StorageError as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({reason(error)})") from None

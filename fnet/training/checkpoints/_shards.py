@@ -1,0 +1,138 @@
+"""Reading only the shards of a checkpoint that one process needs, each of them verified."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fnet.training.checkpoints import _leaves, _manifest
+from fnet.training.checkpoints._manifest import Damaged
+from fnet.training.checkpoints._storage import StorePath
+
+Box = tuple[tuple[int, int], ...]      # the first and last index along each axis
+
+
+class Shards:
+    """The parts of an array that are in this process, indexed as the array would be."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, parts: Mapping[Box, np.ndarray]):
+        self.shape, self.dtype, self._parts = shape, dtype, parts
+
+    def astype(self, dtype: Any) -> Shards:
+        return Shards(self.shape, dtype, {box: part.astype(dtype) for box, part in self._parts.items()})
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self._parts[_box(index, self.shape)]
+
+
+def _box(index, shape) -> Box:
+    return tuple(where.indices(size)[:2] for where, size in zip(index, shape))
+
+
+def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
+    """The parts of a leaf that this process's devices hold; None where it needs all of it."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or sharding.is_fully_addressable or _leaves.is_key(leaf):
+        return None
+    return {_box(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
+
+
+def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves that `target` names: arrays, or `Shards` where this process needs only a part.
+
+    Shards that hold nothing of what is needed are not read. Those that are read are read completely, because their
+    checksums are of all their bytes.
+
+    Args:
+      folder: of one checkpoint.
+      content: its manifest.
+      target: leaves by their paths in the manifest.
+
+    Raises:
+      Damaged: naming the file or the leaf.
+      OSError: as `_manifest.opened`.
+    """
+    parts: dict[str, dict[Box, np.ndarray]] = {}
+    sharded, missing, jobs = set(), {}, {}
+    for path, leaf in target.items():
+        saved = content["leaves"][path]
+        if "python" in saved:
+            jobs.setdefault(saved["pieces"][0]["file"], []).append((path, saved["pieces"][0], None))
+            continue
+        shape = tuple(saved["shape"])
+        whole: Box = tuple((0, size) for size in shape)
+        boxes = needed(leaf, shape)
+        if boxes is not None:
+            sharded.add(path)
+        parts[path] = {}
+        for box in {whole} if boxes is None else boxes:
+            parts[path][box] = np.zeros([high - low for low, high in box],
+                                                       _leaves.DTYPES[saved["dtype"]])
+            missing[path, box] = math.prod(high - low for low, high in box)
+        for piece in saved["pieces"]:
+            index: Box = tuple(map(tuple, piece["index"])) if "index" in piece else whole
+            if any(_common(index, box) is not None for box in parts[path]):
+                jobs.setdefault(piece["file"], []).append((path, piece, index))
+    numbers: dict[str, Any] = {}
+    for name, pieces in jobs.items():
+        with _manifest.opened(folder / name) as (file, size):
+            _manifest.check_size(name, size, content["files"][name])
+            for path, piece, index in sorted(pieces, key=lambda job: job[1]["at"]):
+                raw = _verified(file, name, path, piece)
+                if index is None:
+                    numbers[path] = raw
+                    continue
+                array = _manifest.typed(raw, content["leaves"][path]).reshape([high - low for low, high in index])
+                for box, part in parts[path].items():
+                    if (common := _common(index, box)) is not None:
+                        part[_inside(common, box)] = array[_inside(common, index)]
+                        missing[path, box] -= math.prod(high - low for low, high in common)
+    for (path, _), count in missing.items():
+        if count:
+            raise Damaged(f"the shards of '{path}' do not cover it")
+    arrays = {path: Shards(tuple(content["leaves"][path]["shape"]), _leaves.DTYPES[content["leaves"][path]["dtype"]],
+                           boxes) if path in sharded else next(iter(boxes.values()))
+              for path, boxes in parts.items()}
+    return arrays | numbers
+
+
+def _verified(file, name, path, piece):
+    begin, end = piece["at"]
+    raw = np.empty(end - begin, np.uint8)
+    file.seek(begin)
+    if file.readinto(memoryview(raw)) < end - begin:
+        raise Damaged(f"{name} ends early")
+    if zlib.crc32(raw) != piece["crc32"]:
+        raise Damaged(f"'{path}' does not have the checksum it was written with")
+    return raw
+
+
+def _common(a: Box, b: Box) -> Box | None:
+    """Where two parts overlap; None where they do not."""
+    common = tuple((max(low, other), min(high, end)) for (low, high), (other, end) in zip(a, b))
+    return common if all(low < high for low, high in common) else None
+
+
+def _inside(common: Box, box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low - begin, high - begin) for (low, high), (begin, _) in zip(common, box))
+
+
+def together(problem: BaseException | None) -> np.ndarray:
+    """What came of reading in each process: 0 for success, 1 for damage, 2 for another error. Each process calls this.
+    """
+    from jax.experimental import multihost_utils
+
+    code = 0 if problem is None else 1 if isinstance(problem, Damaged) else 2
+    return np.atleast_1d(multihost_utils.process_allgather(np.int32(code)))
+
+
+def first_says(value: int) -> int:
+    """The value of the first process, in all of them."""
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

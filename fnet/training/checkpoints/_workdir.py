@@ -1,0 +1,67 @@
+"""A run's folder: what `fit` and `save_config` leave there, and how to remove it."""
+
+from __future__ import annotations
+
+import os
+
+from fnet.training._config import CONFIG
+from fnet.training._logs import EVENTS, METRICS, NOTES
+from fnet.training.checkpoints import _append
+from fnet.training.checkpoints._checkpoint import Checkpoints
+from fnet.training.checkpoints._storage import StorePath, location
+
+CHECKPOINTS, PLAN = "checkpoints", "plan.txt"
+
+
+def clear(workdir: str | os.PathLike) -> None:
+    """Removes the run in `workdir`: its checkpoints, logs, config.json and plan.txt, and no other file.
+
+    To begin a run anew, `fit(..., restart=True)` is safer: it removes the old run only when everything else about the
+    new one has been checked.
+
+    Args:
+      workdir: the run's folder or URL; it need not exist.
+
+    Raises:
+      CheckpointError: a run is using it, or checkpoints/ holds files that are not of checkpoints. Nothing is removed
+        then.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (pathlib.Path(folder) / "config.json").write_text("{}")
+    ...     tr.clear(folder)
+    ...     list(pathlib.Path(folder).iterdir())
+    []
+    """
+    folder = location(workdir) / CHECKPOINTS
+    if isinstance(folder, StorePath):
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.clear()
+            remove_logs(workdir)
+        return
+    if not folder.is_dir():
+        remove_logs(workdir)
+        return
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.clear()
+        remove_logs(workdir)
+        for entry in folder.iterdir():                     # the lock, last
+            entry.unlink()
+        folder.rmdir()
+
+
+def remove_logs(workdir: str | os.PathLike) -> None:
+    """Removes metrics.jsonl, events.jsonl, config.json, plan.txt and TensorBoard's files."""
+    folder = location(workdir)
+    for path in (*_append.parts(folder / METRICS), folder / NOTES, folder / CONFIG, folder / PLAN):
+        path.unlink(missing_ok=True)
+    events = folder / EVENTS
+    if isinstance(events, StorePath):
+        for name in events.keys():
+            if name.startswith("events.out.tfevents."):
+                (events / name).unlink(missing_ok=True)
+    elif events.is_dir() and not events.is_symlink():
+        for file in events.glob("events.out.tfevents.*"):
+            file.unlink()
+        if not any(events.iterdir()):
+            events.rmdir()

@@ -1,0 +1,1 @@
+"""Data: readers, batches, augmentation and adapters of iterables."""

@@ -1,0 +1,77 @@
+"""Batches of arrays in memory: batch i is a pure function of (seed, i)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet.training.data._arrays import as_arrays
+
+
+class Batches:
+    """Shuffled batches of arrays in memory, addressed by the step.
+
+    Each epoch is a random permutation of the examples. The permutations of all epochs form one sequence, and batch i
+    contains its examples i * batch_size to (i + 1) * batch_size - 1. So every example occurs once per epoch, all
+    batches have the same size, and a resumed run continues with the same batches without a saved iterator.
+
+    Args:
+      data: arrays with one row for each example: a dict such as {"image": [n, ...], "label": [n]}, a tuple, any
+        nesting of them, or a pandas DataFrame, which becomes a dict of its columns. A batch has the same structure.
+      batch_size: examples in a batch.
+      seed: decides every permutation.
+      shuffle: False keeps the arrays' own order, epoch after epoch.
+
+    Raises:
+      ValueError: no arrays, arrays of different lengths, or batch_size < 1.
+      TypeError: values that are no numbers (text, dates, categories), or that are missing.
+
+    Example:
+      >>> batches = Batches({"x": np.arange(10)}, batch_size=4, seed=0)
+      >>> sorted(np.concatenate([batches(0)["x"], batches(1)["x"], batches(2)["x"][:2]]).tolist())
+      [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+      >>> Batches((np.ones((10, 3)), np.arange(10)), 4, shuffle=False)(1)[1]
+      array([4, 5, 6, 7])
+    """
+
+    def __init__(self, data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True):
+        self.data, self.length = as_arrays(data, "Batches")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: a batch needs at least one example")
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._order: tuple[int, np.ndarray] = (-1, np.arange(self.length))
+
+    def __call__(self, step: int) -> Any:
+        """The batch of step `step`, counted from 0."""
+        index = self.index(step)
+        return jax.tree.map(lambda array: array[index], self.data)
+
+    def index(self, step: int) -> np.ndarray:
+        """Which examples batch `step` holds: [batch_size], int."""
+        first = step * self.batch_size
+        parts, missing = [], self.batch_size
+        while missing:
+            epoch, offset = divmod(first, self.length)
+            part = self._permutation(epoch)[offset : offset + missing]
+            parts.append(part)
+            first += len(part)
+            missing -= len(part)
+        return np.concatenate(parts)
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run is held to, besides a digest of one batch."""
+        return {"examples": self.length, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
+
+    def steps(self, epochs: float) -> int:
+        """How many batches it takes to see every example `epochs` times."""
+        return -int(-epochs * self.length // self.batch_size)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if self.shuffle and self._order[0] != epoch:       # a cache: the value depends on epoch alone
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            self._order = (epoch, generator.permutation(self.length))
+        return self._order[1]

@@ -1,0 +1,66 @@
+"""Files of data in an object store, copied to this machine when they are first read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from pathlib import Path
+
+from fnet.training.checkpoints._storage import StorePath, location
+
+_CHUNK = 8 << 20
+
+
+def local(where: str | os.PathLike) -> Path:
+    """Returns a local path unchanged, and for a URL the path of a copy in FNET_DATA or ~/.cache/fnet.
+
+    The copy is used again while the object is the same version and the copy has the checksum it was written with;
+    otherwise it is downloaded again, under another name that is changed when it is complete.
+
+    Raises:
+      FileNotFoundError: there is no such object, or no home directory.
+      StorageError: the store cannot be read.
+    """
+    source = location(where)
+    if not isinstance(source, StorePath):
+        return source
+    if (meta := source.meta()) is None:
+        raise FileNotFoundError(f"{source}: no such object")
+    base = Path(os.environ.get("FNET_DATA") or "~/.cache/fnet")
+    try:
+        base = base.expanduser()
+    except RuntimeError:                                   # HOME is not set and the user is unknown
+        raise FileNotFoundError(f"{source}: this user has no home directory for {base}; set FNET_DATA") from None
+    digest = hashlib.blake2b(str(source).encode(), digest_size=8).hexdigest()
+    copy = base / "objects" / f"{digest}-{source.name}"
+    note = copy.with_name(f"{copy.name}.json")
+    wanted = {"url": str(source), "bytes": meta.size, **meta.version}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        known = json.loads(note.read_text())
+        if known == wanted | {"blake2b": known["blake2b"]} and known["blake2b"] == _digest(copy):
+            return copy
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    new = copy.with_name(f"{copy.name}.{secrets.token_hex(4)}.new")
+    seal = hashlib.blake2b(digest_size=32)
+    try:
+        with new.open("wb") as file:
+            for begin in range(0, meta.size, _CHUNK):
+                raw = source.read_range(begin, min(begin + _CHUNK, meta.size))
+                seal.update(raw)
+                file.write(raw)
+        after = source.meta()
+        if new.stat().st_size != meta.size or after is None or after.version != meta.version:
+            raise OSError(f"{source}: the object changed while it was read; read it again")
+        os.replace(new, copy)
+    finally:
+        new.unlink(missing_ok=True)
+    note.write_text(json.dumps(wanted | {"blake2b": seal.hexdigest()}))
+    return copy
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()

@@ -1,0 +1,144 @@
+"""CSV files as columns of NumPy arrays."""
+
+from __future__ import annotations
+
+import csv
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fnet.training.data._cache import local
+
+MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
+_BOOLS = {"true": True, "false": False}
+
+
+def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter: str = ",",
+             missing: Any = None) -> dict[str, np.ndarray]:
+    """The columns of a CSV file by name, for `Batches`.
+
+    A column whose cells are all integers is int32 (int64 if they do not fit), of other numbers float32, of true and
+    false bool, and any other one is text, as NumPy's str. The file is in UTF-8. Cells may be quoted, and quoted cells
+    may hold delimiters and line breaks. Empty lines are skipped.
+
+    Args:
+      path: the file, or its URL as for `read_tokens`. Its first line names the columns.
+      names: the columns of a file without such a line.
+      delimiter: what separates cells, such as ";" or tab.
+      missing: what to do where a cell of a column of numbers or bools is empty, NA, N/A, NaN, null, none or ?. None
+        raises an error; "drop" leaves out its row; a number replaces it, and so does {column: number}. Cells in a
+        column of text are not changed.
+
+    Raises:
+      ValueError: the file is not such a table, naming the file and the line; or a cell is missing.
+      FileNotFoundError: there is no file.
+
+    Example:
+      >>> table = read_csv("iris.csv")                                     # doctest: +SKIP
+      >>> classes, label = np.unique(table["species"], return_inverse=True)   # doctest: +SKIP
+    """
+    path, rows, lines = local(path), [], []
+    if names is not None and len(set(names)) < len(names):
+        raise ValueError(f"{path}: names={list(names)}: expected different names")
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        for line, cells in _rows(path, csv.reader(file, delimiter=delimiter, strict=True)):
+            if names is None:
+                names = _header(path, line, [cell.strip() for cell in cells])
+            elif len(cells) == len(names):
+                rows.append(cells)
+                lines.append(line)
+            else:
+                raise ValueError(f"{path}, line {line}: expected {len(names)} cells ({', '.join(names)[:80]}), got "
+                                 f"{len(cells)}")
+    if not rows:
+        raise ValueError(f"{path} has no line of values")
+    if unknown := sorted(set(missing) - set(names)) if isinstance(missing, Mapping) else ():
+        raise ValueError(f"{path}: missing= names {unknown}, but the columns are {list(names)}")
+    columns = {name: list(cells) for name, cells in zip(names, zip(*rows))}
+    numeric = {name: kind for name, cells in columns.items() if (kind := _kind(cells)) is not None}
+    if missing == "drop":
+        kept = [i for i, row in enumerate(rows) if not any(_missing(columns[name][i]) for name in numeric)]
+        if not kept:
+            raise ValueError(f"{path}: every line has a missing value")
+        columns = {name: [cells[i] for i in kept] for name, cells in columns.items()}
+        lines = [lines[i] for i in kept]
+    return {name: _array(path, name, cells, numeric.get(name), lines, missing) for name, cells in columns.items()}
+
+
+def _rows(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
+    """(line, cells) of each line that is not empty."""
+    try:
+        for cells in reader:
+            if cells:
+                yield reader.line_num, cells
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, after line {reader.line_num}: the file is not in UTF-8 ({error})") from None
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+
+
+def _header(path: Path, line: int, names: list[str]) -> list[str]:
+    if all(not _missing(name) and _kind([name]) for name in names):
+        raise ValueError(f"{path}, line {line}: expected the names of the columns, got numbers: if the file has no "
+                         "such line, pass names=[...]")
+    if len(names) == 1 and (found := [mark for mark in ";\t|," if mark in names[0]]):
+        raise ValueError(f"{path}, line {line}: there is one column, {names[0][:80]!r}: pass delimiter={found[0]!r}")
+    for number, name in enumerate(names, 1):
+        if not name or names.index(name) < number - 1:
+            what = f"the name {name!r} of column {number} is used twice" if name else f"column {number} has no name"
+            raise ValueError(f"{path}, line {line}: {what}: pass a file with one name for each column")
+    return names
+
+
+def _missing(cell: str) -> bool:
+    return cell.strip().lower() in MISSING
+
+
+def _kind(cells: Sequence[str]) -> Callable[[str], Any] | None:
+    """What converts the cells of a column of numbers or bools; None for a column of text."""
+    present = [cell for cell in cells if not _missing(cell)]
+    if present and all(cell.strip().lower() in _BOOLS for cell in present):
+        return lambda cell: _BOOLS[cell.strip().lower()]
+    if any("_" in cell for cell in present):               # Python reads 1_000 as a number
+        return None
+    for kind in (int, float):
+        try:
+            values = [kind(cell) for cell in present]
+        except ValueError:
+            continue
+        return kind if kind is float or not present or -(2**63) <= min(values) <= max(values) < 2**63 else None
+    return None
+
+
+def _array(path: Path, name: str, cells: list[str], kind: Callable | None, lines: list[int],
+           missing: Any) -> np.ndarray:
+    if kind is None:
+        return np.array(cells)
+    given = missing.get(name) if isinstance(missing, Mapping) else missing
+    values = []
+    for line, cell in zip(lines, cells):
+        if not _missing(cell):
+            values.append(kind(cell))
+        elif given is None:
+            raise ValueError(f"{path}, line {line}: column '{name}' has a missing value, {cell!r}: pass "
+                             f"missing={{{name!r}: 0}}, or another number, or missing='drop' to leave out such lines")
+        else:
+            values.append(given)
+    if all(isinstance(value, bool) for value in values):
+        return np.array(values)
+    if all(isinstance(value, numbers.Integral) for value in values):
+        return np.array(values, np.int32 if -(2**31) <= min(values) <= max(values) < 2**31 else np.int64)
+    try:
+        wide = np.array(values, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{path}: missing={given!r} for column '{name}': expected a number") from None
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(np.float32)
+    for line, cell, value in zip(lines, cells, narrow):
+        if np.isinf(value) and "inf" not in cell.lower() and not _missing(cell):
+            raise ValueError(f"{path}, line {line}: column '{name}' holds {cell[:40]}, more than float32 can hold: "
+                             "scale the column")
+    return narrow

@@ -1,0 +1,344 @@
+"""Four image data sets in their authors' own formats: digits, MNIST, Fashion-MNIST, CIFAR-10."""
+
+import difflib
+import hashlib
+import http.client
+import os
+import pathlib
+import secrets
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fnet.training.data._image_formats import (
+    CIFAR_FOLDER,
+    CIFAR_NAMES,
+    CIFAR_TEST,
+    CIFAR_TRAIN,
+    checked_labels,
+    read_cifar10,
+    read_idx,
+)
+
+__all__ = ["NAMES", "Dataset", "load", "load_digits", "read_idx"]
+
+_CHUNK = 1 << 20
+_TIMEOUT = 8    # seconds that a server may be silent; with two mirrors, a refusal takes less than 20
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images and their labels, as the authors split them into training and test sets.
+
+    Attributes:
+        name: as given to `load`.
+        train_images: uint8 [n, height, width, channels], 0 is black.
+        train_labels: int32 [n], indices into `classes`.
+        test_images: uint8 [m, height, width, channels].
+        test_labels: int32 [m].
+        classes: the name of every label.
+
+    >>> tr.datasets.load("digits").train_images.shape    # needs scikit-learn
+    (1437, 8, 8, 1)
+    """
+
+    name: str
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file as it is published: its size in bytes and its MD5 tell whether a download is whole."""
+
+    name: str
+    size: int
+    md5: str
+
+
+@dataclass(frozen=True)
+class _Source:
+    addresses: tuple[str, ...]
+    files: tuple[_File, ...]
+    classes: tuple[str, ...]
+
+
+_TEN = tuple("0123456789")
+_SOURCES = {
+    # The authors' page no longer hands out the files; these two mirrors hold the same bytes.
+    "mnist": _Source(
+        (
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+        (
+            _File("train-images-idx3-ubyte.gz", 9912422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+            _File("train-labels-idx1-ubyte.gz", 28881, "d53e105ee54ea40749a09fcbcd1e9432"),
+            _File("t10k-images-idx3-ubyte.gz", 1648877, "9fb629c4189551a2d022fa330f9573f3"),
+            _File("t10k-labels-idx1-ubyte.gz", 4542, "ec29112dd5afa0611ce80d1b7f02629c"),
+        ),
+        _TEN,
+    ),
+    # https://github.com/zalandoresearch/fashion-mnist, section "Get the Data"
+    "fashion_mnist": _Source(
+        (
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
+        ),
+        (
+            _File("train-images-idx3-ubyte.gz", 26421880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
+            _File("train-labels-idx1-ubyte.gz", 29515, "25c81989df183df01b3e8a0aad5dffbe"),
+            _File("t10k-images-idx3-ubyte.gz", 4422102, "bef4ecab320f06d8554ea6380940ec79"),
+            _File("t10k-labels-idx1-ubyte.gz", 5148, "bb300cfdad3c16e7a12a480ee83cd310"),
+        ),
+        (
+            *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+            *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+        ),
+    ),
+    # https://www.cs.toronto.edu/~kriz/cifar.html, "CIFAR-10 binary version"
+    "cifar10": _Source(
+        ("https://www.cs.toronto.edu/~kriz/",),
+        (_File("cifar-10-binary.tar.gz", 170052171, "c32a1d4ab5d03f1284b67883e8d87530"),),
+        (
+            *("airplane", "automobile", "bird", "cat", "deer"),
+            *("dog", "frog", "horse", "ship", "truck"),
+        ),
+    ),
+}
+NAMES = ("digits", *_SOURCES)
+
+
+def load(
+    name: str,
+    data_dir: str | os.PathLike | None = None,
+    *,
+    split: str = "random",
+    download: bool = True,
+    base_url: str | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> Dataset:
+    """Reads a data set from disk, downloading what is missing.
+
+    Files are looked for in `data_dir/name`, then in `data_dir` itself, under their authors' names.
+    What is missing is downloaded into `data_dir/name`, each file checked against its published
+    size and MD5 before it gets its name.
+
+    Args:
+        name: digits, mnist, fashion_mnist or cifar10.
+        data_dir: default: the environment's FNET_DATA, otherwise ~/.cache/fnet. digits needs none.
+        split: how digits' 1,797 images are split, as `load_digits` says: "random" (stratified
+            80/20, fixed) or "last20" (the last 20 %, as is conventional). The other sets come
+            split by their authors.
+        download: whether missing files may be downloaded.
+        base_url: an address to download from instead of the published ones.
+        announce: called with one sentence before each download.
+
+    Returns:
+        A Dataset.
+
+    Raises:
+        ValueError: an unknown name or split, or a file that is not what it should be.
+        FileNotFoundError: a file is neither on disk nor to be had by download.
+
+    >>> load("digits").test_images.shape
+    (360, 8, 8, 1)
+    """
+    if name not in NAMES:
+        known = ", ".join(NAMES)
+        near = difflib.get_close_matches(str(name).lower().replace("-", "_"), NAMES)
+        hint = f"did you mean {' or '.join(near)}? There are {known}" if near else f"use {known}"
+        raise ValueError(f"unknown dataset {name!r}: {hint}")
+    if name == "digits":
+        return load_digits(split)
+    if split != "random":
+        raise ValueError(f"{name} comes split by its authors: split={split!r} is for digits alone")
+    base = pathlib.Path(data_dir or os.environ.get("FNET_DATA") or "~/.cache/fnet")
+    try:
+        base = base.expanduser()
+    except RuntimeError:    # HOME is not set and the user is unknown
+        raise FileNotFoundError(
+            f"{name}: this user has no home directory for {base}; pass data_dir or set FNET_DATA") from None
+    find, read = {"cifar10": (_find_cifar10, _load_cifar10)}.get(name, (_find_idx, _load_idx))
+    found, missing = find(name, base / name)
+    if missing:
+        elsewhere, lacking = find(name, base)
+        if not lacking:
+            found, missing = elsewhere, []
+    if missing and not download:
+        raise FileNotFoundError(
+            f"{name}: {_list(missing)} not found in {base / name} or {base}; "
+            f"{_by_hand(name, base / name)}, or allow the download"
+        )
+    for file in _SOURCES[name].files:
+        if file.name in missing:
+            _download(name, file, base / name, base_url=base_url, announce=announce)
+    if missing:
+        found, _ = find(name, base / name)
+    return read(name, found)
+
+
+def load_digits(split: str = "random") -> Dataset:
+    """scikit-learn's 1,797 scans of handwritten digits, 8×8 pixels.
+
+    Their 17 levels, 0 (black) to 16, become round(255 · level / 16), which is one to one, so that
+    the same division by 255 suits every data set.
+
+    Args:
+        split: "random" sorts the images by class, in a fixed random order within each, and takes
+            every fifth into the test set: 1,437 and 360 images, each class split 80/20 to within
+            one image. "last20" takes the last 360 images of the file instead.
+
+    Returns:
+        A Dataset.
+
+    Raises:
+        ValueError: an unknown split.
+        ModuleNotFoundError: scikit-learn is not installed.
+
+    >>> len(tr.datasets.load_digits().test_labels)    # needs scikit-learn
+    360
+    """
+    if split not in ("random", "last20"):
+        raise ValueError(f"unknown split {split!r} of digits: use random or last20")
+    try:
+        import sklearn.datasets
+    except ModuleNotFoundError:
+        message = "digits comes with scikit-learn, which is missing: pip install scikit-learn"
+        raise ModuleNotFoundError(message) from None
+    levels, labels = sklearn.datasets.load_digits(return_X_y=True)
+    images = np.round(levels * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
+    labels = labels.astype(np.int32)
+    order = np.arange(len(labels))
+    test = order >= 1437
+    if split == "random":
+        # RandomState's stream is frozen for good, default_rng's is not: NumPy's NEP 19.
+        order = np.random.RandomState(0).permutation(len(labels))
+        order = order[np.argsort(labels[order], kind="stable")]
+        test = np.arange(len(labels)) % 5 == 0
+    # Sorted again: the loader shuffles, and sorted by class an unshuffled batch would hold one.
+    train, test = np.sort(order[~test]), np.sort(order[test])
+    return Dataset("digits", images[train], labels[train], images[test], labels[test], _TEN)
+
+
+def _find_idx(name, folder):
+    """The four files of an IDX set, {published name: path}, and the published names missing."""
+    found, missing = {}, []
+    for file in _SOURCES[name].files:
+        paths = [folder / file.name, folder / file.name.removesuffix(".gz")]
+        paths = [path for path in paths if path.is_file()]
+        if paths:
+            found[file.name] = paths[0]
+        else:
+            missing.append(file.name)
+    return found, missing
+
+
+def _load_idx(name, found):
+    arrays = []
+    train_images, train_labels, test_images, test_labels = found.values()
+    for images_path, labels_path in ((train_images, train_labels), (test_images, test_labels)):
+        images, labels = read_idx(images_path), read_idx(labels_path)
+        if images.dtype != np.uint8 or images.ndim != 3:
+            raise ValueError(
+                f"{images_path}: holds {images.dtype} {images.shape}, "
+                "but images are uint8 [n, height, width]; put the authors' file in its place"
+            )
+        if labels.dtype != np.uint8 or labels.shape != images.shape[:1]:
+            raise ValueError(
+                f"{labels_path}: holds {labels.dtype} {labels.shape}, but the {len(images)} images "
+                f"of {images_path.name} need uint8 ({len(images)},); fetch both anew"
+            )
+        arrays += [images[..., None], checked_labels(labels_path, labels)]
+    if arrays[0].shape[1:] != arrays[2].shape[1:]:
+        raise ValueError(
+            f"{test_images}: holds images of {arrays[2].shape[1:3]} pixels, but {train_images.name} "
+            f"of {arrays[0].shape[1:3]}; fetch both anew"
+        )
+    return Dataset(name, *arrays, _SOURCES[name].classes)
+
+
+def _find_cifar10(name, folder):
+    """The unpacked files or the archive, {name: path}, and what to download if neither is there."""
+    for place in (folder / CIFAR_FOLDER, folder):
+        files = {n: place / n for n in (*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES)}
+        found = {n: path for n, path in files.items() if path.is_file()}
+        if len(found.keys() - {CIFAR_NAMES}) == 6:
+            return found, []
+    archive = _SOURCES[name].files[0].name
+    if (folder / archive).is_file():
+        return {archive: folder / archive}, []
+    return {}, [archive]
+
+
+def _load_cifar10(name, found):
+    archive = found.get(_SOURCES[name].files[0].name)
+    *arrays, classes = read_cifar10(archive or found)
+    return Dataset(name, *arrays, classes or _SOURCES[name].classes)
+
+
+def _download(name, file, folder, *, base_url, announce):
+    """Fetches one file into `folder` under its published name, or leaves nothing there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{name}: {file.name} is missing and {folder} cannot be made ({error.strerror}); "
+            "name another data_dir"
+        ) from None
+    # Its own name until it is whole: a killed or a second download never leaves half a file.
+    temporary = folder / f".{file.name}.{secrets.token_hex(4)}"
+    failures, damaged = [], False
+    for address in (base_url,) if base_url else _SOURCES[name].addresses:
+        url = f"{address.rstrip('/')}/{file.name}"
+        if announce:
+            announce(f"downloading {url} ({file.size / 1e6:.1f} MB)")
+        try:
+            with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply, open(temporary, "wb") as out:
+                size, md5 = _copy(reply, out, file.size)
+            if (size, md5) == (file.size, file.md5):
+                os.replace(temporary, folder / file.name)
+                return
+        except urllib.error.HTTPError as error:
+            error.close()
+            failures.append(f"{url}: {error}")
+            continue
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            failures.append(f"{url}: {getattr(error, 'reason', error)}")
+            continue
+        finally:
+            temporary.unlink(missing_ok=True)
+        damaged = True
+        failures.append(
+            f"{url} gave {f'over {file.size}' if size > file.size else size} bytes with MD5 {md5}, "
+            f"but {file.size} bytes with MD5 {file.md5} were published"
+        )
+    raise (ValueError if damaged else FileNotFoundError)(
+        f"{name}: {file.name} could not be downloaded ({'; '.join(failures)}); "
+        f"{_by_hand(name, folder)}"
+    )
+
+
+def _copy(reply, out, limit):
+    """Size and MD5 of what was copied: at most one byte more than `limit`."""
+    size, md5 = 0, hashlib.md5(usedforsecurity=False)
+    while size <= limit and (chunk := reply.read(min(_CHUNK, limit + 1 - size))):
+        size += len(chunk)
+        md5.update(chunk)
+        out.write(chunk)
+    return size, md5.hexdigest()
+
+
+def _by_hand(name, folder):
+    source = _SOURCES[name]
+    return f"put {_list([f.name for f in source.files])} from {source.addresses[0]} into {folder}"
+
+
+def _list(names):
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,0 +1,76 @@
+"""Parts of a data set, for training and validation."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet.training.data._arrays import is_leaf, take
+
+
+def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify: Any = None) -> tuple[Any, ...]:
+    """Divides the examples of a data set at random into parts that have no example in common.
+
+    The parts depend on the number of examples, the sizes and the seed alone; examples keep their order.
+
+    Args:
+      data: what `Batches` takes, or columns of text beside it: a tree of arrays, a pandas DataFrame.
+      sizes: for two parts, the size of the second (validation): a fraction such as 0.2, or a number of examples. For
+        any number of parts, a sequence of all sizes: fractions with the sum 1, or numbers of examples.
+      seed: decides which examples go where.
+      stratify: labels [n]: each part receives its share of every class, to within one example for each part.
+
+    Returns:
+      The parts, each with the structure of `data`.
+
+    Raises:
+      ValueError: sizes that are not positive or do not add up, a part without examples, or labels of another length.
+
+    Example:
+      >>> data = {"x": np.arange(10), "y": np.arange(10) % 2}
+      >>> train, validation = split(data, 0.2, stratify=data["y"])
+      >>> len(train["x"]), sorted(validation["y"].tolist())
+      (8, [0, 1])
+    """
+    leaves = jax.tree.leaves(data, is_leaf=is_leaf)
+    lengths = sorted({len(leaf) for leaf in leaves})
+    if len(lengths) != 1:
+        raise ValueError(f"split needs arrays of one length, got lengths {lengths}")
+    n = lengths[0]
+    counts = _counts(sizes, n)
+    rng = np.random.Generator(np.random.PCG64([seed, n]))
+    order = rng.permutation(n)
+    if stratify is not None:
+        labels = np.asarray(stratify)
+        if labels.shape != (n,):
+            raise ValueError(f"split: stratify= expects one label for each of {n} examples, got shape {labels.shape}")
+        order = order[np.argsort(np.unique(labels, return_inverse=True)[1][order], kind="stable")]
+    parts = []
+    for count in counts[:0:-1]:                            # at equal distances in the order of the classes
+        position = np.arange(len(order)) * count
+        chosen = (position + count) // len(order) > position // len(order)
+        parts.append(order[chosen])
+        order = order[~chosen]
+    return tuple(take(data, np.sort(rows)) for rows in (order, *parts[::-1]))
+
+
+def _counts(sizes: float | Sequence[float], n: int) -> list[int]:
+    """The numbers of examples of all parts."""
+    wanted = [sizes] if isinstance(sizes, numbers.Real) else list(sizes)
+    whole = all(isinstance(size, numbers.Integral) and not isinstance(size, bool) for size in wanted)
+    total = n if whole else 1.0
+    if isinstance(sizes, numbers.Real):
+        wanted = [total - sizes, sizes]
+    if len(wanted) < 2 or not all(size > 0 for size in wanted) or abs(sum(wanted) - total) > 1e-6 * total:
+        expected = f"numbers of examples with the sum {n}" if whole else "fractions with the sum 1"
+        raise ValueError(f"split: sizes={sizes!r}: expected a fraction such as 0.2, a number of examples below {n}, or "
+                         f"{expected} for two parts or more")
+    ends = np.array(wanted).cumsum() if whole else np.round(np.array(wanted, np.float64).cumsum() * n).astype(int)
+    counts = np.diff(ends, prepend=0).tolist()
+    if not all(counts):
+        raise ValueError(f"split: sizes={sizes!r} of {n} examples leave a part without any: it has {counts}")
+    return counts

@@ -1,0 +1,126 @@
+"""Stretches of a long row of tokens: batch i is a pure function of (seed, i)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from fnet.training.data._cache import local
+
+
+class Windows:
+    """Batches of stretches of a row of tokens, each from a place drawn at random, addressed by the step.
+
+    A row that is mapped from a file is read where a stretch lies and nowhere else.
+
+    Args:
+      tokens: [tokens], integers.
+      length: tokens of a stretch that are predicted; it holds one more.
+      batch_size: stretches in a batch.
+      seed: decides every place.
+      vocab_size: if given, every batch is held to tokens below it.
+
+    Raises:
+      ValueError: a row that is not longer than `length`, not of integers, or a size below 1; at a
+        batch, a token that is not below `vocab_size`.
+
+    Example:
+      >>> windows = Windows(np.arange(100), length=4, batch_size=2, seed=0)
+      >>> batch = windows(0)["tokens"]
+      >>> batch.shape, (batch[:, 1:] - batch[:, :-1] == 1).all().item()
+      ((2, 5), True)
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        *,
+        length: int,
+        batch_size: int,
+        seed: int = 0,
+        vocab_size: int | None = None,
+    ):
+        _check(tokens, length)
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: a batch needs at least one stretch")
+        self.tokens, self.length, self.batch_size = tokens, length, batch_size
+        self.seed, self.vocab_size = seed, vocab_size
+
+    def __call__(self, step: int) -> dict[str, np.ndarray]:
+        """The batch of step `step`, counted from 0: {"tokens": [batch, length + 1]}, int32."""
+        starts = self.starts(step)
+        tokens = np.stack([self.tokens[start : start + self.length + 1] for start in starts]).astype(np.int32)
+        if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
+            raise ValueError(f"batch {step} holds the token {wrong}, outside a vocabulary of {self.vocab_size}")
+        return {"tokens": tokens}
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run is held to, besides a digest of one batch."""
+        return {"tokens": len(self.tokens), "length": self.length, "batch_size": self.batch_size, "seed": self.seed}
+
+    def starts(self, step: int) -> np.ndarray:
+        """Where the stretches of batch `step` begin: [batch_size]."""
+        generator = np.random.Generator(np.random.PCG64([self.seed, step]))
+        return generator.integers(0, len(self.tokens) - self.length, self.batch_size)
+
+
+def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
+    """A row of tokens cut into stretches of length + 1 that overlap by one, so that each token is predicted once.
+
+    Args:
+      tokens: [tokens], integers.
+      length: tokens of a stretch that are predicted.
+
+    Returns:
+      [stretches, length + 1], a view; what is left at the end, less than a stretch, is left out.
+
+    Raises:
+      ValueError: a row that is not longer than `length`, or not of integers.
+
+    Example:
+      >>> stretches(np.arange(8), 3).tolist()
+      [[0, 1, 2, 3], [3, 4, 5, 6]]
+    """
+    _check(tokens, length)
+    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+
+
+def read_tokens(path: str | os.PathLike) -> np.ndarray:
+    """A file of tokens as nanoGPT's data scripts write them: unsigned 16-bit numbers and nothing else.
+
+    Args:
+      path: of the file, or its URL (s3://, gs://, az://). An object is copied to FNET_DATA (default: ~/.cache/fnet)
+        when it is first read; the checksum of the copy is verified each time.
+
+    Returns:
+      [tokens], uint16, mapped from the file and not read.
+
+    Raises:
+      ValueError: an empty file, or one of an odd number of bytes.
+
+    Source: Karpathy's nanoGPT, data/*/prepare.py.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder) / "train.bin"
+    ...     np.array([5, 6, 7], np.uint16).tofile(path)
+    ...     tr.read_tokens(path).tolist()
+    [5, 6, 7]
+    """
+    file = local(path)
+    size = file.stat().st_size
+    if not size or size % 2:
+        raise ValueError(f"{path} has {size} bytes: a file of 16-bit tokens has an even number of them, at least 2")
+    return np.memmap(file, "<u2", "r")
+
+
+def _check(tokens, length):
+    if np.ndim(tokens) != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens are one row of integers; got {tokens.dtype}{list(tokens.shape)}")
+    if length < 1:
+        raise ValueError(f"length={length}: a stretch predicts at least one token")
+    if len(tokens) <= length:
+        raise ValueError(f"{len(tokens)} tokens are too few for stretches of {length} + 1")

@@ -1,0 +1,48 @@
+"""The compiled function that `fit` calls for each step: the user's step and what is checked and summed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+
+from fnet.training import _metrics
+from fnet.training.loop import _contract, _nonfinite
+
+
+def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str], metrics: bool) -> Callable:
+    """`advance(state, total, watch, batch) -> (state, total, watch, metrics)`, compiled; the first two are donated.
+
+    Args:
+      step: as `fit` takes it.
+      state: the state before the first step, whose placement every later one keeps.
+      keeps: whether a step that is not finite leaves the state as it was.
+      exempt: paths of leaves that may be infinite.
+      metrics: whether the metrics of the step alone are returned; otherwise None.
+    """
+    places = jax.tree.map(_place, state)
+
+    def advance(state, total, watch, batch):
+        new, measured = step(state, batch)
+        _contract.check_state(state, new)
+        # Placed as it was: XLA would choose another sharding, and a resumed run begins with this one.
+        new = jax.tree.map(lambda x, place: x if place is None else jax.lax.with_sharding_constraint(x, place),
+                           new, places)
+        measured = _metrics.as_metrics(measured)
+        sound, watch = _nonfinite.look(watch, state, new, measured, skip=keeps, exempt=exempt)
+        more = _metrics.add(total, measured)
+        if keeps:
+            new, more = _nonfinite.kept(sound, new, state), _nonfinite.kept(sound, more, total)
+        return new, more, watch, measured if metrics else None
+
+    return jax.jit(advance, donate_argnums=(0, 1))
+
+
+def _place(x: jax.Array) -> NamedSharding | None:
+    """The sharding that an array is to keep, if it is spread over devices and JAX does not see to it already."""
+    place = x.sharding
+    if not isinstance(place, NamedSharding) or place.num_devices == 1 or AxisType.Explicit in place.mesh.axis_types:
+        return None
+    return place

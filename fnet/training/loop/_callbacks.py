@@ -1,0 +1,90 @@
+"""What the user's functions are called with after each step of `fit`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from fnet.training import _metrics
+from fnet.training._media import MEDIA
+from fnet.training.loop import _ending
+from fnet.training.loop._signals import GRACE, Stopping
+
+if TYPE_CHECKING:
+    from fnet.training.loop._run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEnd:
+    """A step of `fit` that has just been dispatched; the argument of `on_step`.
+
+    Fields:
+      step: the number of steps so far.
+      state: the state after it. The next step reuses its memory, so copy arrays that you keep (`jax.device_get`).
+
+    >>> losses = []
+    >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {"loss": batch.sum()})
+    >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))
+    >>> on_step = lambda end: losses.append(float(end.metrics["loss"]))
+    >>> _ = tr.fit(step, state, lambda i: jnp.ones(3), steps=2, on_step=on_step)
+    >>> losses
+    [3.0, 3.0]
+    """
+
+    step: int
+    state: Any
+    _metrics: Any = dataclasses.field(repr=False)
+    _write: Callable[[Mapping[str, Any]], None] = dataclasses.field(repr=False)
+    _stop: Callable[[], None] = dataclasses.field(repr=False)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What the step returned as metrics, by name. Reading them waits for the device."""
+        return _metrics.results(self._metrics)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Writes values at this step: numbers to metrics.jsonl and TensorBoard; `Histogram`, `Image` and `Text` to
+        TensorBoard. Without a workdir it does nothing.
+
+        Raises:
+          TypeError: a value of another kind.
+        """
+        for name, value in values.items():
+            number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, np.number)
+            if not number and not isinstance(value, bool | np.bool_ | MEDIA):
+                raise TypeError(f"log: '{name}' is a {type(value).__name__}: expected a number, tr.Histogram(values), "
+                                "tr.Image(pixels) or tr.Text(text)")
+        self._write(values)
+
+    def stop(self) -> None:
+        """Ends the run after this step, whose state is saved. It is then finished, as after an early stop."""
+        self._stop()
+
+
+def call(run: Run, metrics: Any) -> None:
+    """Calls the user's functions after a step. If one raises or a signal ends it, the state is saved first, with what
+    is still to be done at this step."""
+    def write(values):
+        if run.logger is not None:
+            run.logger.write(run.at, values)
+
+    def stop():
+        run.loop["stopped"] = np.array(True)
+
+    if not run.on_step:
+        return
+    try:
+        with run.seen.interrupting(run.alone, grace=GRACE):      # a function may wait for something
+            for function in run.on_step:
+                function(StepEnd(run.at, run.state, metrics, write, stop))
+    except Stopping:
+        _ending.put_off(run)
+        _ending.interruption(run, boundary=False)          # which raises unless nothing is left to be done
+    except BaseException:
+        _ending.put_off(run)
+        _ending.rescue(run)
+        raise

@@ -1,0 +1,110 @@
+"""What `fit` requires of the functions it is given, checked before the first step as far as possible."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet.training import _metrics
+from fnet.training._media import MEDIA
+from fnet.training.checkpoints import _leaves
+
+
+def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
+    """The shapes of the metrics, once the step is known to return a state like the one it takes.
+
+    Raises:
+      TypeError: it returns another structure, or leaves of other shapes or dtypes: it could not be resumed. Or a leaf
+        of the batch is no array.
+    """
+    leaves = [((), batch)] if isinstance(batch, Iterator) else jax.tree_util.tree_leaves_with_path(batch)
+    for path, leaf in leaves:
+        if not (isinstance(leaf, jax.Array) or _metrics.real(leaf) or np.iscomplexobj(leaf)):
+            where = f" as '{jax.tree_util.keystr(path, simple=True, separator='/')}'" if path else ""
+            raise TypeError(f"batches(i) returned {_metrics.described(leaf)}{where}: a batch is a tree of arrays and "
+                            "numbers")
+
+    def outputs(state, batch):
+        result = step(state, batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"step(state, batch) must return (state, metrics); got a {type(result).__name__}")
+        return result[0], _metrics.as_metrics(result[1])
+
+    new, metrics = jax.eval_shape(outputs, state, batch)
+    check_state(state, new)
+    return metrics
+
+
+def check_state(state: Any, new: Any) -> None:
+    """Raises an error if a step returns another kind of state than it takes.
+
+    It is called when the step is traced, so that batches of other shapes are covered as well.
+
+    Raises:
+      TypeError: the structure, a shape or a dtype differs: the run could not be resumed.
+    """
+    took, returned = ({path: _leaves.entry(path, leaf) for path, leaf in _leaves.paths(tree).items()}
+                      for tree in (state, new))
+    lines = [f"'{path}': {_leaves.describe(took[path]) if path in took else 'nothing'} became "
+             f"{_leaves.describe(returned[path]) if path in returned else 'nothing'}"
+             for path in sorted(took.keys() | returned.keys())
+             if path not in took or path not in returned
+             or _leaves.describe(took[path]) != _leaves.describe(returned[path])]
+    if not lines and jax.tree.structure(new) != jax.tree.structure(state):
+        lines = [f"{jax.tree.structure(state)} became {jax.tree.structure(new)}"]
+    if lines:
+        raise TypeError("fit: step(state, batch) must return a state with the structure, shapes and dtypes of the one "
+                        "it takes, or the run could not be resumed:\n  " + "\n  ".join(lines))
+
+
+def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
+    """Returns the result of an evaluation. Raises an error if it is not a dict of metrics.
+
+    Raises:
+      TypeError: it is something else, or holds a value that is no number, array, `Histogram`, `Image` or `Text`.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"the evaluation '{name}' must return a dict of metrics, such as {{'accuracy': 0.97}}; got a "
+                        f"{type(metrics).__name__}")
+    for metric, value in metrics.items():
+        if not (isinstance(value, MEDIA) or _metrics.real(value)):
+            raise TypeError(f"the evaluation '{name}' returned {_metrics.described(value)} as '{metric}': expected a "
+                            "number, an array of numbers, tr.Histogram, tr.Image or tr.Text")
+    return metrics
+
+
+def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *, state: Any = None,
+                  values: Mapping[str, Any] | None = None) -> None:
+    """Holds the metrics that decide (`best`, early stopping) to those that the evaluations return.
+
+    Args:
+      watched: their names.
+      evaluate: the evaluations. An `evaluator` knows its metrics beforehand.
+      state: what it is asked with, before the first step.
+      values: what the evaluations have returned.
+
+    Raises:
+      ValueError: there is no such metric, or no such evaluation, or the metric is not a single number.
+    """
+    for metric in watched:
+        name = metric.partition("/")[0]
+        if name not in evaluate:
+            raise ValueError(f"'{metric}' is to be watched, but evaluate= has {sorted(evaluate)}: a metric is called "
+                             "'evaluation/metric', as in 'validation/accuracy'")
+        if values is not None:
+            known = sorted(values)
+        elif hasattr(evaluate[name], "names"):
+            known = [f"{name}/{one}" for one in evaluate[name].names(state)]
+        else:
+            continue
+        if metric not in known:
+            near = difflib.get_close_matches(metric, known, 1)
+            raise ValueError(f"'{metric}' is to be watched, but the evaluations return {known}"
+                             + (f": did you mean '{near[0]}'?" if near else ""))
+        if values is not None and (isinstance(values[metric], MEDIA) or np.ndim(values[metric])):
+            raise ValueError(f"'{metric}' is to be watched, but it is {_metrics.described(values[metric])}: expected a "
+                             "single number")

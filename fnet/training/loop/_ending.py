@@ -1,0 +1,68 @@
+"""How a run ends before its last step: what is still to be done is noted, the last complete step is saved."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from fnet.training.checkpoints._reading import CheckpointError
+from fnet.training.loop import _recovery
+
+if TYPE_CHECKING:
+    from fnet.training.loop._run import Run
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and has saved its last finished step."""
+
+
+def put_off(run: Run) -> None:
+    """Leaves the log and the evaluation of this step to the resumed run."""
+    logs, measures = run.left()
+    run.unlogged = logs
+    run.loop["due"] = np.array(measures and bool(run.evaluate))
+
+
+def rescue(run: Run) -> None:
+    """Saves the last complete step after an error in user code, which is then raised. Nothing is saved where the step
+    has begun to compute, because its arguments were donated."""
+    if run.alone and run.at > run.begun and not any(
+            x.is_deleted() for x in jax.tree.leaves((run.state, run.loop)) if isinstance(x, jax.Array)):
+        with contextlib.suppress(CheckpointError, OSError, jax.errors.JaxRuntimeError):
+            run.save()
+            run.checkpoints and run.checkpoints.wait()
+
+
+def interruption(run: Run, *, boundary: bool) -> None:
+    """Saves and ends the run if a signal has come; several processes agree on it at boundaries."""
+    if not run.alone:
+        if not boundary:
+            return
+        from jax.experimental import multihost_utils
+
+        flags = multihost_utils.process_allgather(np.int32(run.seen.received is not None))
+        if flags.any():
+            run.seen.received = run.seen.received or "a signal to another process"
+    unfinished = run.at < run.steps and not run.loop["stopped"]
+    if run.seen.received and (unfinished or run.loop["due"]):
+        run.save()
+        _interrupted(run)
+
+
+def _interrupted(run):
+    name = run.seen.received
+    if run.checkpoints is None:
+        raise Interrupted(f"{name}: stopped at step {run.at}; without a workdir nothing is kept")
+    run.checkpoints.wait()
+    saved = "it"
+    if run.nonfinite != "skip" and (bad := int(run.watch["bad"])) >= 0:      # so that it was not saved
+        if run.nonfinite == "stop" or run.checkpoints.latest() is None:
+            raise _recovery.diverged(run, bad)
+        saved = f"step {run.checkpoints.latest()}, the last that was finite,"
+    raise Interrupted(
+        f"{name}: stopped at step {run.at} of {run.steps} and saved {saved} in "
+        f"{run.checkpoints.folder}; the same command goes on from there"
+    )

@@ -1,0 +1,290 @@
+"""fit: the loop around a step that the user wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet.parallel import Plan
+from fnet.training._config import save_config
+from fnet.training._logs import Logger
+from fnet.training.checkpoints._checkpoint import Checkpoints
+from fnet.training.checkpoints._storage import StorePath, location
+from fnet.training.checkpoints._workdir import CHECKPOINTS, PLAN, remove_logs
+from fnet.training.loop import _profiling
+from fnet.training.loop._callbacks import StepEnd
+from fnet.training.loop._early_stop import EarlyStop
+from fnet.training.loop._ending import Interrupted
+from fnet.training.loop._fingerprint import as_dict, compare, identity
+from fnet.training.loop._progress import Progress
+from fnet.training.loop._recovery import NONFINITE
+from fnet.training.loop._run import Run
+from fnet.training.loop._signals import Stopping, signals
+
+
+def fit(
+    step: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]],
+    state: Any,
+    batches: Callable[[int], Any],
+    *,
+    steps: int,
+    workdir: str | os.PathLike | None = None,
+    evaluate: Mapping[str, Callable[[Any], Mapping[str, Any]]] | None = None,
+    every: int | None = None,
+    log_every: int = 100,
+    save_every: int | None = None,
+    keep: int = 3,
+    keep_every: int | None = None,
+    best: str | None = None,
+    best_mode: str = "max",
+    early_stop: EarlyStop | None = None,
+    nonfinite: str = "stop",
+    debug: bool = False,
+    config: Any = None,
+    restart: bool = False,
+    restore_best: bool = False,
+    notes: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+    on_step: Callable[[StepEnd], Any] | Sequence[Callable[[StepEnd], Any]] = (),
+    tensorboard: bool = True,
+    jit: bool = True,
+    tune: bool = True,
+    plan: Plan | None = None,
+    profile_steps: range | None = None,
+) -> Any:
+    """Trains until step `steps`; continues from the last checkpoint in `workdir` if there is one.
+
+        state = fit(step, state, Batches(data, 128), steps=1000)                                  # the shortest form
+        state = fit(step, state, Batches(data, 128), steps=1000, workdir="runs/digits",           # can be resumed
+                    evaluate={"validation": evaluator(metrics, data)}, every=100, best="validation/accuracy")
+
+    Resuming is exact: an interrupted and resumed run has bit-identical parameters, optimizer state, average, metrics
+    and order of the data. Metrics are accumulated on the device and fetched every `log_every` steps. In between, the
+    host waits for the device only to limit the number of steps in flight to two.
+
+    A run starts from the last complete checkpoint in `workdir`, or else from `state`. If there are checkpoints but none
+    can be read, an error is raised.
+
+    The arguments, by purpose:
+
+        what to train     step, state, batches, steps
+        where             workdir, plan
+        evaluation        evaluate, every, best, best_mode, early_stop, restore_best
+        checkpoints       save_every, keep, keep_every, restart
+        reproducibility   config, notes
+        errors            nonfinite, debug
+        output            log_every, progress, tensorboard, on_step, profile_steps
+        compilation       jit, tune
+
+    Args:
+      step: a pure function, `step(state, batch) -> (state, metrics)`. It increases `state.step` by 1 and keeps the
+        structure, shapes and dtypes of the state. Metrics are scalars (averaged over the steps between two logs) or
+        results of `mean(values, weight)` (averaged over examples).
+      state: a `TrainState`, or any pytree with an integer array `step`. It is copied; the copy is donated.
+      batches: a function such as `Batches`: `batches(i)` is the batch of step i. A thread calls it for the next steps
+        while a step runs. The log reports the fraction of time that the loop waited for it ("time/data").
+      steps: total number of steps, including those of earlier calls with this workdir.
+      workdir: the folder of the run: config.json, metrics.jsonl, events.jsonl, tensorboard/, checkpoints/, and with
+        `plan` plan.txt. A path, or a URL of an object store (s3://bucket/run, gs://, az://; `pip install
+        'fnet[cloud]'`). None: nothing is written.
+      plan: the result of `parallel.plan(step, ...)`. The step runs on the plan's devices, with the results of one
+        device up to rounding. State and batches are transferred to the plan's shardings, and a resumed run may have
+        another plan. Short batches are padded with rows of weight 0, as by `parallel.feed`. With several processes,
+        `batches(i)` has all rows, equal in all processes, or the rows of this process.
+      evaluate: {name: function of the state} with results of `evaluator(...)`, which may include `Histogram`, `Image`
+        and `Text`.
+      every: steps between two evaluations. The last step is always evaluated. None: only the last step.
+      best: the name of a metric such as "validation/accuracy". The state with its best value is saved and kept.
+      best_mode: "max" or "min".
+      early_stop: when to stop before `steps`. It also selects the metric for `best`, unless `best` is given.
+      restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last one.
+      save_every: steps between two checkpoints. None: `every`. The last step is always saved.
+      keep: number of the latest checkpoints to keep.
+      keep_every: also keep every checkpoint whose step is a multiple of this.
+      restart: whether to delete the run in `workdir` first, after the arguments have been checked and if no other run
+        uses the folder.
+      config: the hyperparameters, a dataclass or a dict of JSON types. They are written to config.json and to each
+        checkpoint, with the number of steps and the identity of the data. A run is resumed only with equal ones, except
+        for a larger `steps`, fields named steps or epochs, and fields of a dataclass declared with `compare=False`.
+        Without a config, a `ResumeWarning` names what cannot be compared.
+      notes: other data of JSON types to store in each checkpoint, such as {"policy": str(policy)}.
+      nonfinite: what to do after a step with a NaN or infinite metric or state. "stop" raises `Diverged`. "skip" keeps
+        the state before the step, except for its counter. "rollback" returns to the last checkpoint and continues with
+        the batches after the bad one.
+      debug: after such a step, whether to replay it and to name the first layer with a non-finite value.
+      log_every: steps between two fetches of the training metrics.
+      progress: a `Progress` that displays the run, or None.
+      tensorboard: whether to write TensorBoard's event files.
+      on_step: a function, or several, called with a `StepEnd` after each step. If one raises an exception, the state is
+        saved and `fit` raises it.
+      jit: False runs each operation separately, for a debugger.
+      tune: whether to rewrite the step with `transforms.tune` into faster code for this chip, with equal results up to
+        rounding. A resumed run keeps its rules.
+      profile_steps: consecutive steps, such as range(100, 105), whose time by path and phase (`introspect.profile`) is
+        written to workdir/profile/100-105: profile.txt, .html and .json, and trace.json.gz for ui.perfetto.dev. The
+        first step of a process, which compiles, is left out.
+
+    Returns:
+      The state after the last step, or the best one with `restore_best`. `load` and `restore` read both from `workdir`.
+
+    Raises:
+      Interrupted: a SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 arrived; the last complete step has been saved. A
+        second signal, more than one second later, ends the process immediately. (Only if `fit` runs in the main
+        thread.)
+      Diverged: the state or a metric is NaN or infinite; the message names the step and the leaf.
+      CheckpointError: no checkpoint can be read, or they are of another model or optimizer; one cannot be written;
+        another run uses the workdir, or has replaced it.
+      ConfigError: the run in `workdir` was started with another config, other data or more steps.
+      OutOfMemory: the device has too little memory; the message lists the largest arrays and estimates the largest
+        batch.
+      PeerLost: another process of the run has ended.
+      TypeError: step or batches is not a function, the state has no `step`, or the step changes the structure, a shape
+        or a dtype of the state.
+      ValueError: an interval is not an integer >= 1, no evaluation returns the metric to watch, the step does not
+        increase `state.step` by 1, or the plan is for another state or for devices that are not attached.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, optax
+      >>> from fnet.training import Batches, TrainState
+      >>> tx = optax.sgd(0.1)
+      >>> def step(state, batch):
+      ...     loss = lambda params: jnp.mean((params["w"] * batch["x"] - batch["y"]) ** 2)
+      ...     value, grads = jax.value_and_grad(loss)(state.params)
+      ...     return state.apply(tx, grads), {"loss": value}
+      >>> x = np.linspace(0, 1, 16, dtype=np.float32)
+      >>> batches = Batches({"x": x, "y": 3 * x}, batch_size=8)
+      >>> state = fit(step, TrainState.create({"w": jnp.zeros(())}, tx), batches, steps=200)
+      >>> round(float(state.params["w"]), 2)
+      3.0
+    """
+    _check_functions(step, batches, state, {} if evaluate is None else evaluate)
+    on_step = tuple(on_step) if isinstance(on_step, Sequence) else (on_step,)
+    if not all(map(callable, on_step)):
+        raise TypeError(f"fit(..., on_step=): expected a function of a StepEnd, or several; got {on_step!r}")
+    for name, value, kind in (("progress", progress, Progress), ("early_stop", early_stop, EarlyStop),
+                              ("best", best, str), ("plan", plan, Plan)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"fit(..., {name}=): expected {kind.__name__}, got {value!r}")
+    steps, every, log_every, save_every, keep_every = _counts(
+        state, steps=steps, every=every, log_every=log_every, save_every=save_every, keep_every=keep_every)
+    if early_stop is not None and best is None:
+        best, best_mode = early_stop.metric, early_stop.mode
+    if restore_best and (best is None or workdir is None):
+        raise ValueError("restore_best=True: name the metric (best='validation/accuracy', or early_stop=) and a "
+                         "workdir, where the best state is kept")
+    if nonfinite not in NONFINITE:
+        raise ValueError(f"nonfinite='{nonfinite}': use {', '.join(NONFINITE)}")
+    configured = as_dict(config)
+    notes = as_dict({} if notes is None else notes, "notes")
+    if profile_steps is not None:
+        _profiling.check(profile_steps, total=steps, workdir=workdir, jit=jit)
+    with contextlib.ExitStack() as stack:
+        if not jit:
+            stack.enter_context(jax.disable_jit())
+        if progress is not None:
+            stack.callback(progress.close)
+        seen = stack.enter_context(signals())
+        checkpoints = None
+        if workdir is not None:
+            checkpoints = Checkpoints(location(workdir) / CHECKPOINTS, keep=keep, keep_every=keep_every, best=best,
+                                      mode=best_mode)
+        run = Run(step, state, batches, seen=seen, steps=steps, evaluate=evaluate or {}, every=every or steps,
+                  save_every=save_every or every or steps, log_every=log_every, best=best and (best, best_mode),
+                  early_stop=early_stop, progress=progress, on_step=on_step, nonfinite=nonfinite, debug=debug,
+                  notes=notes, tune=tune, plan=plan)
+        if checkpoints is not None:
+            run.checkpoints = stack.enter_context(checkpoints)
+            sample = run.example if run.alone else None    # each process may have rows of its own
+            begun_with = {"config": configured, "steps": steps, "data": identity(batches, run.at, sample)}
+            _begin(run, workdir, begun_with, config, restart=restart)
+            if profile_steps is not None and jax.process_index() == 0:
+                run.profiled = _profiling.Profiling(run, profile_steps, location(workdir))
+                stack.callback(run.profiled.close)
+            if jax.process_index() == 0:
+                def logs():
+                    logger = Logger(workdir, step=run.at, tensorboard=tensorboard,
+                                    again=[*run.evaluate] * bool(run.loop["due"])
+                                    + [f"train/{name}" for name in run.zeros] * run.unlogged)
+                    logger.hyperparameters, logger.compared = configured, sorted(run.watched())
+                    return logger
+
+                run.logs, run.logger = logs, logs()
+                run.logger.note(run.at, f"began at step {run.at} of {steps}")
+                stack.callback(lambda: run.logger.close())
+        try:
+            run.train()
+        except BaseException as error:
+            if run.logger is not None:
+                run.logger.note(run.at, f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            raise
+        if run.logger is not None:
+            run.logger.note(run.at, f"finished at step {run.at}")
+        return _best(run) if restore_best else run.state
+
+
+def _check_functions(step, batches, state, evaluate):
+    for name, value in {"step": step, "batches": batches}.items():
+        if not callable(value):
+            raise TypeError(f"fit(step, state, batches): {name} is a function; got a {type(value).__name__}")
+    if not isinstance(evaluate, Mapping) or not all(map(callable, evaluate.values())):
+        raise TypeError("fit(..., evaluate=): expected functions by name, such as {'validation': function}; got "
+                        f"{evaluate!r}")
+    if not hasattr(state, "step"):
+        raise TypeError("fit: a state has an integer array `step`, as a TrainState has; "
+                        f"got a {type(state).__name__} without one")
+    if np.ndim(state.step) or not jnp.issubdtype(jnp.result_type(state.step), jnp.integer):
+        raise TypeError(f"fit: state.step counts the steps made, an integer; got {jnp.result_type(state.step)}"
+                        f"{list(np.shape(state.step))}")
+
+
+def _counts(state, **counts):
+    """The numbers of steps as int, in the order given."""
+    most = jnp.iinfo(jnp.result_type(state.step)).max
+    checked = []
+    for name, value in counts.items():
+        if value is not None or name in ("steps", "log_every"):
+            whole = isinstance(value, numbers.Real) and not isinstance(value, bool) and value % 1 == 0
+            if not whole or not 1 <= value <= most:
+                raise ValueError(f"{name}={value!r}: it counts steps, a whole number from 1 to {most}")
+            value = int(value)
+        checked.append(value)
+    return checked
+
+
+def _begin(run: Run, workdir, begun_with: Mapping[str, Any], config: Any, *, restart: bool) -> None:
+    """Takes the folder and goes to where the run is; everything that can be wrong with the arguments has been seen."""
+    try:                                                   # a store's lock may have to expire first
+        with run.seen.interrupting(run.alone and isinstance(run.checkpoints.folder, StorePath)):
+            run.checkpoints.lock()
+    except Stopping:
+        raise Interrupted(f"{run.seen.received}: stopped while waiting for the lock of {run.checkpoints.folder}; "
+                          "nothing was trained or changed") from None
+    if restart and jax.process_index() == 0:
+        run.checkpoints.clear()
+        remove_logs(workdir)
+    run.restore()
+    if run.saved is not None:
+        compare(run.checkpoints.notes(run.saved).get("fit", {}), begun_with, config, workdir)
+        run.say(f"resumed at step {run.at} from {run.checkpoints.folder / str(run.at)}")
+    if begun_with["config"] is not None and jax.process_index() == 0:
+        save_config(begun_with["config"], workdir)
+    if run.spread.plan is not None and jax.process_index() == 0:
+        (location(workdir) / PLAN).write_text(f"{run.spread.plan}\n")
+    run.facts["fit"] = begun_with | run.criteria()
+
+
+def _best(run: Run) -> Any:
+    step = run.checkpoints.best()
+    if step is None:
+        warnings.warn(f"restore_best: '{run.best[0]}' was never finite, so the last state is returned", stacklevel=3)
+        return run.state
+    run.say(f"returning the state of step {step}, the best by {run.best[0]}")
+    return run.checkpoints.restore(run.state, step, part="state")

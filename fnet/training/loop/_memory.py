@@ -1,0 +1,111 @@
+"""A step that runs out of memory: its largest arrays by path, and the largest batch that fits, estimated."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import jax
+
+from fnet import hardware as hw
+from fnet.parallel import _planner
+from fnet.parallel._estimate import Estimate, Split, estimate
+from fnet.parallel._planner import ROOM
+from fnet.training.checkpoints import _leaves
+
+if TYPE_CHECKING:
+    from fnet.training.loop._run import Run
+
+_SHOWN = 6
+_GUESSES = 6
+
+
+class OutOfMemory(MemoryError):
+    """The step needs more memory than its device has."""
+
+
+def exhausted(error: BaseException) -> bool:
+    """Whether XLA raised this because memory ran out, at compile time or at run time."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def error(reason: BaseException, run: Run) -> OutOfMemory:
+    """What to raise in place of XLA's error, which does not name what holds the memory."""
+    first = "the first step" if run.clock.compiled is None else f"the step, near step {run.at},"
+    lines = [f"{run.busy or first} ran out of memory ({str(reason).strip().splitlines()[0][:160]})"]
+    step, batch, plan = run.step, run.batch_kinds.shapes(), run.spread.plan
+    device = next(iter(next(x for x in jax.tree.leaves(run.state) if isinstance(x, jax.Array)).sharding.device_set))
+    memory = hw.detect(device).per_device.memory_bytes
+    state, batch = jax.tree.map(_shape, (run.state, batch))
+    held = (state, batch) if plan is None else jax.tree.map(_part, (state, batch), (plan.state, plan.batch))
+    largest = [(x.size * x.dtype.itemsize, f"{x.dtype.name}{list(x.shape)} {name}{path}")
+               for name, tree in (("", held[0]), ("batch/", held[1]))
+               for path, x in _leaves.paths(tree).items() if not _leaves.is_key(x)]
+    if not run.busy:
+        try:
+            lines += _needs(step, state, batch, plan, memory, largest)
+        except Exception as failed:                        # the report must not hide the error that it is about
+            lines.append(f"  (what it needs cannot be estimated: {type(failed).__name__})")
+    largest.sort(key=lambda array: -array[0])
+    where = " on each device" if plan else ""
+    lines.append(f"  largest arrays{' of the state and batch' if run.busy else ''}{where}:")
+    lines += [f"    {_gib(size):>9}  {what}" for size, what in largest[:_SHOWN]]
+    lines.append("Use a smaller batch_size in tr.evaluator" if run.busy else
+                 "Use a smaller batch, ft.microbatch, ft.rematerialize, or more devices (parallel.plan)")
+    return OutOfMemory("\n".join(lines))
+
+
+def _needs(step, state, batch, plan, memory, largest) -> list[str]:
+    """Lines on the peak and the largest batch; adds the activations at the peak to `largest`."""
+    rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=0)
+    unit = 1 if plan is None else plan.options.microbatches * math.prod(plan.mesh.shape[name] for name in plan.axes)
+    estimated = lambda rows_: _estimated(step, state, _resized(batch, rows, rows_), plan)
+    found = estimated(rows)
+    largest += [(held.bytes, f"{held.what}{f', {held.line}' if held.line else ''} (estimated)")
+                for held in found.largest if held.line != "an argument"]
+    where = "each device" if plan else "the device"
+    has = f", and {where} has {_gib(memory)}" if memory else ""
+    lines = [f"  the step needs {_gib(found.peak)}{' on each device' if plan else ''} (estimated){has}"]
+    if not memory or rows < 2 * unit or rows % unit:
+        return lines
+    room = ROOM * memory
+    if found.peak <= room:
+        return [*lines, "  which would fit: other arrays or programs hold memory of the device"]
+    fits, fails, needs = 0, rows // unit, {rows // unit: found.peak}
+    guess = fails // 2
+    for _ in range(_GUESSES):
+        needs[guess] = peak = estimated(guess * unit).peak
+        fits, fails = (guess, fails) if peak <= room else (fits, guess)
+        if fails - fits <= 1 or peak > 0.97 * room >= 0.97 * peak:
+            break
+        (low, at_low), (high, at_high) = sorted(needs.items())[:2]
+        slope = max(1.0, (at_high - at_low) / (high - low))
+        guess = min(max(int(low + (room - at_low) / slope), fits + 1), fails - 1)
+    multiple = f", a multiple of {unit}" if unit > 1 else ""
+    which = f"{fits * unit} (estimated{multiple})" if fits else f"none: not even a batch of {unit} fits (estimated)"
+    return [*lines, f"  the largest batch that fits: {which}; this batch has {rows}"]
+
+
+def _estimated(step, state, batch, plan) -> Estimate:
+    if plan is not None:
+        return _planner.needs(plan, step, state, batch)
+    closed = jax.make_jaxpr(step)(state, batch)
+    return estimate(closed, [Split()] * len(closed.jaxpr.invars), {"data": 1})
+
+
+def _resized(batch, rows, to):
+    resized = lambda x: jax.ShapeDtypeStruct((to, *x.shape[1:]), x.dtype) if x.shape[:1] == (rows,) else x
+    return jax.tree.map(resized, batch)
+
+
+def _shape(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _part(x, place):
+    """The part of an array on each device."""
+    return jax.ShapeDtypeStruct(place.shard_shape(x.shape), x.dtype)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**29 else f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,43 @@
+"""Which part of its data each process has read, as a checkpoint stores it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet.training.loop._fingerprint import ResumeWarning
+
+
+def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Gathers the data positions of all processes. Every process must call it.
+
+    Args:
+      position: of this process, `batches.position(step)`.
+    """
+    if jax.process_count() == 1:
+        return position
+    from jax.experimental import multihost_utils
+
+    text = np.frombuffer(json.dumps(position).encode(), np.uint8)
+    most = int(multihost_utils.process_allgather(np.int32(text.size)).max())
+    texts = multihost_utils.process_allgather(np.pad(text, (0, most - text.size)))
+    return {"processes": [json.loads(bytes(each).rstrip(b"\0")) for each in np.asarray(texts)]}
+
+
+def own(saved: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
+    """The position of this process among those of a checkpoint; that of the first one without its source's state,
+    with a `ResumeWarning`, if the run had another number of processes."""
+    if saved is None:
+        return None
+    every, count = saved.get("processes", [saved]), jax.process_count()
+    if len(every) == count:
+        return every[jax.process_index()]
+    warnings.warn(f"the data was read by {len(every)} processes and is now read by {count}: each one reads its epoch "
+                  f"from the start up to step {step}, and the batches differ from those of an unbroken run",
+                  ResumeWarning, stacklevel=5)
+    return {**every[0], "state": None}

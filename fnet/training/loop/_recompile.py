@@ -1,0 +1,80 @@
+"""Why the step is compiled again: the arguments that differ from those of the step before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+
+if TYPE_CHECKING:
+    from fnet.training.loop._run import Run
+
+_REPORTS = 8     # of one argument; what changes more often has no fixed shape
+
+
+class Arguments:
+    """Notices new shapes, dtypes and structures of a step's arguments, for which XLA compiles it again.
+
+    Args:
+      name: what the paths begin with, such as "batch".
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.last: Any = None                              # (structure, [(shape, dtype, weakly typed)])
+        self._seen: set[Any] = set()
+        self._reports: dict[str, int] = {}
+
+    def changed(self, tree: Any) -> str | None:
+        """What differs from the tree before, if a tree of this kind is new; None for the first one."""
+        leaves, structure = jax.tree.flatten(tree)
+        kind = structure, tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) if hasattr(x, "shape")
+                                 else ((), type(x), True) for x in leaves])
+        before, self.last = self.last, kind
+        if kind in self._seen:
+            return None
+        self._seen.add(kind)
+        return None if before is None else self._difference(before, kind, tree)
+
+    def shapes(self) -> Any:
+        """The last tree, as shapes."""
+        structure, kinds = self.last
+        leaf = lambda shape, dtype, _: jax.ShapeDtypeStruct(
+            shape, dtype if hasattr(dtype, "name") else jnp.result_type(dtype))
+        return jax.tree.unflatten(structure, [leaf(*kind) for kind in kinds])
+
+    def _difference(self, before, kind, tree) -> str | None:
+        if before[0] != kind[0]:
+            return f"{self.name}: its structure or a static value was {_short(before[0])}, is {_short(kind[0])}"
+        paths = [keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        words, told = [], False
+        for path, old, new in zip(paths, before[1], kind[1]):
+            if old == new:
+                continue
+            path = f"{self.name}/{path}" if path else self.name
+            count = self._reports[path] = self._reports.get(path, 0) + 1
+            told |= count <= _REPORTS
+            more = f"; further shapes of {path} are not reported: pad it to a few fixed ones"
+            words.append(f"{path} was {_described(*old)}, is {_described(*new)}{more if count == _REPORTS else ''}")
+        return ", ".join(words) if told else None
+
+
+def notice(run: Run, batch: Any) -> None:
+    """Reports an argument for which the next step is compiled again."""
+    changed = run.batch_kinds.changed(batch)
+    if run.at <= run.begun + 1:                            # later states are like the one that the first step returns
+        changed = run.state_kinds.changed(run.state) or changed
+    if changed and not jax.config.jax_disable_jit:
+        run.say(f"step {run.at + 1} is compiled again: {changed}")
+
+
+def _described(shape, dtype, weak) -> str:
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", str(dtype))
+    return f"{name}{list(shape)}{' (weakly typed)' if weak else ''}"
+
+
+def _short(structure) -> str:
+    text = str(structure).removeprefix("PyTreeDef(").removesuffix(")")
+    return text if len(text) <= 120 else text[:117] + "..."

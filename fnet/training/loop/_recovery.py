@@ -1,0 +1,102 @@
+"""What a run does when its state or a metric is not finite: skip, roll back, or stop and say where it came from."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet.training.loop import _nonfinite
+from fnet.training.loop._nonfinite import Diverged
+from fnet.training.loop._prefetch import Prefetch
+from fnet.training.loop._signals import Stopping
+
+if TYPE_CHECKING:
+    from fnet.training.loop._run import Run
+
+NONFINITE = ("stop", "skip", "rollback")
+_ROLLBACKS = 3         # from the same checkpoint
+
+
+def broken(run: Run) -> bool:
+    """Whether a step was not finite and the run has gone back to before it. The host has waited for the device."""
+    bad = int(run.watch["bad"])
+    if bad < 0:
+        return False
+    if run.nonfinite == "skip":
+        _skipped(run, bad)
+        return False
+    kept = latest(run)
+    if run.nonfinite == "stop" or kept is None:
+        raise diverged(run, bad)
+    run.rollbacks[kept] += 1
+    if run.rollbacks[kept] > _ROLLBACKS:
+        raise diverged(run, bad, f", after {_ROLLBACKS} rollbacks to step {kept}")
+    batch = bad + int(run.loop["offset"])
+    run.prefetch.close(wait=True)
+    if run.logger is not None:
+        run.logger.close()
+    run.load()
+    run.loop["offset"] = np.array(batch + 1 - run.at)
+    if run.logger is not None:
+        run.logger = run.logs()
+    run.say(f"step {bad + 1} was not finite: rolled back to step {run.at}, continuing with batch {batch + 1}")
+    run.feed()
+    run.clock.lap(run.at)
+    return True
+
+
+def _skipped(run, bad):
+    count = int(run.watch["skipped"]) - int(run.loop["skipped"])
+    run.loop["skipped"] = np.array(run.watch["skipped"])
+    what = _called(run) if count >= run.at - run.logged > 1 else ""
+    run.watch = run.spread.whole(_nonfinite.start(run.watch["skipped"]))
+    if what:
+        raise diverged(run, bad, f", and so was every step up to {run.at}", what=what)
+    run.say(f"skipped {count} of the last {run.at - run.logged} steps, which were not finite, the first of them "
+            f"{bad + 1}")
+
+
+def latest(run: Run) -> int | None:
+    """The last checkpoint."""
+    if run.checkpoints is None:
+        return None
+    run.checkpoints.wait()
+    return run.checkpoints.latest()
+
+
+def _called(run):
+    return _nonfinite.watched(run.zeros, run.state, run.exempt)[int(run.watch["leaf"])][0]
+
+
+def diverged(run: Run, bad: int, more: str = "", *, what: str | None = None) -> Diverged:
+    batch, kept = bad + int(run.loop["offset"]), latest(run)
+    text = f"{what or _called(run)} was not finite at step {bad + 1} of {run.steps} (batch {batch}){more}"
+    text += "" if kept is None else f"; the checkpoint of step {kept} is sound"
+    if run.debug:
+        text += f". {_blame(run, bad, kept)}"
+    return Diverged(f"{text}. Lower the learning rate, clip the gradient, or look at the data")
+
+
+def _blame(run, bad, kept):
+    """Replays the run up to the step that was not finite, and looks for the layer in that step."""
+    if kept is not None and kept <= bad:
+        run.load()
+        state, at = run.state, run.at
+    elif run.given is not None and int(run.given.step) <= bad:
+        state, at = run.spread.state(run.given), int(run.given.step)
+    else:
+        return "No checkpoint before it is left to replay it from"
+    watch, before = run.spread.whole(_nonfinite.start(0)), None
+    feed = Prefetch(run.batch, at, bad + 1, seen=run.seen)
+    with contextlib.closing(feed), contextlib.suppress(Stopping):
+        for i in range(at, bad):
+            batch = feed()
+            if i == bad - 1:
+                before = jax.tree.map(jnp.copy, state), batch
+            state, _, watch, _ = run.advance(state, run.fresh(), watch, batch)
+        return _nonfinite.first_layer(run.step, (state, feed()), before)
+    return "A signal ended the replay"

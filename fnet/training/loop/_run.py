@@ -1,0 +1,390 @@
+"""What `fit` keeps between steps, and one iteration of its loop."""
+
+from __future__ import annotations
+
+import collections
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet import transforms
+from fnet.parallel import Plan
+from fnet.training import _metrics
+from fnet.training._logs import Logger
+from fnet.training._media import MEDIA
+from fnet.training.checkpoints._checkpoint import Checkpoints
+from fnet.training.data._iterators import GUARANTEES
+from fnet.training.loop import (
+    _advance,
+    _callbacks,
+    _contract,
+    _ending,
+    _memory,
+    _nonfinite,
+    _positions,
+    _provenance,
+    _recompile,
+    _recovery,
+)
+from fnet.training.loop._clock import Clock
+from fnet.training.loop._early_stop import EarlyStop, better
+from fnet.training.loop._ending import Interrupted
+from fnet.training.loop._fingerprint import ResumeWarning
+from fnet.training.loop._prefetch import Prefetch
+from fnet.training.loop._progress import Progress, duration
+from fnet.training.loop._signals import Signals, Stopping
+from fnet.training.loop._spread import Spread
+from fnet.training.loop._utilization import utilization
+
+_IN_FLIGHT = 2         # steps that the device may be behind, so that stopping takes no longer than those
+
+
+class PeerLost(RuntimeError):
+    """Another process of the run is gone."""
+
+
+class Run:
+    """A run of `fit`. `loop` is the part of it that goes into the checkpoint beside the state."""
+
+    checkpoints: Checkpoints | None = None
+    logger: Logger | None = None
+    logs: Callable[[], Logger] | None = None
+    saved: int | None = None           # the step of the newest checkpoint
+    unlogged: bool = False             # whether the log of this step is still to be written
+    prefetch: Prefetch | None = None
+    use: Callable[[float], Any] | None = None
+    profiled: Callable[[Callable], Callable] = staticmethod(lambda advance: advance)
+
+    def __init__(self, step, state, batches, *, seen: Signals, steps: int, evaluate: Mapping[str, Any], every: int,
+                 save_every: int, log_every: int, best: tuple[str, str] | None, early_stop: EarlyStop | None,
+                 progress: Progress | None, on_step: Sequence[Callable], nonfinite: str, debug: bool,
+                 notes: Mapping[str, Any], tune: bool, plan: Plan | None):
+        self.seen, self.alone = seen, jax.process_count() == 1
+        self.spread = Spread(plan)
+        self.state = self.spread.state(state)
+        self.given = state if debug else None
+        self.at = self.begun = int(state.step)
+        self.step, self.batches, self.steps, self.evaluate = step, batches, steps, evaluate
+        self.every, self.save_every, self.log_every = every, save_every, log_every
+        self.best, self.early_stop, self.progress, self.on_step = best, early_stop, progress, on_step
+        self.nonfinite, self.debug, self.tune = nonfinite, debug, tune
+        self.example = self.first()
+        self.zeros = _metrics.zeros(_contract.metrics_of(step, self.state, self.spread.shapes(lambda: self.example)))
+        _contract.check_watched(self.watched(), self.evaluate, state=self.state)
+        if not self.alone:                                 # where an array of this process alone would not fit in
+            self.zeros = jax.tree.map(np.asarray, self.zeros)
+        self.loop = {
+            "metrics": self.spread.whole(self.zeros),
+            "best": np.array(math.nan), "stale": np.array(0), "stopped": np.array(False),
+            "top": np.array(math.nan),                     # the best value of the metric that `best` names
+            "due": np.array(False),                        # whether the evaluation at this step is still to be done
+            "offset": np.array(0), "skipped": np.array(0, np.int32),
+        }
+        self.watch = self.spread.whole(_nonfinite.start(0))
+        self.facts = _provenance.facts(self.state) | {"plan": str(self.spread)} | dict(notes)
+        self.rollbacks: collections.Counter[int] = collections.Counter()
+        self.batch_kinds, self.state_kinds = _recompile.Arguments("batch"), _recompile.Arguments("state")
+        self.busy: str | None = None                       # with what, when it is no step
+
+    def first(self) -> Any:
+        """The first batch, for its shapes and its digest. A source that hangs is left at a signal."""
+        if not self.alone and self.spread.plan is not None:
+            return None
+        feed = Prefetch(self.batches, self.at, self.at + 1, seen=self.seen if self.alone else None, move=False)
+        try:
+            return feed()
+        except Stopping:
+            raise Interrupted(f"{self.seen.received}: stopped before the first batch was there; nothing was trained "
+                              "or changed") from None
+        finally:
+            feed.close()
+
+    def restore(self) -> None:
+        """Goes to the newest whole checkpoint, if there is one."""
+        exists = self.checkpoints.latest() is not None or bool(self.checkpoints.damaged())
+        if not self.alone:                                 # once the first process has cleared the folder
+            from jax.experimental import multihost_utils
+
+            exists = bool(multihost_utils.broadcast_one_to_all(np.array(exists)))
+        if not exists:
+            return
+        self.load()
+        self.begun = self.at
+        where, notes = self.checkpoints.folder / str(self.at), self.checkpoints.notes(self.at)
+        if hasattr(self.batches, "seek"):                  # of `from_iterator`
+            position = _positions.own(notes.get("position"), self.at)
+            self.batches.seek(self.at + int(self.loop["offset"]), position)
+        if self.tune:
+            self.tune = _provenance.rules(notes, self.facts) or True
+        if changed := _provenance.differences(notes, self.facts):
+            warnings.warn(f"{where}: {changed}; from here on the numbers agree with an unbroken run's to rounding, not "
+                          "bit for bit", ResumeWarning, stacklevel=3)
+
+    def load(self) -> None:
+        saved = self.checkpoints.restore({"state": self.state, "loop": self.loop})
+        self.state, self.loop = saved["state"], saved["loop"]
+        self.at = self.saved = int(self.state.step)
+        self.watch = self.spread.whole(_nonfinite.start(self.loop["skipped"]))
+        notes = self.checkpoints.notes(self.at)
+        self.unlogged = notes.get("unlogged", False)
+        before = notes.get("fit", {})
+        if before.get("best", now := self.criteria()["best"]) != now:        # values of another metric say nothing
+            self.loop["top"] = np.array(math.nan)
+        if before.get("early_stop", now := self.criteria()["early_stop"]) != now:
+            self.loop |= {"best": np.array(math.nan), "stale": np.array(0)}
+        done = notes.get("evaluated")
+        if self.loop["due"] and done is not None and self.watched() <= done.keys():      # amended after it
+            self.loop["due"] = np.array(False)
+            self.judge({name: math.nan if value is None else value for name, value in done.items()})
+
+    def say(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.line(text)
+        if self.logger is not None:
+            self.logger.note(self.at, text)
+
+    def train(self) -> None:
+        try:
+            self.until_done()
+        except jax.errors.JaxRuntimeError as error:
+            if _memory.exhausted(error) and self.batch_kinds.last is not None:
+                raise _memory.error(error, self) from error
+            if self.alone:
+                raise
+            kept = self.checkpoints and self.checkpoints.latest()
+            then = "begin anew" if kept is None else f"go on from step {kept}"
+            raise PeerLost(f"process {jax.process_index()} of {jax.process_count()} lost the others at step {self.at} "
+                           f"({str(error).strip().splitlines()[0][:150].strip()}): start all of them again, they {then}"
+                           ) from error
+
+    def until_done(self) -> None:
+        self.clock = Clock()
+        if self.progress is not None:
+            self.progress.start(self.at, self.steps)
+        if (resume := getattr(self.batches, "resume", None)) in GUARANTEES:
+            self.say(f"resume guarantee of the data: {resume} ({GUARANTEES[resume]})")
+        if self.unlogged:
+            trained, self.saved = self.log(), None
+            self.save()                                    # again: its metrics began anew
+        else:
+            trained = {}
+        if self.loop["due"]:
+            self.evaluation(trained)
+        elif trained:
+            self.show(trained)
+        if self.at < self.steps and not self.loop["stopped"]:
+            _ending.interruption(self, boundary=True)
+            if self.progress is not None or self.logger is not None:
+                self.use = utilization(self.step, self.state, self.spread.shapes(lambda: self.example))
+            self.example = None
+            self.compile()
+            self.clock = Clock()
+            self.feed()
+            try:
+                while self.at < self.steps and not self.loop["stopped"]:
+                    self.advance_once()
+            finally:
+                self.prefetch.close()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
+    def batch(self, at: int) -> Any:
+        at += int(self.loop["offset"])
+        return self.spread.batch(self.batches(at), at)
+
+    def fresh(self) -> Any:
+        """Metrics of no step."""
+        return self.spread.whole(jax.tree.map(jnp.zeros_like if self.alone else np.copy, self.zeros))
+
+    def feed(self) -> None:
+        self.prefetch = Prefetch(self.batch, self.at, self.steps, seen=self.seen if self.alone else None)
+        self.waited, self.logged = 0.0, self.at
+        self.flying: collections.deque = collections.deque()
+
+    def compile(self) -> None:
+        self.exempt = _nonfinite.exempt(self.state)
+        advance = _advance.function(self.spread.step(self.step), self.state, keeps=self.nonfinite == "skip",
+                                    exempt=self.exempt, metrics=bool(self.on_step))
+        if self.tune:
+            advance = transforms.tune(advance, rules=self.tune if isinstance(self.tune, dict) else None)
+            self.facts["tune"] = _provenance.chosen(advance)
+        self.advance = self.profiled(advance)
+
+    def advance_once(self) -> None:
+        batch = self.next_batch()
+        _recompile.notice(self, batch)
+        try:
+            self.state, self.loop["metrics"], self.watch, metrics = self.advance(
+                self.state, self.loop["metrics"], self.watch, batch)
+        except BaseException:                              # a batch with which the step cannot be traced
+            _ending.rescue(self)
+            raise
+        self.at += 1
+        self.flying.append(self.watch["bad"])
+        if len(self.flying) > _IN_FLIGHT:
+            jax.block_until_ready(self.flying.popleft())
+        clock = self.clock
+        if clock.compiled is None:
+            jax.block_until_ready(self.state)
+            self.check_counter()
+            clock.start(self.at)
+            self.waited = self.prefetch.waited
+            self.say(f"compiled in {duration(clock.compiled)}, the first step included")
+        _callbacks.call(self, metrics)
+        logs, measures = self.left()
+        if (logs or measures) and _recovery.broken(self):
+            return
+        trained = self.log() if logs else {}
+        if measures and self.evaluate:
+            self.evaluation(trained)
+        elif trained:
+            self.show(trained)
+        _ending.interruption(self, boundary=logs or measures or self.at % self.save_every == 0)
+        if self.saves() or self.loop["stopped"]:
+            self.save()
+        if self.progress is not None:
+            self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
+
+    def left(self) -> tuple[bool, bool]:
+        """Whether this step is logged, and whether it is evaluated."""
+        last = self.at == self.steps or bool(self.loop["stopped"])
+        return self.at % self.log_every == 0 or last, self.at % self.every == 0 or last
+
+    def next_batch(self) -> Any:
+        try:
+            return self.prefetch()
+        except Stopping:
+            _ending.interruption(self, boundary=False)
+            raise
+        except BaseException:
+            _ending.rescue(self)
+            raise
+
+    def check_counter(self) -> None:
+        if (counted := int(self.state.step)) != self.at:
+            raise ValueError(f"fit: step {self.at - 1} must return a state whose `step` is {self.at}; it is {counted}. "
+                             "Use state.apply(tx, grads), or state.replace(step=state.step + 1)")
+
+    def show(self, values: Mapping[str, float]) -> None:
+        if self.progress is not None:
+            rate = self.clock.rate
+            left, mfu = rate and self.clock.left(self.at, self.steps), self.use(rate) if rate and self.use else None
+            try:
+                self.progress.log(self.at, values, rate, left, mfu)
+            except BaseException:                          # a stream or a subclass of the user's
+                _ending.rescue(self)
+                raise
+
+    def log(self) -> dict[str, float]:
+        self.check_counter()
+        values = _metrics.results(self.loop["metrics"])
+        times = {}
+        if self.prefetch is not None:                      # it has begun
+            rate, lap, self.logged = self.clock.lap(self.at), self.at - self.logged, self.at
+            waited, self.waited = self.prefetch.waited - self.waited, self.prefetch.waited
+            times = {"steps_per_second": rate, "mfu": rate and self.use and self.use(rate).value,
+                     "compile_seconds": self.clock.compiled, "data": rate and waited * rate / lap}
+        if self.logger is not None:
+            row = {f"train/{k}": v for k, v in values.items()}
+            row |= {f"time/{k}": v for k, v in times.items() if v is not None}
+            try:
+                self.logger.write(self.at, row)
+            except BaseException:                          # a disk that is full, a store that refuses
+                _ending.put_off(self)
+                _ending.rescue(self)
+                raise
+        self.loop["metrics"], self.unlogged = self.fresh(), False
+        return _scalars(values)
+
+    # Evaluating.
+
+    def evaluation(self, trained: Mapping[str, float]) -> None:
+        """Evaluates, decides about the best state and early stopping, and saves what is to be saved.
+
+        The state is saved before the evaluation: whatever ends that, it is resumed with it.
+        """
+        self.loop["due"] = np.array(True)
+        if self.saves():
+            self.save()
+        try:
+            values = self.measure()
+            _contract.check_watched(self.watched(), self.evaluate, values=values)
+        except Stopping:
+            _ending.interruption(self, boundary=False)
+            raise
+        except BaseException:
+            _ending.rescue(self)
+            raise
+        self.show({**trained, **_scalars(values)})
+        self.loop["due"] = np.array(False)
+        improved = self.judge(values)
+        if self.saved == self.at and self.checkpoints is not None:
+            scalars = _scalars(values)
+            evaluated = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+            self.checkpoints.amend(self.at, metrics=scalars, notes={"evaluated": evaluated})
+        elif improved or self.loop["stopped"]:
+            self.save(values)
+
+    def measure(self) -> dict[str, Any]:
+        jax.block_until_ready(self.state)
+        values = {}
+        with self.clock.pause(), self.seen.interrupting(self.alone):
+            for name, function in self.evaluate.items():
+                self.busy = f"the evaluation '{name}'"
+                measured = _contract.evaluated(name, function(self.state))
+                values |= {f"{name}/{metric}": value for metric, value in measured.items()}
+        self.busy = None
+        if self.logger is not None:
+            self.logger.write(self.at, values)
+        return values
+
+    def judge(self, values: Mapping[str, Any]) -> bool:
+        """Whether these values are the best so far; counts for early stopping."""
+        improved = False
+        if self.best is not None:
+            name, mode = self.best
+            value = float(values[name])
+            if improved := better(value, float(self.loop["top"]), mode):
+                self.loop["top"] = np.array(value)
+        if (rule := self.early_stop) is not None:
+            best, stale = rule.update(float(self.loop["best"]), int(self.loop["stale"]), float(values[rule.metric]))
+            self.loop |= {"best": np.array(best), "stale": np.array(stale)}
+            if stale >= rule.patience:
+                self.loop["stopped"] = np.array(True)
+                self.say(f"stopped early: {rule.metric} has not been better than {best:.4g} for {stale} evaluations")
+        return improved
+
+    def criteria(self) -> dict[str, list[str] | None]:
+        """The metric and mode of the best state and of early stopping, as a checkpoint's notes hold them."""
+        rule = self.early_stop
+        return {"best": self.best and list(self.best), "early_stop": rule and [rule.metric, rule.mode]}
+
+    def watched(self) -> set[str]:
+        return {self.best and self.best[0], self.early_stop and self.early_stop.metric} - {None}
+
+    # Saving and stopping.
+
+    def saves(self) -> bool:
+        """Whether this step is one to be saved and is not yet."""
+        return self.saved != self.at and (self.at % self.save_every == 0 or self.at == self.steps)
+
+    def save(self, values: Mapping[str, Any] | None = None) -> None:
+        if self.checkpoints is None or self.saved == self.at:
+            return
+        self.loop["skipped"] = self.watch["skipped"]
+        if hasattr(self.batches, "position"):
+            at = self.at + int(self.loop["offset"])
+            self.facts["position"] = _positions.gathered(self.batches.position(at))
+        sound = _nonfinite.sound(self.watch, self.nonfinite == "skip")
+        self.checkpoints.save(self.at, {"state": self.state, "loop": self.loop}, metrics=_scalars(values or {}),
+                              notes=self.facts | {"unlogged": self.unlogged}, sound=sound)
+        self.saved = self.at
+
+
+def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(x) for name, x in values.items() if np.ndim(x) == 0 and not isinstance(x, MEDIA)}
