@@ -98,7 +98,7 @@ def raising(count, folder, rng):
 
 
 def functions_of_on_step(count, folder, rng):
-    """A function of on_step waits for ever and a signal comes, or it raises: the step is saved, and what is still to be
+    """A function of on_step never returns and a signal comes, or it raises: the step is saved, and what is still to be
     done at it is done after the restart. A tenth of the steps is logged, a twentieth evaluated."""
     def harm(workdir, number):
         kind, at = ["wait", "retry", "raise", "exit"][number % 4], rng.choice([10, 20, 40, rng.randint(1, 59)])

@@ -101,7 +101,7 @@ def infinite(path):
 
 
 def on_step(kind):
-    """A function that logs each step, and at one of them waits for ever or raises; "tell" only names each step."""
+    """A function that logs each step, and at one of them never returns or raises; "tell" only names each step."""
     kind, _, at = kind.partition(":")
 
     def call(end):
