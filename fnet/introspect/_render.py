@@ -69,8 +69,8 @@ def _table(summary, *, notes: bool) -> Table:
     rows = [(row.depth, _cells(row)) for row in (*summary.rows, summary.total)]
     footer = [_footer(summary)]
     if summary.temporary_bytes is not None:
-        footer.append(f"temporary memory of the compiled forward and backward pass: {si(summary.temporary_bytes)}B; kept "
-                      f"activations: {si(summary.total.kept_bytes)}B")
+        footer.append(f"temporary memory of the compiled forward and backward pass: {si(summary.temporary_bytes)}B; "
+                      f"kept activations: {si(summary.total.kept_bytes)}B")
     footer += (f"note: {note}" for note in summary.notes if notes)
     return Table(_TITLES, 2, rows, footer)
 
