@@ -15,7 +15,9 @@ from fnet.compress._fake import FakeQuantized, convert, fake_quantize
 from fnet.compress._formats import NF4, Float8, Int4, Int8
 from fnet.compress._lora import LowRank, lora, merge
 from fnet.compress._quantize import Quantized, materialize, quantize, size
+from fnet.compress._shrink import ShrinkReport, Shrunk, shrink
 from fnet.jaxpr import ImplicitArray
 
 __all__ = ["NF4", "FakeQuantized", "Float8", "ImplicitArray", "InputStatistics", "Int4", "Int8", "LowRank", "Quantized",
-           "calibrate", "convert", "fake_quantize", "lora", "materialize", "merge", "quantize", "size"]
+           "ShrinkReport", "Shrunk", "calibrate", "convert", "fake_quantize", "lora", "materialize", "merge",
+           "quantize", "shrink", "size"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_map_with_path
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from fnet.jaxpr import is_implicit
 
@@ -37,32 +37,39 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
         TypeError: `rules` is not a mapping with strings as keys.
         ValueError: a pattern is not a regular expression, or matches no leaf that is changed.
     """
+    paths = [keystr(path, simple=True, separator="/") for path, leaf in tree_leaves_with_path(params, is_implicit)
+             if is_kernel(path, leaf) and accepts(leaf)]
+    first = matching(who, rules, paths, "kernel or table", check)
+
+    def apply(path, leaf):
+        accepted, path = is_kernel(path, leaf) and accepts(leaf), keystr(path, simple=True, separator="/")
+        return change(path, leaf, rules[first[path]]) if accepted and path in first else leaf
+
+    return tree_map_with_path(apply, params, is_leaf=is_implicit)
+
+
+def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str,
+             check: Callable = lambda pattern, option: None) -> dict[str, str]:
+    """{path: the first pattern that matches it, or a prefix of it, completely}; raises as `apply_rules`."""
     if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
         raise TypeError(f"{who}: expected rules {{pattern: option}}; got {rules!r}")
-    compiled = {}
+    first: dict[str, str] = {}
     for pattern, option in rules.items():
         check(pattern, option)
         try:
-            compiled[pattern] = re.compile(pattern)
+            regex = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{who}: the pattern {pattern!r} is not a regular expression ({error})") from None
-    matched, paths = set(), []
-
-    def apply(path, leaf):
-        if not is_kernel(path, leaf) or not accepts(leaf):
-            return leaf
-        path = keystr(path, simple=True, separator="/")
-        parts = path.split("/")
-        prefixes = ["/".join(parts[:i + 1]) for i in range(len(parts))]
-        paths.append(path)
-        found = [pattern for pattern, regex in compiled.items() if any(map(regex.fullmatch, prefixes))]
-        matched.update(found)
-        return change(path, leaf, rules[found[0]]) if found else leaf
-
-    changed = tree_map_with_path(apply, params, is_leaf=is_implicit)
-    for pattern in rules:
-        if pattern not in matched:
+        matched = [path for path in paths if any(map(regex.fullmatch, _prefixes(path)))]
+        if not matched:
             near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
-            raise ValueError(f"{who}: the pattern {pattern!r} matches no kernel or table; nearest: "
+            raise ValueError(f"{who}: the pattern {pattern!r} matches no {what}; nearest: "
                              f"{', '.join(map(repr, near)) or 'the tree has none'}")
-    return changed
+        for path in matched:
+            first.setdefault(path, pattern)
+    return first
+
+
+def _prefixes(path) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:i + 1]) for i in range(len(parts))]

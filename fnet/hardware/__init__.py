@@ -15,10 +15,11 @@ from fnet.hardware._measure import measure
 from fnet.hardware._mfu import MFU, mfu
 from fnet.hardware._policy import Policy, policy
 from fnet.hardware._roofline import Bound, Roofline, roofline
-from fnet.hardware._tiles import Waste, tile_waste
+from fnet.hardware._tiles import Waste, tile_size, tile_waste
 
 __all__ = [
     "MFU", "Bound", "Check", "Chip", "Computed", "Cost", "Count", "FrozenTable", "Links", "Matmul", "Peak", "Policy",
     "Price", "Quote", "Roofline", "System", "Value", "Waste", "checks", "chips", "computed", "count", "cpu_allocator",
-    "detect", "flop_per_dollar", "history", "measure", "mfu", "plot", "policy", "roofline", "systems", "tile_waste",
+    "detect", "flop_per_dollar", "history", "measure", "mfu", "plot", "policy", "roofline", "systems", "tile_size",
+    "tile_waste",
 ]

@@ -63,6 +63,22 @@ def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tu
     return shape
 
 
+def tile_size(chip: Chip, dtype: Any) -> int:
+    """Returns the number of columns of a matrix product that fill a tile of the chip; 1 if its tiles are unknown.
+
+    Args:
+        chip: the chip.
+        dtype: of the operands.
+
+    >>> from fnet import hardware as hw
+    >>> hw.tile_size(hw.chips["TPU v5e"], "bfloat16")
+    128
+    """
+    if chip.kind == "tpu":
+        return chip.units.get("mxu_dim", 128)
+    return padded_shape((1, 1, 1, 1), str(jnp.dtype(dtype)), chip)[2]
+
+
 def rule(chip: Chip) -> str:
     """The tile sizes used by `padded_shape` and their source, or "" if unknown."""
     return RULES.get(chip.kind) or RULES.get(chip.vendor, "")

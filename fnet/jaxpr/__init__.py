@@ -7,6 +7,7 @@
 - `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: values that are computed from several arrays.
 - `tag`, `find_sites`, `Inspector`: values with a name, taken out of a program or replaced.
 - `flatten`, `stable`: a program of few primitives, and the same as plain data.
+- `TiedProgram`: a program whose axes may become smaller.
 - `read`: a jaxpr as flat frames; `cost`, `touched`, `nbytes`: what an equation costs; `batch_axes`.
 """
 
@@ -45,9 +46,13 @@ from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, implicit_dot, is_implicit, materialize
 from fnet.jaxpr._implicit_rules import ImplicitInterpreter, Use
 from fnet.jaxpr._inspect import Inspector
+from fnet.jaxpr._observe import NAME as ACTIVATIONS
+from fnet.jaxpr._observe import observe
 from fnet.jaxpr._primitives import POINTWISE, Description, Inside, Traits, describe, description, traits, unsupported
 from fnet.jaxpr._producers import Producer, producers
 from fnet.jaxpr._replicated import may_differ
+from fnet.jaxpr._resize import TiedProgram
+from fnet.jaxpr._resize import indices as remaining_indices
 from fnet.jaxpr._rewrite import Evaluator, Interpreter, rewrite
 from fnet.jaxpr._scopes import Scope, marks
 from fnet.jaxpr._scopes import in_jaxpr as scopes_in
@@ -62,13 +67,14 @@ from fnet.jaxpr._traced import Traced
 from fnet.jaxpr._values import Value, bind, plain, restore
 from fnet.jaxpr._wrapping import Compiled, wraps
 
-__all__ = ["BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "INLINED", "POINTWISE", "Compiled", "Convolution",
-           "Description", "Evaluator", "Frame", "ImplicitArray", "ImplicitInterpreter", "Inside", "Inspector",
-           "Interpreter", "Level", "Op", "Producer", "Scope", "Site", "Traced", "Traits", "Unsupported", "Use", "Value",
-           "batch_axes", "before", "bind", "bodies", "boxed", "call_name", "cost", "describe", "description", "donated",
-           "equations", "explicit", "find_sites", "flatten", "has_shardings", "implicit_dot", "inline", "inlined",
-           "is_array", "is_implicit", "is_tag", "kept_bits", "lookup_mode", "marks", "materialize", "may_differ",
-           "mutable", "nbytes", "new_dtype", "opened", "permutation", "plain", "pooling_window", "producers", "product",
-           "random_bits", "read", "restore", "results_boxed", "rewrite", "scan", "scope_of_operation", "scopes_in",
-           "selects_largest", "stable", "stable_size", "statics", "tag", "tagging", "touched", "traits", "unboxed",
-           "unrolled", "unsupported", "wraps"]
+__all__ = ["ACTIVATIONS", "BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "INLINED", "POINTWISE", "Compiled",
+           "Convolution", "Description", "Evaluator", "Frame", "ImplicitArray", "ImplicitInterpreter", "Inside",
+           "Inspector", "Interpreter", "Level", "Op", "Producer", "Scope", "Site", "TiedProgram", "Traced", "Traits",
+           "Unsupported", "Use", "Value", "batch_axes", "before", "bind", "bodies", "boxed", "call_name", "cost",
+           "describe", "description", "donated", "equations", "explicit", "find_sites", "flatten", "has_shardings",
+           "implicit_dot", "inline", "inlined", "is_array", "is_implicit", "is_tag", "kept_bits", "lookup_mode",
+           "marks", "materialize", "may_differ", "mutable", "nbytes", "new_dtype", "observe", "opened", "permutation",
+           "plain", "pooling_window", "producers", "product", "random_bits", "read", "remaining_indices", "restore",
+           "results_boxed", "rewrite", "scan", "scope_of_operation", "scopes_in", "selects_largest", "stable",
+           "stable_size", "statics", "tag", "tagging", "touched", "traits", "unboxed", "unrolled", "unsupported",
+           "wraps"]

@@ -109,7 +109,8 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
         closed, zero_out = rule.jaxpr([True] * rule.consts + zero)
         moving = [t for t, z in zip(tangents, zero) if not z]
         tangents_wanted = tuple(w for w, z in zip(wanted, zero_out) if not z)
-        both = self.body(closed, scope, (*wanted, *tangents_wanted), [*notes[rule.consts:], *[None] * len(moving)],
+        moving_notes = [self.tangent(note) for note, z in zip(notes[rule.consts:], zero) if not z]
+        both = self.body(closed, scope, (*wanted, *tangents_wanted), [*notes[rule.consts:], *moving_notes],
                          pin=[False] * (len(wanted) + len(tangents_wanted)))
         outputs = both(*primals, *moving)
         like = jax.eval_shape(primal, *types)

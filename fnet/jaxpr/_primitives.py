@@ -144,6 +144,8 @@ class Description:
             operands are rounded to).
         batch_first: the first axis of all operands and results is the batch.
         inside: {name: `Inside`}: values that it computes on the way, as sites for `transforms.capture`.
+        axes: `axes(eqn)`: ({name: size} of the factors of axes, the names of those whose size may change, the axes of
+            each operand, those of each result). A name is one letter; "b gr" is an axis b and an axis of g times r.
     """
 
     traits: Traits
@@ -154,6 +156,7 @@ class Description:
     stands_for: Callable | None = None
     batch_first: bool = False
     inside: Mapping[str, Inside] = dataclasses.field(default_factory=dict)
+    axes: Callable | None = None
 
 
 _DESCRIPTIONS: dict[Any, Description] = {}

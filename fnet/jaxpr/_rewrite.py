@@ -91,6 +91,10 @@ class Interpreter:
     def literal(self, atom) -> Value:
         return Value(atom.val)
 
+    def tangent(self, note) -> Any:
+        """The note on the tangent of a value, in the derivative of a custom_jvp."""
+        return None
+
     def depends(self, at: Scope) -> Any:
         """What of a scope the rewriting depends on; bodies are cached by it."""
         return at

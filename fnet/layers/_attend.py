@@ -240,6 +240,17 @@ def _reweighted(eqn, arrays, weights):
     return [y.astype(eqn.outvars[0].aval.dtype)]
 
 
+def _axes(eqn):
+    """The axes of an equation's operands and result: time, key/value heads g and the query heads r of each, ..."""
+    (b, t, h, d), (_, s, g, _) = (v.aval.shape for v in eqn.invars[:2])
+    sizes = {"b": b, "t": t, "s": s, "g": g, "r": h // g, "d": d, "o": 1}
+    names = {"lengths": "b", "starts": "b"}
+    if "mask" in (given := _form(**eqn.params)[0].given):
+        shape = eqn.invars[3 + given.index("mask")].aval.shape
+        names["mask"] = " ".join(name if n > 1 else "o" for name, n in zip(("b", "gr", "t", "s"), shape))
+    return sizes, "gr", ["b t gr d", "b s g d", "b s g d", *(names[name] for name in given)], ["b t gr d"]
+
+
 def _lower(params, compute, out) -> dict | None:
     """The parameters that autocast changes to set the dtypes, or None if the user set a precision."""
     if params["compute"] != jnp.float32 or params["form"].precision is not None:
@@ -263,7 +274,8 @@ def _define(primitive, f):
         plain=lambda eqn: jax.make_jaxpr(functools.partial(_by_xla, f, **eqn.params))(
             *(v.aval for v in eqn.invars)).jaxpr,
         refusal=functools.partial(_refusal, primitive), batch_first=True,
-        inside={"weights": jaxpr.Inside(_weights, _reweighted)} if primitive is attention_p else {}))
+        inside={"weights": jaxpr.Inside(_weights, _reweighted)} if primitive is attention_p else {},
+        axes=_axes if primitive is attention_p else None))
     for platform, form in ((None, _by_xla), ("cpu", _on_cpu)):
         mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(form, f), multiple_results=True), platform)
     if primitive is not tangent_p:

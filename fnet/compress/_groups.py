@@ -1,0 +1,195 @@
+"""Calls of a function whose parameters may have fewer indices, and the groups of axes that shrink together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import DictKey, SequenceKey, keystr, tree_flatten_with_path
+
+from fnet.jaxpr import TiedProgram, Traced, is_array, remaining_indices
+
+Factors = tuple[int, ...]
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """What remains of a leaf.
+
+    Attributes:
+        shape: the original shape.
+        factors: for each axis, the sizes of its factors.
+        kept: for each axis and factor the indices that remain, or None for all.
+    """
+
+    shape: tuple[int, ...]
+    factors: tuple[Factors, ...]
+    kept: tuple[tuple[np.ndarray | None, ...], ...]
+
+    def apply(self, x: Any) -> Any:
+        """The array without the removed indices."""
+        for axis, (factors, kept) in enumerate(zip(self.factors, self.kept)):
+            if any(each is not None for each in kept):
+                x = x.take(remaining_indices(factors, kept), axis=axis)
+        return x
+
+    def type(self, x: Any) -> jax.ShapeDtypeStruct:
+        """The type of the array without the removed indices."""
+        sizes = (math.prod(n if each is None else len(each) for n, each in zip(factors, kept))
+                 for factors, kept in zip(self.factors, self.kept))
+        return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+    def original(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an array before indices were removed; axes that have all of them may have any size."""
+        if len(shape) != len(self.shape):
+            return shape
+        return tuple(full if any(each is not None for each in kept) else n
+                     for n, full, kept in zip(shape, self.shape, self.kept))
+
+
+class _Output:
+    def __init__(self, number):
+        self.number = number
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """An array among the arguments: its key, and its path below the parameters or the state."""
+
+    key: str
+    path: str
+    role: str    # "params", "state" or "other"
+    array: Any
+
+
+class Call:
+    """A call f(params, *args, **kwargs), traced, with its axes tied. Axes of `params` and of `state=` may change.
+
+    Args:
+        cuts: {key of a leaf: `Cut`}; then arrays with a cut have fewer indices than f expects.
+
+    Attributes:
+        program: the tied program. leaves: its inputs.
+    """
+
+    def __init__(self, f: Callable, args: tuple, kwargs: dict, cuts: Mapping[str, Cut] | None = None):
+        cuts = cuts or {}
+        paths, structure = tree_flatten_with_path((args, kwargs))
+        inputs, known = [], {}
+        for path, x in paths:
+            if is_array(x):
+                key, role = keystr(path), _role(path)
+                leaf = _Leaf(key, keystr(path[2:], simple=True, separator="/"), role, x)
+                if role != "other":
+                    x = jax.ShapeDtypeStruct(cuts[key].original(x.shape) if key in cuts else x.shape, x.dtype)
+                known[id(x)] = leaf
+            inputs.append(x)
+        args, kwargs = jax.tree.unflatten(structure, inputs)
+        self.traced = traced = Traced(f, args, kwargs)
+        self.leaves = [known[id(x)] for x in traced.arrays]
+        hints = {i: cuts[leaf.key].factors for i, leaf in enumerate(self.leaves) if leaf.key in cuts}
+        self.program = TiedProgram(traced.closed, [leaf.role != "other" for leaf in self.leaves],
+                                   [leaf.role == "params" for leaf in self.leaves],
+                                   _returned(traced, kwargs.get("state")), hints)
+
+    def evaluate(self, cuts: Mapping[str, Cut]) -> Any:
+        """f's result for arrays without the removed indices."""
+        kept: dict[int, np.ndarray] = {}
+        for i, leaf in enumerate(self.leaves):
+            if leaf.key in cuts:
+                self._read(i, cuts[leaf.key], kept)
+        for i, leaf in enumerate(self.leaves):
+            if (expected := self.program.shape(i, kept)) != tuple(leaf.array.shape):
+                raise ValueError(f"shrunk function: {leaf.path or leaf.key!r} in {leaf.role}: expected shape "
+                                 f"{expected}, got {tuple(leaf.array.shape)}; pass the parameters and the state that "
+                                 "shrink returned")
+        return self.traced.result(self.program.evaluate([leaf.array for leaf in self.leaves], kept))
+
+    def _read(self, i, cut, kept):
+        for axis, (atoms, wanted) in enumerate(zip(self.program.factors(i), cut.kept)):
+            if all(each is None for each in wanted):
+                continue
+            sizes = tuple(map(self.program.atoms.size, atoms))
+            why = "it splits the axis in another way" if sizes != cut.factors[axis] else next(
+                (reason for atom, each in zip(atoms, wanted)
+                 if each is not None and (reason := self.program.atoms.reason(atom))), None)
+            if why:
+                raise ValueError(f"shrunk function: axis {axis} of {self.leaves[i].path!r} was cut, but with these "
+                                 f"arguments the function needs all of it ({why}). Call shrink with such arguments, or "
+                                 "exclude the parameter with keep=")
+            kept.update((atom, each) for atom, each in zip(atoms, wanted) if each is not None)
+
+
+def _role(path) -> str:
+    if path[:2] == (SequenceKey(0), SequenceKey(0)):
+        return "params"
+    return "state" if path[:2] == (SequenceKey(1), DictKey("state")) else "other"
+
+
+def _returned(traced, state) -> dict[int, int]:
+    """{output: input} of the state in a result (y, state)."""
+    result = traced.tree([_Output(i) for i in range(len(traced.closed.jaxpr.outvars))])[0]
+    if state is None or not isinstance(result, tuple) or len(result) != 2:
+        return {}
+    if jax.tree.structure(result[1]) != jax.tree.structure(state):
+        return {}
+    inputs = {id(x): i for i, x in enumerate(traced.arrays)}
+    return {output.number: inputs[id(x)] for output, x in zip(jax.tree.leaves(result[1]), jax.tree.leaves(state))
+            if isinstance(output, _Output) and id(x) in inputs}
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Axes of parameters that must have the same indices, such as the channels between two convolutions.
+
+    Attributes:
+        atom: its number in the program.
+        size: how many indices it has.
+        members: (leaf, axis, position): the factor at this position of an axis of an input of the program.
+        reason: why no index can be removed; "" if some can.
+    """
+
+    atom: int
+    size: int
+    members: tuple[tuple[int, int, int], ...]
+    reason: str
+
+
+def groups(call: Call) -> list[Group]:
+    """The groups of axes of the parameters of a call.
+
+    Of the factors of an axis (heads and features of a head) the first one that can change does, in all its groups.
+    """
+    program, members, second = call.program, {}, set()
+    for i, leaf in enumerate(call.leaves):
+        if leaf.role == "params":
+            for axis, atoms in enumerate(program.factors(i)):
+                free = [atom for atom in atoms if program.atoms.reason(atom) is None]
+                second.update(free[1:])
+                for position, atom in enumerate(atoms):
+                    members.setdefault(atom, []).append((i, axis, position))
+    return [Group(atom, program.atoms.size(atom), tuple(each), program.atoms.reason(atom) or (
+        "another factor of its axis is reduced" if atom in second else "")) for atom, each in members.items()]
+
+
+def cuts(call: Call, kept: Mapping[int, np.ndarray]) -> dict[str, Cut]:
+    """{key of a leaf: `Cut`} for the leaves of parameters and state with removed indices."""
+    found = {}
+    for i, leaf in enumerate(call.leaves):
+        factors = call.program.factors(i)
+        if leaf.role != "other" and any(atom in kept for atoms in factors for atom in atoms):
+            found[leaf.key] = Cut(tuple(leaf.array.shape),
+                                  tuple(tuple(map(call.program.atoms.size, atoms)) for atoms in factors),
+                                  tuple(tuple(kept.get(atom) for atom in atoms) for atoms in factors))
+    return found
+
+
+def apply_cuts(args: tuple, kwargs: dict, found: Mapping[str, Cut]) -> tuple[tuple, dict]:
+    """The arguments of a call without the removed indices."""
+    return jax.tree.map_with_path(lambda path, x: found[keystr(path)].apply(x) if keystr(path) in found else x,
+                                  (args, kwargs))

@@ -1,0 +1,97 @@
+"""Which indices of each group to remove, for a fraction of the indices or a limit of FLOPs or seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet import hardware as hw
+from fnet.compress._groups import Call, Cut, Group, cuts
+from fnet.jaxpr import is_array, wraps
+
+_STEPS = 8    # of the bisection: the fraction is found to 1 / 256
+
+
+def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
+    """f for arguments without the removed indices."""
+    @wraps(f)
+    def shrunk(*args, **kwargs):
+        return Call(f, args, kwargs, found).evaluate(found)
+
+    return shrunk
+
+
+class Removal:
+    """The removal of indices from a call.
+
+    Args:
+        free: the groups that can change. fractions: {atom: the fraction that a rule prescribes}.
+        ranks: {atom: all indices, the most important first}.
+        chip: for seconds; the numbers of indices fill its tiles. None: any numbers.
+    """
+
+    def __init__(self, f: Callable, args: tuple, kwargs: dict, call: Call, free: list[Group],
+                 fractions: Mapping[int, float], ranks: Mapping[int, np.ndarray], chip: hw.Chip | None):
+        self._f, self._types, self._call = f, jax.tree.map(_type, (args, kwargs)), call
+        self._free, self._fractions, self._ranks, self.chip = free, fractions, ranks, chip
+        self._tiles = {group.atom: 1 if chip is None else _tile(call, group, chip) for group in free}
+
+    def kept(self, fraction: float) -> dict[int, np.ndarray]:
+        """{atom: the indices that remain} for the groups that lose some."""
+        found = {}
+        for group in self._free:
+            tile = self._tiles[group.atom]
+            count = math.ceil(self._fractions.get(group.atom, fraction) * group.size - 1e-9)
+            count = max(1, -(-count // tile)) * tile
+            if count < group.size:
+                found[group.atom] = np.sort(self._ranks[group.atom][:count])
+        return found
+
+    def largest(self, name: str, limit: float) -> float:
+        """The largest fraction for which the FLOPs or seconds are within a limit."""
+        units = {"flops": "FLOPs", "seconds": f"s at the roofline of {self.chip and self.chip.name}"}[name]
+        cost = lambda fraction: getattr(self, name)(self.kept(fraction))
+        if (whole := cost(1)) <= limit:
+            raise ValueError(f"shrink: {name}={limit:.4g} removes nothing: the function needs {whole:.4g} {units}")
+        if (least := cost(0)) > limit:
+            raise ValueError(f"shrink: {name}={limit:.4g} cannot be reached: with the fewest indices"
+                             f"{' that fill the tiles' if self.chip else ''} the function needs {least:.4g} {units}")
+        low, high = 0.0, 1.0
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if cost(middle) <= limit else (low, middle)
+        return low
+
+    def flops(self, kept: Mapping[int, np.ndarray]) -> int:
+        return hw.count(*self._program(kept)).flops
+
+    def seconds(self, kept: Mapping[int, np.ndarray]) -> float:
+        found = hw.roofline(*self._program(kept), chip=self.chip, devices=1, measure=False).total.seconds
+        if found is None:
+            raise ValueError(f"shrink: the time on {self.chip.name} cannot be estimated, because its peak rates are "
+                             "unknown; pass chip=, or the result of hardware.measure()")
+        return found
+
+    def _program(self, kept):
+        found, (args, kwargs) = cuts(self._call, kept), self._types
+        function = shrunk_function(self._f, found)
+        smaller = lambda path, x: found[key].type(x) if (key := jax.tree_util.keystr(path)) in found else x
+        return lambda args, kwargs: function(*args, **kwargs), *jax.tree.map_with_path(smaller, (args, kwargs))
+
+
+def _type(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
+
+
+def _tile(call, group, chip) -> int:
+    """The multiple of indices with which the axes of a group fill the chip's tiles."""
+    unit = 1
+    for i, axis, position in group.members:
+        sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
+        tile = hw.tile_size(chip, call.leaves[i].array.dtype)
+        unit = max(unit, tile // math.gcd(tile, math.prod(sizes[:position] + sizes[position + 1:])))
+    return unit

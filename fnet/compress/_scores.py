@@ -1,0 +1,72 @@
+"""Scores of indices: how much a function depends on each channel, head or hidden unit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet.compress._groups import Call, Group
+from fnet.jaxpr import ACTIVATIONS, is_array, observe
+from fnet.transforms import capture, sites
+
+METHODS = ("magnitude", "taylor", "activations")
+_NAME = re.compile(r"(?:.*/)?" + ACTIVATIONS.format(r"(?P<atom>\d+)") + r"(?:#\d+)?")
+
+
+def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tuple, kwargs: dict,
+           loss: Callable | None) -> dict[int, np.ndarray]:
+    """{atom: the score of each of its indices} for groups that can change."""
+    if method == "activations":
+        found = _activations(call)
+        return {group.atom: found.get(group.atom, np.zeros(group.size)) for group in groups}
+    arrays = [leaf.array for leaf in call.leaves]
+    if method == "taylor":
+        slopes = _gradients(f, args, kwargs, loss)
+        known = {id(leaf): slope for leaf, slope in zip(_arrays(args[0]), slopes)}
+        arrays = [np.asarray(x, float) * np.asarray(known[id(x)], float) if id(x) in known else x for x in arrays]
+    return {group.atom: sum(_mean_square(call, arrays[i], i, axis, position) for i, axis, position in group.members)
+            for group in groups}
+
+
+def _mean_square(call, x, i, axis, position):
+    """[size], of the factor at `position` of an axis, over everything else in the array."""
+    sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
+    x = np.moveaxis(np.asarray(x, float), axis, 0).reshape(*sizes, -1)
+    return np.square(x).mean(tuple(k for k in range(x.ndim) if k != position))
+
+
+def _arrays(tree):
+    return [x for x in jax.tree.leaves(tree) if is_array(x)]
+
+
+def _gradients(f, args, kwargs, loss):
+    """The derivatives of loss(f(...)) with respect to the arrays of the parameters; zeros for integers."""
+    leaves, structure = jax.tree.flatten(args[0])
+    moving = [i for i, x in enumerate(leaves) if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def of(arrays):
+        filled = list(leaves)
+        for i, x in zip(moving, arrays):
+            filled[i] = x
+        return loss(f(jax.tree.unflatten(structure, filled), *args[1:], **kwargs))
+
+    slopes = dict(zip(moving, jax.jit(jax.grad(of))([leaves[i] for i in moving])))
+    return [slopes.get(i, np.zeros(x.shape)) for i, x in enumerate(leaves) if is_array(x)]
+
+
+def _activations(call) -> dict[int, np.ndarray]:
+    """The mean square of what the products of the program read, for each index."""
+    arrays = [jnp.asarray(leaf.array) for leaf in call.leaves]
+    evaluate = lambda *arrays: observe(call.program, list(arrays))
+    names = [site.name for site in sites(evaluate)(*arrays) if _NAME.fullmatch(site.name) and site.inside is None]
+    found: dict[int, Any] = {}
+    if names:
+        for name, x in jax.jit(lambda *arrays: capture(evaluate, names)(*arrays)[1])(*arrays).items():
+            atom, x = int(_NAME.fullmatch(name)["atom"]), np.asarray(x, float)
+            found[atom] = found.get(atom, 0) + x.mean(tuple(range(x.ndim - 1)))
+    return found

@@ -1,0 +1,239 @@
+"""Structured pruning: the same function with fewer channels, heads and hidden units."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet import hardware as hw
+from fnet.compress._groups import Call, apply_cuts, cuts, groups
+from fnet.compress._removal import Removal, shrunk_function
+from fnet.compress._rules import matching
+from fnet.compress._scores import METHODS, scores
+from fnet.compress._smaller_model import smaller_model
+from fnet.jaxpr import is_array, is_implicit
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Axes of parameters, a row of the report of `shrink`.
+
+    Attributes:
+        parameters: "path (axis)" of each.
+        size, kept: the number of indices before and after, of each axis or a factor of it.
+        reason: "" for a group that lost indices together; or why these axes kept all.
+    """
+
+    parameters: tuple[str, ...]
+    size: int
+    kept: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ShrinkReport:
+    """What `shrink` removed and what it could not remove. `str()` is a table.
+
+    Attributes:
+        axes: the groups of axes that lost indices, then the other axes.
+        parameters, flops: their number before and after.
+        seconds: the time at the chip's roofline before and after; None without `seconds=`.
+        chip: the name of that chip, or "".
+    """
+
+    axes: tuple[Axes, ...]
+    parameters: tuple[int, int]
+    flops: tuple[int, int]
+    seconds: tuple[float, float] | None = None
+    chip: str = ""
+
+    def __str__(self) -> str:
+        rows = [("axes", "size", "kept", "")]
+        for each in self.axes:
+            more = len(each.parameters) - 1
+            name = each.parameters[0] + (f" and {more} more" if more else "")
+            rows.append((name, str(each.size), str(each.kept), each.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [f"parameters {self.parameters[0]:,} -> {self.parameters[1]:,}, "
+                 f"FLOPs {self.flops[0]:,} -> {self.flops[1]:,}"]
+        if self.seconds:
+            before, after = self.seconds
+            lines.append(f"at the roofline of {self.chip}: {before:.3g} s -> {after:.3g} s (estimate)")
+        table = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
+        return "\n".join([*lines, "", *table])
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+    """The result of `shrink`.
+
+    Attributes:
+        f: a function with the arguments of the original one, for `params` and `state`; other batch sizes and other
+            keyword arguments are allowed. It can be differentiated, compiled and batched.
+        params, state: arrays without the removed indices; `state` is None if there was none.
+        model: the original model with other fields, if it computes the same as `f`; or None.
+        report: what was removed and what could not be removed.
+    """
+
+    f: Callable
+    params: Any
+    state: Any
+    model: Any
+    report: ShrinkReport
+
+
+def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, flops: float | None = None,
+           seconds: float | None = None, chip: Any = None, score: str = "magnitude", loss: Callable | None = None,
+           keep: Mapping[str, float] | None = None, **kwargs: Any) -> Shrunk:
+    """Removes channels, heads and hidden units from any function (structured pruning).
+
+        shrunk = compress.shrink(model, params, x, fraction=0.5)
+        y = shrunk.f(shrunk.params, x)
+
+        shrunk = compress.shrink(model, params, x, state=state, fraction=0.5)    # with BatchNorm
+        y, state = shrunk.f(shrunk.params, x, state=shrunk.state, train=True)
+
+    f is traced, and axes of parameters that must have equal sizes form a group: the channels between two convolutions
+    with the normalization in between, all channels that residual connections add to each other, the heads of an
+    attention with their columns of four kernels, the key/value heads with their query heads. From each group the
+    indices with the lowest scores are removed, in all of its parameters. The result equals f with these parameters set
+    to zero. An axis cannot be cut if that would not hold, such as the features that a LayerNorm averages, or if it is
+    one of an argument or a result of f; `report` states the reason for each. Of the factors of an axis, such as heads
+    and features of a head, the first that can be cut is.
+
+    Exactly one of `fraction`, `flops` and `seconds` is required.
+
+    Args:
+        f: `f(params, *args, **kwargs)`, a model of any library or any JAX function. It is traced again when the result
+            is called with other shapes, so jit the result.
+        params: a tree of arrays.
+        *args, **kwargs: example arguments. Axes of the keyword argument `state` are cut as well; f then returns
+            (result, new state).
+        fraction: of each group, the part of the indices to keep, between 0 and 1, rounded up.
+        flops: the FLOPs that the result may need for these arguments, as counted by `hardware.count`. All groups keep
+            the same fraction, the largest that suffices.
+        seconds: the same for the time at the roofline of `chip`; the sizes are multiples of the chip's tiles.
+        chip: a chip, a device or a device kind, for `seconds`. Default: the local one.
+        score: how indices are ranked. "magnitude": the mean square of their parameters. "taylor": the mean square of
+            parameter times derivative of `loss`. "activations": the mean square of the inputs of products for `args`.
+        loss: maps the result of f to a scalar, for `score="taylor"`.
+        keep: {pattern: fraction} for groups that contain a parameter whose path, or a prefix of it, the pattern matches
+            completely; 1 keeps all. The first one that matches decides.
+
+    Returns:
+        A `Shrunk(f, params, state, model, report)`.
+
+    Raises:
+        ValueError: none or several of the three limits, a fraction that is not between 0 and 1, a limit that cannot be
+            reached, a pattern that matches no parameter, or no axis can be cut.
+        TypeError: a parameter is an implicit array.
+
+    Source: Li et al. (2017), Pruning Filters for Efficient ConvNets; Molchanov et al. (2017), Pruning Convolutional
+    Neural Networks for Resource Efficient Inference; Fang et al. (2023), DepGraph.
+
+    >>> from fnet import compress
+    >>> params = {"in": jnp.array([[1.0, 2.0, 0.5, 3.0]]), "out": jnp.ones((4, 1))}
+    >>> f = lambda params, x: jax.nn.relu(x @ params["in"]) @ params["out"]
+    >>> shrunk = compress.shrink(f, params, jnp.ones((8, 1)), fraction=0.5)
+    >>> shrunk.params["in"].tolist(), shrunk.f(shrunk.params, jnp.ones((2, 1))).tolist()
+    ([[2.0, 3.0]], [[5.0], [5.0]])
+    """
+    name, limit = _limits(fraction, flops, seconds)
+    _check(params, score, loss)
+    args = params, *args
+    call = Call(f, args, kwargs)
+    found = groups(call)
+    fractions = _fractions(keep or {}, call, found)
+    free = [group for group in found if not group.reason]
+    if not any(fractions.get(group.atom) != 1 for group in free):
+        raise ValueError(f"shrink: no axis can be cut: {_reasons(call, found) or 'the function has no parameters'}")
+    ranks = {atom: np.argsort(-each, kind="stable")
+             for atom, each in scores(score, call, free, f, args, kwargs, loss).items()}
+    removal = Removal(f, args, kwargs, call, free, fractions, ranks, None if seconds is None else hw.detect(chip))
+    kept = removal.kept(limit if name == "fraction" else removal.largest(name, limit))
+    removed = cuts(call, kept)
+    small, smaller = apply_cuts(args, kwargs, removed)
+    function = shrunk_function(f, removed)
+    report = ShrinkReport(
+        _rows(call, found, kept, fractions), (_size(params), _size(small[0])),
+        (removal.flops({}), removal.flops(kept)),
+        None if seconds is None else (removal.seconds({}), removal.seconds(kept)),
+        "" if removal.chip is None else removal.chip.name)
+    return Shrunk(function, small[0], smaller.get("state"),
+                  smaller_model(f, function, small, smaller, removed), report)
+
+
+def _size(params) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(params) if is_array(x))
+
+
+def _rows(call, found, kept, fractions) -> tuple[Axes, ...]:
+    """Groups that lose indices first, then all others of one size and reason together."""
+    cut, whole = [], {}
+    for group in found:
+        names = _names(call, group)
+        if group.atom in kept:
+            cut.append(Axes(names, group.size, len(kept[group.atom]), ""))
+        else:
+            own = "excluded by keep=" if group.atom in fractions else "fewer indices are not possible"
+            reason = group.reason or own
+            whole.setdefault((group.size, reason), []).extend(names)
+    return *cut, *(Axes(tuple(names), size, size, reason) for (size, reason), names in whole.items())
+
+
+def _limits(fraction, flops, seconds) -> tuple[str, float]:
+    given = {name: value for name, value in (("fraction", fraction), ("flops", flops), ("seconds", seconds))
+             if value is not None}
+    if len(given) != 1:
+        raise ValueError("shrink: expected exactly one of fraction=, flops= and seconds=; got "
+                         f"{' and '.join(given) or 'none'}")
+    (name, value), = given.items()
+    if not isinstance(value, (int, float, np.number)) or not 0 < value < (1 if name == "fraction" else math.inf):
+        what = "the part of the indices to keep, between 0 and 1" if name == "fraction" else "a positive number"
+        raise ValueError(f"shrink: expected {name}= as {what}; got {value!r}")
+    return name, float(value)
+
+
+def _check(params, score, loss) -> None:
+    if score not in METHODS:
+        raise ValueError(f"shrink: expected score= as {', '.join(map(repr, METHODS))}; got {score!r}")
+    if (loss is None) == (score == "taylor"):
+        raise ValueError('shrink: score="taylor" ranks by the derivative of a scalar: pass loss=, a function of the '
+                         'result of f' if loss is None else
+                         f'shrink: loss= is for score="taylor"; got score={score!r}')
+    for path, x in jax.tree.leaves_with_path(params, is_leaf=is_implicit):
+        if is_implicit(x):
+            raise TypeError(f"shrink: {jax.tree_util.keystr(path, simple=True, separator='/')!r} is a "
+                            f"{type(x).__name__}; shrink plain parameters first, then quantize or adapt the result")
+
+
+def _fractions(keep, call, found) -> dict[int, float]:
+    """{atom: the fraction that a rule prescribes}"""
+    def check(pattern, value):
+        if not isinstance(value, (int, float)) or not 0 < value <= 1:
+            raise ValueError(f"shrink: expected a fraction above 0 and at most 1 in keep= for {pattern!r}; got "
+                             f"{value!r}")
+
+    paths = [leaf.path for leaf in call.leaves if leaf.role == "params"]
+    first, order, chosen = matching("shrink", keep, paths, "parameter", check), list(keep), {}
+    for group in found:
+        matched = [first[path] for i, _, _ in group.members if (path := call.leaves[i].path) in first]
+        if matched:
+            chosen[group.atom] = keep[min(matched, key=order.index)]
+    return chosen
+
+
+def _reasons(call, found) -> str:
+    named: dict[str, str] = {}
+    for group in found:
+        named.setdefault(group.reason or "excluded by keep=", _names(call, group)[0])
+    return "; ".join(f"{name}: {reason}" for reason, name in list(named.items())[:4])
+
+
+def _names(call, group) -> tuple[str, ...]:
+    return tuple(f"{call.leaves[i].path} ({axis})" for i, axis, _ in group.members)

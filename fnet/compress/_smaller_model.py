@@ -1,0 +1,65 @@
+"""The model whose fields describe a shrunk program."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet.compress._groups import Cut
+from fnet.jaxpr import flatten
+
+_MOST = 512    # combinations of fields that are tried
+
+
+def smaller_model(f: Any, shrunk: Callable, args: tuple, kwargs: dict,
+                  removed: Mapping[str, Cut]) -> Any:
+    """f with smaller numbers in its fields, if that is the same program as `shrunk` for these arguments; or None.
+
+    Args:
+        f: a model; anything but a dataclass has no such fields.
+        shrunk: the shrunk function of `args` and `kwargs`, which have fewer indices.
+        removed: what was removed of each leaf.
+    """
+    if not dataclasses.is_dataclass(f) or isinstance(f, type):
+        return None
+    new: dict[int, list[int]] = {}
+    for cut in removed.values():
+        for factors, kept in zip(cut.factors, cut.kept):
+            left = [n if each is None else len(each) for n, each in zip(factors, kept)]
+            for size, count in (*zip(factors, left), (math.prod(factors), math.prod(left))):
+                if count < size and count not in new.setdefault(size, []):
+                    new[size].append(count)
+    options = {field.name: _options(getattr(f, field.name), new) for field in dataclasses.fields(f) if field.init}
+    if not 1 < math.prod(map(len, options.values())) <= _MOST:
+        return None
+    wanted = None
+    for values in itertools.islice(itertools.product(*options.values()), 1, None):
+        candidate = dataclasses.replace(f, **dict(zip(options, values)))
+        try:
+            traced = jax.make_jaxpr(lambda args, kwargs, f=candidate: f(*args, **kwargs))(args, kwargs)
+        except (ValueError, TypeError):    # the parameters do not fit these fields
+            continue
+        wanted = wanted or _text(jax.make_jaxpr(lambda args, kwargs: shrunk(*args, **kwargs))(args, kwargs))
+        if _text(traced) == wanted:
+            return candidate
+    return None
+
+
+def _text(closed) -> str:
+    """All operations and constants of a program."""
+    closed = flatten(closed)
+    return "\n".join([str(closed.jaxpr), *(str(np.asarray(x).tolist()) for x in closed.consts)])
+
+
+def _options(value, new) -> list:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value, *new.get(value, [])]
+    if isinstance(value, tuple) and value and all(isinstance(n, int) and not isinstance(n, bool) for n in value):
+        return [value, *(found for found in itertools.product(*(_options(n, new) for n in value)) if found != value)]
+    return [value]

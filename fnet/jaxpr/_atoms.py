@@ -1,0 +1,87 @@
+"""Sizes that must stay equal: the factors of axes, tied by union-find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Axis = tuple[int, ...]    # atoms, from major to minor
+
+
+class Atoms:
+    """Factors of axes. An axis is a tuple of atoms, from major to minor; equal axes of a program share their atoms.
+
+    An atom is split when a reshape splits its axis. It is frozen, with a reason, if its size cannot change.
+    """
+
+    def __init__(self):
+        self._sizes: list[int] = []
+        self._up: list[int] = []
+        self._parts: dict[int, Axis] = {}
+        self._frozen: dict[int, str] = {}
+
+    def new(self, size: int) -> int:
+        self._sizes.append(size)
+        self._up.append(len(self._up))
+        return len(self._up) - 1
+
+    def axes(self, shape: Iterable[int]) -> tuple[Axis, ...]:
+        """New axes of these sizes."""
+        return tuple((self.new(size),) for size in shape)
+
+    def size(self, atom: int) -> int:
+        return self._sizes[atom]
+
+    def root(self, atom: int) -> int:
+        while self._up[atom] != atom:
+            self._up[atom] = atom = self._up[self._up[atom]]
+        return atom
+
+    def expand(self, axis: Axis) -> Axis:
+        """The axis in atoms that have no parts; atoms of size 1 are omitted."""
+        found: list[int] = []
+        for atom in map(self.root, axis):
+            if atom in self._parts:
+                found += self.expand(self._parts[atom])
+            elif self._sizes[atom] != 1:
+                found.append(atom)
+        return tuple(found)
+
+    def freeze(self, axis: Axis, why: str) -> None:
+        for atom in self.expand(axis):
+            self._frozen.setdefault(atom, why)
+
+    def reason(self, atom: int) -> str | None:
+        """Why the size of an atom cannot change; None if it can."""
+        return self._frozen.get(self.root(atom))
+
+    def tie(self, x: Axis, y: Axis) -> None:
+        """Makes two axes of one size equal. Axes whose factors do not match are frozen."""
+        left, right = list(self.expand(x)), list(self.expand(y))
+        while left and right:
+            a, b = left[-1], right[-1]
+            m, n = self._sizes[a], self._sizes[b]
+            if m == n:
+                self._join(left.pop(), right.pop())
+            elif n and m % n == 0:
+                left[-1:] = self._split(a, n)
+            elif m and n % m == 0:
+                right[-1:] = self._split(b, m)
+            else:
+                break
+            left, right = list(self.expand(tuple(left))), list(self.expand(tuple(right)))
+        self.freeze((*left, *right), "reshaped to sizes that are not factors of it")
+
+    def _split(self, atom: int, minor: int) -> Axis:
+        parts = self.new(self._sizes[atom] // minor), self.new(minor)
+        self._parts[atom] = parts
+        if atom in self._frozen:
+            self.freeze(parts, self._frozen[atom])
+        return parts
+
+    def _join(self, a: int, b: int) -> None:
+        """The older atom remains the root."""
+        a, b = sorted((a, b))
+        if a != b:
+            self._up[b] = a
+            if b in self._frozen:
+                self._frozen.setdefault(a, self._frozen[b])

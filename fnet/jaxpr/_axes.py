@@ -1,0 +1,135 @@
+"""Which axes of the values of a program must have equal sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from fnet import _jax
+from fnet.jaxpr._atoms import Atoms, Axis
+from fnet.jaxpr._axis_rules import RULES
+from fnet.jaxpr._calls import CALLS, bodies, scan
+from fnet.jaxpr._primitives import POINTWISE, description
+
+Axes = tuple[Axis, ...]
+_OPAQUE = {"while": "a while loop", "custom_vjp_call": "a custom_vjp", "custom_vmap_call": "a custom_vmap",
+           "shard_map": "shard_map"}
+
+
+@dataclasses.dataclass(eq=False)
+class Frame:
+    """The axes of the values of a jaxpr at one place of a program. (Several calls share a jaxpr, and have one each.)
+
+    Attributes:
+        jaxpr: the open jaxpr. axes: of each variable.
+        inner: {id of an equation: the frames of its bodies}.
+        groups: {id of a convolution: the axis of its groups}.
+    """
+
+    jaxpr: Any
+    axes: dict
+    inner: dict = dataclasses.field(default_factory=dict)
+    groups: dict = dataclasses.field(default_factory=dict)
+
+    def of(self, v: Any) -> Axes:
+        return () if isinstance(v, _jax.Literal) else self.axes[v]
+
+
+def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
+    """The frame of a jaxpr, from the axes of its inputs. Atoms are tied and frozen as its equations demand."""
+    frame = Frame(jaxpr, dict(zip(jaxpr.invars, inputs)))
+    for v in jaxpr.constvars:
+        frame.axes[v] = atoms.axes(_shape(v))
+    for eqn in jaxpr.eqns:
+        ins, name = [frame.of(v) for v in eqn.invars], eqn.primitive.name
+        if name in POINTWISE:
+            outs = _pointwise(eqn, ins, atoms)
+        elif name in RULES:
+            outs = RULES[name](frame, eqn, ins, atoms)
+        elif name == "scan":
+            outs = _scanned(frame, eqn, ins, atoms)
+        elif name == "cond":
+            outs = _branched(frame, eqn, ins, atoms)
+        elif name in CALLS and name not in _OPAQUE:
+            frame.inner[id(eqn)] = (inner := tie_axes(bodies(eqn)[0].jaxpr, ins, atoms)),
+            outs = _results(inner, eqn, atoms)
+        elif description(eqn.primitive).axes is not None:
+            outs = _described(eqn, ins, atoms)
+        else:
+            outs = _unknown(eqn, ins, atoms, _OPAQUE.get(name, f"an operation without a rule ({name})"))
+        frame.axes.update(zip(eqn.outvars, outs))
+    return frame
+
+
+def _shape(v) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
+
+
+def _results(inner, eqn, atoms):
+    """The axes of the outputs of a body; literals get new ones."""
+    return [atoms.axes(_shape(v)) if isinstance(out, _jax.Literal) else inner.of(out)
+            for out, v in zip(inner.jaxpr.outvars, eqn.outvars)]
+
+
+def _pointwise(eqn, ins, atoms):
+    """Axes of size 1 are broadcast; scalars have none."""
+    out = []
+    for i, n in enumerate(_shape(eqn.outvars[0])):
+        alike = [axes[i] for axes, v in zip(ins, eqn.invars) if len(axes) > i and _shape(v)[i] == n]
+        for other in alike[1:]:
+            atoms.tie(alike[0], other)
+        out.append(alike[0] if alike else atoms.axes((n,))[0])
+    return [tuple(out)]
+
+
+def _unknown(eqn, ins, atoms, why):
+    outs = [atoms.axes(_shape(v)) for v in eqn.outvars]
+    for axes in (*ins, *outs):
+        for axis in axes:
+            atoms.freeze(axis, why)
+    return outs
+
+
+def _scanned(frame, eqn, ins, atoms):
+    parts = scan(eqn)
+    consts, carry, slices = parts.split(ins)
+    for axes in slices:
+        atoms.freeze(axes[0], "scanned over")
+    inner = tie_axes(parts.jaxpr, [*consts, *carry, *(axes[1:] for axes in slices)], atoms)
+    frame.inner[id(eqn)] = inner,
+    outs = [inner.of(v) for v in parts.jaxpr.outvars]
+    for before, after in zip(carry, outs):
+        for a, b in zip(before, after):
+            atoms.tie(a, b)
+    length = atoms.axes((parts.length,))[0]
+    atoms.freeze(length, "scanned over")
+    stacked = [(length, *(axes or atoms.axes(_shape(v)[1:])))
+               for axes, v in zip(outs[parts.carry:], eqn.outvars[parts.carry:])]
+    return [*carry, *stacked]
+
+
+def _branched(frame, eqn, ins, atoms):
+    frames = tuple(tie_axes(branch.jaxpr, ins[1:], atoms) for branch in bodies(eqn))
+    frame.inner[id(eqn)] = frames
+    outs = [_results(inner, eqn, atoms) for inner in frames]
+    for other in outs[1:]:
+        for x, y in zip(outs[0], other):
+            for a, b in zip(x, y):
+                atoms.tie(a, b)
+    return outs[0]
+
+
+def _described(eqn, ins, atoms):
+    """One of fnet's own primitives, which names the factors of the axes of its operands and results."""
+    sizes, free, operands, results = description(eqn.primitive).axes(eqn)
+    if len(results) != len(eqn.outvars):
+        return _unknown(eqn, ins, atoms, f"an operation without a rule ({eqn.primitive.name})")
+    atom = {name: atoms.new(size) for name, size in sizes.items()}
+    for name in sizes.keys() - set(free):
+        atoms.freeze((atom[name],), f"an axis of {eqn.primitive.name} other than heads")
+    named = lambda text: tuple(tuple(atom[name] for name in axis) for axis in text.split())
+    for axes, text in zip(ins, operands):
+        for a, b in zip(axes, named(text)):
+            atoms.tie(a, b)
+    return list(map(named, results))

@@ -1,0 +1,309 @@
+"""How each primitive ties the axes of its inputs and outputs.
+
+A rule takes (frame, equation, axes of the inputs, atoms) and returns the axes of the outputs. It ties axes that must
+keep equal sizes and freezes those whose size cannot change.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fnet.jaxpr._equations import BILINEAR, product
+
+
+def _shape(v):
+    return tuple(v.aval.shape)
+
+
+def _same(frame, eqn, ins, atoms):
+    return list(ins)
+
+
+def _new(frame, eqn, ins, atoms):
+    return [atoms.axes(_shape(v)) for v in eqn.outvars]
+
+
+def _tie_all(atoms, x, y):
+    for a, b in zip(x, y):
+        atoms.tie(a, b)
+
+
+def _broadcast(frame, eqn, ins, atoms):
+    out = list(atoms.axes(_shape(eqn.outvars[0])))
+    for i, axis in enumerate(eqn.params["broadcast_dimensions"]):
+        if _shape(eqn.invars[0])[i] == _shape(eqn.outvars[0])[axis]:
+            out[axis] = ins[0][i]
+    return [tuple(out)]
+
+
+def _transpose(frame, eqn, ins, atoms):
+    return [tuple(ins[0][i] for i in eqn.params["permutation"])]
+
+
+def _squeeze(frame, eqn, ins, atoms):
+    return [tuple(axis for i, axis in enumerate(ins[0]) if i not in eqn.params["dimensions"])]
+
+
+def _expand(frame, eqn, ins, atoms):
+    out = list(ins[0])
+    for i in sorted(eqn.params["dimensions"]):
+        out.insert(i, ())
+    return [tuple(out)]
+
+
+def _reshape(frame, eqn, ins, atoms):
+    """Runs of axes with equal products are joined or split together."""
+    before, after, axes = list(_shape(eqn.invars[0])), list(_shape(eqn.outvars[0])), ins[0]
+    if order := eqn.params["dimensions"]:
+        before, axes = [before[i] for i in order], [axes[i] for i in order]
+    if 0 in before:
+        return _new(frame, eqn, ins, atoms)
+    out, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        i0, j0 = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while (m := math.prod(before[i0:i])) != (n := math.prod(after[j0:j])):
+            if m < n:
+                i += 1
+            else:
+                j += 1
+        joined = tuple(atom for axis in axes[i0:i] for atom in axis)
+        if j - j0 == 1:
+            out.append(joined)
+        else:
+            out += (split := atoms.axes(after[j0:j]))
+            atoms.tie(joined, tuple(atom for axis in split for atom in axis))
+    return [tuple(out)]
+
+
+def _reduced(over):
+    """A reduction; `over` is why the reduced axes cannot change, or None if that depends on their values."""
+    def rule(frame, eqn, ins, atoms):
+        reduced = eqn.params["axes"]
+        for axes in ins[:len(eqn.outvars)]:
+            for i in reduced if over else ():
+                atoms.freeze(axes[i], over)
+        out = tuple(axis for i, axis in enumerate(ins[0]) if i not in reduced)
+        return [out] * len(eqn.outvars)
+    return rule
+
+
+def _along(parameter, why):
+    """Operations along one axis, or several, that keep the shape."""
+    def rule(frame, eqn, ins, atoms):
+        where = eqn.params[parameter]
+        for i in where if isinstance(where, (tuple, list)) else (where,):
+            for axes in ins:
+                atoms.freeze(axes[i], why)
+        for other in ins[1:]:
+            _tie_all(atoms, ins[0], other)
+        return [ins[0]] * len(eqn.outvars)
+    return rule
+
+
+def _multiply(frame, eqn, ins, atoms):
+    found, (lhs, rhs) = product(eqn), ins[:2]
+    if found.op.name != "dot_general":
+        return _convolve(frame, eqn, lhs, rhs, found, atoms)
+    contract, batch = found.dimensions
+    for a, b in (*zip(*contract), *zip(*batch)):
+        atoms.tie(lhs[a], rhs[b])
+    own = [[axis for i, axis in enumerate(axes) if i not in (*contract[side], *batch[side])]
+           for side, axes in enumerate((lhs, rhs))]
+    return [(*(lhs[i] for i in batch[0]), *own[0], *own[1])]
+
+
+def _convolve(frame, eqn, lhs, rhs, found, atoms):
+    spec, (groups, batch_groups) = found.dimensions, found.groups
+    out = list(atoms.axes(_shape(eqn.outvars[0])))
+    for axes, order, why in ((lhs, spec.lhs_spec, "space"), (rhs, spec.rhs_spec, "the window of a convolution"),
+                             (out, spec.out_spec, "space")):
+        for i in order[2:]:
+            atoms.freeze(axes[i], why)
+    if batch_groups > 1:
+        for axis in (*lhs, *rhs, *out):
+            atoms.freeze(axis, "a convolution with groups of examples")
+        return [tuple(out)]
+    features = _shape(eqn.outvars[0])[spec.out_spec[1]]
+    group, within = atoms.axes((groups, features // groups))
+    frame.groups[id(eqn)] = group
+    atoms.tie(lhs[spec.lhs_spec[0]], out[spec.out_spec[0]])
+    atoms.tie(lhs[spec.lhs_spec[1]], (*group, *rhs[spec.rhs_spec[1]]))
+    atoms.tie(rhs[spec.rhs_spec[0]], (*group, *within))
+    out[spec.out_spec[1]] = (*group, *within)
+    return [tuple(out)]
+
+
+def _window(frame, eqn, ins, atoms):
+    params, outs = eqn.params, []
+    for v, axes in zip(eqn.outvars, ins):
+        out = atoms.axes(_shape(v))
+        for i, (a, b) in enumerate(zip(axes, out)):
+            if (params["window_dimensions"][i], params["window_strides"][i], *params["padding"][i]) == (1, 1, 0, 0):
+                atoms.tie(a, b)
+            else:
+                atoms.freeze(a, "space")
+                atoms.freeze(b, "space")
+        outs.append(out)
+    return outs
+
+
+def _blocks(atoms, axis, block, size, why):
+    """The axis within equal blocks of an axis; the number of blocks is frozen."""
+    parts = atoms.axes((size // block, block))
+    atoms.tie(axis, (*parts[0], *parts[1]))
+    atoms.freeze(parts[0], why)
+    return parts[1]
+
+
+def _slice(frame, eqn, ins, atoms):
+    params, out = eqn.params, []
+    strides = params["strides"] or (1,) * len(ins[0])
+    for i, axis in enumerate(ins[0]):
+        n, m, start = _shape(eqn.invars[0])[i], _shape(eqn.outvars[0])[i], params["start_indices"][i]
+        if m == n:
+            out.append(axis)
+        elif m and strides[i] == 1 and n % m == 0 and start % m == 0:
+            out.append(_blocks(atoms, axis, m, n, "sliced into parts"))
+        else:
+            atoms.freeze(axis, "sliced")
+            out.append(atoms.axes((m,))[0])
+            atoms.freeze(out[-1], "sliced")
+    return [tuple(out)]
+
+
+def _split(frame, eqn, ins, atoms):
+    at, sizes = eqn.params["axis"], eqn.params["sizes"]
+    n = _shape(eqn.invars[0])[at]
+    if len(set(sizes)) == 1 and sizes[0]:
+        block = _blocks(atoms, ins[0][at], sizes[0], n, "split into parts")
+        return [(*ins[0][:at], block, *ins[0][at + 1:])] * len(sizes)
+    atoms.freeze(ins[0][at], "split into unequal parts")
+    pieces = atoms.axes(sizes)
+    for piece in pieces:
+        atoms.freeze(piece, "split into unequal parts")
+    return [(*ins[0][:at], piece, *ins[0][at + 1:]) for piece in pieces]
+
+
+def _concatenate(frame, eqn, ins, atoms):
+    at, sizes = eqn.params["dimension"], [_shape(v)[eqn.params["dimension"]] for v in eqn.invars]
+    for other in ins[1:]:
+        _tie_all(atoms, (*ins[0][:at], *ins[0][at + 1:]), (*other[:at], *other[at + 1:]))
+    count = atoms.axes((len(ins),))[0]
+    atoms.freeze(count, "concatenated")
+    if len(set(sizes)) == 1:
+        for other in ins[1:]:
+            atoms.tie(ins[0][at], other[at])
+        axis = (*count, *ins[0][at])
+    else:
+        axis = atoms.axes((sum(sizes),))[0]
+        for each in (axis, *(axes[at] for axes in ins)):
+            atoms.freeze(each, "concatenated with an axis of another size")
+    return [(*ins[0][:at], axis, *ins[0][at + 1:])]
+
+
+def _stack(frame, eqn, ins, atoms):
+    for other in ins[1:]:
+        _tie_all(atoms, ins[0], other)
+    at, count = eqn.params["axis"], atoms.axes((len(ins),))[0]
+    atoms.freeze(count, "stacked")
+    return [(*ins[0][:at], count, *ins[0][at:])]
+
+
+def _unstack(frame, eqn, ins, atoms):
+    at = eqn.params["axis"]
+    atoms.freeze(ins[0][at], "unstacked")
+    return [(*ins[0][:at], *ins[0][at + 1:])] * len(eqn.outvars)
+
+
+def _tile(frame, eqn, ins, atoms):
+    return [tuple((*count, *axis) for count, axis in zip(atoms.axes(eqn.params["reps"]), ins[0]))]
+
+
+def _pad(frame, eqn, ins, atoms):
+    out = list(atoms.axes(_shape(eqn.outvars[0])))
+    for i, (axis, widths) in enumerate(zip(ins[0], eqn.params["padding_config"])):
+        if widths == (0, 0, 0):
+            out[i] = axis
+        else:
+            atoms.freeze(axis, "padded")
+            atoms.freeze(out[i], "padded")
+    return [tuple(out)]
+
+
+def _gather(frame, eqn, ins, atoms):
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    out, rank = list(atoms.axes(_shape(eqn.outvars[0]))), len(_shape(eqn.outvars[0]))
+    rows = [i for i in range(rank) if i not in numbers.offset_dims]
+    _tie_all(atoms, [out[i] for i in rows], ins[1][:-1])
+    atoms.freeze(ins[1][-1], "indices")
+    kept = [i for i in range(len(ins[0])) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    for i, axis in enumerate(ins[0]):
+        whole = i in kept and sizes[i] == _shape(eqn.invars[0])[i] and i not in numbers.start_index_map
+        if whole:
+            out[numbers.offset_dims[kept.index(i)]] = axis
+        else:
+            atoms.freeze(axis, "looked up by index")
+            if i in kept:
+                atoms.freeze(out[numbers.offset_dims[kept.index(i)]], "looked up by index")
+    return [tuple(out)]
+
+
+def _scatter(frame, eqn, ins, atoms):
+    numbers, (operand, indices, updates) = eqn.params["dimension_numbers"], ins
+    window = [i for i in range(len(operand))
+              if i not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    for i, axis in enumerate(operand):
+        at = numbers.update_window_dims[window.index(i)] if i in window else None
+        if (at is not None and i not in numbers.scatter_dims_to_operand_dims
+                and _shape(eqn.invars[2])[at] == _shape(eqn.invars[0])[i]):
+            atoms.tie(axis, updates[at])
+        else:
+            atoms.freeze(axis, "updated by index")
+            if at is not None:
+                atoms.freeze(updates[at], "updated by index")
+    rows = [axis for i, axis in enumerate(updates) if i not in numbers.update_window_dims]
+    _tie_all(atoms, rows, indices[:-1])
+    atoms.freeze(indices[-1], "indices")
+    return [operand]
+
+
+def _dynamic_slice(frame, eqn, ins, atoms):
+    out = list(atoms.axes(_shape(eqn.outvars[0])))
+    for i, axis in enumerate(ins[0]):
+        if _shape(eqn.invars[0])[i] == _shape(eqn.outvars[0])[i]:
+            out[i] = axis
+        else:
+            atoms.freeze(axis, "sliced at a computed position")
+            atoms.freeze(out[i], "sliced at a computed position")
+    return [tuple(out)]
+
+
+def _dynamic_update_slice(frame, eqn, ins, atoms):
+    for i, (a, b) in enumerate(zip(ins[0], ins[1])):
+        if _shape(eqn.invars[0])[i] == _shape(eqn.invars[1])[i]:
+            atoms.tie(a, b)
+        else:
+            atoms.freeze(a, "updated at a computed position")
+            atoms.freeze(b, "updated at a computed position")
+    return [ins[0]]
+
+
+RULES = {
+    **dict.fromkeys(("name", "optimization_barrier", "pvary", "pbroadcast", "device_put", "copy_p", "site"), _same),
+    **dict.fromkeys(("iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "empty"),
+                    _new),
+    **dict.fromkeys(BILINEAR, _multiply),
+    **dict.fromkeys(("reduce_sum",), _reduced(None)),
+    **{f"reduce_{name}": _reduced(f"the {what} over it is taken") for name, what in
+       (("max", "maximum"), ("min", "minimum"), ("prod", "product"), ("and", "conjunction"), ("or", "disjunction"))},
+    **{f"arg{name}": _reduced(f"the position of the {name}imum is taken") for name in ("max", "min")},
+    **{f"cum{name}": _along("axis", "accumulated") for name in ("sum", "prod", "max", "min", "logsumexp")},
+    **{f"reduce_window{name}": _window for name in ("_sum", "_max", "_min")},
+    "sort": _along("dimension", "sorted"), "rev": _along("dimensions", "reversed"),
+    "broadcast_in_dim": _broadcast, "transpose": _transpose, "squeeze": _squeeze, "expand_dims": _expand,
+    "reshape": _reshape, "slice": _slice, "split": _split, "concatenate": _concatenate, "stack": _stack,
+    "unstack": _unstack, "tile": _tile, "pad": _pad, "gather": _gather, "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    **{f"scatter{name}": _scatter for name in ("", "-add", "-mul", "-min", "-max")},
+}

@@ -1,0 +1,52 @@
+"""Mean squares of the values that a program contracts with its parameters, for each index of the contracted axes."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from fnet.jaxpr._equations import product
+from fnet.jaxpr._resize import Resizer, TiedProgram
+from fnet.jaxpr._tags import tag
+from fnet.jaxpr._values import Value
+
+NAME = "activations of {}"    # of an atom
+
+
+_WEIGHTS = "weights"    # the note on values that are computed from parameters and constants alone
+
+
+def observe(program: TiedProgram, arrays: list) -> list:
+    """The outputs of the program, in which each product of data with parameters tags the mean squares of the data with
+    `NAME`, [size of the atom]."""
+    values = [Value(x, _WEIGHTS if masked else None) for x, masked in zip(arrays, program.parameters)]
+    return _Observer(program.atoms, {}).whole(program.closed, program.frame, values)
+
+
+class _Observer(Resizer):
+    def literal(self, atom):
+        return Value(atom.val, _WEIGHTS)
+
+    def equation(self, eqn, at, inputs, plan):
+        if plan is not None and (found := product(eqn)) is not None:
+            contracted = found.dimensions[0] if found.op.name == "dot_general" else (
+                (found.dimensions.lhs_spec[1],), (found.dimensions.rhs_spec[1],))
+            data = [value.note != _WEIGHTS for value in inputs[:2]]
+            side = data.index(True) if sum(data) == 1 else None
+            for i in () if side is None else contracted[side]:
+                self._record(inputs[side].x, i, plan.of(eqn.invars[side])[i])
+        return NotImplemented
+
+    def default(self, eqn, at, inputs, wanted):
+        note = _WEIGHTS if all(value.note == _WEIGHTS for value in inputs) else None
+        return [Value(y.x, note) for y in super().default(eqn, at, inputs, wanted)]
+
+    def _record(self, x, i, axis):
+        factors = self._atoms.expand(axis)
+        sizes = [self._atoms.size(atom) for atom in factors]
+        square = jnp.moveaxis(jnp.square(x.astype(jnp.float32)), i, -1).reshape(-1, *sizes)
+        for k, atom in enumerate(factors):
+            if self._atoms.reason(atom) is None and math.prod(sizes):
+                others = tuple(j for j in range(square.ndim) if j != k + 1)
+                tag(square.mean(others), NAME.format(atom))

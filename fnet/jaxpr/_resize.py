@@ -1,0 +1,188 @@
+"""A program with fewer indices along some of its axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet.jaxpr._atoms import Atoms, Axis
+from fnet.jaxpr._axes import Axes, Frame, tie_axes
+from fnet.jaxpr._enter import ENTER
+from fnet.jaxpr._rewrite import Interpreter
+from fnet.jaxpr._scopes import TOP
+from fnet.jaxpr._values import Value, arrays_of, bind, restore
+from fnet.jaxpr._zero_axes import freeze_nonzero_sums
+
+
+class TiedProgram:
+    """A closed jaxpr whose axes are tied.
+
+    Args:
+        closed: the program.
+        changing: for each input, whether its axes may change: of parameters and state.
+        parameters: for each input, whether it is a parameter. A program with fewer indices equals the same program with
+            these indices of all parameters set to zero.
+        returned: {output: input} of a state: the output has the axes of the input.
+        factors: {input: for each axis, the sizes of its factors}, where they are known already.
+
+    Attributes:
+        closed, parameters: as given.
+        inputs: the axes of each input. frame: those of all values.
+    """
+
+    def __init__(self, closed: Any, changing: Sequence[bool], parameters: Sequence[bool],
+                 returned: Mapping[int, int] | None = None,
+                 factors: Mapping[int, Sequence[Sequence[int]]] | None = None):
+        self.closed, self.atoms, self.parameters = closed, Atoms(), tuple(parameters)
+        jaxpr, returned = closed.jaxpr, returned or {}
+        self.inputs = [self.atoms.axes(getattr(v.aval, "shape", ())) for v in jaxpr.invars]
+        self.frame = tie_axes(jaxpr, self.inputs, self.atoms)
+        for axes, may_change in zip(self.inputs, changing):
+            for axis in () if may_change else axes:
+                self.atoms.freeze(axis, "an axis of an argument")
+        for i, v in enumerate(jaxpr.outvars):
+            for a, b in zip(self.frame.of(v), self.inputs[returned[i]] if i in returned else self.frame.of(v)):
+                self.atoms.tie(a, b)
+                if i not in returned:
+                    self.atoms.freeze(a, "an axis of a result")
+        for i, sizes in (factors or {}).items():
+            for axis, each in zip(self.inputs[i], sizes):
+                self.atoms.tie(axis, tuple(map(self.atoms.new, each)))
+        expanded = [frozenset(atom for axis in axes for atom in self.atoms.expand(axis)) for axes in self.inputs]
+        freeze_nonzero_sums(self.frame, [axes if masked else frozenset() for axes, masked in zip(expanded, parameters)],
+                            self.atoms)
+
+    def factors(self, i: int) -> tuple[Axis, ...]:
+        """The atoms of each axis of an input."""
+        return tuple(map(self.atoms.expand, self.inputs[i]))
+
+    def evaluate(self, arrays: Sequence, kept: Mapping[int, np.ndarray]) -> list:
+        """The outputs for arrays without the removed indices; `kept` has the others of each atom that changes."""
+        return Resizer(self.atoms, kept).whole(self.closed, self.frame, list(map(Value, arrays)))
+
+    def shape(self, i: int, kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
+        """The shape of an input without the removed indices."""
+        return Resizer(self.atoms, kept).shape(self.inputs[i])
+
+
+def indices(factors: Sequence[int], kept: Sequence[np.ndarray | None]) -> np.ndarray:
+    """The indices that remain along an axis, given the indices that remain along each of its factors (None: all)."""
+    found = np.arange(math.prod(factors)).reshape(tuple(factors))
+    for i, each in enumerate(kept):
+        if each is not None:
+            found = found.take(each, axis=i)
+    return found.ravel()
+
+
+class Resizer(Interpreter):
+    """Evaluates a program without the removed indices."""
+
+    def __init__(self, atoms: Atoms, kept: Mapping[int, np.ndarray]):
+        super().__init__()
+        self._atoms, self._kept = atoms, kept
+
+    def whole(self, closed, frame, values: list[Value]) -> list:
+        outputs = self.evaluate(closed.jaxpr, closed.consts, values, TOP, ((frame,),))
+        return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
+
+    def size(self, axis: Axis) -> int:
+        return math.prod(len(self._kept[atom]) if atom in self._kept else self._atoms.size(atom)
+                         for atom in self._atoms.expand(axis))
+
+    def shape(self, axes: Axes) -> tuple[int, ...]:
+        return tuple(map(self.size, axes))
+
+    def cut(self, x, axes: Axes):
+        """The array without the removed indices."""
+        for i, axis in enumerate(axes):
+            factors = self._atoms.expand(axis)
+            if any(atom in self._kept for atom in factors):
+                chosen = indices(list(map(self._atoms.size, factors)), list(map(self._kept.get, factors)))
+                x = jnp.take(x, chosen, axis=i) if isinstance(x, jax.core.Tracer) else np.asarray(x).take(chosen, i)
+        return x
+
+    def plan(self, jaxpr, wanted):
+        return next((frame for frame in wanted[0] or () if frame.jaxpr is jaxpr), None)
+
+    def wanted(self, plan, eqn):
+        inner = plan.inner.get(id(eqn)) if plan is not None else None
+        return (inner, *[None] * (len(eqn.outvars) - 1))
+
+    def evaluate(self, jaxpr, consts, args, outer, wanted):
+        frame = self.plan(jaxpr, wanted)
+        if frame is not None:
+            consts = [self.cut(x, frame.of(v)) for v, x in zip(jaxpr.constvars, consts)]
+        return super().evaluate(jaxpr, consts, args, outer, wanted)
+
+    def body(self, closed, at, wanted, notes, *, pin=None):
+        if self.plan(closed.jaxpr, wanted) is None and all(isinstance(note, tuple) for note in notes):
+            wanted = (self._derivative(closed.jaxpr, notes),), *wanted[1:]
+        return super().body(closed, at, wanted, notes, pin=pin)
+
+    def tangent(self, note):
+        return note
+
+    def equation(self, eqn, at, inputs, plan):
+        if plan is None:
+            return NotImplemented
+        name, shapes = eqn.primitive.name, [self.shape(plan.of(v)) for v in (*eqn.invars, *eqn.outvars)]
+        if shapes == [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]:
+            return NotImplemented
+        if name == "custom_jvp_call":    # its derivative is traced at the original sizes when it is needed
+            noted = [Value(value.x, plan.of(v)) for value, v in zip(inputs, eqn.invars)]
+            return ENTER[name](self, eqn, at, noted, self.wanted(plan, eqn))
+        if name == "iota":
+            return [Value(self.cut(y.x, plan.of(v))) for y, v in zip(bind(eqn, arrays_of(inputs)), eqn.outvars)]
+        if name not in _CHANGES:
+            return NotImplemented
+        return bind(eqn, arrays_of(inputs), **_CHANGES[name](self, plan, eqn))
+
+    def _derivative(self, jaxpr, axes) -> Frame:
+        frame = tie_axes(jaxpr, axes, self._atoms)
+        if any(self._atoms.expand((atom,)) != (atom,) for atom in self._kept):
+            raise ValueError("shrink: the derivative of a custom_jvp splits an axis that the function itself does not "
+                             "split; exclude the axis with keep=")
+        return frame
+
+
+def _new_shape(self, plan, eqn):
+    return self.shape(plan.of(eqn.outvars[0]))
+
+
+def _slice(self, plan, eqn):
+    params, before, after = eqn.params, eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
+    scale = lambda values: tuple(value * n // m if m else value for value, m, n in zip(values, before, after))
+    return {"start_indices": scale(params["start_indices"]), "limit_indices": scale(params["limit_indices"])}
+
+
+def _random_bits(self, plan, eqn):
+    return {"shape": _new_shape(self, plan, eqn)[len(eqn.invars[0].aval.shape):]}
+
+
+def _split(self, plan, eqn):
+    return {"sizes": tuple(self.size(plan.of(v)[eqn.params["axis"]]) for v in eqn.outvars)}
+
+
+def _slice_sizes(self, plan, eqn):
+    """A slice of a whole axis remains one."""
+    before, after = eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
+    return {"slice_sizes": tuple(n if size == m else size
+                                 for size, m, n in zip(eqn.params["slice_sizes"], before, after))}
+
+
+def _convolution(self, plan, eqn):
+    return {"feature_group_count": self.size(plan.groups[id(eqn)])}
+
+
+_CHANGES = {
+    "broadcast_in_dim": lambda *where: {"shape": _new_shape(*where)},
+    "reshape": lambda *where: {"new_sizes": _new_shape(*where)}, "empty": lambda *where: {"shape": _new_shape(*where)},
+    "random_bits": _random_bits, "slice": _slice, "split": _split, "gather": _slice_sizes,
+    "dynamic_slice": _slice_sizes, "conv_general_dilated": _convolution,
+}
+"""Primitives with sizes among their parameters, and these for the new sizes."""

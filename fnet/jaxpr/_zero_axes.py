@@ -1,0 +1,147 @@
+"""Where values are zero if parameters are: whether removing indices of an axis equals setting parameters to zero.
+
+A value is *zero on* an atom if it is zero at every index of it at which the parameters are. An axis may be summed over,
+or contracted, if the summands are zero on its atoms: their indices contribute nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fnet import _jax
+from fnet.jaxpr._atoms import Atoms
+from fnet.jaxpr._axes import Frame
+from fnet.jaxpr._calls import scan
+from fnet.jaxpr._equations import product
+
+ALWAYS = None    # zero everywhere
+Zero = frozenset | None
+
+_LIKE_FIRST = frozenset("""
+    neg abs sign floor ceil round tanh erf sin tan asin atan sinh asinh atanh sqrt cbrt square expm1 log1p
+    convert_element_type copy copy_p stop_gradient reduce_precision real imag conj name pvary device_put site div
+    rem transpose reshape squeeze expand_dims slice split unstack tile gather dynamic_slice reduce_max reduce_min
+    reduce_window_sum reduce_window_max reduce_window_min cumsum
+""".split())
+_EITHER = frozenset(("mul", "and"))
+_BOTH = frozenset(("add", "sub", "add_any", "or", "concatenate", "stack", "dynamic_update_slice"))
+
+
+def freeze_nonzero_sums(frame: Frame, inputs: Sequence[Zero], atoms: Atoms) -> list[Zero]:
+    """Freezes the atoms that a jaxpr sums over where the summands are not zero.
+
+    Args:
+        inputs: for each input of the jaxpr, the atoms on which it is zero, or `ALWAYS`.
+
+    Returns:
+        The same for each output.
+    """
+    jaxpr = frame.jaxpr
+    zero: dict[Any, Zero] = dict(zip(jaxpr.invars, inputs))
+    zero.update(dict.fromkeys(jaxpr.constvars, frozenset()))
+    read = lambda v: (ALWAYS if v.val == 0 else frozenset()) if isinstance(v, _jax.Literal) else zero[v]
+    for eqn in jaxpr.eqns:
+        found = _zero(frame, eqn, list(map(read, eqn.invars)), atoms)
+        zero.update((v, x if x is ALWAYS else x & _atoms_of(frame.of(v), atoms)) for v, x in zip(eqn.outvars, found))
+    return list(map(read, jaxpr.outvars))
+
+
+def _atoms_of(axes, atoms) -> frozenset:
+    return frozenset(atom for axis in axes for atom in atoms.expand(axis))
+
+
+def _either(zeros):
+    return ALWAYS if any(x is ALWAYS for x in zeros) else frozenset().union(*zeros)
+
+
+def _both(zeros):
+    some = [x for x in zeros if x is not ALWAYS]
+    return frozenset.intersection(*some) if some else ALWAYS
+
+
+def _zero(frame, eqn, ins, atoms) -> list[Zero]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    inner = frame.inner.get(id(eqn), ())
+    if name == "scan":
+        return _scanned(inner[0], eqn, ins, atoms)
+    if name == "cond":
+        branches = [freeze_nonzero_sums(each, ins[1:], atoms) for each in inner]
+        return [_both(each) for each in zip(*branches)]
+    if inner:
+        return freeze_nonzero_sums(inner[0], ins, atoms)
+    if name in _LIKE_FIRST or (name == "integer_pow" and eqn.params["y"] > 0):
+        return [ins[0]] * count
+    if name in _EITHER:
+        return [_either(ins)]
+    if name in _BOTH:
+        return [_both(ins)]
+    if name == "optimization_barrier":
+        return ins
+    if name == "select_n":
+        return [_both(ins[1:])]
+    if name in ("max", "min", "clamp"):
+        return [_bounded(eqn, name, ins)]
+    if name == "broadcast_in_dim":
+        new = [axis for i, axis in enumerate(frame.of(eqn.outvars[0])) if i not in eqn.params["broadcast_dimensions"]]
+        return [ALWAYS if ins[0] is ALWAYS else ins[0] - _atoms_of(new, atoms)]
+    if name == "reduce_sum":
+        axes = [frame.of(eqn.invars[0])[i] for i in eqn.params["axes"]]
+        _summed(axes, ins[0], atoms, "summed over where it is not zero, as in the mean of a normalization")
+        return [ins[0]]
+    if (found := product(eqn)) is not None:
+        return [_multiplied(frame, eqn, found, ins, atoms)]
+    return [frozenset()] * count
+
+
+def _summed(axes, zero, atoms, why):
+    for atom in frozenset() if zero is ALWAYS else _atoms_of(axes, atoms) - zero:
+        atoms.freeze((atom,), why)
+
+
+def _bounded(eqn, name, ins) -> Zero:
+    """max(x, c) with c <= 0, min(x, c) with c >= 0, and the clamp of both, are zero where x is."""
+    value = lambda v: v.val if isinstance(v, _jax.Literal) else None
+    if name == "clamp":
+        low, _, high = map(value, eqn.invars)
+        return ins[1] if low is not None and high is not None and low <= 0 <= high else frozenset()
+    for x, v in zip(ins, reversed(eqn.invars)):
+        if (c := value(v)) is not None and (c <= 0 if name == "max" else c >= 0):
+            return x
+    return _both(ins)
+
+
+def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
+    """Products and convolutions are zero where either operand is, on the axes that are in the result."""
+    lhs, rhs = (frame.of(v) for v in eqn.invars[:2])
+    if found.op.name == "dot_general":
+        summed = [lhs[i] for i in found.dimensions[0][0]]
+        batch = [lhs[i] for i in found.dimensions[1][0]]
+        own = [[axis for i, axis in enumerate(axes)
+                if i not in (*found.dimensions[0][side], *found.dimensions[1][side])]
+               for side, axes in enumerate((lhs, rhs))]
+    else:
+        spec = found.dimensions
+        summed, batch = [rhs[spec.rhs_spec[1]]], [frame.groups.get(id(eqn), ())]
+        own = [[lhs[spec.lhs_spec[0]]], [rhs[spec.rhs_spec[0]]]]
+    either = _either(ins[:2])
+    _summed(summed, either, atoms, "multiplied by itself and summed over")
+    if either is ALWAYS:
+        return ALWAYS
+    result = set(_atoms_of(batch, atoms)) & either
+    only = [_atoms_of(axes, atoms) for axes in own]
+    for atom in only[0] | only[1]:
+        if all(atom in ins[side] for side in (0, 1) if atom in only[side]):
+            result.add(atom)
+    return frozenset(result)
+
+
+def _scanned(inner, eqn, ins, atoms):
+    parts = scan(eqn)
+    consts, carry, slices = parts.split(ins)
+    while True:
+        outs = freeze_nonzero_sums(inner, [*consts, *carry, *slices], atoms)
+        joined = [_both(pair) for pair in zip(carry, outs)]
+        if joined == carry:
+            return [*carry, *outs[parts.carry:]]
+        carry = joined
