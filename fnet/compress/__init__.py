@@ -14,10 +14,11 @@ from fnet.compress._calibrate import InputStatistics, calibrate
 from fnet.compress._fake import FakeQuantized, convert, fake_quantize
 from fnet.compress._formats import NF4, Float8, Int4, Int8
 from fnet.compress._lora import LowRank, lora, merge
+from fnet.compress._masks import PruneState, prune
 from fnet.compress._quantize import Quantized, materialize, quantize, size
 from fnet.compress._shrink import ShrinkReport, Shrunk, shrink
 from fnet.jaxpr import ImplicitArray
 
-__all__ = ["NF4", "FakeQuantized", "Float8", "ImplicitArray", "InputStatistics", "Int4", "Int8", "LowRank", "Quantized",
-           "ShrinkReport", "Shrunk", "calibrate", "convert", "fake_quantize", "lora", "materialize", "merge",
-           "quantize", "shrink", "size"]
+__all__ = ["NF4", "FakeQuantized", "Float8", "ImplicitArray", "InputStatistics", "Int4", "Int8", "LowRank",
+           "PruneState", "Quantized", "ShrinkReport", "Shrunk", "calibrate", "convert", "fake_quantize", "lora",
+           "materialize", "merge", "prune", "quantize", "shrink", "size"]

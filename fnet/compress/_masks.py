@@ -1,0 +1,136 @@
+"""Pruning by masks: training that sets the smallest parameters to zero, more of them over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+
+from fnet.compress._rules import is_kernel, matching
+
+if TYPE_CHECKING:
+    import optax
+
+
+class PruneState(NamedTuple):
+    """The state of `prune`.
+
+    Attributes:
+        count: the number of updates so far, int32.
+        masks: the tree of parameters with a boolean array in place of each pruned one (False: the value is zero), and
+            `optax.MaskedNode()` in place of the others.
+    """
+
+    count: Any
+    masks: Any
+
+
+def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 1,
+          jointly: bool = False) -> optax.GradientTransformationExtraArgs:
+    """An Optax transformation that sets the parameters of smallest magnitude to zero and keeps them there.
+
+        optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
+
+    It is the last transformation of a chain. The fraction of zeros grows from 0 at update `begin` to the sparsity s of
+    the rule at update `end`:
+
+        s_t = s - s (1 - (t - begin) / (end - begin))^3
+
+    A parameter that is zero stays zero. `shrink` removes whole channels and heads instead, and makes a program faster.
+
+    Args:
+        rules: {pattern: sparsity between 0 and 1}. A pattern matches a parameter if it matches its path, or a prefix of
+            it, completely; the first that matches decides. Parameters with fewer than two axes, and those named bias,
+            scale, b or offset, are not pruned.
+        begin, end: the first and the last update that selects parameters; updates count from 0.
+        every: the number of updates between selections.
+        jointly: whether the parameters of a rule are ranked together (global pruning), so that some lose more than
+            others. Default: each loses the same fraction. Stacked layers are one parameter.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs` with a `PruneState`. Its update function needs the parameters.
+
+    Raises:
+        ValueError: a sparsity is not between 0 and 1, the updates are not in order, or (in `init`) a pattern matches no
+            parameter.
+
+    Source: Zhu and Gupta (2017), To prune, or not to prune, equation 1.
+
+    >>> import optax
+    >>> from fnet import compress
+    >>> tx = optax.chain(optax.sgd(0.0), compress.prune({"kernel": 0.5}, end=0))
+    >>> params = {"kernel": jnp.array([[3.0, -1.0], [0.5, 2.0]])}
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    >>> optax.apply_updates(params, updates)["kernel"].tolist()
+    [[3.0, 0.0], [0.0, 2.0]]
+    """
+    import optax
+
+    if not 0 <= begin <= end or every < 1:
+        raise ValueError(f"prune: expected 0 <= begin <= end and every >= 1; got begin={begin}, end={end}, "
+                         f"every={every}")
+
+    def check(pattern, sparsity):
+        if not isinstance(sparsity, float) or not 0 < sparsity < 1:
+            raise ValueError(f"prune: expected a sparsity between 0 and 1 for {pattern!r}; got {sparsity!r}")
+
+    def patterns(params) -> list[str | None]:
+        """The rule of each leaf."""
+        leaves = jax.tree.leaves_with_path(params)
+        paths = [keystr(path, simple=True, separator="/") if is_kernel(path, x) else "" for path, x in leaves]
+        first = matching("prune", rules, list(filter(None, paths)), "kernel or table", check)
+        return [first.get(path) for path in paths]
+
+    def init(params):
+        masks = [optax.MaskedNode() if pattern is None else jnp.ones(x.shape, bool)
+                 for x, pattern in zip(jax.tree.leaves(params), patterns(params))]
+        return PruneState(jnp.zeros((), jnp.int32), jax.tree.unflatten(jax.tree.structure(params), masks))
+
+    def update(updates, state, params=None, **extra):
+        if params is None:
+            raise ValueError("prune: expected the parameters: tx.update(gradients, state, params)")
+        leaves, structure = jax.tree.flatten(updates)
+        named = [(i, x, pattern) for i, (x, pattern) in enumerate(zip(jax.tree.leaves(params), patterns(params)))
+                 if pattern is not None]
+        masks, mask_structure = jax.tree.flatten(state.masks)
+        sizes = [jnp.where(mask, jnp.abs(x + leaves[i].astype(x.dtype)), 0) for (i, x, _), mask in zip(named, masks)]
+        names = [pattern for *_, pattern in named]
+        masks = jax.lax.cond(_due(state.count, begin, end, every), lambda: _select(
+            sizes, names, rules, _progress(state.count, begin, end), jointly), lambda: masks)
+        for (i, x, _), mask in zip(named, masks):
+            leaves[i] = jnp.where(mask, leaves[i], -x.astype(leaves[i].dtype))
+        return (jax.tree.unflatten(structure, leaves),
+                PruneState(state.count + 1, jax.tree.unflatten(mask_structure, masks)))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _due(count, begin, end, every):
+    return (count >= begin) & (((count <= end) & ((count - begin) % every == 0)) | (count == end))
+
+
+def _progress(count, begin, end):
+    """The part of the final sparsity that is due: 1 - (1 - elapsed)^3."""
+    elapsed = jnp.clip((count - begin).astype(jnp.float32) / max(1, end - begin), 0, 1)
+    return 1 - (1 - jnp.where(count >= end, 1.0, elapsed)) ** 3
+
+
+def _select(sizes, names, rules, progress, jointly) -> list:
+    """The masks of parameters with these magnitudes."""
+    together: dict[Any, list[int]] = {}
+    for i, name in enumerate(names):
+        together.setdefault(name if jointly else i, []).append(i)
+    masks: list[Any] = [None] * len(sizes)
+    for members in together.values():
+        flat = jnp.concatenate([sizes[i].ravel() for i in members])
+        zeros = jnp.round(progress * rules[names[members[0]]] * flat.size).astype(jnp.int32)
+        order = jnp.argsort(flat)
+        kept = jnp.zeros(flat.shape, bool).at[order].set(jnp.arange(flat.size, dtype=jnp.int32) >= zeros)
+        start = 0
+        for i in members:
+            masks[i] = kept[start:start + sizes[i].size].reshape(sizes[i].shape)
+            start += sizes[i].size
+    return masks
