@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from fnet import jaxpr
-from fnet.export import _onnx_elementwise, _onnx_fused, _onnx_products, _write
+from fnet.export import _onnx_elementwise, _onnx_fused, _onnx_products, _outputs, _write
 from fnet.export._onnx_graph import Graph, evaluated
+from fnet.export._tree import described_leaves
 
 OPSET, OLDEST = 20, 18
 LARGE = 1_900_000_000      # bytes of weights above which they have a file of their own; protobuf's limit is 2 GB
@@ -41,7 +42,7 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset
     model = _Model(onnx, _onnx_fused.fused(stable, opset) if fused else stable, opset)
     names = [*(f"constant/{i}" for i in range(len(constants))), *traced.weights]
     arrays = [*constants, *(np.asarray(program.weights[name]) for name in traced.weights)]
-    inputs, outputs = _names(traced.inputs), _names([("output", traced.output)])
+    inputs, outputs = described_leaves(traced.inputs), described_leaves([("output", traced.output)])
     proto = model.convert(names, arrays, inputs, outputs, entry)
 
     path = Path(path)
@@ -76,38 +77,10 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", input
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     known = {value.name for value in session.get_inputs()}
-    feed = {name: np.asarray(x) for (name, _), x in zip(_names(traced.inputs), inputs) if name in known}
+    feed = {name: np.asarray(x) for (name, _), x in zip(described_leaves(traced.inputs), inputs) if name in known}
     results = session.run(None, feed)
-    wanted = program.call(entry, *inputs)
-    worst = 0.0
-    for (name, _), got, want in zip(_names([("output", traced.output)]), results, wanted):
-        got, want = np.asarray(got, np.float64), np.asarray(want).astype(np.float64)
-        largest = max(np.abs(want[np.isfinite(want)]).max(initial=0.0), 1e-30)
-        apart = 0.0 if np.array_equal(got, want, equal_nan=True) else float(np.abs(got - want).max() / largest)
-        if not apart <= TOLERANCE:
-            raise ValueError(f"{path}: the output {name!r} differs in onnxruntime from the program by {apart:.1e} of "
-                             f"its largest element, more than {TOLERANCE:.0e}")
-        worst = max(worst, apart)
-    return worst
-
-
-def _names(trees: list) -> list[tuple[str, dict]]:
-    """[(name, leaf)] of trees with names: cache/keys for parts of trees."""
-    found: list = []
-
-    def collect(name, tree):
-        if tree is None:
-            return
-        if "dtype" in tree and "shape" in tree:
-            found.append((name, tree))
-            return
-        (kind, children), = tree.items()
-        for key, child in children.items() if kind == "dict" else enumerate(children):
-            collect(f"{name}/{key}", child)
-
-    for name, tree in trees:
-        collect(name, tree)
-    return found
+    names = [name for name, _ in described_leaves([("output", traced.output)])]
+    return _outputs.compare(f"{path}: in onnxruntime", names, results, program.call(entry, *inputs), TOLERANCE)
 
 
 class _Model:

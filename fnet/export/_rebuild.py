@@ -60,26 +60,34 @@ def _entry(bundle, name) -> Entry:
 
     def run(*arrays):
         known = dict(zip(stable["constants"], arrays))
-        return _Run(values, known, shape).body(stable, arrays[len(stable["constants"]):])
+        return Run(values, known, shape).body(stable, arrays[len(stable["constants"]):])
 
     closed = jax.make_jaxpr(run)(*(type_of(i) for i in (*stable["constants"], *stable["inputs"])))
     return Entry(closed, names, description["inputs"], description["output"], description["constraints"], types)
 
 
-class _Run:
-    def __init__(self, values, known, shape):
+class Run:
+    """Evaluates the stable form with JAX.
+
+    Attributes:
+        values: the type (dtype, shape) of each value. known: {value: constant array}.
+        shape: from a shape of the stable form to that of an array. operations: {name: how it is computed}.
+    """
+
+    def __init__(self, values, known, shape, operations=None):
         self.values, self.known, self.shape = values, known, shape
+        self.operations = OPERATIONS if operations is None else operations
 
     def body(self, body, inputs) -> list:
         values = {**self.known, **dict(zip(body["inputs"], inputs))}
         get = lambda a: jnp.asarray(float(a[1]) if isinstance(a[1], str) else a[1], a[0]) if isinstance(
             a, list) else values[a]
         for operation, ins, outs, options, path in body["equations"]:
-            if operation not in OPERATIONS:
+            if operation not in self.operations:
                 raise _reader.BundleError(f"unknown operation {operation!r} at {path!r}; install a newer fnet")
             types = [self.values[i] for i in outs]
             with jax.named_scope(path):
-                results = OPERATIONS[operation](self, options, types, *map(get, ins))
+                results = self.operations[operation](self, options, types, *map(get, ins))
                 results = results if isinstance(results, (list, tuple)) else [results]
                 values.update(zip(outs, (y.astype(dtype) for y, (dtype, _) in zip(results, types))))
         return [get(a) for a in body["outputs"]]

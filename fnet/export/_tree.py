@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
 
 from fnet.jaxpr import stable_size
+
+_FUNCTIONS = "floordiv", "mod", "max", "min"      # in expressions of sizes
 
 
 def named_leaves(root: str, tree: Any) -> list[tuple[str, Any]]:
@@ -27,6 +30,31 @@ def described(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         return {"list" if isinstance(tree, list) else "tuple": [described(child) for child in tree]}
     return {"dict": {_name(path[0]): described(child) for path, child in children}}
+
+
+def described_leaves(trees: list[tuple[str, Any]]) -> list[tuple[str, dict]]:
+    """[(path, leaf)] of described trees with names, such as "cache/keys"."""
+    leaves: list = []
+
+    def collect(name, tree):
+        if tree is None:
+            return
+        if "dtype" in tree and "shape" in tree:
+            leaves.append((name, tree))
+            return
+        (kind, children), = tree.items()
+        for key, child in children.items() if kind == "dict" else enumerate(children):
+            collect(f"{name}/{key}", child)
+
+    for name, tree in trees:
+        collect(name, tree)
+    return leaves
+
+
+def size_variables(trees: list[tuple[str, Any]]) -> list[str]:
+    """The names of the size variables of described trees, in order."""
+    text = " ".join(str(n) for _, leaf in described_leaves(trees) for n in leaf["shape"])
+    return [name for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text)) if name not in _FUNCTIONS]
 
 
 def _name(key: Any) -> str:

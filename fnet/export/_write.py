@@ -23,6 +23,7 @@ import numpy as np
 from fnet import _jax, jaxpr
 from fnet.export import _interpret, _loaded, _reader, _signature, _sizes
 from fnet.export._program import PLATFORMS
+from fnet.export._tree import size_variables
 
 WINDOW = datetime.timedelta(days=180)    # JAX guarantees six months
 _ALIGNMENT = 64                          # of the weights in the file
@@ -142,8 +143,11 @@ def _inputs(path, name, description, given) -> list | None:
     if given is not None:
         return _signature.bound(path, name, description, (), dict(given))[0]
     sizes = _small_sizes(description)
-    if sizes is None:
-        return None
+    return None if sizes is None else random_inputs(description["inputs"], sizes)
+
+
+def random_inputs(described: list, sizes: Mapping[str, int]) -> list:
+    """The leaves of random inputs, of these sizes."""
     draw, flat = np.random.default_rng(0), []
 
     def one(tree):
@@ -158,19 +162,13 @@ def _inputs(path, name, description, given) -> list | None:
         (kind, children), = tree.items()
         return {k: one(v) for k, v in children.items()} if kind == "dict" else [one(child) for child in children]
 
-    for _, tree in description["inputs"]:
+    for _, tree in described:
         _signature.flatten("", "", tree, one(tree), flat, [])
     return flat
 
 
 def _small_sizes(description) -> dict | None:
-    leaves: list = []
-    collect = lambda tree: tree and (leaves.append(tree) if "shape" in tree else [
-        collect(child) for part in tree.values() for child in (part.values() if isinstance(part, dict) else part)])
-    for _, tree in description["inputs"]:
-        collect(tree)
-    words = " ".join(str(n) for leaf in leaves for n in leaf["shape"])
-    names = sorted(set(re.findall(r"[A-Za-z_]\w*", words)) - {"floordiv", "mod", "max", "min"})
+    names = sorted(size_variables(description["inputs"]))
     for values in itertools.islice(itertools.product(_SIZES, repeat=len(names)), 100_000):
         sizes = dict(zip(names, values))
         if all(_signature.satisfied(constraint, sizes) for constraint in description["constraints"]):
