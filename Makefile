@@ -14,7 +14,7 @@ echo "installing fnet and its extras $(2) with $(1) ($$pins)"; \
 $(1) -m pip install --quiet --disable-pip-version-check -c $$pins -e '.[$(2)]'
 endef
 
-.PHONY: demo test test-all test-isa torture verify-pretrained verify-programs mutation pods lint docs dist bench clean
+.PHONY: demo test test-all test-isa torture verify-pretrained verify-programs verify-export mutation pods lint docs dist bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -66,6 +66,11 @@ verify-pretrained: .venv-verify/.installed
 verify-programs: .venv-programs/.installed
 	.venv-programs/bin/python -m tests.programs $(ARGS)
 
+# LiteRT models. The packages exclude versions of the tested set, so they have their own environment, where they are
+# installed without the packages that they declare.
+verify-export: .venv-export/.installed
+	.venv-export/bin/python -m pytest tests/export/test_litert.py tests/export/test_record.py $(ARGS)
+
 # Plants faults in fnet and reports which of them the tests detect, in about 40 minutes, after one run of all tests that
 # records which lines each of them runs (Python 3.12).
 mutation: $(STAMP)
@@ -112,6 +117,12 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 .venv-programs/.installed: pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv .venv-programs
 	$(call install,.venv-programs/bin/python,dev$(comma)programs)
+	@touch $@
+
+.venv-export/.installed: pyproject.toml $(wildcard constraints/*.txt)
+	$(PYTHON) -m venv .venv-export
+	$(call install,.venv-export/bin/python,dev)
+	.venv-export/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/export.txt
 	@touch $@
 
 .libtpu/.installed: pyproject.toml

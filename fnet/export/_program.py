@@ -136,6 +136,35 @@ class Program:
 
         _onnx.save(self, path, entry=entry, opset=opset, fused=fused, external=external, check=check)
 
+    def litert(self, path: str | os.PathLike, *, entry: str = "predict",
+               sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None, dtype: str = "float32",
+               check: bool = True) -> None:
+        """Writes an entry point as a LiteRT (TensorFlow Lite) model, and compares it in LiteRT with the program.
+
+        Experimental: litert-converter has no public API. Needs fnet[litert]; TensorFlow is not needed. Sizes are fixed
+        and scans are unrolled.
+
+            program.litert("gpt.tflite", sizes=[{"b": 1, "t": 16}, {"b": 1, "t": 64}])
+
+        Args:
+            path: the file, such as "digits.tflite".
+            entry: the name of the entry point.
+            sizes: the size variables, {"b": 1, "t": 64}: the model has one signature, named after the entry point. Or
+                several such choices: each is a signature with a name such as predict_b1_t64, of the same weights.
+                Default: the upper bound of each variable that has one, as in t <= 64, and the smallest size of others.
+            dtype: of the weights: "float32"; "float16"; or "int8", with which products and convolutions are computed
+                in int8 (dynamic quantization).
+            check: whether to run the model on small random inputs in LiteRT and compare the outputs.
+
+        Raises:
+            NotImplementedError: the converter does not support an operation.
+            ValueError: the outputs in LiteRT differ by more than 1e-5 of the largest element (float16: 1e-2, int8:
+                0.25), or an argument is not valid.
+        """
+        from fnet.export import _litert
+
+        _litert.save(self, path, entry=entry, sizes=sizes, dtype=dtype, check=check)
+
 
 def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Program:
     """A function and its parameters as a program that can be saved and run elsewhere.

@@ -1,0 +1,237 @@
+"""Writes programs as LiteRT models, and compares them in LiteRT's interpreter with the program.
+
+The converter reads StableHLO and has no public API; `_converted` is what uses it. It does not support loops, nor
+symbolic sizes in all operations. So the stable form is evaluated for fixed sizes, with scans unrolled, and each choice
+of sizes is a signature of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from fnet import jaxpr
+from fnet.export import _outputs, _rebuild, _signature, _sizes, _write
+from fnet.export._tree import described_leaves, size_variables
+
+TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "int8": 0.25}    # of the largest element
+_PACKAGES = "litert-converter, ai-edge-litert and ai-edge-quantizer"
+_PASSES = ("builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts,"
+           "func.func(stablehlo-legalize-composite-to-call),inline,strip-debuginfo)")
+_CONSTANT = "stablehlo.constant"
+_LARGE = 2_000_000_000      # bytes of a file above which its weights are outside of its flatbuffer
+_SMALLEST = 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 224, 256
+
+
+# Weights are float16 and converted when they are used; or int8 per output channel, and then so are the other operands
+# of the products, in the range of each batch.
+_RECIPES: dict[str, dict] = {
+    "float16": {"algorithm_key": "float_casting", "op_config": {
+        "weight_tensor_config": {"num_bits": 16, "dtype": "FLOAT", "symmetric": True, "granularity": "TENSORWISE"},
+        "compute_precision": "FLOAT", "explicit_dequantize": True, "skip_checks": False, "min_weight_elements": 0}},
+    "int8": {"algorithm_key": "min_max_uniform_quantize", "op_config": {
+        "weight_tensor_config": {"num_bits": 8, "dtype": "INT", "symmetric": True, "granularity": "CHANNELWISE"},
+        "compute_precision": "INTEGER", "explicit_dequantize": False, "skip_checks": False, "min_weight_elements": 0}},
+}
+
+
+class Unsupported(NotImplementedError):
+    """A program that LiteRT's converter does not support."""
+
+
+def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
+         sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None, dtype: str = "float32",
+         check: bool = True) -> None:
+    """Writes an entry point as a LiteRT model; `Program.litert` documents the arguments."""
+    if dtype not in TOLERANCE:
+        raise ValueError(f"Program.litert: dtype={dtype!r}: expected {', '.join(TOLERANCE)}")
+    if entry not in program.entries:
+        raise ValueError(f"Program.litert: there is no entry point {entry!r}; there are {', '.join(program.entries)}")
+    signatures = _signatures(program.entries[entry], entry, sizes)
+    packages = _packages()
+    traced = program.entries[entry]
+    stable, constants = jaxpr.stable(traced.closed)
+    weights = [np.asarray(program.weights[name]) for name in traced.weights]
+    data = _converted(packages, [
+        (name, _lowered(stable, constants, weights, chosen), described_leaves(traced.inputs),
+         described_leaves([("output", traced.output)])) for name, chosen in signatures.items()])
+    if dtype != "float32":
+        data = _quantized(data, dtype)
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+    if check:
+        for name, chosen in signatures.items():
+            compare(program, path, entry, chosen, signature=name, tolerance=TOLERANCE[dtype])
+
+
+def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes: Mapping[str, int] | None = None, *,
+            signature: str = "predict", inputs: list | None = None, tolerance: float = TOLERANCE["float32"]) -> float:
+    """The largest difference of a signature in LiteRT from the program, relative to the largest element.
+
+    Raises:
+        ValueError: it is larger than the tolerance.
+    """
+    traced = program.entries[entry]
+    if inputs is None:
+        inputs = _write.random_inputs(traced.inputs, sizes)
+    interpreter = _packages()["interpreter"].Interpreter(model_path=str(path), num_threads=1)
+    runner = interpreter.get_signature_runner(signature)
+    known = runner.get_input_details()
+    feed = {name: np.asarray(x) for (name, _), x in zip(described_leaves(traced.inputs), inputs) if name in known}
+    try:
+        results = runner(**feed)
+    except RuntimeError as error:
+        raise Unsupported(f"LiteRT: the interpreter cannot run this model: {error}") from None
+    names = [name for name, _ in described_leaves([("output", traced.output)])]
+    return _outputs.compare(f"{path}: in LiteRT", names, [results[name] for name in names],
+                            program.call(entry, *inputs), tolerance)
+
+
+def _packages() -> dict[str, Any]:
+    """The modules of LiteRT."""
+    try:
+        import ai_edge_quantizer  # noqa: F401
+        from ai_edge_litert import interpreter
+        from litert_converter.mlir import ir, passmanager
+        from litert_converter.mlir._mlir_libs import converter_api_ext
+    except ImportError as error:
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise ImportError(f"LiteRT needs the packages {_PACKAGES}: pip install 'fnet[litert]'. They exist for some "
+                          f"versions of Python and systems alone; this is Python {version} on {sys.platform} "
+                          f"({error})") from None
+    return {"interpreter": interpreter, "ir": ir, "passes": passmanager, "api": converter_api_ext}
+
+
+def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
+    """{name of the signature: sizes of all variables}. With one choice of sizes the name is that of the entry point."""
+    variables = size_variables(traced.inputs)
+    if sizes is None:
+        choices = [default_sizes(traced)]
+    else:
+        choices = [dict(sizes)] if isinstance(sizes, Mapping) else [dict(each) for each in sizes]
+    if not choices:
+        raise ValueError("Program.litert: sizes=[]: expected at least one choice of sizes")
+    for i, chosen in enumerate(choices):
+        if chosen in choices[:i]:
+            raise ValueError(f"Program.litert: sizes has {chosen} twice")
+        if set(chosen) != set(variables) or any(not isinstance(n, int) or n < 1 for n in chosen.values()):
+            raise ValueError(f"Program.litert: sizes={chosen}: expected a number of at least 1 for "
+                             f"{' and '.join(variables) or 'no variable'}")
+        for constraint in traced.constraints:
+            if not _signature.satisfied(constraint, chosen):
+                raise ValueError(f"Program.litert: sizes={chosen} violates the constraint {constraint}")
+    if len(choices) == 1:
+        return {entry: choices[0]}
+    return {"_".join([entry, *(f"{name}{n}" for name, n in chosen.items())]): chosen for chosen in choices}
+
+
+def default_sizes(traced: Any) -> dict[str, int]:
+    """The upper bound of each variable that has one (t <= 64), and the smallest size of the others."""
+    names = size_variables(traced.inputs)
+    bounds = {name: int(n) for constraint in traced.constraints
+              for name, n in re.findall(r"^(\w+) <= (\d+)$", constraint.strip())}
+    candidates = [(bounds[name],) if name in bounds else _SMALLEST for name in names]
+    for values in itertools.islice(itertools.product(*candidates), 100_000):
+        chosen = dict(zip(names, values))
+        if all(_signature.satisfied(constraint, chosen) for constraint in traced.constraints):
+            return chosen
+    raise ValueError(f"Program.litert: expected the sizes of {' and '.join(names)}, such as sizes="
+                     f"{dict.fromkeys(names, 32)}")
+
+
+def _lowered(stable, constants, weights, sizes) -> bytes:
+    """The program for these sizes as portable StableHLO, with its weights as constants."""
+    shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
+    values = [(dtype, shape(n)) for dtype, n in stable["values"]]
+    known = dict(zip(stable["constants"], constants))
+    run = _rebuild.Run(values, known, shape, {**_rebuild.OPERATIONS, "scan": _unrolled})
+    types = [jax.ShapeDtypeStruct(values[i][1], jnp.dtype(values[i][0])) for i in stable["inputs"][len(weights):]]
+    f = jax.jit(lambda *inputs: run.body(stable, [*weights, *inputs]), keep_unused=True)
+    return bytes(export.export(f, platforms=["cpu"])(*types).mlir_module_serialized)
+
+
+def _unrolled(run, options, types, *arrays):
+    """A scan without a loop. Slices of weights are computed here, so that they are constants of the program."""
+    start, end = options["consts"], options["consts"] + options["carry"]
+    length, = run.shape([options["length"]])
+    carry, stacked = list(arrays[start:end]), []
+    for i in reversed(range(length)) if options["reverse"] else range(length):
+        results = run.body(options["body"], [*arrays[:start], *carry, *(x[i] for x in arrays[end:])])
+        carry = results[:end - start]
+        stacked.append(results[end - start:])
+    if options["reverse"]:
+        stacked.reverse()
+    joined = [jnp.stack([parts[k] for parts in stacked]) if stacked else jnp.zeros(shape, dtype)
+              for k, (dtype, shape) in enumerate(types[len(carry):])]
+    return [*carry, *joined]
+
+
+def _converted(packages, signatures) -> bytes:
+    """One model of several signatures (name, StableHLO, inputs, outputs)."""
+    ir, api = packages["ir"], packages["api"]
+    context = ir.Context()
+    api.prepare_mlir_context(context)
+    with context, ir.Location.unknown():
+        modules, module = [], None
+        try:
+            for name, program, inputs, outputs in signatures:
+                module = ir.Module.parse(program)
+                packages["passes"].PassManager.parse(_PASSES).run(module.operation)
+                api.set_signature(module.operation, signature_name=name, input_names=[n for n, _ in inputs],
+                                  output_names=[n for n, _ in outputs])
+                modules.append(module)
+            module = api.merge_modules(modules)
+            config = api.ConvertToTFLConfig()
+            config.canonicalizing_inf_as_min_max_float = False
+            api.run_convert_to_tfl_passes(module, packages["passes"].PassManager(), config)
+            return api.export_flatbuffer_to_bytes(getattr(module, "operation", module))
+        except Exception as error:      # the converter raises errors of several types
+            remaining = sorted(set(re.findall(r"\b(?:stablehlo|chlo|mhlo)\.\w+", str(module))) - {_CONSTANT})
+            which = f"the operations {', '.join(remaining)} are" if remaining else "an operation is"
+            raise Unsupported(f"LiteRT: {which} not supported by litert-converter, so this program cannot be "
+                              f"converted: {str(error).strip() or type(error).__name__}") from None
+
+
+def _quantized(data: bytes, dtype: str) -> bytes:
+    """A float32 model with float16 or int8 weights."""
+    from ai_edge_quantizer import quantizer
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):    # its progress
+        quantized = quantizer.Quantizer(bytearray(data))
+        quantized.load_quantization_recipe([{"regex": ".*", "operation": "*", **_RECIPES[dtype]}])
+        return _shared(bytes(quantized.quantize().quantized_model))
+
+
+def _shared(data: bytes) -> bytes:
+    """The model with equal weights once: the quantizer writes those of each signature."""
+    from ai_edge_litert.tools import flatbuffer_utils
+
+    if len(data) > _LARGE:
+        return data
+    model = flatbuffer_utils.read_model_from_bytearray(data)
+    first: dict[bytes, int] = {}
+    for graph in model.subgraphs:
+        for tensor in graph.tensors:
+            content = model.buffers[tensor.buffer].data
+            if content is not None and len(content):
+                tensor.buffer = first.setdefault(hashlib.sha256(content).digest(), tensor.buffer)
+    kept = {*first.values(), *(entry.buffer for entry in model.metadata or ())}
+    for i, buffer in enumerate(model.buffers):
+        if i not in kept:
+            buffer.data = None
+    return bytes(flatbuffer_utils.convert_object_to_bytearray(model))

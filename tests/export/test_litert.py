@@ -1,0 +1,225 @@
+"""LiteRT models in its interpreter, in a process without JAX, equal to the models of fnet; quantized weights; errors.
+
+Their packages exclude versions of the tested set, so they have an environment of their own: make verify-export.
+"""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import close
+from test_bundles import specs_of
+from zoo import MODELS, build, inputs
+
+from fnet import export, models
+from fnet.export import _litert
+
+pytestmark = pytest.mark.usefixtures("quickly")
+IMAGE = np.random.default_rng(0).normal(size=(3, 8, 8, 1)).astype(np.float32)
+QUICK = "CNN", "GPT"
+UNSUPPORTED = {"TreeLSTM": "Only update, Add, Multiply, Maximum and Minimum operations are currently supported for "
+                           "stablehlo.scatter"}
+
+
+@pytest.fixture
+def litert():
+    return pytest.importorskip("ai_edge_litert.interpreter"), pytest.importorskip("litert_converter")
+
+
+def linear(kernel=None):
+    kernel = jnp.ones((3, 2)) if kernel is None else kernel
+    return export.program(lambda params, x: x @ params, kernel, x=export.spec(f"b, {kernel.shape[0]}"))
+
+
+READER = """
+import sys
+sys.modules["jax"] = sys.modules["fnet"] = sys.modules["tensorflow"] = None
+import numpy as np
+from ai_edge_litert.interpreter import Interpreter
+for path in sys.argv[1:]:
+    data, interpreter = np.load(path + ".npz"), Interpreter(path, num_threads=1)
+    signatures = list(interpreter.get_signature_list())
+    assert len(signatures) == 2, signatures
+    for size, signature in enumerate(data["signatures"]):
+        runner = interpreter.get_signature_runner(str(signature))
+        names = [name for name in data if name.startswith(f"in{size}")]
+        results = runner(**{f"x{i}": data[f"in{size}_{i}"] for i in range(len(names))})
+        for i, name in enumerate(data["outputs"]):
+            got, want = results[str(name)], data[f"out{size}_{i}"].astype(np.float64)
+            assert got.shape == want.shape, (path, size, got.shape, want.shape)
+            assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max(), (path, size, np.abs(got - want).max())
+    print("equal")
+"""
+
+
+def runs_in_litert(names, folder):
+    for name in names:
+        f, params, _, shapes = build(name)
+        sizes = [{variable: pair[i] for variable, pair in MODELS[name][2].items()} for i in (0, 1)]
+        program, file = export.program(f, params, **specs_of(name)), folder / f"{name}.tflite"
+        program.litert(file, sizes=sizes, check=False)
+        arrays = {"signatures": ["_".join(["predict", *(f"{k}{n}" for k, n in chosen.items())]) for chosen in sizes]}
+        arrays["outputs"] = [name for name, _ in _litert.described_leaves([("output", program.entries[
+            "predict"].output)])]
+        for size in 0, 1:
+            x = inputs(name, shapes[size])
+            arrays |= {f"in{size}_{i}": a for i, a in enumerate(x)}
+            arrays |= {f"out{size}_{i}": a for i, a in enumerate(jax.tree.leaves(jax.jit(f)(params, *x)))}
+        np.savez(f"{file}.npz", **arrays)
+    files = [str(folder / f"{name}.tflite") for name in names]
+    run = subprocess.run([sys.executable, "-c", READER, *files], capture_output=True, text=True)
+    assert run.stdout.split() == ["equal"] * len(names), run.stderr
+
+
+@pytest.mark.parametrize("name", [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in MODELS if name not in UNSUPPORTED])
+def test_models_in_a_process_without_jax(name, litert, tmp_path):
+    runs_in_litert([name], tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_models_that_litert_does_not_support(name, litert, tmp_path):
+    f, params, _, _ = build(name)
+    with pytest.raises(NotImplementedError, match=f"LiteRT: the interpreter cannot run this model: "
+                                                  f"{UNSUPPORTED[name]}"):
+        export.program(f, params, **specs_of(name)).litert(tmp_path / "f.tflite", sizes={"b": 2, "t": 5})
+
+
+def compared(f, params, x, path, /, sizes, **specs):
+    """The outputs in LiteRT for these inputs equal f's."""
+    export.program(f, params, **specs).litert(path, sizes=sizes)
+    from ai_edge_litert.interpreter import Interpreter
+
+    got = Interpreter(str(path)).get_signature_runner("predict")(**dict(zip(specs, [x])))
+    close(got["output"], np.asarray(jax.jit(f)(params, x)), 1e-5)
+
+
+@pytest.mark.exhaustive
+def test_a_flax_model(litert, tmp_path):
+    from flax import linen
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.max_pool(linen.relu(linen.Conv(4, (3, 3))(x)), (2, 2), (2, 2))
+            x = linen.LayerNorm()(x.reshape(x.shape[0], -1))
+            return linen.Dense(10)(linen.gelu(x))
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        params = Net().init(jax.random.key(0), IMAGE)
+        compared(Net().apply, params, IMAGE, tmp_path / "f.tflite", {"b": 3}, x=export.spec("b, 8, 8, 1"))
+
+
+@pytest.mark.exhaustive
+def test_an_equinox_model(litert, tmp_path):
+    import equinox as eqx
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    net = eqx.nn.Sequential([eqx.nn.Linear(6, 8, key=keys[0]), eqx.nn.Lambda(jax.nn.gelu), eqx.nn.LayerNorm(8),
+                             eqx.nn.Linear(8, 3, key=keys[1])])
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    params, static = eqx.partition(net, eqx.is_array)
+    with jax.numpy_rank_promotion("allow"):
+        compared(lambda params, x: jax.vmap(eqx.combine(params, static))(x), params, x, tmp_path / "f.tflite",
+                 {"b": 4}, x=export.spec("b, 6"))
+
+
+@pytest.mark.exhaustive
+def test_a_haiku_model(litert, tmp_path):
+    import haiku as hk
+
+    def net(x):
+        x = hk.Embed(11, 8)(x)
+        y, _ = hk.dynamic_unroll(hk.LSTM(6), x, hk.LSTM(6).initial_state(x.shape[0]), time_major=False)
+        return hk.Linear(3)(y)
+
+    f = hk.without_apply_rng(hk.transform(net))
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 5)).astype(np.int32)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        params = f.init(jax.random.key(0), tokens)
+        compared(f.apply, params, tokens, tmp_path / "f.tflite", {"b": 2}, x=export.spec("b, 5", "int32"))
+
+
+def test_weights_of_fewer_bits(litert, tmp_path):
+    """The model computes with weights that NumPy rounds in the same way; several signatures share them."""
+    kernel = np.random.default_rng(0).normal(size=(256, 64)).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(4, 256)).astype(np.float32)
+    program, sizes, outputs = linear(jnp.asarray(kernel)), [{"b": 1}, {"b": 4}], {}
+    for dtype, width in ("float32", 4), ("float16", 2), ("int8", 1):
+        path = tmp_path / dtype
+        program.litert(path, sizes=sizes, dtype=dtype)
+        assert 0 < path.stat().st_size - kernel.size * width < 5000
+        outputs[dtype] = litert[0].Interpreter(str(path)).get_signature_runner("predict_b4")(x=x)["output"]
+    close(outputs["float32"], x @ kernel, 1e-5)
+    close(outputs["float16"], x @ kernel.astype(np.float16).astype(np.float32), 1e-5)
+    scale = np.abs(kernel).max(0) / 127
+    rounded = np.round(kernel / scale) * scale
+    apart = np.abs(outputs["int8"] - x @ rounded).max() / np.abs(x @ rounded).max()
+    assert 0 < apart < 0.02      # x is rounded to 8 bits as well
+
+
+def test_trees_reversed_scans_and_default_sizes(litert, tmp_path):
+    def f(params, x):
+        carry, y = jax.lax.scan(lambda c, a: (c + a @ params, c), x["a"][:, 0], x["a"].swapaxes(0, 1), reverse=True)
+        return {"last": carry, "all": y.swapaxes(0, 1)}
+
+    program = export.program(f, jnp.eye(3) / 2, x={"a": export.spec("b, t, 3", where=("t <= 4", "b >= 2"))})
+    program.litert(tmp_path / "f.tflite")
+    runner = litert[0].Interpreter(str(tmp_path / "f.tflite")).get_signature_runner("predict")
+    assert list(runner.get_input_details()["x/a"]["shape"]) == [2, 4, 3]
+    x = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
+    got, want = runner(**{"x/a": x}), f(jnp.eye(3) / 2, {"a": jnp.asarray(x)})
+    close(got["output/last"], want["last"], 1e-6)
+    close(got["output/all"], want["all"], 1e-6)
+
+
+@pytest.mark.exhaustive
+def test_the_steps_of_a_decoder(litert, tmp_path):
+    """With the caches as inputs and outputs."""
+    gpt = models.GPT(11, 8, 2, 2, context=8)
+    params, _ = gpt.init(jax.random.key(0), gpt.example())
+    program = export.program(gpt, params, tokens=export.spec("b, t", "int32", where="t <= 8"))
+    program = export.generation(program, gpt, context=8)
+    program.litert(tmp_path / "prefill.tflite", entry="prefill", sizes={"b": 1, "t": 3})
+    program.litert(tmp_path / "decode.tflite", entry="decode", sizes={"b": 1})
+
+
+def test_errors(tmp_path, monkeypatch):
+    program = export.program(lambda params, x: x * 2, {}, x=export.spec("b, t", where="t <= 8"))
+    for options, error in (
+            ({"dtype": "int4"}, r"Program.litert: dtype='int4': expected float32, float16, int8"),
+            ({"entry": "embed"}, r"Program.litert: there is no entry point 'embed'; there are predict"),
+            ({"sizes": {"b": 2}}, r"Program.litert: sizes=\{'b': 2\}: expected a number of at least 1 for b and t"),
+            ({"sizes": {"b": 0, "t": 1}}, r"expected a number of at least 1 for b and t"),
+            ({"sizes": []}, r"Program.litert: sizes=\[\]: expected at least one choice of sizes"),
+            ({"sizes": [{"b": 1, "t": 2}] * 2}, r"Program.litert: sizes has \{'b': 1, 't': 2\} twice"),
+            ({"sizes": {"b": 1, "t": 9}}, r"Program.litert: sizes=\{'b': 1, 't': 9\} violates the constraint t <= 8")):
+        with pytest.raises(ValueError, match=error):
+            program.litert(tmp_path / "f.tflite", **options)
+    monkeypatch.setitem(sys.modules, "litert_converter", None)
+    with pytest.raises(ImportError, match=r"LiteRT needs the packages litert-converter, ai-edge-litert and ai-edge-quan"
+                       r"tizer: pip install 'fnet\[litert\]'. They exist for some versions of Python and systems alone"
+                       r"; this is Python 3\.\d+ on \w+"):
+        program.litert(tmp_path / "f.tflite")
+    assert not (tmp_path / "f.tflite").exists()
+
+
+def test_an_operation_that_is_not_supported(litert, tmp_path):
+    def f(params, x):
+        return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: jax.lax.nextafter(x * 2, x), x)
+
+    with pytest.raises(NotImplementedError, match=r"LiteRT: the operations? .*not supported by litert-converter"):
+        export.program(f, {}, x=export.spec("3")).litert(tmp_path / "f.tflite")
+
+
+def test_a_difference_is_reported(litert, tmp_path):
+    linear().litert(tmp_path / "f.tflite")
+    other = linear(jnp.full((3, 2), 1.001))
+    with pytest.raises(ValueError, match=r"f.tflite: in LiteRT, the output 'output' differs from the program's by "
+                                         r"1.0e-03 of its largest element, more than 1e-05"):
+        _litert.compare(other, tmp_path / "f.tflite", sizes={"b": 1})
