@@ -1,4 +1,4 @@
-"""`fnet export RUN --to=bundle,onnx`: the trained model of a run as files that run elsewhere."""
+"""`fnet export RUN --to=bundle,onnx,litert`: the trained model of a run as files that run elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-_FORMATS = {"bundle": "model.fnet", "onnx": "model.onnx"}
+_FORMATS = {"bundle": "model.fnet", "onnx": "model.onnx", "litert": "model.tflite"}
 _CONTEXT = 4096      # tokens of a generated text, at most
 
 
@@ -14,11 +14,15 @@ def define(commands: Any) -> None:
     """Adds the command."""
     export = commands.add_parser("export", help="export the trained model of a run",
                                  description="Exports the model of a run's folder, which contains model.json "
-                                 "(export.record). onnx needs the packages of fnet[onnx].")
+                                 "(export.record). onnx and litert need the packages of fnet[onnx] and "
+                                 "fnet[litert].")
     export.add_argument("run", help="the run's folder, such as runs/digits")
     export.add_argument("--to", default="bundle", help=f"formats, separated by commas: {', '.join(_FORMATS)}")
     export.add_argument("--which", default="last", help="last (default), best, or the number of a step")
     export.add_argument("--output", help="the folder of the files (default: the run's folder)")
+    export.add_argument("--sizes", action="append", metavar="NAME=SIZE,...",
+                        help="sizes of the inputs of a LiteRT model, such as b=1,t=64; several times for "
+                        "several signatures")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in formats if name not in _FORMATS]
     if unknown:
         raise ValueError(f"--to={args.to}: {unknown[0]!r} is not a format; expected {', '.join(_FORMATS)}")
+    sizes = [_sizes(text) for text in args.sizes] if args.sizes else None
     which = int(args.which) if args.which.isdigit() else args.which
     found = export.read_record(args.run)
     snapshot = tr.load(args.run, which=which)
@@ -51,10 +56,20 @@ def run(args: argparse.Namespace) -> int:
         path = folder / _FORMATS[name]
         if name == "bundle":
             program.save(path, labels=found.labels, about=about, tokenizer=characters if characters.exists() else None)
-        else:
+        elif name == "onnx":
             program.onnx(path)
+        else:
+            program.litert(path, sizes=sizes)
         print(f"{path}: step {snapshot.step}, {path.stat().st_size:,} bytes")
     return 0
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """{"b": 1, "t": 64} from b=1,t=64."""
+    try:
+        return {name.strip(): int(size) for name, size in (pair.split("=") for pair in text.split(","))}
+    except ValueError:
+        raise ValueError(f"--sizes={text}: expected names and sizes, such as b=1,t=64") from None
 
 
 def _standard(mean: list[float], std: list[float]) -> Any:

@@ -4,7 +4,7 @@
     fnet chips              the catalog of chips
     fnet chips "TPU v5e"    one chip: computed and published peaks, prices, FLOP per dollar, power, sources
     fnet chips --plot FILE  FLOP per dollar and per watt over the years
-    fnet export runs/digits --to=bundle,onnx         the trained model of a run as files that run elsewhere
+    fnet export runs/digits --to=bundle,onnx,litert  the trained model of a run as files that run elsewhere
     fnet bundle show FILE   an exported model; also check and renew
     fnet serve FILE         exported models over HTTP
     fnet report runs/digits                          learning curves, predictions, configuration: one HTML file

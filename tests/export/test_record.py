@@ -56,6 +56,19 @@ def test_a_run_as_onnx(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.fnet", "model.onnx"]
 
 
+def test_a_run_for_litert(run, tmp_path, capsys):
+    assert cli.main(["export", str(run), "--to=litert", f"--output={tmp_path}", "--sizes=2"]) == 2
+    assert "--sizes=2: expected names and sizes, such as b=1,t=64" in capsys.readouterr().err
+    interpreter = pytest.importorskip("ai_edge_litert.interpreter")
+    sizes = ["--sizes=b=1", "--sizes=b=3"]
+    assert cli.main(["export", str(run), "--to=bundle,onnx,litert", f"--output={tmp_path}", *sizes]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.fnet", "model.onnx", "model.tflite"]
+    x = np.random.default_rng(0).normal(size=(3, 8, 8, 1)).astype(np.float32)
+    runner = interpreter.Interpreter(str(tmp_path / "model.tflite")).get_signature_runner("predict_b3")
+    snapshot = tr.load(run)
+    close(runner(x=x)["output"], MODEL(snapshot.averaged, x, state=snapshot.state)[0], 1e-5)
+
+
 def test_a_language_model_has_the_entries_with_which_a_server_generates(tmp_path):
     model, tx = models.GPT(11, 8, 1, 2, context=8, stacked=False), optax.sgd(0.1)
     params, _ = model.init(jax.random.key(0), model.example())
@@ -85,7 +98,7 @@ def test_a_model_is_read_as_it_was_recorded(model, tmp_path):
 
 def test_errors(run, tmp_path, capsys):
     assert cli.main(["export", str(run), "--to=pickle"]) == 2
-    assert "'pickle' is not a format; expected bundle, onnx" in capsys.readouterr().err
+    assert "'pickle' is not a format; expected bundle, onnx, litert" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path)]) == 2
     assert "model.json: no such file; a run whose program calls export.record" in capsys.readouterr().err
     with pytest.raises(TypeError, match=r"Dense is not a model of fnet.models; export it in your own code"):
