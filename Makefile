@@ -14,6 +14,9 @@ echo "installing fnet and its extras $(2) with $(1) ($$pins)"; \
 $(1) -m pip install --quiet --disable-pip-version-check -c $$pins -e '.[$(2)]'
 endef
 
+# tritonclient excludes the tested version of ml_dtypes, which it uses for bfloat16 alone.
+triton = $(1) -m pip install --quiet --disable-pip-version-check --no-deps tritonclient==2.73.0
+
 .PHONY: demo test test-all test-isa torture verify-pretrained verify-programs verify-export mutation pods lint docs dist bench clean
 .DELETE_ON_ERROR:
 
@@ -66,10 +69,10 @@ verify-pretrained: .venv-verify/.installed
 verify-programs: .venv-programs/.installed
 	.venv-programs/bin/python -m tests.programs $(ARGS)
 
-# LiteRT models. The packages exclude versions of the tested set, so they have their own environment, where they are
-# installed without the packages that they declare.
+# LiteRT models, and KServe's client for the server. Their packages exclude versions of the tested set, so they have their
+# own environment, where these are installed without the packages that they declare.
 verify-export: .venv-export/.installed
-	.venv-export/bin/python -m pytest tests/export/test_litert.py tests/export/test_record.py $(ARGS)
+	.venv-export/bin/python -m pytest tests/export/test_litert.py tests/export/test_record.py tests/export/test_serve.py::test_kserve $(ARGS)
 
 # Plants faults in fnet and reports which of them the tests detect, in about 40 minutes, after one run of all tests that
 # records which lines each of them runs (Python 3.12).
@@ -97,6 +100,7 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot create a virtual environment: install its venv package (on Debian and Ubuntu: apt-get install python3-venv), or name another interpreter: make PYTHON=... $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(call install,$(BIN)/python,dev$(comma)experiments)
+	$(call triton,$(BIN)/python)
 	@touch $@
 
 .venv-bench/.installed: pyproject.toml $(wildcard constraints/*.txt)
@@ -122,6 +126,7 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 .venv-export/.installed: pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv .venv-export
 	$(call install,.venv-export/bin/python,dev)
+	$(call triton,.venv-export/bin/python)
 	.venv-export/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/export.txt
 	@touch $@
 

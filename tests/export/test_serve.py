@@ -1,5 +1,6 @@
 """`fnet serve` in a process of its own: answers, clients, invalid requests, limits, the end."""
 
+import asyncio
 import concurrent.futures
 import json
 import random
@@ -99,7 +100,6 @@ def test_answers(client, files, digits):
 
 
 def test_tritonclient(port, digits):
-    """tritonclient 2.73 requires ml-dtypes < 0.6, which the tested set is not: pip install 'tritonclient[http]'."""
     triton = pytest.importorskip("tritonclient.http")
     client, x = triton.InferenceServerClient(f"127.0.0.1:{port}"), images(3)
     assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("digits", "1")
@@ -115,6 +115,32 @@ def test_tritonclient(port, digits):
     with pytest.raises(triton.InferenceServerException, match="expected 'FP32'"):
         client.infer("digits", [triton.InferInput("x", x.shape, "INT32").set_data_from_numpy(x.astype(np.int32))])
     client.close()
+
+
+@pytest.mark.exhaustive
+def test_kserve(port, digits):
+    """In an environment of its own: make verify-export."""
+    kserve = pytest.importorskip("kserve")
+    address, x = f"http://127.0.0.1:{port}", images(3)
+
+    async def run():
+        client = kserve.InferenceRESTClient(kserve.RESTConfig(protocol="v2"))
+        assert await client.is_server_live(address) and await client.is_server_ready(address)
+        assert await client.is_model_ready(address, "digits")
+        for binary in (True, False):
+            tensor = kserve.InferInput("x", list(x.shape), "FP32")
+            tensor.set_data_from_numpy(x, binary_data=binary)
+            request = kserve.InferRequest("digits", [tensor], request_id="7")
+            response = await client.infer(address, request, model_name="digits")
+            assert (response.id, response.model_name) == ("7", "digits")
+            equal([response.outputs[0].as_numpy()], digits(x))
+        tensor = kserve.InferInput("x", [1, 8, 9, 1], "FP32")
+        tensor.set_data_from_numpy(np.zeros((1, 8, 9, 1), np.float32), binary_data=False)
+        with pytest.raises(Exception, match=r"axis 2 has size 9, expected 8.*400 Bad Request"):
+            await client.infer(address, kserve.InferRequest("digits", [tensor]), model_name="digits")
+        await client.close()
+
+    asyncio.run(run())
 
 
 def test_requests_are_computed_together(port, digits):
