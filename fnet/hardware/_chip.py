@@ -236,7 +236,7 @@ class Chip:
         return dataclasses.replace(self.scaled(1 / n), name=name, jax_devices_per_chip=1)
 
     def chips_of(self, devices: int) -> float:
-        """Returns how many chips' peak rates `devices` JAX devices have together.
+        """Returns the total peak rate of `devices` JAX devices as a number of chips.
 
         One core of a TPU v3 has half of a chip's rate. Emulated CPU devices share one thread pool, and one of them can
         use all threads, so the result for a CPU is at least 1.

@@ -132,9 +132,9 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     operation without a known cost counts as zero. `notes` lists each of these cases. Unused results count, although a
     compiler removes them.
 
-    `layers.dot_product_attention` counts as in its formula, including the pairs that a mask hides; this is the
-    convention for MFU. The weights that its backward pass recomputes count as `recomputed`. Its bytes are those of its
-    operands and results.
+    `layers.dot_product_attention` counts the products of its formula, including those of pairs that a mask hides; this
+    is the convention for MFU. The weights that its backward pass recomputes count as `recomputed`. Its bytes are those
+    of its operands and results.
 
     Args:
         f: any JAX function, for example a jitted, differentiated or sharded one.

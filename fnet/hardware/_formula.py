@@ -53,7 +53,8 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
         boost: whether to use the boost clock of a CPU instead of its base clock.
 
     Returns:
-        One entry for each dtype; none if the catalog lacks the units or the clock.
+        One entry for each dtype. The result is empty if the catalog does not have the number of units or the clock of
+        the chip.
 
     >>> from fnet import hardware as hw
     >>> [c.formula for c in hw.computed(hw.chips["Titan RTX"])]

@@ -45,7 +45,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` returns; `str()` is a table.
+    """The result of `compare`; `str()` is a table.
 
     Attributes:
         rows: a `Difference` for each site of both programs, in the order in which the first program computes them, and

@@ -41,7 +41,7 @@ class Slope:
 
 @dataclasses.dataclass(frozen=True)
 class GradientCheck:
-    """What `check_gradient` returns; `str()` is a table, the worst leaf first.
+    """The result of `check_gradient`; `str()` is a table, the worst leaf first.
 
     Attributes:
         rows: a `Slope` for each leaf, the worst first.

@@ -96,8 +96,9 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
         introspect.graph(model, x, "model.svg", depth=2)
 
     The page shows scopes that expand by click or key, down to single operations. Boxes are colored by their share of
-    the cost; edges carry shapes and dtypes. A scan, such as a `Stack`, is drawn once, with "× depth". Of a training
-    step the forward pass goes down, the backward pass beside it up, and the update of the parameters follows.
+    the cost; edges carry shapes and dtypes. A scan, such as a `Stack`, is drawn once, with "× depth". In the picture of
+    a training step, the forward pass runs from top to bottom, and the backward pass runs beside it from bottom to top.
+    The update of the parameters follows the backward pass.
 
     Parameters and constants are not drawn as boxes; a box lists those that it reads. They are the parameters of a
     layer or module, and of a function its first argument, if that is a tree of several arrays and not the only one.

@@ -37,7 +37,7 @@ class Statistic:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """What `statistics` returns; `str()` is a table.
+    """The result of `statistics`; `str()` is a table.
 
     Attributes:
         result: of the function.

@@ -18,8 +18,8 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
         trainable, frozen = nn.partition(params, "head")
         grads = jax.grad(lambda trainable: loss(nn.combine(trainable, frozen)))(trainable)
 
-    Both trees have the structure of `params`, with None in place of the leaves of the other. JAX counts None as no
-    leaf, so gradients, optimizer states and checkpoints of `trainable` hold nothing of what is frozen.
+    Both trees have the structure of `params`, with None in place of the leaves of the other. None is not a leaf in JAX,
+    so gradients, optimizer states and checkpoints of `trainable` contain no frozen parameters.
 
     Args:
       params: a tree of arrays, or of their shapes (`jax.ShapeDtypeStruct`), traced or not.
@@ -28,10 +28,10 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
         path, so a pattern selects all of them or none.
 
     Returns:
-      (trainable, frozen). Leaves that have no gradient (integers, bools, keys) are frozen, whether they match or not.
+      (trainable, frozen). Leaves without a gradient (integers, bools, keys) are always frozen.
 
     Raises:
-      ValueError: a pattern that is no regular expression, or that matches no leaf with a gradient.
+      ValueError: a pattern is not a regular expression, or matches no leaf with a gradient.
 
     Example:
       >>> params = {"body": {"kernel": jnp.ones((2, 2))}, "head": {"kernel": jnp.ones((2, 1)), "bias": jnp.zeros(1)}}
@@ -73,7 +73,7 @@ def combine(*parts: Any) -> Any:
     """The tree of parameters whose parts `partition` returned.
 
     Args:
-      parts: trees of one structure; of each leaf, all but one are None.
+      parts: trees with the same structure. At each leaf, all trees but one have None.
 
     Raises:
       ValueError: the structures differ, or two parts hold the same leaf.

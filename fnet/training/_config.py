@@ -18,7 +18,7 @@ LENGTHS = ("steps", "epochs")      # fields that say how long a run is: it may b
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message is one sentence for the user.
+    """A configuration that cannot be used. The message has one line.
 
     >>> try:
     ...     tr.from_dict(dict, {"rate": "fast"})
@@ -29,15 +29,15 @@ class ConfigError(ValueError):
 
 
 def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "") -> Config:
-    """An instance of the dataclass `cls`; fields left out keep their defaults.
+    """Returns an instance of the dataclass `cls`. Fields without a value get their defaults.
 
     Args:
       cls: a dataclass whose fields are bool, int, float, str, or one of them | None.
       values: by field name.
-      source: where they come from, for the error message.
+      source: the origin of the values, for the error message.
 
     Raises:
-      ConfigError: a name that is no field, a value of another type, a field without value.
+      ConfigError: a name is not a field, a value has another type, or a field without a default has no value.
 
     Example:
       >>> @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
     """The configuration in a JSON file, local or in an object store.
 
     Raises:
-      ConfigError: no such file, not a JSON object, or what `from_dict` raises.
+      ConfigError: the file does not exist, is not a JSON object, or `from_dict` raises an error.
 
     >>> import dataclasses, tempfile
     >>> @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
 def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
     """Writes `workdir/config.json` and returns its path.
 
-    A run of `fit(config=)` does this itself, once no other run can have the folder.
+    `fit(config=)` does this after it has locked the folder.
 
     Args:
       config: a dataclass, or a dict of JSON types.
@@ -132,11 +132,11 @@ def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...]
     Args:
       config: the current configuration.
       workdir: the run's folder. If it has no config.json, nothing is compared.
-      but: names of fields that may differ. Fields declared with `compare=False` may, too,
-        and steps and epochs may be larger than they were.
+      but: names of fields that may differ. Fields declared with `compare=False` may also differ, and steps and epochs
+        may increase.
 
     Raises:
-      ConfigError: naming each field that differs, with both values.
+      ConfigError: a field differs; the message lists each such field with both values.
 
     >>> import dataclasses, tempfile
     >>> @dataclasses.dataclass(frozen=True)

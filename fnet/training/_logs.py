@@ -71,21 +71,21 @@ def _parsed(raw: bytes) -> tuple[list[dict[str, Any]], dict[int, str], int]:
 
 
 class Logger:
-    """Writes scalars, by step, to `workdir/metrics.jsonl` and to TensorBoard's event files.
+    """Writes scalars to `workdir/metrics.jsonl` and to TensorBoard's event files.
 
-    Each line of metrics.jsonl is one object with "step" and what was measured there; NaN and
-    infinity are written as null. Arrays (a confusion matrix) go into neither; `Histogram`, `Image` and `Text` go to
+    Each line of metrics.jsonl is one object with "step" and the values of this step. NaN and infinity are written as
+    null. Arrays, such as a confusion matrix, are not written. `Histogram`, `Image` and `Text` are written only for
     TensorBoard.
 
     Args:
-      workdir: the run's folder or URL. In an object store each line is there when `write` returns: the object is
-        written again with each line, and from 256 KiB on another one (metrics.jsonl.0001).
+      workdir: the run's folder or URL. In an object store, a line is stored when `write` returns: each line rewrites
+        the object, and after 256 KiB a new object is started (metrics.jsonl.0001).
       step: the step from which the run is resumed. Lines of later steps, which a killed process wrote after its last
         checkpoint, are removed, because they will be written again. Damaged lines are removed too, with a `LogWarning`;
         the file with them is kept as metrics.jsonl.damaged.
       tensorboard: False for metrics.jsonl alone.
-      again: names of evaluations that `step` will run again, and of single values that it will log again: their lines
-        of that step are removed as well.
+      again: names of evaluations and values that the resumed run computes again at `step`. Their lines of this step are
+        removed, too.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +124,7 @@ class Logger:
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line, with the operating system when this returns.
+        """Writes one line; when this returns, the operating system has it.
 
         Raises:
           OSError: it cannot be written, naming the file.
@@ -142,8 +142,8 @@ class Logger:
             self._events.write(step, scalars | media)
 
     def note(self, step: int, text: str) -> None:
-        """Adds what has happened, such as a recompilation, to events.jsonl, for `fnet report`. In a local folder only;
-        where it cannot be written, the run goes on without."""
+        """Adds an event, such as a recompilation, to events.jsonl, for `fnet report`. Events are written only to a
+        local folder. If the file cannot be written, the event is dropped."""
         if isinstance(self.workdir, StorePath):
             return
         with contextlib.suppress(OSError), open(self.workdir / NOTES, "ab") as file:

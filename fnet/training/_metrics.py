@@ -66,8 +66,8 @@ def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
 
     Args:
       values: any shape, numbers or bools.
-      weight: same shape, or None for all ones. Padding has weight 0, and what stands in `values`
-        there does not matter, NaN included.
+      weight: same shape, or None for all ones. Values with weight 0, such as padding, have no effect, even if they are
+        NaN.
 
     Raises:
       ValueError: the shapes differ.
@@ -180,21 +180,21 @@ def evaluator(
     """Returns a function that evaluates a state on a complete data set, without dropping or repeating examples.
 
     The last, partial batch is padded to full size, and every batch carries `weight`, 1.0 for an
-    example and 0.0 for padding, so that one compiled program serves all of them. Where the state
-    lies on several chips, as a plan says, each of them measures its share of the examples.
+    example and 0.0 for padding, so that one compiled program serves all of them. If the state is placed on several
+    chips by a plan, each chip evaluates its part of the examples.
 
     Args:
       metrics: pure, `metrics(state, batch) -> dict` of `mean(values, batch["weight"])` and other
         metrics of this module. A plain scalar would count the padding and is an error.
       data: what `Batches` takes. A batch of a tuple (x, y) is (x, y, weight), of a single array (x, weight).
-      batch_size: examples at a time; on several chips rounded up to a multiple of them.
+      batch_size: examples in a batch; on several chips, it is rounded up to a multiple of their number.
 
     Returns:
       `evaluate(state) -> dict` of floats and arrays on the host.
 
     Raises:
-      ValueError: arrays of different lengths, one that is called "weight", or a metric that is a plain scalar.
-      TypeError: values that are no numbers, or that are missing.
+      ValueError: the arrays have different lengths, one of them is named "weight", or a metric is a plain scalar.
+      TypeError: values are missing or are not numbers.
 
     >>> def measure(state, batch):
     ...     return {"error": tr.mean(jnp.abs(state - batch["x"]), batch["weight"])}

@@ -12,15 +12,15 @@ from flax import struct
 
 @struct.dataclass
 class TrainState:
-    """The carry of a training run: a pytree, so it can be jitted, donated, sharded and saved whole.
+    """The state of a training run: a pytree that can be passed through `jit`, donated, sharded and saved.
 
     Fields:
       step: int32 scalar, the number of updates made.
       params: the model's parameters.
-      state: the model's other arrays (batch statistics), `{}` where it has none.
+      state: the model's other arrays, such as batch statistics; `{}` if it has none.
       opt_state: the optimizer's state.
       ema: an exponential moving average of params, or None.
-      decay: the average's decay, or None. Static: not an array and not saved.
+      decay: the decay of the moving average, or None. Static: not an array and not saved.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -74,14 +74,14 @@ class TrainState:
     def apply(
         self, tx: optax.GradientTransformation, grads: Any, *, state: Any = None
     ) -> TrainState:
-        """One update: `params + tx(grads)`, the average moved along, step + 1.
+        """Returns the state after one update: new parameters, moving average and optimizer state, and step + 1.
 
             ema' = d ema + (1 - d) params',    d = min(decay, (1 + step) / (10 + step))
 
-        The bound on d lets the average of a young run forget the initial values.
+        In the first steps, d is smaller than `decay`, so the average does not retain the initial values.
 
         Args:
-          tx: the transformation that `create` was given.
+          tx: the transformation that was passed to `create`.
           grads: a tree like params.
           state: the model's new state; None keeps the old one.
         """

@@ -142,8 +142,8 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
 
     Args:
         f: any function. To differentiate it, differentiate the result: `grad(intervene(f, ...))`.
-        changes: {pattern: change}; patterns as in `capture`. `change(value, index)` returns a tree of the value's
-            structure, shapes and dtypes. `index` has the number of the iteration for each scan around the site,
+        changes: {pattern: change}; patterns as in `capture`. `change(value, index)` returns a tree with the structure,
+            shapes and dtypes of `value`. `index` has the number of the iteration for each scan around the site,
             outermost first: (), or (layer,) in a stack. Several changes of a site are applied in order.
 
     Returns:

@@ -46,11 +46,11 @@ def test_files_of_16_bit_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(("tokens", "options", "text"), [
-    (ROW[:8], {}, r"8 tokens are too few for stretches of 8 \+ 1"),
+    (ROW[:8], {}, r"8 tokens are too few for windows of 8 \+ 1"),
     (ROW.reshape(2, -1), {}, r"tokens are one row of integers; got uint16\[2, 500\]"),
     (ROW.astype(np.float32), {}, r"tokens are one row of integers; got float32\[1000\]"),
-    (ROW, {"length": 0}, "length=0: a stretch predicts at least one token"),
-    (ROW, {"batch_size": 0}, "batch_size=0: a batch needs at least one stretch"),
+    (ROW, {"length": 0}, "length=0: a window predicts at least one token"),
+    (ROW, {"batch_size": 0}, "batch_size=0: a batch needs at least one window"),
 ])
 def test_wrong_rows_and_sizes(tokens, options, text):
     with pytest.raises(ValueError, match=text):

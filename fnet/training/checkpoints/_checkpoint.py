@@ -24,23 +24,23 @@ from fnet.training.checkpoints._writing import write
 
 
 class Checkpoints(Reading):
-    """The checkpoints of one run: saved in the background, the last few and the best one kept.
+    """The checkpoints of one run. They are saved in the background; the last ones and the best one are kept.
 
-    A checkpoint is a folder named by its step: safetensors files and a manifest with a checksum of every shard, every
-    file and itself. In a local folder it is written under another name and renamed when all of it is on the disk; in an
-    object store its manifest is written last. A process that is killed at any moment leaves the checkpoint before it
-    valid. Reading verifies every byte that it uses.
+    A checkpoint is a folder whose name is its step. It contains safetensors files, and a manifest with the checksum of
+    every shard, of every file and of the manifest. In a local folder, the checkpoint is written under a temporary name,
+    fsynced and renamed. In an object store, its manifest is written last. If the process is killed at any moment, the
+    previous checkpoint remains valid. Reading verifies every byte that it uses.
 
     Args:
-      folder: where the step folders go, a path or a URL (s3://bucket/prefix, gs://, az://); made when needed. Saving
-        locks it for this process.
-      keep: how many of the latest to keep.
-      keep_every: keep every checkpoint whose step is a multiple of this as well.
-      best: name of a metric given to `save`; the checkpoint with the best value is kept as well.
-      mode: "max" or "min", what best means.
+      folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix, gs://, az://). It is created if
+        necessary, and locked for this process by the first save.
+      keep: number of the latest checkpoints to keep.
+      keep_every: also keep every checkpoint whose step is a multiple of this.
+      best: the name of a metric that is passed to `save`. The checkpoint with the best value is kept, too.
+      mode: "max" if the largest value of the metric is the best, "min" if the smallest is.
 
     Raises:
-      ValueError: keep < 1, keep_every < 1, or another mode.
+      ValueError: `keep` or `keep_every` is less than 1, or `mode` is neither "max" nor "min".
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, tr.Checkpoints(folder, keep=2) as checkpoints:
@@ -80,11 +80,12 @@ class Checkpoints(Reading):
         self.close()
 
     def lock(self) -> None:
-        """Reserves the folder for this process, until `close` or the process's end, and removes what a killed save has
-        left.
+        """Locks the folder for this process until `close` or the end of the process, and removes the files of
+        incomplete saves.
 
         Raises:
-          CheckpointError: another run has it, it cannot be written to, or it is no longer the folder that was locked.
+          CheckpointError: another run uses the folder, it cannot be written to, or it was replaced after it had been
+            locked.
         """
         if jax.process_index() > 0:
             return
@@ -108,7 +109,8 @@ class Checkpoints(Reading):
         """Removes all checkpoints.
 
         Raises:
-          CheckpointError: another run has the folder, or files in it are not of checkpoints; nothing is removed then.
+          CheckpointError: another run uses the folder, or it contains files that do not belong to checkpoints. Then no
+            file is removed.
         """
         self.wait()
         self.lock()
@@ -144,21 +146,21 @@ class Checkpoints(Reading):
 
     def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None,
              notes: Mapping[str, Any] | None = None, sound: Any = None) -> None:
-        """Starts saving `tree` as step `step` and returns as soon as the device has been told to copy it.
+        """Starts to save `tree` as step `step`, and returns when the copy on the device has been dispatched.
 
-        An earlier checkpoint of the same step is replaced. What went wrong with a save is raised by the next one, by
-        `wait` and by `close`.
+        An earlier checkpoint of the same step is replaced. An error of the background save is raised by the next
+        `save`, by `wait` and by `close`.
 
         Args:
           step: the number of the checkpoint.
           tree: any pytree of arrays, NumPy arrays, PRNG keys and Python numbers.
-          metrics: where to look up the metric that decides about the best.
-          notes: what else is to be known of the run, JSON's types.
-          sound: a bool on the device: where it turns out False, nothing is saved.
+          metrics: values by name, one of which is the metric of `best`.
+          notes: other data of JSON types to store in the manifest.
+          sound: a bool on the device. If its value is False, the checkpoint is not saved.
 
         Raises:
-          CheckpointError: the folder cannot be written to or is another run's; or the save before this one failed.
-          TypeError: a leaf is of another kind.
+          CheckpointError: the folder cannot be written to, another run uses it, or the previous save failed.
+          TypeError: a leaf has an unsupported type.
         """
         leaves = _leaves.paths(tree)
         entries = {path: _leaves.entry(path, leaf) for path, leaf in leaves.items()}
@@ -172,12 +174,12 @@ class Checkpoints(Reading):
 
     def amend(self, step: int, *, metrics: Mapping[str, float] | None = None,
               notes: Mapping[str, Any] | None = None) -> None:
-        """Adds metrics and notes to the checkpoint of a step, after the saves under way, without writing its arrays
-        again. A step that was not saved, because it was not sound, is left out.
+        """Adds metrics and notes to the manifest of a saved step, after all pending saves. The arrays are not written
+        again. A step that was not saved because `sound` was False is ignored.
 
         Args:
-          step: whose `save` was called before.
-          metrics, notes: as `save` takes them; those of the same name are replaced.
+          step: a step that was passed to `save`.
+          metrics, notes: as in `save`; values with the same name are replaced.
 
         Raises:
           CheckpointError: another run has replaced the folder. Errors of the background thread are raised as by `save`.
@@ -189,7 +191,7 @@ class Checkpoints(Reading):
             self._saving.start()
 
     def wait(self) -> None:
-        """Returns when everything saved so far is on the disk; raises what went wrong there."""
+        """Waits until all saves are on the disk, and raises their errors."""
         if self._saving is not None:
             self._saving.join()
             self._saving = None
@@ -198,7 +200,7 @@ class Checkpoints(Reading):
             raise error
 
     def close(self) -> None:
-        """Waits, and gives the folder free."""
+        """Waits until all saves are on the disk, and unlocks the folder."""
         try:
             self.wait()
         finally:

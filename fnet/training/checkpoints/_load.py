@@ -21,10 +21,11 @@ class Snapshot:
 
     Fields:
       step: the step at which it was saved.
-      params: the parameters: dicts, lists and tuples of arrays, as the run had them.
-      state: the model's other arrays (batch statistics), {} where it has none.
-      config: what `fit(config=)` was given, as a dict, or None.
-      metrics: the evaluations at that step by name, such as {"validation/accuracy": 0.97}; {} where there were none.
+      params: the parameters, with the dicts, lists and tuples of the run.
+      state: the model's other arrays, such as batch statistics; {} if it has none.
+      config: the `config` that was passed to `fit`, as a dict, or None.
+      metrics: the evaluations at that step by name, such as {"validation/accuracy": 0.97}; {} if there was no
+        evaluation.
       ema: the moving average of the parameters, or None.
 
     >>> snapshot = tr.Snapshot(step=10, params={"w": jnp.ones(3)}, state={}, config=None, metrics={})

@@ -16,15 +16,15 @@ CHECKPOINTS, PLAN = "checkpoints", "plan.txt"
 def clear(workdir: str | os.PathLike) -> None:
     """Removes the run in `workdir`: its checkpoints, logs, config.json and plan.txt, and no other file.
 
-    To begin a run anew, `fit(..., restart=True)` is safer: it removes the old run only when everything else about the
-    new one has been checked.
+    To start a run again from its first step, `fit(..., restart=True)` is safer: it removes the old run only after the
+    arguments of the new run have been checked.
 
     Args:
       workdir: the run's folder or URL; it need not exist.
 
     Raises:
-      CheckpointError: a run is using it, or checkpoints/ holds files that are not of checkpoints. Nothing is removed
-        then.
+      CheckpointError: a run uses the folder, or checkpoints/ contains files that do not belong to checkpoints. Nothing
+        is removed then.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

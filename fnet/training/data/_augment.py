@@ -21,7 +21,7 @@ def _batch(images: jax.Array, who: str) -> tuple[int, int, int, int]:
 def random_crop(
     key: jax.Array, images: jax.Array, padding: int = 4, *, mode: str = "constant"
 ) -> jax.Array:
-    """Pads every side and cuts out a window of the old size at a random place.
+    """Pads every side, and crops a window of the original size at a random position.
 
     Args:
       key: a PRNG key.
@@ -69,13 +69,13 @@ def random_flip(key: jax.Array, images: jax.Array) -> jax.Array:
 def cutout(key: jax.Array, images: jax.Array, size: int = 8) -> jax.Array:
     """Sets a square of each image to zero.
 
-    The square's centre is uniform over the image, so it may reach over the border.
+    The center of the square is uniformly distributed over the image, so a part of the square may be outside.
     DeVries & Taylor, Improved Regularization of Convolutional Neural Networks with Cutout, 2017.
 
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels].
-      size: side of the square in pixels; 0 cuts nothing.
+      size: side of the square in pixels; with 0, images do not change.
 
     >>> images = jnp.ones((2, 8, 8, 1))
     >>> bool((tr.cutout(jax.random.key(0), images, size=4) == 0).any())
@@ -108,7 +108,7 @@ def random_affine(
       images: [batch, height, width, channels], floating.
       degrees: the angle is uniform in [-degrees, degrees].
       scale: the factor is uniform in [1 - scale, 1 + scale].
-      shift: the move, as a fraction of the size, is uniform in [-shift, shift] per axis.
+      shift: the translation along each axis is uniform in [-shift, shift] times the size of the image.
 
     Raises:
       TypeError: images are integers, which cannot be interpolated.

@@ -11,7 +11,7 @@ from fnet.training.data._arrays import as_arrays
 
 
 class Batches:
-    """Shuffled batches of arrays in memory, addressed by the step.
+    """Shuffled batches of arrays in memory; `batches(i)` is the batch of step i.
 
     Each epoch is a random permutation of the examples. The permutations of all epochs form one sequence, and batch i
     contains its examples i * batch_size to (i + 1) * batch_size - 1. So every example occurs once per epoch, all
@@ -22,11 +22,11 @@ class Batches:
         nesting of them, or a pandas DataFrame, which becomes a dict of its columns. A batch has the same structure.
       batch_size: examples in a batch.
       seed: decides every permutation.
-      shuffle: False keeps the arrays' own order, epoch after epoch.
+      shuffle: If False, every epoch has the order of the arrays.
 
     Raises:
-      ValueError: no arrays, arrays of different lengths, or batch_size < 1.
-      TypeError: values that are no numbers (text, dates, categories), or that are missing.
+      ValueError: `data` contains no arrays or arrays of different lengths, or `batch_size` is less than 1.
+      TypeError: values are missing or are not numbers (text, dates, categories).
 
     Example:
       >>> batches = Batches({"x": np.arange(10)}, batch_size=4, seed=0)
@@ -63,11 +63,11 @@ class Batches:
         return np.concatenate(parts)
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run is held to, besides a digest of one batch."""
+        """The values that must be equal when a run is resumed, in addition to a digest of one batch."""
         return {"examples": self.length, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
 
     def steps(self, epochs: float) -> int:
-        """How many batches it takes to see every example `epochs` times."""
+        """The number of batches that contain every example `epochs` times."""
         return -int(-epochs * self.length // self.batch_size)
 
     def _permutation(self, epoch: int) -> np.ndarray:

@@ -43,7 +43,8 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
       Hugging Face IterableDataset after `shuffle(buffer_size=)`, whose state leaves out the buffer.
     - "none": the data begins anew, with a `ResumeWarning`. A shuffled DataLoader whose order cannot be repeated.
 
-    Arrays of torch and TensorFlow become NumPy arrays. None of these libraries is imported.
+    Arrays of torch and TensorFlow become NumPy arrays. fnet does not import torch, TensorFlow, datasets, torchdata or
+    grain for this.
 
     Args:
       source: an iterable that can be iterated again for each epoch, or a function that returns one, of no argument or

@@ -21,8 +21,9 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
       data: what `Batches` takes, or columns of text beside it: a tree of arrays, a pandas DataFrame.
       sizes: for two parts, the size of the second (validation): a fraction such as 0.2, or a number of examples. For
         any number of parts, a sequence of all sizes: fractions with the sum 1, or numbers of examples.
-      seed: decides which examples go where.
-      stratify: labels [n]: each part receives its share of every class, to within one example for each part.
+      seed: the seed of the random assignment of examples to parts.
+      stratify: labels, integers [n]. The number of examples of each class in a part then differs from the exact share
+        by at most one.
 
     Returns:
       The parts, each with the structure of `data`.

@@ -1,4 +1,4 @@
-"""Stretches of a long row of tokens: batch i is a pure function of (seed, i)."""
+"""Windows of an array of tokens: batch i is a pure function of (seed, i)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fnet.training.data._cache import local
 
 
 class Windows:
-    """Batches of stretches of a row of tokens, each from a place drawn at random, addressed by the step.
+    """Batches of windows of consecutive tokens at random positions of an array; `windows(i)` is the batch of step i.
 
-    A row that is mapped from a file is read where a stretch lies and nowhere else.
+    If the array is memory-mapped, only the windows of a batch are read from the file.
 
     Args:
       tokens: [tokens], integers.
-      length: tokens of a stretch that are predicted; it holds one more.
-      batch_size: stretches in a batch.
-      seed: decides every place.
-      vocab_size: if given, every batch is held to tokens below it.
+      length: number of predicted tokens in a window; a window has `length + 1` tokens.
+      batch_size: windows in a batch.
+      seed: the seed of the random positions.
+      vocab_size: if given, a token in a batch must be less than this.
 
     Raises:
-      ValueError: a row that is not longer than `length`, not of integers, or a size below 1; at a
-        batch, a token that is not below `vocab_size`.
+      ValueError: `tokens` is not longer than `length` or is not an integer array, a size is less than 1, or, when a
+        batch is read, a token is not less than `vocab_size`.
 
     Example:
       >>> windows = Windows(np.arange(100), length=4, batch_size=2, seed=0)
@@ -44,7 +44,7 @@ class Windows:
     ):
         _check(tokens, length)
         if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: a batch needs at least one stretch")
+            raise ValueError(f"batch_size={batch_size}: a batch needs at least one window")
         self.tokens, self.length, self.batch_size = tokens, length, batch_size
         self.seed, self.vocab_size = seed, vocab_size
 
@@ -58,27 +58,27 @@ class Windows:
         return {"tokens": tokens}
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run is held to, besides a digest of one batch."""
+        """The values that must be equal when a run is resumed, in addition to a digest of one batch."""
         return {"tokens": len(self.tokens), "length": self.length, "batch_size": self.batch_size, "seed": self.seed}
 
     def starts(self, step: int) -> np.ndarray:
-        """Where the stretches of batch `step` begin: [batch_size]."""
+        """The first positions of the windows of batch `step`: [batch_size]."""
         generator = np.random.Generator(np.random.PCG64([self.seed, step]))
         return generator.integers(0, len(self.tokens) - self.length, self.batch_size)
 
 
 def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
-    """A row of tokens cut into stretches of length + 1 that overlap by one, so that each token is predicted once.
+    """Divides an array of tokens into windows that overlap by one token, so that each token is predicted once.
 
     Args:
       tokens: [tokens], integers.
-      length: tokens of a stretch that are predicted.
+      length: number of predicted tokens in a window; a window has `length + 1` tokens.
 
     Returns:
-      [stretches, length + 1], a view; what is left at the end, less than a stretch, is left out.
+      [windows, length + 1], a view of `tokens`. Tokens at the end that do not fill a window are omitted.
 
     Raises:
-      ValueError: a row that is not longer than `length`, or not of integers.
+      ValueError: `tokens` is not longer than `length`, or is not an integer array.
 
     Example:
       >>> stretches(np.arange(8), 3).tolist()
@@ -121,6 +121,6 @@ def _check(tokens, length):
     if np.ndim(tokens) != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens are one row of integers; got {tokens.dtype}{list(tokens.shape)}")
     if length < 1:
-        raise ValueError(f"length={length}: a stretch predicts at least one token")
+        raise ValueError(f"length={length}: a window predicts at least one token")
     if len(tokens) <= length:
-        raise ValueError(f"{len(tokens)} tokens are too few for stretches of {length} + 1")
+        raise ValueError(f"{len(tokens)} tokens are too few for windows of {length} + 1")

@@ -43,7 +43,7 @@ class StepEnd:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What the step returned as metrics, by name. Reading them waits for the device."""
+        """The metrics that the step returned, by name. Reading them waits for the device."""
         return _metrics.results(self._metrics)
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ class StepEnd:
         self._write(values)
 
     def stop(self) -> None:
-        """Ends the run after this step, whose state is saved. It is then finished, as after an early stop."""
+        """Ends the run after this step. The state is saved, and the run is complete, as after an early stop."""
         self._stop()
 
 

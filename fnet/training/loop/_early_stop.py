@@ -13,13 +13,15 @@ class EarlyStop:
     A value that is NaN or infinite is no improvement. `fit` returns the last state unless `restore_best=True`.
 
     Args:
-      metric: its name as logged, such as "validation/accuracy". Use data that is neither trained on nor reported.
-      patience: evaluations without improvement that are tolerated.
+      metric: its name as logged, such as "validation/accuracy". Compute it on data that is used neither for training
+        nor for the reported result.
+      patience: number of consecutive evaluations without improvement after which the run stops.
       mode: "max" if larger is better, "min" if smaller is.
       min_delta: the smallest difference that counts as an improvement.
 
     Raises:
-      ValueError: another mode, patience < 1, or min_delta negative or not finite.
+      ValueError: `mode` is neither "max" nor "min", `patience` is less than 1, or `min_delta` is negative or not
+        finite.
 
     >>> tr.EarlyStop(metric="validation/loss", mode="min", patience=3).patience
     3
@@ -39,7 +41,8 @@ class EarlyStop:
             raise ValueError(f"min_delta={self.min_delta}: the smallest improvement is a number from 0 up")
 
     def update(self, best: float, stale: int, value: float) -> tuple[float, int]:
-        """The best value and the number of evaluations since, after one more; `best` is NaN before the first."""
+        """Returns the best value and the number of evaluations since then, after one more evaluation. Before the first
+        evaluation, `best` is NaN."""
         if better(value, best, self.mode, self.min_delta):
             return value, 0
         return best, stale + 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and has saved its last finished step."""
+    """The run was interrupted by a signal. Its last complete step has been saved."""
 
 
 def put_off(run: Run) -> None:

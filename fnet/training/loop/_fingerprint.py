@@ -16,7 +16,7 @@ from fnet.training._config import LENGTHS, ConfigError
 
 
 class ResumeWarning(UserWarning):
-    """The run is resumed under other conditions than it was begun with, or under conditions that nobody compared."""
+    """The conditions of the run have changed since it was started, or they cannot be compared."""
 
 
 

@@ -35,7 +35,7 @@ class Progress:
     without reports.
 
     Args:
-      stream: where to; the standard output if None.
+      stream: the text stream to write to; None: the standard output.
       bar: True for a bar under the lines, False for lines alone, None for a bar on a terminal.
       refresh: the bar is redrawn at most this many times a second.
 
@@ -57,7 +57,7 @@ class Progress:
         self._explained = False
 
     def start(self, step: int, steps: int) -> None:
-        """A run of `steps` begins, or goes on, at `step`."""
+        """Starts the display of a run that begins or resumes at `step` and ends at `steps`."""
         self._steps = steps
         if self._wants_bar:
             from rich import progress
@@ -105,7 +105,8 @@ class Progress:
                     bar.stop()
 
     def tick(self, step: int, rate: float | None, left: float | None) -> None:
-        """Step `step` was dispatched: moves the bar, rarely and without waiting for the device."""
+        """Redraws the bar after step `step` was dispatched, at most `refresh` times a second, without waiting for the
+        device."""
         now = time.monotonic()
         if self._bar is None or now - self._drawn < 1 / self._refresh:
             return
@@ -123,9 +124,9 @@ class Progress:
         left: float | None,
         mfu: Any = None,
     ) -> None:
-        """One line: the metrics at a step, steps per second, `hardware.MFU`, seconds left.
+        """Prints one line: the metrics at a step, steps per second, `hardware.MFU`, and the remaining time.
 
-        What the utilisation is a share of, or why it is unknown, is said once, the first time.
+        The first call also prints one line with the peak to which MFU refers, or with the reason why MFU is unknown.
         """
         if mfu is not None and not self._explained:
             self._explained = True
