@@ -70,7 +70,7 @@ class Count:
     Attributes:
         total: the sum over all scopes.
         scopes: `Cost` by scope path, in the order of the program; the path "" holds operations outside any scope.
-        matmuls: every matrix product and convolution, with its sizes.
+        matmuls: all matrix products and convolutions, with their sizes.
         argument_bytes, output_bytes: sizes of the arguments and outputs. Exact; their sum is a lower bound of the
             memory traffic.
         notes: why the count is not exact; empty if it is exact.
@@ -127,7 +127,7 @@ class Count:
 def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     """Counts the FLOPs and bytes of a function, without running or compiling it.
 
-    The body of a scan counts once for each iteration, and the shards of a shard_map are added. Of a cond, the branch
+    The body of a scan counts once for each iteration, and the shards of a shard_map are added. For a cond, the branch
     with the most FLOPs counts. The body of a while loop counts once, because its number of iterations is unknown. An
     operation without a known cost counts as zero. `notes` lists each of these cases. Unused results count, although a
     compiler removes them.

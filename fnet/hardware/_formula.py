@@ -19,7 +19,8 @@ class Computed(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A published and a computed peak. `deviation` is quoted / computed - 1; `explanation` is why they differ."""
+    """A published and a computed peak. `deviation` is quoted / computed - 1; `explanation` is the reason for the
+    difference."""
 
     dtype: str
     quoted: float

@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]:
-    """The points of the picture: each chip and system with a price or a power, in the order of the years.
+    """Returns the points that `plot` draws: each chip and system with a price or a power, in the order of the years.
 
     Args:
         per: "dollar" (purchase: three years of use; rent: an hour) or "watt" (thermal design power).

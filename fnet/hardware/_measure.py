@@ -26,7 +26,7 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
 
     Args:
         device: a `jax.Device`; by default the first local one.
-        dtypes: the dtypes to measure. If the device cannot multiply one, it is omitted and named in the notes.
+        dtypes: the dtypes to measure. A dtype that the device cannot multiply is omitted and named in the notes.
         size: number of rows and columns of the matrices; by default 1024 on a CPU, 8192 elsewhere.
         copy_bytes: bytes of the copied array; by default 256 MiB on a CPU, 1 GiB elsewhere.
         seconds: seconds for each measurement.

@@ -29,7 +29,7 @@ class Difference:
         other: the site in the second program.
         error: max |a - b| / max |b|; infinite if the shapes differ, or where one is finite and the other is not.
         tolerance: the largest error that counts as equal.
-        types: of the values in both programs.
+        types: the types of the value in both programs.
     """
 
     name: str
@@ -89,9 +89,9 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
         print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
 
-    Sites that have the same name in both programs are compared. Of the others, those with nearly the same values are
-    compared, and between these, in the order of computation, those with the same shapes. So a model and its twin of
-    another library need no list of names; `names` makes sure that the right sites are compared.
+    Sites that have the same name in both programs are compared. Of the other sites, those with nearly equal values are
+    compared. Sites between two such pairs are compared if they have the same shape, in the order of computation. So a
+    model and its port to another library need no list of names. `names` specifies the pairs explicitly.
 
     Args:
         f: a function with named sites: see `transforms.sites`.
@@ -99,14 +99,14 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         args: the arguments. Both functions run on them once, and the values of all sites are in memory at that time.
         names: {regular expression: replacement}, as in `re.sub`: the name in g of the sites whose whole name in f
             matches.
-        tolerance: the largest relative error that counts as equal. By default 1e-5 for float32, and for a value with a
-            lower precision in either program, as much more as the precision is lower.
+        tolerance: the largest relative error that counts as equal. By default 1e-5 for float32. If a value has a lower
+            precision in one of the programs, the tolerance is larger by the ratio of the precisions.
 
     Returns:
         A `Comparison`.
 
     Raises:
-        ValueError: for a name that g does not have.
+        ValueError: `names` contains a name that g does not have.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((3, 5)))

@@ -34,7 +34,7 @@ class Node:
         children: what it contains, in the order of the program.
         cost: FLOPs and bytes, of an operation and all its runs, or of everything inside.
         seconds: at the roofline, or None.
-        parameters, parameter_bytes: of the arrays that belong to it.
+        parameters, parameter_bytes: number of parameters of the scope, and their bytes.
         kept_bytes: of activations that it stores for the backward pass.
         reads: names of the parameters that it reads.
         type: of the first output of an operation, an argument or a result.

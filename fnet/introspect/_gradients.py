@@ -20,8 +20,8 @@ class Slope:
 
     Attributes:
         path: the leaf. derivative: as JAX computes it. difference: the finite difference.
-        uncertainty: of the finite difference, from rounding and curvature. smallest: a difference between derivatives
-            that can be told from rounding; errors are relative to this at least.
+        uncertainty: the error of the finite difference, from rounding and curvature. smallest: the smallest difference
+            between derivatives that exceeds rounding errors. The denominator of a relative error is at least this.
     """
 
     path: str
@@ -46,7 +46,7 @@ class GradientCheck:
     Attributes:
         rows: a `Slope` for each leaf, the worst first.
         tolerance: the largest error that counts as equal.
-        dtype: in which the function was evaluated.
+        dtype: the dtype in which the function was evaluated.
 
     >>> introspect.check_gradient(lambda w: jnp.sum(w ** 2), jnp.arange(3.0)).equal
     True
@@ -76,7 +76,7 @@ class GradientCheck:
 
 
 def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int = 0) -> GradientCheck:
-    """Compares the derivative of `f` by each leaf of its first argument with finite differences.
+    """Compares the derivative of `f` with respect to each leaf of its first argument with finite differences.
 
         report = introspect.check_gradient(loss, params, batch)
         assert report.equal, report
@@ -85,7 +85,8 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
     h; the h at which the difference changes least is used. A function that runs in float64 is evaluated in float64.
 
     Args:
-        f: a function with a scalar or other floating-point results, of which a random sum is differentiated.
+        f: a function with floating-point results. If the result is not a scalar, a random linear combination of the
+          results is differentiated.
         args: its arguments; floating-point leaves of the first are checked.
         tolerance: the largest relative error that counts as equal.
         seed: of the directions.

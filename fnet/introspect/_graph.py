@@ -35,7 +35,7 @@ class Graph:
     Attributes:
         root: the whole program, a tree of nodes: scopes, operations, loops and branches, arguments and results. A node
             has `name`, `path`, `kind`, `children`, `cost`, `parameters`, `kept_bytes` and `seconds`.
-        nodes: all of them, each before what it contains.
+        nodes: all nodes; a node precedes the nodes that it contains.
         edges: (value, the node that reads it); `value.source` is the node that computes it.
         chip: the chip of the roofline. notes: why figures are not exact.
     """
@@ -100,15 +100,17 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
     a training step, the forward pass runs from top to bottom, and the backward pass runs beside it from bottom to top.
     The update of the parameters follows the backward pass.
 
-    Parameters and constants are not drawn as boxes; a box lists those that it reads. They are the parameters of a
-    layer or module, and of a function its first argument, if that is a tree of several arrays and not the only one.
+    Parameters and constants are not drawn as boxes; a box lists those that it reads. The parameters of a function are
+    its first argument, if this is a tree of several arrays and there are further arguments.
 
     Args:
-        f: a layer, a `flax.nnx.Module`, or a function: of Flax, Equinox or Haiku, or one with `jax.named_scope`s.
+        f: a layer, a `flax.nnx.Module`, or a function, for example of Flax, Equinox or Haiku, or with
+          `jax.named_scope`s.
         args: its arguments, arrays or `jax.ShapeDtypeStruct`s, and then, optionally, the file to write: its name ends
             in .html, .svg or .dot.
-        depth: how many levels of scopes are expanded first; None: as many as can be read at once.
-        color: what boxes are colored by: "flops", "bytes" (after fusion) or "time" (at the roofline).
+        depth: number of levels of scopes that are expanded at first; None: as many as give at most 28 boxes.
+        color: the quantity that determines the color of a box: "flops", "bytes" (after fusion) or "time" (at the
+          roofline).
         chip: as in `hardware.roofline`; by default this machine's.
         train: of a layer: whether it is called with train=True.
         options: further arguments of f.
@@ -117,7 +119,7 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
         A `Graph`.
 
     Raises:
-        ValueError: if `color`, `depth` or the file's ending is none of the above.
+        ValueError: `color`, `depth` or the ending of the file name is not one of these.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> drawn = graph(model, jnp.ones((3, 5)))

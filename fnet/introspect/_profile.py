@@ -49,10 +49,10 @@ class Profile:
     """What `profile` returns. `str()` is a text; Jupyter shows `html()`.
 
     Attributes:
-        rows: a `TimedRow` for each path, outer paths first; those of operations without a scope have the path "".
+        rows: a `TimedRow` for each path, outer paths first. Operations without a scope have the path "".
         total: the row of all operations.
         step_seconds: mean seconds of a step, from its call to its last result.
-        steps: how many steps were measured; of `profile` the faster half of its calls.
+        steps: number of steps that were measured; in `profile`, the faster half of the calls.
         spanning: the share of the operations' time in fusions whose parts belong to several paths.
         operations: (operation, seconds of a step), the longest first.
         chip: the chip of the roofline.
@@ -136,7 +136,7 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
     The time is that of the compiled program's operations, from JAX's profiler. The program itself, which is part of
     the trace, gives the path and the phase of each operation. A fusion counts for the path of its root. When several
     operations run at the same time, on threads of a CPU or streams of a GPU, each gets an equal part of that time, so
-    that the parts sum to the time in which any operation ran. Of several devices, it is the mean.
+    that the parts sum to the time in which any operation ran. If there are several devices, the time is their mean.
 
     Phases: forward, backward, recomputed (by `jax.checkpoint`), optimizer (what follows the backward pass), and other
     (what precedes the forward pass).
@@ -145,7 +145,7 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
         step: a function that `jax.jit` can compile, or one that is compiled. A compiled function gets copies of its
             arguments, which it may donate.
         args: its arguments, arrays.
-        chip: the chip of the roofline; by default that which holds the arguments.
+        chip: the chip of the roofline; by default the chip that holds the arguments.
         depth: how many segments of a path to show; None: all.
         repeats: how many calls to measure after the first one, which compiles. The faster half of them counts.
         trace: a file for the operations as a Perfetto trace (.json, or .json.gz).

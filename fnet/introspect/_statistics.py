@@ -18,8 +18,9 @@ class Statistic:
     """Statistics of one array: the value of a site, or a parameter.
 
     Attributes:
-        name: the site or the path of the parameter; in a scan or stack one for each iteration, "blocks/mlp [2]".
-        mean, std, largest: of its numbers; largest is the maximum of |x|.
+        name: the site or the path of the parameter. In a scan or stack, each iteration has a name, such as "blocks/mlp
+          [2]".
+        mean, std, largest: mean, standard deviation and maximum of |x| of its numbers.
         nonfinite: how many numbers are NaN or infinite.
         dead: the share of units (of the last axis) whose derivative is 0 everywhere, as behind a relu that is never
             positive.

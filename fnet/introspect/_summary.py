@@ -25,12 +25,14 @@ class Row:
 
     Attributes:
         path: the named scopes; "" for the whole function.
-        output: the types of what the scope returns, one tree for each call; in a scan with a leading axis for the
+        output: the types of the scope's results, one tree for each call. In a scan, they have a leading axis for the
             iterations.
-        parameters, parameter_bytes: of the arrays that belong to it.
-        forward, backward: the cost of the forward pass, and of what the derivative by the parameters adds.
-        kept: the activations that it stores for the backward pass (without arguments of the function).
-        share: of the time at the roofline of a forward and backward pass; None if the chip's peaks are unknown.
+        parameters, parameter_bytes: number of parameters of the scope, and their bytes.
+        forward, backward: the cost of the forward pass, and the additional cost of the derivative with respect to the
+          parameters.
+        kept: the activations that the scope stores for the backward pass (without arguments of the function).
+        share: the fraction of the time at the roofline of a forward and backward pass; None if the chip's peaks are
+          unknown.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
     >>> summary["head"].parameters
@@ -118,14 +120,14 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
         chip: as in `hardware.roofline`; by default this machine's.
         train: of a layer: whether it is called with train=True.
         compile: whether to compile the forward and backward pass for this machine, and to give XLA's temporary memory
-            beside the kept activations. It is the larger one where the pass has other temporary values, and the smaller
-            one where XLA computes activations again or stores them in place of others.
+            beside the kept activations. Temporary memory is larger than the kept activations if the program has other
+            temporary values, and smaller if XLA recomputes activations or reuses their memory.
         options: further arguments of f.
 
     Returns:
         A `Summary`. FLOPs are exact (see `hardware.count`); bytes of kept activations are those of
-        `jax.ad_checkpoint.print_saved_residuals` for the derivative with respect to the parameters. If there is no
-        such derivative (of a while loop, or of integers), `notes` says so, and the figures are of the function alone.
+        `jax.ad_checkpoint.print_saved_residuals` for the derivative with respect to the parameters. If this derivative
+        does not exist (for a while loop, or for integers), `notes` says so, and the table describes only the function.
 
     >>> print(summary(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5))).total.parameters)
     34

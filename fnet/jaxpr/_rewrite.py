@@ -26,7 +26,7 @@ Rule = Callable[[str, str, list, Any], Any]
 
 
 def rewrite(f: Callable, rule: Rule) -> Callable:
-    """`f`, with every equation of its jaxpr offered to `rule` first.
+    """Returns `f` with a rule that is called for each equation of its jaxpr and may replace it.
 
         def double_sines(primitive, scope, inputs, equation):
             if primitive == "sin":
@@ -36,8 +36,9 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
         g = ft.rewrite(f, double_sines)
 
     The result is an ordinary JAX function: it can be differentiated, compiled, batched and rewritten again. Loops,
-    branches, jit, remat, shard_map, custom derivatives and custom batching are preserved, and the rule is offered the
-    equations inside them; jit keeps its name, donation and shardings. Equations that the rule declines are unchanged.
+    branches, jit, remat, shard_map, custom derivatives and custom batching are preserved, and the rule is also called
+    for the equations inside them. jit keeps its name, donation and shardings. Equations for which the rule returns
+    NotImplemented do not change.
 
     Args:
         f: any JAX function. Array arguments are traced; other arguments are passed through unchanged, and results that

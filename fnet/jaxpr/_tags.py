@@ -44,8 +44,8 @@ tag_p = Primitive("site")
 def tag(value: Any, name: str | None = None) -> Any:
     """Names a value, so that `transforms.capture` and `transforms.intervene` can address it.
 
-    A layer's outputs are tagged by the layer. Plain functions tag the values that they want to be seen. The value is
-    returned unchanged, and compiled programs do not contain the tag.
+    A layer's outputs are tagged by the layer. In a plain function, call `tag` for the values that `capture` and
+    `intervene` should address. The value is returned unchanged, and compiled programs do not contain the tag.
 
     Args:
         value: a tree of arrays.

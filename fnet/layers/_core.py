@@ -110,7 +110,7 @@ class Layer:
     def init(self, key: jax.Array, *inputs: Any, train: bool = False, **options: Any) -> tuple[dict, dict]:
         """Creates `(params, state)`, plain nested dicts, without running the model.
 
-        The key of each array is `key` folded along the array's path. So adding a layer does not change the initial
+        The key of each array is `key` folded along the array's path, so adding a layer does not change the initial
         values of other layers.
 
         Args:

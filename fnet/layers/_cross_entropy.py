@@ -23,8 +23,8 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     10 such texts) are computed at once, as fast as the plain form or faster: the label's logit is selected by a
     comparison, whose gradient, unlike that of a lookup, is not a scatter. For more logits, this function splits the
     time axis into chunks. The logits of a chunk are computed, reduced and discarded, and recomputed for the gradient,
-    which takes a third more products with the kernel. Sums over the vocabulary are in float32 for every input dtype.
-    Derivatives of any order, forward or reverse, are supported.
+    which requires four instead of three matrix products with the kernel. Sums over the vocabulary are in float32 for
+    every input dtype. Derivatives of any order, forward or reverse, are supported.
 
     Args:
         x: [..., time, features], floating point. The leading axes are not split, so they can be sharded.
@@ -32,8 +32,8 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
         labels: [..., time], integers in 0 .. vocab_size - 1. For other values the loss is NaN.
         bias: [vocab_size], or None.
         chunk_size: positions of the time axis in a chunk. By default, as many as have 2^29 logits, but at least 64. If
-            that includes all positions, nothing is recomputed. While `jax.export` traces symbolic sizes, the default is
-            the whole axis, so set chunk_size for a large vocabulary.
+            one chunk contains all positions, no logits are recomputed. While `jax.export` traces symbolic sizes, the
+            default is the whole axis, so set chunk_size for a large vocabulary.
 
     Returns:
         Losses [..., time] in nats, float32. Padded positions have losses too; weight them with 0.

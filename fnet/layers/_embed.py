@@ -60,7 +60,8 @@ class Embed(Layer):
 
     @method
     def first(self, scope: Scope, count: int) -> jax.Array:
-        """Returns the vectors of tokens 0 .. count - 1, [count, features]: learned positions of a whole text."""
+        """Returns the vectors of tokens 0 .. count - 1, [count, features], for example as learned positions of a
+        text."""
         return lax.slice_in_dim(jnp.asarray(self._table(scope)), 0, count, axis=0)
 
     @method

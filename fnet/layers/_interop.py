@@ -101,14 +101,14 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
     """Converts a flax.nnx module to a layer: `from_nnx(CNN, features=32)` for `CNN(features=32, rngs=...)`.
 
     The layer's params are the module's `nnx.Param`s by path, as nested dicts (items of a list have their index as
-    name). Its state is every other variable, for example batch statistics. `init` constructs the module with
-    `rngs=nnx.Rngs(key)`. Each call creates a module with the arrays that it receives, sets train or eval mode, and runs
-    it. Random streams inside start from the model's key, which is needed whenever the module uses them (nnx.RNN does
-    for its first carry, even in eval mode).
+    name). The layer's state consists of all other variables, for example batch statistics. `init` constructs the module
+    with `rngs=nnx.Rngs(key)`. Each call creates a module with the arrays that it receives, sets train or eval mode, and
+    runs it. Random streams inside start from the model's key, which is needed whenever the module uses them (nnx.RNN
+    does for its first carry, even in eval mode).
 
     Args:
         constructor: the module's class, or a function that creates one. It receives `rngs=` if it accepts it.
-        args, kwargs: its arguments; hashable, like a layer's fields.
+        args, kwargs: the arguments of the constructor; they must be hashable, like a layer's fields.
 
     Returns:
         A layer with the module's inputs.

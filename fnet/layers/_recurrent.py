@@ -159,14 +159,14 @@ class RNN(_Recurrent):
 
     Inputs:
         x: [b, t, i], floating point.
-        lengths: integers [b], the number of valid steps in each example. Each example gives the same result as by
-            itself: outputs after its end are 0, and its padding has no effect, even if it is NaN. Default: t.
+        lengths: integers [b], the number of valid steps in each example. The result of an example is the same as in a
+            batch of one: outputs after its end are 0, and its padding has no effect, even if it is NaN. Default: t.
 
     Output: [b, t, f], or [b, t, 2 f] if bidirectional (forward first). `scan` also accepts and returns the carry, to
     continue step by step.
 
-    Inputs in 16-bit dtypes are multiplied in their dtype. The gates and the carry are float32, because rounding the
-    carry to 16 bits in each step would lose small changes.
+    Products with 16-bit inputs have 16-bit operands. The gates and the carry are float32, because rounding the carry to
+    16 bits in each step would lose small changes.
 
     Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. If bidirectional, they are under "forward" and
     "backward".

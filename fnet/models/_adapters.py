@@ -83,7 +83,7 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
         params: its parameters with `LowRank` leaves.
         path: the folder to write.
         base: the name of the base model on Hugging Face's hub, for adapter_config.json.
-        prefix: what precedes the names of modules in the class of transformers that is adapted: "transformer." in
+        prefix: the prefix of module names in the class of transformers that is adapted: "transformer." in
             GPT2LMHeadModel, "" in GPT2Model. Default: that of the class with a head.
 
     Returns:

@@ -56,7 +56,8 @@ class ResNet(Model):
         width: channels of the first stage's 3 × 3 convolutions.
         version: the convolution of a bottleneck that has stride 2. "v1": the first one, as in the paper and Keras.
             "v1.5": the 3 × 3 one, as in torchvision, which is about half a percent more accurate.
-        use_bias: whether convolutions have a bias. It has no effect before BatchNorm, but Keras' weights have it.
+        use_bias: whether convolutions have a bias. A bias before BatchNorm has no effect, but Keras' weights include
+          it.
         epsilon: epsilon of BatchNorm.
 
     Input: [batch, height, width, 3], 224 × 224 for pretrained weights. Output: [batch, classes].

@@ -99,8 +99,8 @@ class TreeLSTM(Model):
         c_j = i * u + sum of f_k * c_k,  h_j = o * tanh(c_j)
 
     The structure is in the arrays, not in the program. One `lax.scan` over the nodes in postorder carries, for every
-    node, the two sums over its children; each node adds its terms to the sums of its parent. So trees of any depth,
-    with any number of children, in any mixture in a batch, run in one compiled program of static shapes.
+    node, the two sums over its children; each node adds its terms to the sums of its parent. So one compiled program
+    with static shapes computes batches of trees of any depth and any number of children.
 
     Args:
         classes: number of logits.
@@ -110,7 +110,7 @@ class TreeLSTM(Model):
 
     Inputs: labels, parents and lengths, as in `Trees`.
 
-    Output: logits [batch, nodes, classes] of every node. Those of a tree are those of its root,
+    Output: logits [batch, nodes, classes] of every node. The logits of a tree are those of its root,
     `logits[jnp.arange(batch), lengths - 1]`. Those of padding are meaningless.
 
     Source: Tai, Socher and Manning (2015), Improved Semantic Representations From Tree-Structured Long Short-Term

@@ -58,7 +58,8 @@ class Rule:
 
     Args:
         ours: the path or paths in fnet, with fields for numbers.
-        theirs: the key in the file, with the same fields, and others that count stacked copies.
+        theirs: the key in the file, with the same fields. A field that occurs only here is the index of a copy in a
+          `Stack`.
         layout: the change of layout between the two.
         beside: keys that the file may contain in addition, with the same numbers.
 
@@ -111,8 +112,8 @@ class Names:
     """All rules for one class of models and one framework.
 
     Args:
-        rules: `Rule`, `Spare` and `Tied`, in any nesting of tuples. The first rule that matches a path is used. They
-            may match paths that some configurations do not have.
+        rules: `Rule`, `Spare` and `Tied`, in any nesting of tuples. The first rule that matches a path is used. Rules
+            may refer to paths that some configurations do not have.
         prefixes: possible prefixes of all keys; `save` writes the first.
         config: the fields of the model that these weights require but no shape determines, such as BatchNorm's
             epsilon.

@@ -175,7 +175,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
     Args:
         name: the preset, such as "resnet50".
         path: the weights, as in `load`. Default: the name of the preset.
-        changes: other fields of the preset to change.
+        changes: values for other fields of the preset.
 
     Returns:
         The model.

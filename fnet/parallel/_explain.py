@@ -9,7 +9,7 @@ from fnet.parallel import _cost
 
 
 def table(plan) -> str:
-    """Returns a table of the candidates and the reasons. Every number states how it is known."""
+    """Returns a table of the candidates and the reasons. Every number is marked as exact, compiled or estimated."""
     memory = plan.chip.memory_bytes and plan.chip.per_device.memory_bytes
     room = f"{memory / 2 ** 30:,.1f} GiB each" if memory else "of unknown memory"
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())

@@ -52,8 +52,9 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
             without waiting for it. A process that is blocked in a step exits with a line on stderr.
         TypeError: `batches` is not iterable.
 
-    Source: jax.make_array_from_process_local_data. For unequal numbers of rows: PyTorch's DistributedSampler, which
-        repeats or drops examples, and Join, in which finished ranks take part in the others' collectives.
+    Source: jax.make_array_from_process_local_data. For unequal numbers of rows, compare PyTorch's DistributedSampler,
+        which repeats or drops examples, and its Join, in which a rank without data continues to take part in
+        collectives.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.ones(3)}, jnp.ones((8, 3)), devices=jax.devices()[:1])

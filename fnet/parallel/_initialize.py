@@ -38,7 +38,7 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
         RuntimeError: JAX is already in use, or cannot connect.
         TimeoutError: the others did not connect in time. The message names the address and this process.
 
-    Source: jax.distributed.initialize, which ends the process instead of raising these errors.
+    Compare `jax.distributed.initialize`, which ends the process instead of raising these errors.
 
     >>> parallel.initialize()    # no effect in a run of one process
     """

@@ -31,8 +31,8 @@ class Transfer(NamedTuple):
         collective: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
         scope: the path of named scopes, equal in forward and backward pass; "" if XLA does not state it.
         bytes: size of its result on one chip.
-        group: how many chips take part.
-        times: how often a step runs it.
+        group: number of chips that take part.
+        times: how many times one step runs this collective.
     """
 
     collective: str
@@ -43,8 +43,8 @@ class Transfer(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that a chip sends for it in a step, with the algorithms that send least (Chan et al., 2007, Collective
-        communication, section 4)."""
+        """Bytes that a chip sends for this collective in a step, with the algorithms that send the fewest bytes (Chan
+        et al., 2007, Collective communication, section 4)."""
         n = self.group
         share = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": n - 1,
                  "all-to-all": (n - 1) / n, "ragged-all-to-all": (n - 1) / n}

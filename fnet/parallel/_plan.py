@@ -30,7 +30,7 @@ class Candidate:
         arguments: bytes of the state and of the chip's part of the batch.
         exact: whether `persistent` and `arguments` are exact; otherwise they are estimated.
         estimate: estimated peak memory and transfers.
-        compiled: the same, read from the compiled program. None: not compiled.
+        compiled: peak memory and transfers from the compiled program. None: not compiled.
         time: the minimum time of a step.
         verdict: "chosen", or why it was not selected.
 
@@ -131,7 +131,7 @@ class Plan:
         return next(each for each in self.candidates if each.options == self.options)
 
     def init(self, key: jax.Array) -> Any:
-        """Creates the state `init(key)` with its shardings. No chip ever holds more than its part."""
+        """Creates the state `init(key)` with its shardings. Each chip creates only its own part."""
         self._check_attached("init")
         return jax.jit(self.init_fn, out_shardings=self.state)(key)
 
@@ -189,7 +189,7 @@ class Plan:
         return _check.call(self, state, batch)
 
     def explain(self) -> str:
-        """Returns a table of the candidates and the reasons. Every number states how it is known."""
+        """Returns a table of the candidates and the reasons. Every number is marked as exact, compiled or estimated."""
         return _explain.table(self)
 
     __str__ = explain

@@ -42,7 +42,7 @@ class OnChips:
         memory: bytes of memory of each JAX device, or None.
         rows: the largest batch, as the step is written and with `ft.rematerialize` (estimated); None if the memory is
             unknown.
-        units: what a batch consists of, and how many.
+        units: the unit of a batch's size and its number, such as ("images", 32).
         watts: power of all chips, or None.
         values: FLOP per dollar for each price.
     """
@@ -120,8 +120,8 @@ class SideBySide:
 
     Attributes:
         columns: one `OnChips` for each name.
-        steps: how many steps the lines with energy and rent refer to.
-        period: their name: "1,000 steps" or "epoch".
+        steps: number of steps to which energy and rent refer.
+        period: the name of this number of steps, "1,000 steps" or "epoch".
     """
 
     columns: tuple[OnChips, ...]

@@ -52,7 +52,8 @@ class Strategy(NamedTuple):
         return STRATEGIES[f"{self.state}{'+pins' * self.pins}"] + "".join(more)
 
     def applied(self, step: Callable, mesh: Mesh | None = None, axes: Sequence[str] = ()) -> Callable:
-        """Returns the rewritten step. Without a mesh, it is not pinned, and batch sums in loops are not changed."""
+        """Returns the rewritten step. Without a mesh, activations are not constrained, and batch sums in loops do not
+        change."""
         if self.microbatches > 1:
             step = functools.partial(step, microbatches=self.microbatches)
         step = rematerialize(step) if self.remat else step

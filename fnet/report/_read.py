@@ -29,8 +29,8 @@ class Run:
     Attributes:
         path: its folder. name: a short name for it.
         metrics: {name: (steps, values)}, None for a value that is not finite.
-        config: the hyperparameters, {} if there are none.
-        facts: what the newest checkpoint notes: chip, policy, plan, versions.
+        config: the hyperparameters; {} if none were recorded.
+        facts: the notes of the newest checkpoint: chip, policy, plan, versions.
         checkpoints: (step, metrics, bytes) of each, ascending. damaged: names of those that were set aside.
         events: (step, time or None, text).
         predictions: {"classes", "confusion", "mistakes"} or {}.
@@ -38,7 +38,7 @@ class Run:
         samples: {name: text}.
         plan: the comparison of strategies, as `parallel.Plan.explain` prints it, or "".
         profiles: {steps, such as "100-105": rows of `introspect.profile`}.
-        notes: what could not be used.
+        notes: files and values that could not be used.
     """
 
     path: Path
@@ -58,13 +58,13 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step of which something is known."""
+        """The last step in the logs or checkpoints."""
         return max([0, *(steps[-1] for steps, _ in self.metrics.values() if steps),
                     *(step for step, _, _ in self.checkpoints)])
 
     @property
     def steps(self) -> int | None:
-        """The number of steps that the run was begun for, or None."""
+        """The number of steps that was passed to `fit`, or None."""
         fit = self.facts.get("fit")
         for found in (fit.get("steps") if isinstance(fit, dict) else None, self.config.get("steps")):
             if isinstance(found, int) and not isinstance(found, bool) and found > 0:

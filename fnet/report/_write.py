@@ -22,21 +22,22 @@ _FIRST = ("loss", "accuracy")      # metrics that are shown first
 
 
 def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | os.PathLike | None = None) -> Path:
-    """Writes a report of one or several runs: one HTML file that loads nothing and executes nothing that runs contain.
+    """Writes a report of one or several runs: one HTML file that refers to no other file and executes no content of the
+    runs.
 
     It shows learning curves (runs that differ in their seed alone as one band), speed, predictions, text samples, the
     model, profiles, differences between configurations, environment, the plan, checkpoints, and events of the run.
     Parts that a run has not recorded are left out; files that cannot be used are named.
 
     Args:
-        folders: the folders of the runs, as `training.fit(workdir=)` was given them.
+        folders: the folders that were passed to `training.fit(workdir=)`.
         path: the file; by default report.html in the folder of the first run.
 
     Returns:
         The path of the file.
 
     Raises:
-        ValueError: a folder does not exist or is not local, or there is none.
+        ValueError: `folders` is empty, or a folder does not exist or is not local.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -30,10 +30,10 @@ class LogWarning(UserWarning):
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads a run's metrics.jsonl. Returns one dict for each line, and [] if there is no file.
 
-    An incomplete last line, left by a killed process, is omitted.
+    An incomplete last line, written by a process that was killed, is omitted.
 
     Args:
-      workdir: the folder or URL that `fit(workdir=)` was given.
+      workdir: the folder or URL that was passed to `fit(workdir=)`.
 
     Raises:
       ValueError: another line is not a JSON object with an integer "step".

@@ -42,7 +42,7 @@ def _usual_promotion(function: Schedule) -> Schedule:
 def schedule(
     name: str, peak: float, steps: int, *, warmup: float = 0.0, final: float = 0.0
 ) -> Schedule:
-    """A step-size schedule over a run of known length, by name.
+    """Returns a learning-rate schedule for a run of known length, by name.
 
     With t = step / steps, after a linear warm-up from 0 over the first `warmup` of the run:
 
@@ -126,14 +126,14 @@ def optimizer(
     Args:
       name: one of `OPTIMIZERS`. momentum and nesterov are SGD with momentum 0.9.
       learning_rate: a number or a schedule.
-      weight_decay: decoupled for adamw, nadamw, lion, lamb and lars (Loshchilov & Hutter 2019);
-        for the others it is added to the gradient, which is L2 regularisation.
-      decay_all: decay biases and norm scales too (see `decays`).
+      weight_decay: decoupled for adamw, nadamw, lion, lamb and lars (Loshchilov & Hutter 2019). For the others, it is
+        added to the gradient, which is L2 regularization.
+      decay_all: whether weight decay also applies to biases and norm scales (see `decays`).
       clip: largest global norm of the gradient, or None.
       **options: passed to the Optax optimizer (`b1=`, `momentum=`, `eps=`, ...).
 
     Raises:
-      ValueError: an unknown name, an option Optax does not have, or adam with weight decay.
+      ValueError: the name is unknown, Optax does not have an option, or `name` is "adam" with weight decay.
 
     Example:
       >>> tx = optimizer("adamw", schedule("cosine", 1e-3, 1000, warmup=0.05), weight_decay=0.01)

@@ -18,7 +18,8 @@ PREDICTIONS = "predictions.json"
 
 def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any, *,
                      classes: Sequence[str] | None = None, images: Any = None, worst: int = 24) -> Path:
-    """Writes predictions.json: the confusion matrix of a classifier, and the examples on which it was surest and wrong.
+    """Writes predictions.json: the confusion matrix of a classifier, and its wrong predictions with the highest
+    probabilities.
 
     Args:
       workdir: the run's folder, a local path.
@@ -26,10 +27,10 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
       labels: the true classes, integers [examples].
       classes: the names of the classes.
       images: [examples, height, width, channels], as `Image` takes them; or None.
-      worst: how many mistakes to keep, those with the largest probability of the wrong class.
+      worst: how many wrong predictions to keep, in the order of their probability.
 
     Raises:
-      ValueError: the shapes do not agree, or a label is no class.
+      ValueError: the shapes do not match, or a label is not an index of `classes`.
 
     Example:
       >>> save_predictions("runs/digits", probabilities, labels)           # doctest: +SKIP

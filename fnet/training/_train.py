@@ -27,25 +27,27 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
     Args:
       model: called as `model(params, x, state=, key=, train=)`; initialized from `seed`.
       data: batches (x, y), or dicts with `inputs` and `targets`: a `Batches`, a `from_iterator`, or a function.
-      loss: of the model's outputs and the targets: one value for each example, such as
+      loss: a function of the model's outputs and the targets that returns one value for each example, such as
         `optax.softmax_cross_entropy_with_integer_labels`.
       optimizer: an Optax gradient transformation.
-      epochs, steps: how long to train, one of the two.
-      validation: a data set with the structure of the batches. Its loss and metrics are "validation/loss" and so on.
+      epochs, steps: the length of the training; pass one of the two.
+      validation: a data set with the structure of the batches. Its loss and metrics are logged as "validation/loss" and
+        so on.
       metrics: further functions like `loss`, by name, such as {"accuracy": lambda logits, y: logits.argmax(-1) == y}.
-      inputs, targets: their names, where batches are dicts.
-      seed: of the initial parameters and of dropout.
-      ema: decay of a moving average of the parameters, which is then what is evaluated.
-      every: evaluate after so many steps; None: after each epoch, where its length is known, otherwise at the end.
-      options: of `fit`, such as workdir, early_stop, restore_best, progress and config.
+      inputs, targets: the keys of inputs and targets, if batches are dicts.
+      seed: the seed of the initial parameters and of dropout.
+      ema: the decay of a moving average of the parameters. If it is given, the average is evaluated.
+      every: number of steps between evaluations; None: one epoch, or the whole run if the length of an epoch is
+        unknown.
+      options: options of `fit`, such as workdir, early_stop, restore_best, progress and config.
 
     Returns:
-      What `fit` returns: the last `TrainState`, or with restore_best the best one.
+      The last `TrainState`, or the best one with `restore_best=True`.
 
     Raises:
-      TypeError: a model without `init`, data that is no function of the step, or a batch without inputs and targets.
-      ValueError: both or none of epochs and steps; epochs of unknown length; a loss or metric without one value for
-        each example.
+      TypeError: `model` has no `init`, `data` is not a function of the step, or a batch has no inputs and targets.
+      ValueError: both or none of `epochs` and `steps` are given, the length of an epoch is unknown, or a loss or metric
+        does not have one value for each example.
       Others: as `fit`.
 
     Example:

@@ -24,7 +24,7 @@ def hvp(f: Callable) -> Callable:
         f: `f(x, *rest, **options) -> scalar`, where x is any tree of floating-point arrays.
 
     Returns:
-        A function of (x, v, *rest), where v has the structure, shapes and dtypes of x, as the result has.
+        A function of (x, v, *rest). v and the result have the structure, shapes and dtypes of x.
 
     Raises:
         ValueError: v does not match x.

@@ -29,8 +29,8 @@ def use_implicit_arrays(f: Callable) -> Callable:
 
     Returns:
         A function with the arguments of f, any leaf of which may be an implicit array. It can be differentiated with
-        respect to floating-point leaves of implicit arrays (`nn.partition` separates them), compiled and batched. An
-        implicit array that f returns unchanged is returned as it is. Without implicit arrays it is f.
+        respect to floating-point leaves of implicit arrays (`nn.partition` separates them), compiled and batched. If f
+        returns an implicit array unchanged, so does the result. Without implicit arrays it is f.
 
     >>> import jax.numpy as jnp
     >>> from fnet import compress

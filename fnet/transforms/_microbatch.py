@@ -28,8 +28,8 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
     Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 contributes nothing: no
     value, no count and no derivative of any order, in forward and reverse mode, even if f, or a derivative of f, is NaN
-    or infinite on this slice. (Rows whose weights have opposite signs and add up to 0 in one slice are lost, too, since
-    their mean does not exist.) If all weights add up to 0, the result is what the division by 0 gives.
+    or infinite on this slice. (If weights with opposite signs add up to 0 in one slice, its rows have no effect either,
+    because their weighted mean does not exist.) If the sum of all weights is 0, the result is that of a division by 0.
 
     Slice i holds rows i, i + n, i + 2n, ..., so that no row moves if the batch is sharded over devices. A scalar
     `jax.random.key` among the batched arguments is folded with the index of the slice, so that slices draw different

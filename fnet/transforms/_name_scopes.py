@@ -17,7 +17,7 @@ def name_scopes(module: Any) -> Any:
         named = ft.name_scopes(module)
         print(ft.sites(named)(x))
 
-    All tools of fnet that go by path (`capture`, rules of `autocast`, counts, ...) then work on nnx modules: the
+    All functions of fnet that use paths (`capture`, rules of `autocast`, counts, ...) then work on nnx modules: the
     submodule `module.blocks[0].attention` is "blocks/0/attention", as in its state. A submodule with several attributes
     has the name of the first.
 
@@ -25,10 +25,10 @@ def name_scopes(module: Any) -> Any:
         module: a `flax.nnx.Module`. Equinox, Haiku and Flax Linen name their scopes themselves.
 
     Returns:
-        A copy that shares all variables with the original: updates of one are seen in the other.
+        A copy that shares all variables with the original, so updates of one change the other.
 
     Raises:
-        TypeError: for anything but an nnx module.
+        TypeError: the argument is not an nnx module.
 
     >>> from flax import nnx
     >>> module = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), jax.nn.relu)

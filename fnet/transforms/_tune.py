@@ -40,21 +40,21 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
         step = ft.tune(jax.jit(step, donate_argnums=0))
 
     On a CPU: operands of matrix products are computed before the product reads them. Transposes introduced by vmap are
-    undone. Weight gradients are products of two matrices, the smaller side first. bfloat16 products (including casts
-    written by the user) have float32 sums and a form with fast kernels. Poolings with windows that tile the image, and
-    their gradients, become elementwise. Weight gradients of convolutions have the layout of a forward convolution. If
-    most of the work is convolutions, compiler options select their library: oneDNN for bfloat16, from jaxlib 0.12 on
-    CPUs with AMX. NaN and Inf stay in place, ties in a pooling have XLA's result, and dtypes and named scopes do not
-    change.
+    undone. Weight gradients are products of two matrices, with the smaller one as the first operand. bfloat16 products
+    (including casts written by the user) have float32 sums and a form with fast kernels. Poolings whose windows do not
+    overlap, and their gradients, become elementwise operations. Weight gradients of convolutions have the layout of a
+    forward convolution. If most of the FLOPs are in convolutions, compiler options select the library that computes
+    them: oneDNN for bfloat16, from jaxlib 0.12 on CPUs with AMX. NaN and Inf occur at the same positions, ties in a
+    pooling have XLA's result, and dtypes and named scopes do not change.
 
     On a GPU or TPU: loops over layers are unrolled if the program stays small, because XLA then recomputes elementwise
     operations in the backward pass instead of storing their results. Casts of constants to 16 bits move out of loops.
-    The element of each row that a lookup takes, such as a label's logit, is selected by a comparison.
+    Lookups of one element per row, such as the logit of a label, become a comparison and a sum.
 
     Rules apply to the whole program, after differentiation, so pass the step, not the model. Apply `tune` last: when
     called with arrays, it compiles with the compiler options that suit the program, and keeps the donation of a jitted
-    step. Under another transformation (jit, vmap, grad), the step is rewritten in place with the options of the outer
-    jit; if that loses options, there is a warning.
+    step. Under another transformation (jit, vmap, grad), the step is rewritten as a part of the outer program, which
+    has the compiler options of the outer jit. A warning names the options that are lost.
 
     Args:
         step: a function of arrays, jitted or not, written with any library. Rules also apply inside loops, branches,

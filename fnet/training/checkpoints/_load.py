@@ -47,20 +47,20 @@ class Snapshot:
 
 
 def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
-    """The best, the last or any other saved state of a run, without the code that created it.
+    """Loads the best, the last or any other saved state of a run, without the code that created it.
 
-    Every byte is verified. Nothing is executed: files are JSON and arrays.
+    Every byte is verified. The files contain only JSON and arrays, and nothing in them is executed.
 
     Args:
-      workdir: the folder or URL that `fit(workdir=)` was given.
+      workdir: the folder or URL that was passed to `fit(workdir=)`.
       which: "best", by the metric that `fit(best=)` or `early_stop` named; "last"; or the number of a step.
 
     Returns:
-      A `Snapshot`. Of a state that is not a `TrainState`, params is all of it.
+      A `Snapshot`. If the state is not a `TrainState`, `params` is the complete state.
 
     Raises:
       FileNotFoundError: there is no run, or no such step.
-      CheckpointError: the checkpoint is damaged, or "best" of a run without a metric to be best by.
+      CheckpointError: the checkpoint is damaged, or `which` is "best" and the run has no metric for `best`.
       ValueError: another `which`.
 
     Example:
@@ -80,7 +80,7 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
     """Returns the full state of a run (parameters, optimizer, counters) with the structure and shardings of `like`.
 
     Args:
-      workdir: the folder or URL that `fit(workdir=)` was given.
+      workdir: the folder or URL that was passed to `fit(workdir=)`.
       like: a state of the same structure, such as `TrainState.create(...)`; its arrays may be jax.ShapeDtypeStruct.
       which: "best", "last" or a step, as for `load`.
       cast: whether a leaf of another dtype is converted to that of `like`.
@@ -90,7 +90,8 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
 
     Raises:
       FileNotFoundError, ValueError: as `load`.
-      CheckpointError: as `load`; or leaves differ from `like` in name, shape or dtype, each of which is listed.
+      CheckpointError: as in `load`, or leaves differ from `like` in name, shape or dtype. The message lists these
+        leaves.
 
     >>> import tempfile
     >>> state = tr.TrainState.create({"w": jnp.ones(3)}, optax.sgd(0.1))

@@ -20,20 +20,20 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
              missing: Any = None) -> dict[str, np.ndarray]:
     """The columns of a CSV file by name, for `Batches`.
 
-    A column whose cells are all integers is int32 (int64 if they do not fit), of other numbers float32, of true and
-    false bool, and any other one is text, as NumPy's str. The file is in UTF-8. Cells may be quoted, and quoted cells
-    may hold delimiters and line breaks. Empty lines are skipped.
+    A column of integers becomes int32 (int64 if int32 is too small), a column of other numbers float32, and a column of
+    true and false bool. Any other column becomes text, as NumPy's str. The file is in UTF-8. Cells may be quoted, and
+    quoted cells may hold delimiters and line breaks. Empty lines are skipped.
 
     Args:
       path: the file, or its URL as for `read_tokens`. Its first line names the columns.
-      names: the columns of a file without such a line.
-      delimiter: what separates cells, such as ";" or tab.
-      missing: what to do where a cell of a column of numbers or bools is empty, NA, N/A, NaN, null, none or ?. None
-        raises an error; "drop" leaves out its row; a number replaces it, and so does {column: number}. Cells in a
-        column of text are not changed.
+      names: the names of the columns, for a file whose first line is data.
+      delimiter: the character between cells, such as ";" or a tab.
+      missing: how to treat a cell that is empty, NA, N/A, NaN, null, none or ? in a column of numbers or bools. None
+        raises an error, "drop" omits the row, and a number or {column: number} replaces the cell. Cells in a column of
+        text are not changed.
 
     Raises:
-      ValueError: the file is not such a table, naming the file and the line; or a cell is missing.
+      ValueError: the file is not a table of this form, or a cell is missing. The message names the file and the line.
       FileNotFoundError: there is no file.
 
     Example:

@@ -31,17 +31,19 @@ _STATES = 64     # of so many steps the states are kept: batches are prepared be
 
 def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, shuffle: bool = True,
                   resume: str | None = None) -> Callable[[int], Any]:
-    """Batches for `fit` from what can be iterated: `batches(i)` is the batch of step i, epoch after epoch.
+    """Converts a source that can be iterated into batches for `fit`: `batches(i)` is the batch of step i, epoch after
+    epoch.
 
-    The attribute `batches.resume` says what a resumed run can rely on, and `fit` logs it:
+    The attribute `batches.resume` states which batches a resumed run gets, and `fit` logs it:
 
-    - "exact": the batches of an unbroken run. A sequence, a Grain MapDataset and a Hugging Face Dataset are read by
+    - "exact": those of an uninterrupted run. A sequence, a Grain MapDataset and a Hugging Face Dataset are read by
       index. Iterables and iterators with state_dict and load_state_dict, or get_state and set_state, have their state
       stored in each checkpoint: a Hugging Face IterableDataset, a torchdata StatefulDataLoader, a Grain IterDataset.
-    - "epoch": the epoch is read again up to the batch. So the batches are those of an unbroken run if the source yields
-      the same ones each time it is asked for that epoch. Functions of the epoch, a torch DataLoader in fixed order, a
+    - "epoch": the epoch is read again up to the batch. So the batches are those of an uninterrupted run if the source
+      yields the same batches each time an epoch is read. Functions of the epoch, a torch DataLoader in fixed order, a
       Hugging Face IterableDataset after `shuffle(buffer_size=)`, whose state leaves out the buffer.
-    - "none": the data begins anew, with a `ResumeWarning`. A shuffled DataLoader whose order cannot be repeated.
+    - "none": those from the beginning of the data, with a `ResumeWarning`. This applies to a shuffled DataLoader whose
+      order cannot be repeated.
 
     Arrays of torch and TensorFlow become NumPy arrays. fnet does not import torch, TensorFlow, datasets, torchdata or
     grain for this.
@@ -49,15 +51,16 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
     Args:
       source: an iterable that can be iterated again for each epoch, or a function that returns one, of no argument or
         of the number of the epoch. Its items are batches: trees of arrays.
-      batch_size: its items are examples instead, of which so many make a batch.
+      batch_size: number of examples in a batch, if the items of the source are examples instead of batches.
       seed, shuffle: with batch_size and a source that has random access: the order of the examples, as in `Batches`.
-      resume: "epoch" or "none", to ask for less than the source can give, for example because reading an epoch again
-        takes longer than the data is worth.
+      resume: "epoch" or "none", to select a weaker guarantee than the source supports, for example because it takes too
+        long to read an epoch again.
 
     Raises:
-      TypeError: an iterator, which can be iterated once only; something that is no source; or, at a batch, items that
-        are no numbers.
-      ValueError: a source without batches, or, at a batch, another structure than that of the batch before.
+      TypeError: `source` is an iterator, which can be iterated only once, or cannot be iterated; or, when a batch is
+        read, its items are not numbers.
+      ValueError: the source has no batches, or, when a batch is read, its structure differs from that of the previous
+        batch.
 
     Example:
       >>> batches = from_iterator(lambda epoch: ({"x": np.full(2, 10 * epoch + i)} for i in range(3)))

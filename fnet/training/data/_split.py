@@ -15,12 +15,12 @@ from fnet.training.data._arrays import is_leaf, take
 def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify: Any = None) -> tuple[Any, ...]:
     """Divides the examples of a data set at random into parts that have no example in common.
 
-    The parts depend on the number of examples, the sizes and the seed alone; examples keep their order.
+    The parts depend only on the number of examples, the sizes and the seed. The examples in a part keep their order.
 
     Args:
-      data: what `Batches` takes, or columns of text beside it: a tree of arrays, a pandas DataFrame.
+      data: a tree of arrays or a pandas DataFrame, as in `Batches`; columns may also be text.
       sizes: for two parts, the size of the second (validation): a fraction such as 0.2, or a number of examples. For
-        any number of parts, a sequence of all sizes: fractions with the sum 1, or numbers of examples.
+        any number of parts, a sequence of the sizes of all parts: fractions with the sum 1, or numbers of examples.
       seed: the seed of the random assignment of examples to parts.
       stratify: labels, integers [n]. The number of examples of each class in a part then differs from the exact share
         by at most one.
@@ -29,7 +29,8 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
       The parts, each with the structure of `data`.
 
     Raises:
-      ValueError: sizes that are not positive or do not add up, a part without examples, or labels of another length.
+      ValueError: the sizes are not positive or have a wrong sum, a part has no examples, or the labels have another
+        length.
 
     Example:
       >>> data = {"x": np.arange(10), "y": np.arange(10) % 2}

@@ -89,17 +89,17 @@ def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
 
 
 def read_tokens(path: str | os.PathLike) -> np.ndarray:
-    """A file of tokens as nanoGPT's data scripts write them: unsigned 16-bit numbers and nothing else.
+    """Memory-maps a file of tokens in the format of nanoGPT's data scripts: unsigned 16-bit numbers without a header.
 
     Args:
-      path: of the file, or its URL (s3://, gs://, az://). An object is copied to FNET_DATA (default: ~/.cache/fnet)
-        when it is first read; the checksum of the copy is verified each time.
+      path: the path of the file, or its URL (s3://, gs://, az://). An object is copied to FNET_DATA (default:
+        ~/.cache/fnet) when it is first read; the checksum of the copy is verified each time.
 
     Returns:
-      [tokens], uint16, mapped from the file and not read.
+      [tokens], uint16, memory-mapped.
 
     Raises:
-      ValueError: an empty file, or one of an odd number of bytes.
+      ValueError: the file is empty or has an odd number of bytes.
 
     Source: Karpathy's nanoGPT, data/*/prepare.py.
 

@@ -104,7 +104,8 @@ def fit(
       every: steps between two evaluations. The last step is always evaluated. None: only the last step.
       best: the name of a metric such as "validation/accuracy". The state with its best value is saved and kept.
       best_mode: "max" or "min".
-      early_stop: when to stop before `steps`. It also selects the metric for `best`, unless `best` is given.
+      early_stop: an `EarlyStop`, the condition for ending the run before `steps`. It also selects the metric for
+        `best`, unless `best` is given.
       restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last one.
       save_every: steps between two checkpoints. None: `every`. The last step is always saved.
       keep: number of the latest checkpoints to keep.
@@ -140,16 +141,16 @@ def fit(
         second signal, more than one second later, ends the process immediately. (Only if `fit` runs in the main
         thread.)
       Diverged: the state or a metric is NaN or infinite; the message names the step and the leaf.
-      CheckpointError: no checkpoint can be read, or they are of another model or optimizer; one cannot be written;
-        another run uses the workdir, or has replaced it.
+      CheckpointError: no checkpoint can be read, the checkpoints belong to another model or optimizer, a checkpoint
+        cannot be written, or another run uses or has replaced the workdir.
       ConfigError: the run in `workdir` was started with another config, other data or more steps.
       OutOfMemory: the device has too little memory; the message lists the largest arrays and estimates the largest
         batch.
       PeerLost: another process of the run has ended.
       TypeError: step or batches is not a function, the state has no `step`, or the step changes the structure, a shape
         or a dtype of the state.
-      ValueError: an interval is not an integer >= 1, no evaluation returns the metric to watch, the step does not
-        increase `state.step` by 1, or the plan is for another state or for devices that are not attached.
+      ValueError: an interval is not an integer >= 1, no evaluation returns the metric of `best` or `early_stop`, the
+        step does not increase `state.step` by 1, or the plan is for another state or for devices that are not attached.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax
