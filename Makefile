@@ -69,10 +69,10 @@ verify-pretrained: .venv-verify/.installed
 verify-programs: .venv-programs/.installed
 	.venv-programs/bin/python -m tests.programs $(ARGS)
 
-# LiteRT models, and KServe's client for the server. Their packages exclude versions of the tested set, so they have their
-# own environment, where these are installed without the packages that they declare.
+# LiteRT models, KServe's client for the server, and the web page. Packages of the first two exclude versions of the tested
+# set, so they have their own environment, where they are installed without the packages that they declare.
 verify-export: .venv-export/.installed
-	.venv-export/bin/python -m pytest tests/export/test_litert.py tests/export/test_record.py tests/export/test_serve.py::test_kserve $(ARGS)
+	FNET_ONNXRUNTIME_WEB=.venv-export/node_modules/onnxruntime-web .venv-export/bin/python -m pytest -rs $(addprefix tests/export/,test_litert.py test_record.py test_serve.py::test_kserve test_web.py) $(ARGS)
 
 # Plants faults in fnet and reports which of them the tests detect, in about 40 minutes, after one run of all tests that
 # records which lines each of them runs (Python 3.12).
@@ -125,9 +125,10 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 
 .venv-export/.installed: pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv .venv-export
-	$(call install,.venv-export/bin/python,dev)
+	$(call install,.venv-export/bin/python,dev$(comma)experiments)
 	$(call triton,.venv-export/bin/python)
 	.venv-export/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/export.txt
+	if command -v npm >/dev/null; then npm install --silent --no-save --prefix .venv-export onnxruntime-web@1.30.0; fi
 	@touch $@
 
 .libtpu/.installed: pyproject.toml

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-_FORMATS = {"bundle": "model.fnet", "onnx": "model.onnx", "litert": "model.tflite"}
+_FORMATS = {"bundle": "model.fnet", "onnx": "model.onnx", "litert": "model.tflite", "web": "web"}
 _CONTEXT = 4096      # tokens of a generated text, at most
 
 
@@ -15,11 +15,13 @@ def define(commands: Any) -> None:
     export = commands.add_parser("export", help="export the trained model of a run",
                                  description="Exports the model of a run's folder, which contains model.json "
                                  "(export.record). onnx and litert need the packages of fnet[onnx] and "
-                                 "fnet[litert].")
+                                 "fnet[litert], web those of fnet[onnx] and the npm package onnxruntime-web.")
     export.add_argument("run", help="the run's folder, such as runs/digits")
     export.add_argument("--to", default="bundle", help=f"formats, separated by commas: {', '.join(_FORMATS)}")
     export.add_argument("--which", default="last", help="last (default), best, or the number of a step")
     export.add_argument("--output", help="the folder of the files (default: the run's folder)")
+    export.add_argument("--runtime", metavar="FOLDER", help="the npm package onnxruntime-web, for --to=web (default: "
+                        "node_modules/onnxruntime-web)")
     export.add_argument("--sizes", action="append", metavar="NAME=SIZE,...",
                         help="sizes of the inputs of a LiteRT model, such as b=1,t=64; several times for "
                         "several signatures")
@@ -58,9 +60,12 @@ def run(args: argparse.Namespace) -> int:
             program.save(path, labels=found.labels, about=about, tokenizer=characters if characters.exists() else None)
         elif name == "onnx":
             program.onnx(path)
-        else:
+        elif name == "litert":
             program.litert(path, sizes=sizes)
-        print(f"{path}: step {snapshot.step}, {path.stat().st_size:,} bytes")
+        else:
+            export.web(program, path, labels=found.labels, title=Path(args.run).resolve().name, runtime=args.runtime)
+        files = path.iterdir() if path.is_dir() else [path]
+        print(f"{path}: step {snapshot.step}, {sum(file.stat().st_size for file in files):,} bytes")
     return 0
 
 

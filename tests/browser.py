@@ -1,5 +1,6 @@
 """Chromium for tests, driven through its DevTools pipe: no package is needed."""
 
+import base64
 import contextlib
 import fcntl
 import json
@@ -92,6 +93,17 @@ class Browser:
         while self.js("document.readyState") != "complete" or self.js("location.protocol") != "file:":
             pass
         assert [url for url in self.requests if not url.startswith(("file:", "about:", "data:"))] == []
+
+    def visit(self, address, width=1000, height=800):
+        """Loads a page from a server in a window of this size."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.requests.clear()
+        self.call("Page.navigate", url=address)
+        while self.js("document.readyState") != "complete" or not self.js("location.href").startswith(address):
+            pass
+
+    def screenshot(self, path):
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def js(self, expression):
         """The value of an expression in the page."""

@@ -73,7 +73,7 @@ def test_every_public_method_is_documented():
 WITHOUT_EXAMPLE = {
     "compress.ImplicitArray", "compress.LowRank", "compress.Quantized", "export.Bundle", "export.BundleError",
     "export.Program", "export.Spec", "export.load", "export.read_record", "export.record", "export.renew",
-    "export.spec_of", "hardware.Bound", "hardware.Check", "hardware.Computed", "hardware.Cost",
+    "export.spec_of", "export.web", "hardware.Bound", "hardware.Check", "hardware.Computed", "hardware.Cost",
     "hardware.FrozenTable", "hardware.Matmul", "hardware.Quote", "hardware.Value", "hardware.Waste",
     "hardware.measure", "hardware.plot", "introspect.Difference", "introspect.Graph", "introspect.Profile",
     "introspect.Slope", "introspect.Statistic", "introspect.TimedRow", "models.Encoded",

@@ -13,6 +13,7 @@ from fnet.export._reader import BundleError
 from fnet.export._rebuild import renew
 from fnet.export._record import read_record, record
 from fnet.export._spec import Spec, spec, spec_of
+from fnet.export._web import web
 
 __all__ = ["Bundle", "BundleError", "Program", "Spec", "generation", "load", "program", "read_record", "record",
-           "renew", "serve", "spec", "spec_of"]
+           "renew", "serve", "spec", "spec_of", "web"]

@@ -98,7 +98,7 @@ def test_a_model_is_read_as_it_was_recorded(model, tmp_path):
 
 def test_errors(run, tmp_path, capsys):
     assert cli.main(["export", str(run), "--to=pickle"]) == 2
-    assert "'pickle' is not a format; expected bundle, onnx, litert" in capsys.readouterr().err
+    assert "'pickle' is not a format; expected bundle, onnx, litert, web" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path)]) == 2
     assert "model.json: no such file; a run whose program calls export.record" in capsys.readouterr().err
     with pytest.raises(TypeError, match=r"Dense is not a model of fnet.models; export it in your own code"):

@@ -1,0 +1,98 @@
+"""A static page on which one draws an image, and which classifies it by the ONNX model in the browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fnet.export._program import Program
+
+_PACKAGE = "onnxruntime-web"
+_MODULE, _BINARY = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"
+_PIXELS = "float32", "uint8"
+
+
+def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | None = None, margin: float = 0.0,
+        title: str = "Draw an image", runtime: str | os.PathLike | None = None) -> None:
+    """Writes a folder with a page on which one draws an image and the model classifies it while one draws.
+
+    The folder is static and complete: the page, the program as ONNX, and onnxruntime-web, so any web server can serve
+    it, without access to other hosts. Needs fnet[onnx] and the npm package onnxruntime-web.
+
+        export.web(program, "site", labels=range(10))       # npm install onnxruntime-web
+        # python -m http.server --directory site
+
+    Args:
+        program: its entry point "predict" maps images [batch, height, width, 1 or 3], float32 or uint8, to scores
+            [batch, classes]. If it has the entry point "preprocess", this gets the drawing, with values from 0 to 255,
+            and predict its output; otherwise values from 0 to 1 if they are float32.
+        folder: the folder, which is created.
+        labels: the names of the classes. Default: their numbers.
+        margin: a drawing is moved to the middle and scaled to the size of the image, except this part of the size at
+            each edge, as in the images that the model was trained with: 0 for scikit-learn's digits, 0.14 for MNIST.
+        title: of the page.
+        runtime: the folder of the npm package. Default: node_modules/onnxruntime-web in the working directory, or in
+            one above it.
+
+    Raises:
+        FileNotFoundError: there is no onnxruntime-web.
+        ValueError: the model is no classifier of such images, or an argument is not valid.
+    """
+    height, width, channels, classes, dtype = _image(program)
+    labels = [str(label) for label in (range(classes) if labels is None else labels)]
+    if len(labels) != classes:
+        raise ValueError(f"export.web: {len(labels)} labels for a model of {classes} classes")
+    if not 0 <= margin < 0.5:
+        raise ValueError(f"export.web: margin={margin}: expected a number in [0, 0.5)")
+    distribution, folder = _runtime(runtime), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    program.onnx(folder / "model.onnx", external=False)
+    prepared = "preprocess" in program.entries
+    if prepared:
+        program.onnx(folder / "preprocess.onnx", entry="preprocess", external=False)
+    for name in (_MODULE, _BINARY):
+        shutil.copyfile(distribution / name, folder / name)
+    config = json.dumps({"height": height, "width": width, "channels": channels, "labels": labels, "margin": margin,
+                         "preprocess": prepared, "dtype": dtype}).replace("<", r"\u003c")
+    page = resources.files(__package__).joinpath("web.html").read_text(encoding="utf-8")
+    for name, value in (("TITLE", html.escape(title)), ("RUNTIME", _MODULE), ("CONFIGURATION", config)):
+        page = page.replace(name, value)
+    (folder / "index.html").write_text(page, encoding="utf-8")
+
+
+def _image(program) -> tuple[int, int, int, int, str]:
+    """(height, width, channels, classes, dtype) of a classifier of images."""
+    entry = program.entries["predict"]
+    inputs, output = [tree for _, tree in entry.inputs], entry.output
+    if len(inputs) == 1 and "shape" in inputs[0] and "shape" in output:
+        shape, classes = inputs[0]["shape"], output["shape"][-1:]
+        fixed = [*shape[1:], *classes]
+        if (len(shape) == 4 and len(output["shape"]) == 2 and all(isinstance(n, int) for n in fixed)
+                and shape[3] in (1, 3) and shape[0] in (1, output["shape"][0]) and inputs[0]["dtype"] in _PIXELS):
+            return (*fixed, inputs[0]["dtype"])
+    raise ValueError(f"export.web: expected a program from one image, such as float32[b, 28, 28, 1], to scores [b, "
+                     f"classes]; got {' and '.join(map(_text, inputs))} to {_text(output)}")
+
+
+def _text(tree) -> str:
+    return f"{tree['dtype']}[{', '.join(map(str, tree['shape']))}]" if "shape" in tree else "a tree of arrays"
+
+
+def _runtime(folder) -> Path:
+    """The folder of the distribution files of onnxruntime-web."""
+    here = Path.cwd()
+    candidates = [Path(folder)] if folder is not None else [
+        parent / "node_modules" / _PACKAGE for parent in (here, *here.parents)]
+    for candidate in candidates:
+        for distribution in (candidate / "dist", candidate):
+            if all((distribution / name).is_file() for name in (_MODULE, _BINARY)):
+                return distribution
+    where = f"in {folder}" if folder is not None else f"in node_modules of {here} and the folders above it"
+    raise FileNotFoundError(f"export.web: found no {_PACKAGE} ({_MODULE} and {_BINARY}) {where}; install it with npm "
+                            f"install {_PACKAGE}, or name its folder with runtime=")
