@@ -1,18 +1,22 @@
-"""Teaches a published network other classes: a linear probe of its features, or all of its weights.
+"""Teaches a published network other classes or another text: a linear probe, all weights, or changes of low rank.
 
     python experiments/finetune.py --model=mobilenet_v2 --dataset=cifar10
     python experiments/finetune.py --model=resnet50 --mode=full --dataset=photos --data_dir=DIR
+    python experiments/finetune.py --model=vit_s_16 --lora=8 --base=int4                    # QLoRA
+    python experiments/finetune.py --model=stories15m --dataset=text --lora=8 --base=int4   # The Tempest
 
 The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache.
 The data set photos is DIR/CLASS/*, of which a fifth is kept for the test, or DIR/train/CLASS/* and DIR/test/CLASS/*.
 
 linear: every image goes through the network once, and a dense layer is trained on what comes out. full: everything is
-trained, the last layer from new.
+trained, the last layer from new. lora, which --lora=RANK implies: the last layer, and changes of low rank of all other
+kernels, whose published values are frozen, in the format --base. A text is DIR/*.txt, by default The Tempest.
 
 The run's folder (--workdir, else runs/finetune) receives config.json, metrics.jsonl, a TensorBoard log, checkpoints,
 curves.png, confusion.png, and the result as model.safetensors and labels.json, in the names that the weights came with:
-experiments/classify_image.py --weights=runs/finetune reads them. The same command resumes a run that was interrupted;
---restart trains anew.
+experiments/classify_image.py --weights=runs/finetune reads them. Of a text it receives no labels, and the best weights
+are in runs/finetune/merged, which experiments/generate.py --weights=runs/finetune/merged reads. adapter holds the
+changes of low rank in PEFT's format. The same command resumes a run that was interrupted; --restart trains anew.
 """
 
 import dataclasses
@@ -20,8 +24,10 @@ import json
 import math
 import time
 
+import _adapters as adapters
 import _common as common
 import _photos as photos
+import _texts as texts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,17 +48,23 @@ option = tr.flags.option
 class Config:
     """What decides a run's result (and data_dir and weights, which do not)."""
 
-    mode: str = option("linear", "linear (a probe of the features) or full", choices=("linear", "full"))
-    model: str = option("resnet50", f"one of {', '.join(photos.PRESETS)}", choices=photos.PRESETS)
+    mode: str = option("linear", "linear (a probe of the features), full or lora (default with --lora), and for a text "
+                       "full", choices=("linear", "full", "lora"))
+    lora: int = option(0, "rank of the changes of low rank; 0: none", within="[0, 4096]")
+    base: str = option("none", "lora: format of the frozen kernels, none, int8, int4 or nf4",
+                       choices=tuple(adapters.FORMATS))
+    model: str = option("resnet50", f"one of {', '.join(photos.PRESETS)}; for a text {', '.join(texts.PRESETS)}",
+                        choices=(*photos.PRESETS, *texts.PRESETS))
     weights: str | None = option(None, "file or folder of the weights", decides=False)
-    dataset: str = option("digits", "digits, mnist, fashion_mnist, cifar10 or photos",
-                          choices=(*tr.datasets.NAMES, "photos"))
+    dataset: str = option("digits", "digits, mnist, fashion_mnist, cifar10, photos or text",
+                          choices=(*tr.datasets.NAMES, "photos", "text"))
     data_dir: str | None = option(None, "where its files are, or go", decides=False)
     size: int | None = option(None, "height and width that images are brought to; None: what the weights are made for",
                               within="[1, 4096]")
-    epochs: float | None = option(None, "passes over the training images", within="(0, 1000000]")
+    context: int | None = option(None, "text: tokens of an example", within="[1, 1048576]")
+    epochs: float | None = option(None, "passes over the training images or text", within="(0, 1000000]")
     steps: int | None = option(None, "training steps, instead of epochs", within=tr.flags.STEPS)
-    batch_size: int | None = option(None, "images in a batch", within="[1, 1048576]")
+    batch_size: int | None = option(None, "images or texts in a batch", within="[1, 1048576]")
     optimizer: str | None = option(None, f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
     schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
     learning_rate: float | None = option(None, "the largest step size", within="(0, 1000]")
@@ -69,7 +81,7 @@ class Config:
     seed: int = option(0, "of the new layer, order, augmentation and dropout", within=tr.flags.SEED)
 
 
-PRESETS = tr.presets.FINETUNE
+PRESETS, TEXT_PRESETS = tr.presets.FINETUNE, tr.presets.FINETUNE_TEXT
 
 AUGMENT = {
     "none": lambda key, images: images,
@@ -111,8 +123,10 @@ def train(config, workdir, policy, **fit_options):
     """Trains, resumes, or evaluates a finished run; the weights are written before anything else can fail.
 
     Returns:
-      The evaluation of the last state.
+      The evaluation of the last state; of a text, that of the best.
     """
+    if config.dataset == "text":
+        return texts.train(config, workdir, policy, **fit_options)
     held = network(config)
     data = load(config, held.image)
     classes = len(data.classes)
@@ -122,7 +136,7 @@ def train(config, workdir, policy, **fit_options):
     print(f"{config.model}, {held.names} names: {count:,} parameters, images of {size} x {size}")
     print(f"{config.dataset}: {len(data.train_labels)} training images, {len(data.test_labels)} test images, "
           f"{classes} classes")
-    make = probe if config.mode == "linear" else everything
+    make = {"linear": probe, "full": everything, "lora": low_rank}[config.mode]
     inputs, params, state, forward = make(config, policy, held, model, data)
 
     train_set, test_set = ({"x": x, "label": y} for x, y in zip(inputs, (data.train_labels, data.test_labels)))
@@ -170,8 +184,12 @@ def train(config, workdir, policy, **fit_options):
                    log_every=every, early_stop=stop, progress=tr.Progress(), notes={"policy": str(policy)},
                    config=config, **fit_options)
 
-    pretrained.save(model, {**held.params, **state.averaged}, state.state or held.state, workdir / "model.safetensors",
-                    names=held.names)
+    params, arrays = {**held.params, **state.averaged}, state.state or held.state
+    if config.mode == "lora":
+        adapted, arrays = nn.combine(state.averaged, state.state["frozen"]), state.state["state"]
+        pretrained.save_adapter(model, adapted, workdir / "adapter", names=held.names)
+        params = adapted
+    pretrained.save(model, params, arrays, workdir / "model.safetensors", names=held.names)
     (workdir / "labels.json").write_text(json.dumps(data.classes))
     values = evaluate["test"](state)
     title = f"{config.dataset}, {config.model}, {config.mode}: test accuracy {values['accuracy']:.4f}"
@@ -179,7 +197,7 @@ def train(config, workdir, policy, **fit_options):
     tr.plots.confusion_matrix(values["confusion"], data.classes, workdir / "confusion.png", title=title)
     save_predictions(workdir, ft.autocast(forward, policy), state, test_set, data, min(config.batch_size, 64))
     print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, confusion.png, "
-          "model.safetensors, labels.json")
+          "model.safetensors, labels.json" + (", adapter" if config.mode == "lora" else ""))
     print(f"show the run: fnet report {workdir}")
     return values
 
@@ -236,6 +254,22 @@ def everything(config, policy, held, model, data):
     return inputs, {**held.params, "head": fresh}, held.state, forward
 
 
+def low_rank(config, policy, held, model, data):
+    """The images, and the whole network with trainable changes of low rank and a new last layer."""
+    inputs, params, state, forward = everything(config, policy, held, model, data)
+    trainable, frozen = adapters.adapted(jax.random.key(config.seed), params, config.lora, config.base)
+    trainable, frozen = trainable | {"head": params["head"]}, frozen | {"head": jax.tree.map(lambda _: None,
+                                                                                            params["head"])}
+    print(f"base={config.base}: {adapters.count(trainable):,} parameters trained")
+    run = ft.use_implicit_arrays(forward)
+
+    def adapted(trainable, state, images, key):
+        logits, new = run(nn.combine(trainable, state["frozen"]), state["state"], images, key)
+        return logits, {**state, "state": new}
+
+    return inputs, trainable, {"frozen": frozen, "state": state}, adapted
+
+
 def load(config, image):
     if config.dataset != "photos":
         return tr.datasets.load(config.dataset, config.data_dir, announce=print)
@@ -255,12 +289,33 @@ def configured(argv):
       ValueError: the flags cannot be used; the message names one of them.
     """
     common.no_arguments(argv, "--dataset=digits")
-    return checked(tr.flags.read(Config, flags.FLAGS, PRESETS, by="mode"))
+    given = flags.FLAGS
+    text = given.dataset == "text"
+    if not given["mode"].present and (given.lora or text):
+        given["mode"].value, given["mode"].present = "lora" if given.lora else "full", 1
+    return checked(tr.flags.read(Config, given, TEXT_PRESETS if text else PRESETS, by="mode"))
 
 
 def checked(config):
     """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
     tr.flags.check(config)
+    if (config.mode == "lora") != bool(config.lora):
+        raise tr.ConfigError(f"--mode={config.mode} --lora={config.lora}: --mode=lora needs a rank, such as --lora=8, "
+                             "and a rank needs --mode=lora")
+    if config.base != "none" and not config.lora:
+        raise tr.ConfigError(f"--base={config.base} is the format of the frozen kernels of --lora=RANK")
+    if (config.dataset == "text") != (config.model in texts.PRESETS):
+        raise tr.ConfigError(f"--model={config.model} --dataset={config.dataset}: --dataset=text is for "
+                             f"{', '.join(texts.PRESETS)}, the others are for images")
+    if config.dataset == "text":
+        if config.mode == "linear":
+            raise tr.ConfigError("--mode=linear is for images: use --mode=full or --lora=8")
+        images = [field for field in ("size", "augment", "freeze_norms", "label_smoothing")
+                  if getattr(config, field) != Config.__dataclass_fields__[field].default]
+        if images:
+            raise tr.ConfigError(f"--{images[0]} is for images")
+    elif config.context is not None:
+        raise tr.ConfigError(f"--context={config.context} is for --dataset=text")
     if config.mode == "linear" and (config.augment != "none" or config.freeze_norms):
         raise tr.ConfigError("--mode=linear sees each image once: --augment and --freeze_norms are for --mode=full")
     if config.dataset == "photos" and config.data_dir is None:
@@ -279,7 +334,8 @@ def main(argv):
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
     values = train(config, workdir, policy, **common.fit_options())
-    print(f"test accuracy {values['accuracy']:.4f}")
+    print(f"validation loss {values['loss']:.4f}" if config.dataset == "text" else
+          f"test accuracy {values['accuracy']:.4f}")
 
 
 if __name__ == "__main__":

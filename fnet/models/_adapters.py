@@ -25,7 +25,7 @@ _PLAIN = {"peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), 
           "target_parameters": (None, []), "layer_replication": (None,), "use_qalora": (False, None)}
 
 
-def load_adapter(model: Model, params: Mapping, path: str | os.PathLike) -> dict:
+def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, names: str = "huggingface") -> dict:
     """Reads a LoRA adapter that PEFT saved, for parameters of its base model.
 
         params, _ = pretrained.load("smollm-135m")
@@ -36,6 +36,7 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike) -> dict
         model: the base model.
         params: its parameters; kernels may be quantized.
         path: the folder with adapter_config.json and adapter_model.safetensors.
+        names: whose modules the adapter names, one of the model's `NAMES`, such as "torchvision" for a ResNet.
 
     Returns:
         The parameters with `compress.LowRank` leaves.
@@ -57,7 +58,7 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike) -> dict
     config = _read_config(folder / _CONFIG)
     tensors = _tensors.read(folder / _WEIGHTS)
     given = {key.removeprefix(_PREFIX): array for key, array in tensors.arrays.items()}
-    entries = max((_entries(model, prefix) for prefix in _prefixes(model)),
+    entries = max((_entries(model, prefix, names) for prefix in _prefixes(model, names)),
                   key=lambda entries: sum(base in _modules(given) for entry in entries for base in _bases(entry)))
     found, used = {}, set()
     for entry in entries:
@@ -66,7 +67,7 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike) -> dict
             used.update(key for pair in pairs if pair for key in pair)
             scales = [_scale(config, base, given[pair[0]]) if pair else 1.0 for base, pair in zip(_bases(entry), pairs)]
             arrays = [tuple(np.asarray(given[key], np.float32) for key in pair) if pair else None for pair in pairs]
-            found |= _changes(entry, arrays, scales, tensors.path)
+            found |= _changes(model, entry, arrays, scales, tensors.path)
     if unknown := sorted(set(given) - used):
         raise ValueError(f"{tensors.path}: no kernel of this {type(model).__name__} has the keys "
                          f"{', '.join(map(repr, unknown[:3]))}" + (" ..." if len(unknown) > 3 else ""))
@@ -74,7 +75,7 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike) -> dict
 
 
 def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base: str | None = None,
-                 prefix: str | None = None) -> Path:
+                 prefix: str | None = None, names: str = "huggingface") -> Path:
     """Writes the `compress.LowRank` leaves of parameters as a LoRA adapter that PEFT loads: the inverse of
     `load_adapter`.
 
@@ -85,13 +86,14 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
         base: the name of the base model on Hugging Face's hub, for adapter_config.json.
         prefix: the prefix of module names in the class of transformers that is adapted: "transformer." in
             GPT2LMHeadModel, "" in GPT2Model. Default: that of the class with a head.
+        names: as for `load_adapter`.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: there is no `LowRank` leaf, PEFT has no form for one (such as a convolution), or the model has no
-            such prefix.
+        ValueError: there is no `LowRank` leaf, PEFT has no form for one (such as a depthwise convolution), or the model
+            has no such prefix or names.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -104,20 +106,25 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
     >>> adapted["blocks"]["attention"]["query"]["kernel"].a.shape
     (2, 16, 4)
     """
-    arrays, ranks, swapped, prefixes = {}, {}, True, _prefixes(model)
+    arrays, ranks, swapped, prefixes = {}, {}, True, _prefixes(model, names)
     if prefix is not None and prefix not in prefixes:
         raise ValueError(f"save_adapter: expected a prefix of {prefixes}; got {prefix!r}")
-    for entry in _entries(model, prefixes[-1] if prefix is None else prefix):
+    for entry in _entries(model, prefixes[-1] if prefix is None else prefix, names):
         leaves = [_match.get(params, place) for place in entry.paths]
         if not any(isinstance(leaf, LowRank) for leaf in leaves):
             continue
-        if not _is_dense(entry) or any(isinstance(leaf, LowRank) and leaf.inputs != 1 for leaf in leaves):
+        inputs = len(_kernel(entry))
+        if not _is_supported(entry) or any(isinstance(leaf, LowRank) and leaf.inputs != inputs for leaf in leaves):
             raise ValueError(f"save_adapter: PEFT has no form for the change of {_match.ours(entry)}")
-        swapped = swapped and entry.rule.layout.name == "dense"
+        swapped = swapped and (entry.rule.layout.name != "same" or _is_table(entry))
         for name, copy in zip(_bases(entry), np.ndindex(entry.copies)):
-            a, b, scale = _joined(leaves, copy)
-            arrays[f"{_PREFIX}{name}.lora_A.weight"], arrays[f"{_PREFIX}{name}.lora_B.weight"] = a.T, b.T
-            ranks[name] = a.shape[1], scale * a.shape[1]
+            a, b, scale = _joined(leaves, copy)    # [*window, in, rank], [rank, out]
+            b = b[:, _rotary_order(model, entry, b.shape[1])]
+            down, up = ("lora_embedding_A", "lora_embedding_B") if _is_table(entry) else ("lora_A.weight",
+                                                                                        "lora_B.weight")
+            arrays[f"{_PREFIX}{name}.{down}"] = np.moveaxis(a, (-1, -2), (0, 1))
+            arrays[f"{_PREFIX}{name}.{up}"] = b.T.reshape(*b.T.shape, *(1,) * (inputs - 1))
+            ranks[name] = a.shape[-1], scale * a.shape[-1]
     if not arrays:
         raise ValueError("save_adapter: the parameters have no LowRank leaf; compress.lora creates them")
     (rank, alpha), _ = collections.Counter(ranks.values()).most_common(1)[0]
@@ -126,6 +133,8 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
               "alpha_pattern": {name: other for name, (_, other) in ranks.items() if other != alpha},
               "lora_dropout": 0.0, "fan_in_fan_out": not swapped, "inference_mode": True, "task_type": None,
               "base_model_name_or_path": base}
+    if getattr(model, "tied", False) and any(key.endswith("lora_embedding_A") for key in arrays):
+        config["ensure_weight_tying"] = True    # the change of the table is also that of the logits
     folder = Path(path).expanduser()
     _tensors.write(folder / _WEIGHTS, arrays, {"format": "pt"})
     (folder / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -148,14 +157,15 @@ def _read_config(file):
     return config
 
 
-def _prefixes(model):
-    return _match.rules_of(model, "huggingface").prefixes
+def _prefixes(model, names):
+    return _match.rules_of(model, names).prefixes
 
 
-def _entries(model, prefix):
-    rules = _match.rules_of(model, "huggingface")
-    leaves = _match.leaves_of(model)[1]
-    return _key_map.key_map(rules, prefix, leaves, _match.who(model, "huggingface")).reads
+def _entries(model, prefix, names):
+    rules = _match.rules_of(model, names)
+    kinds, leaves = _match.leaves_of(model)
+    entries = _key_map.key_map(rules, prefix, leaves, _match.who(model, names)).reads
+    return [entry for entry in entries if kinds[entry.paths[0]] == "params"]
 
 
 def _bases(entry):
@@ -175,10 +185,29 @@ def _pair(given, base):
     return None
 
 
-def _is_dense(entry):
-    """Whether the file's array is a matrix of a dense layer or a table."""
-    return entry.rule.layout.name in ("dense", "same") and all(
-        len(spec.shape) - len(entry.copies) == 2 for spec in entry.specs)
+def _kernel(entry):
+    """The axes of an array without copies and outputs: [*window, in]."""
+    return entry.specs[0].shape[len(entry.copies):-1]
+
+
+def _is_supported(entry):
+    """Whether the file's array is a matrix of a dense layer, a table, or the kernel of a convolution in one group."""
+    kernel, layout = _kernel(entry), entry.rule.layout.name
+    return (len(kernel) == 1 and layout in ("dense", "same")) or (
+        len(kernel) > 1 and layout == "conv" and kernel[-1] > 1)
+
+
+def _is_table(entry):
+    return entry.paths[0].endswith("/embedding")
+
+
+def _rotary_order(model, entry, width):
+    """The order of output features in the file. Transformers rotates the pairs (i, i + head_dim / 2) of features."""
+    order = np.arange(width)
+    if getattr(model, "interleaved", False) and re.fullmatch(r".*attention/(query|key)/kernel", entry.paths[0]):
+        head_dim = model.head_dim or model.width // model.heads
+        order = order.reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+    return order
 
 
 def _scale(config, base, a):
@@ -187,30 +216,33 @@ def _scale(config, base, a):
     return alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
 
 
-def _changes(entry, arrays, scales, file):
-    """{path: (a, b, scale)}; copies without a change, and missing ranks, are zero."""
-    if not _is_dense(entry):
-        raise ValueError(f"{file}: changes of {_match.ours(entry)} are supported for dense layers and tables only")
+def _changes(model, entry, arrays, scales, file):
+    """{path: (a, b, scale, number of inputs' axes)}; copies without a change, and missing ranks, are zero."""
+    if not _is_supported(entry):
+        raise ValueError(f"{file}: changes of {_match.ours(entry)} are supported for dense layers, convolutions in one "
+                         "group and tables only")
     rank = max(len(pair[0]) for pair in arrays if pair)
     scale = max(each for each, pair in zip(scales, arrays) if pair)
-    widths = [spec.shape[-1] for spec in entry.specs]
-    inputs = entry.specs[0].shape[-2]
-    a = np.zeros((*entry.copies, inputs, rank), np.float32)
-    b = np.zeros((*entry.copies, rank, sum(widths)), np.float32)
+    widths, kernel = [spec.shape[-1] for spec in entry.specs], _kernel(entry)
+    outputs, ones = sum(widths), (1,) * (len(kernel) - 1)
+    a = np.zeros((*entry.copies, *kernel, rank), np.float32)
+    b = np.zeros((*entry.copies, rank, outputs), np.float32)
     for copy, pair, own in zip(np.ndindex(entry.copies), arrays, scales):
         if pair:
-            expected, got = (inputs, sum(widths)), (pair[0].shape[1], pair[1].shape[0])
-            if expected != got or len(pair[0]) != pair[1].shape[1]:
-                raise ValueError(f"{file}: {_match.ours(entry)}: expected factors for a kernel {expected}, got "
-                                 f"{pair[0].shape} and {pair[1].shape}")
-            a[(*copy, ..., slice(len(pair[0])))] = pair[0].T
-            b[(*copy, slice(len(pair[0])))] = pair[1].T * (own / scale)
+            n = len(pair[0])
+            if pair[0].shape != (n, kernel[-1], *kernel[:-1]) or pair[1].shape != (outputs, n, *ones):
+                raise ValueError(f"{file}: {_match.ours(entry)}: expected factors for a kernel {(*kernel, outputs)}, "
+                                 f"got {pair[0].shape} and {pair[1].shape}")
+            a[(*copy, ..., slice(n))] = np.moveaxis(pair[0], (0, 1), (-1, -2))
+            b[(*copy, slice(n))] = pair[1].reshape(outputs, n).T * (own / scale)
+    b = b[..., np.argsort(_rotary_order(model, entry, outputs))]
     parts = np.split(b, np.cumsum(widths)[:-1], -1)
-    return {path: (a, part, scale) for path, part in zip(entry.paths, parts)}
+    return {path: (a, part, scale, len(kernel)) for path, part in zip(entry.paths, parts)}
 
 
 def _joined(leaves, copy):
-    """(a, b, scale) of one module. Parts of a fused kernel with several changes have a block-diagonal b."""
+    """(a, b, scale) of one module: [*window, in, rank], [rank, out]. Parts of a fused kernel with several changes have
+    a block-diagonal b."""
     scale = next(leaf.scale for leaf in leaves if isinstance(leaf, LowRank))
     widths = [leaf.shape[-1] for leaf in leaves]
     factors, rows = [], []
@@ -220,14 +252,14 @@ def _joined(leaves, copy):
             row = np.zeros((leaf.a.shape[-1], sum(widths)), np.float32)
             row[:, sum(widths[:i]):sum(widths[:i + 1])] = np.asarray(leaf.b[copy]) * (leaf.scale / scale)
             rows.append(row)
-    return np.concatenate(factors, 1), np.concatenate(rows), scale
+    return np.concatenate(factors, -1), np.concatenate(rows), scale
 
 
 def _replaced(tree, changes: Mapping[tuple, tuple]) -> Any:
     """The tree with changes at their paths."""
     if () in changes:
-        a, b, scale = changes[()]
-        return LowRank(tree, jnp.asarray(a), jnp.asarray(b), scale, 1)
+        a, b, scale, inputs = changes[()]
+        return LowRank(tree, jnp.asarray(a), jnp.asarray(b), scale, inputs)
     if not changes:
         return tree
     return {name: _replaced(node, {path[1:]: change for path, change in changes.items() if path[0] == name})

@@ -23,4 +23,12 @@ LANGUAGE_MODEL = {            # by size; 10m and 124m: about so many parameters
 FINETUNE = {                  # by what is trained: a linear probe of the features, or everything
     "linear": {"epochs": 50, "batch_size": 256, "optimizer": "adam", "learning_rate": 2e-3, "weight_decay": 0.0},
     "full": {"epochs": 5, "batch_size": 32, "optimizer": "nesterov", "learning_rate": 0.01, "weight_decay": 1e-4},
+    "lora": {"epochs": 5, "batch_size": 32, "optimizer": "adamw", "learning_rate": 2e-3, "weight_decay": 0.0},
+}
+
+FINETUNE_TEXT = {
+    "full": {"epochs": 6, "batch_size": 8, "context": 128, "optimizer": "adamw", "learning_rate": 5e-4,
+             "weight_decay": 0.0},
+    "lora": {"epochs": 6, "batch_size": 8, "context": 128, "optimizer": "adamw", "learning_rate": 3e-3,
+             "weight_decay": 0.0},
 }

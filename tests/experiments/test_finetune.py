@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from checks import same
 
+from fnet import compress, models
 from fnet import hardware as hw
-from fnet import models
 from fnet.models import pretrained
 
 pytest.importorskip("sklearn")
@@ -148,10 +148,40 @@ def test_the_whole_network_is_trained(tiny, weights, tmp_path, capsys):
     same(new, were)
 
 
+@pytest.mark.exhaustive
+def test_changes_of_low_rank(tiny, weights, tmp_path, capsys):
+    """The result is the published network with small changes; PEFT's factors of a convolution give the same."""
+    options = config(weights, mode="lora", lora=2, base="int4", size=32, steps=3, batch_size=64)
+    finetune.train(options, tmp_path, policy())
+    assert "base=int4: 1,034 parameters trained" in capsys.readouterr().out
+    model = dataclasses.replace(SMALL, classes=10)
+    params, _ = pretrained.load(model, tmp_path)
+    before, _ = pretrained.load(SMALL, weights)
+    same(params["stem"], before["stem"])
+    base = compress.quantize(before, {"stage2/block0/conv2": compress.Int4(16), "stage.*/kernel": compress.Int4(8)})
+    read = compress.merge(pretrained.load_adapter(model, {**base, "head": params["head"]}, tmp_path / "adapter",
+                                                  names="torchvision"))
+    for name in ("conv1", "conv2"):
+        kernel = read["stage2"]["block0"][name]["kernel"]
+        np.testing.assert_allclose(kernel, params["stage2"]["block0"][name]["kernel"], rtol=1e-5, atol=1e-6)
+        assert not np.array_equal(kernel, compress.materialize(base)["stage2"]["block0"][name]["kernel"])
+    finetune.train(dataclasses.replace(options, weights=str(weights)), tmp_path, policy())
+    assert "resumed at step 3" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("changes", "text"), [
     (dict(model="resnet5"), "--model=resnet5: use alexnet, resnet18"),
     (dict(dataset="mnst"), "--dataset=mnst: use digits, mnist, fashion_mnist, cifar10, photos"),
     (dict(size=0), r"--size=0: expected a number in \[1, 4096\]"),
+    (dict(mode="lora"), "--mode=lora --lora=0: --mode=lora needs a rank, such as --lora=8, and a rank needs"),
+    (dict(lora=8), "--mode=linear --lora=8: --mode=lora needs a rank"),
+    (dict(base="int4"), "--base=int4 is the format of the frozen kernels of --lora=RANK"),
+    (dict(base="int3", lora=8), "--base=int3: use none, int8, int4, nf4"),
+    (dict(dataset="text"), "--model=resnet50 --dataset=text: --dataset=text is for stories260k, stories15m"),
+    (dict(model="stories15m"), "--model=stories15m --dataset=digits: --dataset=text is for stories260k"),
+    (dict(model="stories15m", dataset="text"), "--mode=linear is for images: use --mode=full or --lora=8"),
+    (dict(model="stories15m", dataset="text", mode="full", size=8), "--size is for images"),
+    (dict(context=8), "--context=8 is for --dataset=text"),
     (dict(augment="flip"), "--mode=linear sees each image once: --augment and --freeze_norms are for --mode=full"),
 ])
 def test_a_configuration_without_sense(tiny, changes, text):

@@ -17,7 +17,7 @@ import pytest
 from checks import same
 from torture import flags as torture
 
-from fnet import models
+from fnet import compress, models
 from fnet import training as tr
 from fnet.models import pretrained
 
@@ -113,6 +113,31 @@ def test_trained_and_asked_to_go_on(tmp_path):
     asked = finished(start("generate.py", f"--weights={tmp_path}", "--max_tokens=9", "MIRANDA.", "A"))
     assert f"{tmp_path}: GPT, 4,800 parameters, float32" in asked
     assert "\nMIRANDA." in asked and re.search(r"\n18 tokens in \d+\.\d\d s, \d+ tokens/s \(compiling inc", asked)
+
+
+def test_a_published_model_is_adapted_to_a_text(stories, tmp_path):
+    """QLoRA as a user runs it. generate.py reads the merged weights; the adapter is in PEFT's format."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "one.txt").write_text("the old man and the sea was the old man. " * 30)
+    flags = ["--model=stories15m", f"--weights={stories}", "--dataset=text", f"--data_dir={tmp_path}/text", "--lora=2",
+             "--base=int4", "--steps=6", "--context=16", "--batch_size=4", "--precision=float32",
+             f"--workdir={tmp_path}/run"]
+    out = finished(start("finetune.py", *flags))
+    assert re.search(r"stories15m, llama2c names: [\d,]+ parameters, ([\d,]+) trained \(\d+\.\d\d %\)", out)[1] == (
+        f"{496 + 2 * (LLAMA['vocab_size'] + 16):,}")
+    assert re.fullmatch(r"validation loss \d\.\d{4}", out.splitlines()[-1])
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    model = models.Llama(**LLAMA)
+    published, _ = pretrained.load(model, stories / "model.bin")
+    merged, _ = pretrained.load(model, tmp_path / "run" / "merged" / "model.bin")
+    base = compress.quantize(published, {"blocks/down": compress.Int4(8), "blocks": compress.Int4(16)})
+    adapted = compress.materialize(pretrained.load_adapter(model, base, tmp_path / "run" / "adapter"))
+    for a, b in zip(jax.tree.leaves(adapted), jax.tree.leaves(merged)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    asked = finished(start("generate.py", f"--weights={tmp_path}/run/merged", "--max_tokens=5", "the old"))
+    assert "5 tokens in" in asked
+    again = finished(start("finetune.py", *flags))
+    assert "resumed at step 6" in again and again.splitlines()[-1] == out.splitlines()[-1]
 
 
 @pytest.mark.exhaustive

@@ -102,7 +102,7 @@ def test_save_and_load(name, tmp_path):
     ({"lm_head": pair(16, 24)}, {"use_dora": True}, "use_dora=True is not supported; expected False"),
     ({"lm_head": pair(16, 24)}, {"peft_type": "LOHA"}, "peft_type='LOHA' is not supported; expected 'LORA'"),
     ({"lm_head": pair(16, 24)}, {"r": "two"}, "expected the fields r and lora_alpha"),
-    ({"model.norm": pair(16, 16)}, {}, "are supported for dense layers and tables only"),
+    ({"model.norm": pair(16, 16)}, {}, "are supported for dense layers, convolutions in one group and tables"),
 ])
 def test_errors(factors, config, message, tmp_path):
     model, params = start("llama")
@@ -118,3 +118,55 @@ def test_missing_files_and_changes(tmp_path):
         pretrained.save_adapter(model, params, tmp_path / "adapter")
     with pytest.raises(ValueError, match=r"expected a prefix of \('',\); got 'transformer.'"):
         pretrained.save_adapter(model, params, tmp_path / "adapter", prefix="transformer.")
+
+
+def test_convolutions_and_tables(tmp_path):
+    """PEFT's factors of a Conv2d are a convolution and one of width 1; those of an Embedding have other names."""
+    model = models.ResNet((1, 1), bottleneck=False, classes=3, width=4)
+    params, state = model.init(jax.random.key(0), jnp.ones((1, 16, 16, 3)))
+    adapted = jax.tree.map(lambda w: dataclasses.replace(w, b=w.b + 0.1) if is_change(w) else w, compress.lora(
+        jax.random.key(1), params, {"stage.*": 2, "head": 3}), is_leaf=is_change)
+    folder = pretrained.save_adapter(model, adapted, tmp_path / "images", names="torchvision")
+    factors = load_file(folder / "adapter_model.safetensors")
+    weights = load_file(pretrained.save(model, params, state, tmp_path / "base", names="torchvision"))
+    name = "layer2.0.conv1"
+    a, b = (factors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+    assert a.shape == (2, 4, 3, 3) and b.shape == (8, 2, 1, 1)
+    weights[f"{name}.weight"] += 2 * np.einsum("orij,rcij->ocij", np.broadcast_to(b, (8, 2, 3, 3)), a)
+    save_file(weights, tmp_path / "added.safetensors")
+    want, _ = pretrained.load(model, tmp_path / "added.safetensors", names="torchvision")
+    read = pretrained.load_adapter(model, params, folder, names="torchvision")
+    for tree in (adapted, read):
+        np.testing.assert_allclose(compress.merge(tree)["stage2"]["block0"]["conv1"]["kernel"],
+                                   want["stage2"]["block0"]["conv1"]["kernel"], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="ResNet has no names 'huggingface'; it has torchvision, keras"):
+        pretrained.save_adapter(model, adapted, folder)
+
+    llama, params = start("llama")
+    table = compress.lora(jax.random.key(1), params, {"embed": 2})
+    folder = pretrained.save_adapter(llama, table, tmp_path / "table")
+    shapes = {key: array.shape for key, array in load_file(folder / "adapter_model.safetensors").items()}
+    assert shapes == {"base_model.model.model.embed_tokens.lora_embedding_A": (2, 24),
+                      "base_model.model.model.embed_tokens.lora_embedding_B": (16, 2)}
+    read = pretrained.load_adapter(llama, params, folder)
+    np.testing.assert_array_equal(read["embed"]["embedding"].a, table["embed"]["embedding"].a)
+
+
+def test_rotary_pairs(tmp_path):
+    """Changes of a model with pairs (0, 1), (2, 3), ... are written for transformers' pairs (i, i + head_dim / 2)."""
+    model, params = start("llama")
+    pairs = dataclasses.replace(model, interleaved=True)
+    adapted = jax.tree.map(lambda w: dataclasses.replace(w, b=w.b + jax.random.normal(jax.random.key(2), w.b.shape))
+                           if is_change(w) else w, compress.lora(jax.random.key(1), params, {".*(query|key|value)": 2}),
+                           is_leaf=is_change)
+    folder = pretrained.save_adapter(pairs, adapted, tmp_path / "adapter")
+
+    def halves(path, kernel):
+        rotated = path[-2].key in ("query", "key")
+        return kernel.reshape(*kernel.shape[:2], -1, 2, 2).swapaxes(-1, -2).reshape(kernel.shape) if rotated else kernel
+
+    theirs = pretrained.load_adapter(model, jax.tree_util.tree_map_with_path(halves, params), folder)
+    want = ft.use_implicit_arrays(pairs)(adapted, TOKENS)
+    np.testing.assert_allclose(ft.use_implicit_arrays(model)(theirs, TOKENS), want, rtol=1e-4, atol=1e-5)
+    ours = pretrained.load_adapter(pairs, params, folder)
+    np.testing.assert_allclose(ft.use_implicit_arrays(pairs)(ours, TOKENS), want, rtol=1e-4, atol=1e-5)

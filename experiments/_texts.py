@@ -1,0 +1,133 @@
+"""The part of finetune.py that trains language models on a text."""
+
+import math
+import shutil
+import time
+from pathlib import Path
+
+import _adapters as adapters
+import _common as common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet import compress, models
+from fnet import layers as nn
+from fnet import training as tr
+from fnet import transforms as ft
+from fnet.models import pretrained
+
+PRESETS = tuple(preset for cls in (models.Llama, models.GPT) for preset in cls.PRESETS)
+TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
+
+
+def network(config):
+    """(the model, its parameters, its tokenizer, the names of the weights, their folder)."""
+    path = pretrained.find(config.weights or config.model)
+    folder = path if path.is_dir() else path.parent
+    model = models.Llama.of_model_bin(path / "model.bin") if (path / "model.bin").is_file() else pretrained.model(
+        config.model, path)
+    words = models.read_tokenizer(folder)
+    if words.vocab_size > model.vocab_size:
+        raise ValueError(f"the tokenizer has {words.vocab_size} tokens, the model {model.vocab_size}: they do not go "
+                         "together")
+    params, _ = pretrained.load(model, path)
+    return model, params, words, pretrained.names_of(model, path), folder
+
+
+def read(config, words):
+    """(tokens to train on, tokens to validate on): the first nine tenths of a text, and the last tenth."""
+    paths = [TEMPEST]
+    if config.data_dir:
+        folder = common.user_path("data_dir", config.data_dir)
+        paths = sorted(path for path in folder.glob("*.txt") if path.is_file())
+        if not paths:
+            raise FileNotFoundError(f"{folder} has no text: put *.txt there, or leave --data_dir away")
+    text = "\n".join(map(common.read_text, paths))
+    tokens = words.encode(text)
+    return np.split(tokens, [len(tokens) * 9 // 10])
+
+
+def task(config, model, params):
+    """(trainable parameters, other arrays, evaluate): `evaluate(f)(trainable, arrays, ...)` is f(params, ...)."""
+    if not config.lora:
+        return params, {}, lambda f: lambda params, arrays, *inputs: f(params, *inputs)
+    trainable, frozen = adapters.adapted(jax.random.key(config.seed), params, config.lora, config.base)
+
+    def evaluate(f):
+        run = ft.use_implicit_arrays(f)
+        return lambda trainable, frozen, *inputs: run(nn.combine(trainable, frozen), *inputs)
+
+    return trainable, frozen, evaluate
+
+
+def train(config, workdir, policy, **fit_options):
+    """Trains, resumes, or evaluates a finished run.
+
+    Returns:
+      {"loss": the least validation loss}.
+    """
+    model, published, words, names, folder = network(config)
+    train_tokens, test_tokens = read(config, words)
+    context = min(config.context, model.context)
+    params, arrays, evaluate = task(config, model, published)
+    total, trained = adapters.count(published), adapters.count(params)
+    batches = tr.Windows(train_tokens, length=context, batch_size=config.batch_size, seed=config.seed)
+    steps = config.steps or common.check_steps(
+        math.ceil(config.epochs * len(train_tokens) / (context * config.batch_size)))
+    rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
+    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay, clip=1.0)
+    tx = ft.loss_scale(tx, policy)
+    cross_entropy = evaluate(lambda params, tokens: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]))
+
+    def step(state, batch):
+        def loss(params):
+            return cross_entropy(params, state.state, batch["tokens"]).mean()
+
+        value, grads = ft.autocast(ft.scaled_value_and_grad(loss), policy)(state.opt_state, state.params)
+        return state.apply(tx, grads), {"loss": value, "learning_rate": rate(state.step)}
+
+    def measure(state, batch):
+        each = ft.autocast(cross_entropy, policy)(state.averaged, state.state, batch["tokens"])    # [batch, time]
+        return {"loss": tr.mean(each, jnp.broadcast_to(batch["weight"][:, None], each.shape))}
+
+    held_out = tr.stretches(test_tokens, context)[:2000]
+    test = tr.evaluator(measure, {"tokens": held_out}, batch_size=config.batch_size)
+    stop = tr.EarlyStop(metric="validation/loss", patience=config.early_stop, mode="min") if config.early_stop else None
+    init = lambda key: tr.TrainState.create(params, tx, state=arrays, ema=config.ema or None)
+    common.check_memory(init, 4 * config.batch_size * context * model.width, "--batch_size or --context")
+    print(f"{config.model}, {names} names: {total:,} parameters, {trained:,} trained ({100 * trained / total:.2f} %)")
+    if config.lora:
+        whole = nn.combine(params, arrays)
+        print(f"base={config.base}: {compress.size(whole) / 1e6:.1f} MB with adapters, of "
+              f"{compress.size(published) / 1e6:.1f} MB")
+    print(f"{len(train_tokens):,} tokens to train on, {held_out.shape[0] * context:,} to validate on; {steps} steps of "
+          f"{config.batch_size} x {context} tokens")
+    common.start(workdir, "curves.png")
+    every, began = max(math.ceil(steps / 20), 5), time.perf_counter()
+    state = tr.fit(step, init(None), batches, steps=steps, workdir=workdir, evaluate={"validation": test}, every=every,
+                   log_every=every, best="validation/loss", best_mode="min", early_stop=stop, progress=tr.Progress(),
+                   notes={"policy": str(policy)}, config=config, **fit_options)
+    best = tr.restore(workdir, jax.eval_shape(init, None), which="best")
+    params = nn.combine(best.averaged, best.state) if config.lora else best.averaged
+    if config.lora:
+        pretrained.save_adapter(model, params, workdir / "adapter")
+    save(model, params, names, folder, workdir / "merged")
+    rows = tr.read_metrics(workdir)
+    loss = min(row["validation/loss"] for row in rows if "validation/loss" in row)
+    title = f"{config.model}, {config.mode}: validation loss {loss:.4f}"
+    tr.plots.curves(rows, workdir / "curves.png", title=title)
+    print(f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}; the best state is that of "
+          f"step {int(best.step)}")
+    print(f"{workdir}: config.json, metrics.jsonl, tensorboard, checkpoints, curves.png, merged"
+          + (", adapter" if config.lora else ""))
+    return {"loss": loss}
+
+
+def save(model, params, names, published, folder):
+    """Writes the weights under the names that they came with, and the tokenizer, for generate.py --weights=FOLDER."""
+    folder.mkdir(exist_ok=True)
+    pretrained.save(model, params, {}, folder, names=names)
+    for file in published.glob("*"):
+        if file.is_file() and (file.name.startswith("tokenizer") or file.name in ("config.json", "vocab.txt")):
+            shutil.copyfile(file, folder / file.name)
