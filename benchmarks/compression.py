@@ -1,11 +1,12 @@
-"""Published models in fewer bits: size, agreement with the float32 model, and time, for each recipe.
+"""Published models in fewer bits: size, agreement with the float32 model, and time beside that of compress.advise.
 
     python -m benchmarks.compression                       # all models whose weights are found
     python -m benchmarks.compression --compress_models=minilm --compress_time=false
 
 The weights are searched as by `pretrained.find`. MiniLM embeds 500 sentences of The Tempest. The stories model is
 evaluated on stories that it samples itself, and calibrated on others. ResNet-50 names crops of the photos that
-scikit-image, scikit-learn and matplotlib contain. qwix, if it is installed, rounds the same kernels.
+scikit-image, scikit-learn and matplotlib contain. qwix, if it is installed, rounds the same kernels. Times are
+fractions of float32's; "predicted" is what `compress.advise` says from separate products, before anything is quantized.
 """
 
 from __future__ import annotations
@@ -139,9 +140,11 @@ def _qwix(chosen, params):
 
 
 def ratios(functions, inputs):
-    """{name: median time divided by that of the first}, in alternating calls."""
-    times = {name: [] for name in functions}
-    for _ in range(12):
+    """{name: median time divided by that of the first}, in at most 12 alternating calls or about 20 seconds."""
+    times, end = {name: [] for name in functions}, time.perf_counter() + 20
+    for number in range(12):
+        if number >= 5 and time.perf_counter() > end:
+            break
         for name, run in functions.items():
             began = time.perf_counter()
             jax.block_until_ready(run(*inputs))
@@ -157,16 +160,41 @@ def table(name):
     stats = compress.calibrate(f, params, batches, gram=text)
     implicit = ft.use_implicit_arrays(f)
     trees = {label: change(params) for label, change in recipes(name, stats, text).items()}
-    slow = {}
+    slow, predicted = {}, {}
     if TIMES.value:
         for n in (1, 32):
+            predicted[n] = predictions(f, params, inputs(n), trees)
             runs = {label: functools.partial(jax.jit(implicit), tree) for label, tree in trees.items()}
             slow[n] = ratios(runs, inputs(n))
-    print(f"\n**{name}**\n\n| parameters | MB | {figure} |" + "".join(f" time, batch {n} |" for n in slow))
-    print("|---" * (3 + len(slow)) + "|")
+    print(f"\n**{name}**\n\n| parameters | MB | {figure} |"
+          + "".join(f" time, batch {n} | predicted |" for n in slow))
+    print("|---" * (3 + 2 * len(slow)) + "|")
     for label, tree in trees.items():
         print(f"| {label} | {compress.size(tree) / 1e6:.1f} | {measure(implicit, tree)} |"
-              + "".join(f" {times[label]:.2f} |" for times in slow.values()), flush=True)
+              + "".join(f" {slow[n][label]:.2f} | {predicted[n][label]:.2f} |" for n in slow), flush=True)
+    pairs = [(slow[n][label], predicted[n][label]) for n in slow for label, tree in trees.items()
+             if any(map(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))]
+    if pairs:
+        sign = sum((a < 1) == (b < 1) or max(abs(a - 1), abs(b - 1)) < 0.05 for a, b in pairs)
+        near = sum(0.7 <= b / a <= 1.3 for a, b in pairs)
+        print(f"\n{name}: faster or slower as predicted in {sign} of {len(pairs)} (also if both are within 5 % of 1), "
+              f"within 30 % in {near}", flush=True)
+
+
+def predictions(f, params, inputs, trees):
+    """{label: the time that compress.advise predicts, divided by that of float32}"""
+    formats = {}
+    for tree in trees.values():
+        for leaf in jax.tree.leaves(tree, is_leaf=is_quantized):
+            if is_quantized(leaf):
+                formats.setdefault((type(leaf.format), getattr(leaf.format, "activations", None)), leaf.format)
+    advice = compress.advise(f, params, *inputs, formats=list(formats.values()))
+    print(f"\n{advice}\n", flush=True)
+    return {label: advice.predict(tree) / advice.before for label, tree in trees.items()}
+
+
+def is_quantized(leaf):
+    return isinstance(leaf, compress.Quantized)
 
 
 def main(argv):

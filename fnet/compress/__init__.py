@@ -10,6 +10,7 @@ The results are parameter trees whose leaves are implicit arrays (`ImplicitArray
 be compiled, differentiated, sharded and saved like any other parameters.
 """
 
+from fnet.compress._advise import Advice, Advised, advise
 from fnet.compress._calibrate import InputStatistics, calibrate
 from fnet.compress._fake import FakeQuantized, convert, fake_quantize
 from fnet.compress._formats import NF4, Float8, Int4, Int8
@@ -19,6 +20,6 @@ from fnet.compress._quantize import Quantized, materialize, quantize, size
 from fnet.compress._shrink import ShrinkReport, Shrunk, shrink
 from fnet.jaxpr import ImplicitArray
 
-__all__ = ["NF4", "FakeQuantized", "Float8", "ImplicitArray", "InputStatistics", "Int4", "Int8", "LowRank",
-           "PruneState", "Quantized", "ShrinkReport", "Shrunk", "calibrate", "convert", "fake_quantize", "lora",
-           "materialize", "merge", "prune", "quantize", "shrink", "size"]
+__all__ = ["NF4", "Advice", "Advised", "FakeQuantized", "Float8", "ImplicitArray", "InputStatistics", "Int4", "Int8",
+           "LowRank", "PruneState", "Quantized", "ShrinkReport", "Shrunk", "advise", "calibrate", "convert",
+           "fake_quantize", "lora", "materialize", "merge", "prune", "quantize", "shrink", "size"]

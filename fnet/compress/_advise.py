@@ -1,0 +1,338 @@
+"""Which formats of parameters pay on a chip: bytes and time of each product."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fnet import hardware as hw
+from fnet.compress._formats import METHODS, Format, Int4, Int8
+from fnet.compress._products import Product, by_parameter, grouped, leaves_by_path, products
+from fnet.compress._quantize import Quantized, quantize, size
+from fnet.hardware._chip import si
+from fnet.hardware._probe import timings
+from fnet.hardware._roofline import seconds_text
+
+_GAIN = 0.97    # a format is selected up to this fraction of the time
+_COLD, _WORK = 2**25, 2e9    # a probe reads so many bytes of parameters, but computes at most so many FLOPs
+
+
+@dataclasses.dataclass(frozen=True)
+class Advised:
+    """The advice about one parameter.
+
+    Attributes:
+        path: of the parameter.
+        product: its products, as text.
+        bytes, seconds: {name of a format: bytes of the parameter, seconds of its products}; "as it is" is that of the
+            parameter itself. A format that cannot represent the parameter is missing.
+        format: the format that is advised, or None.
+        reason: why.
+
+    >>> from fnet import compress
+    >>> row = compress.Advised("w", "[8, 4] x [4, 2]", {"as it is": 32}, {"as it is": 1e-6}, None, "the first product")
+    >>> row.format is None
+    True
+    """
+
+    path: str
+    product: str
+    bytes: Mapping[str, int]
+    seconds: Mapping[str, float]
+    format: Format | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice(Mapping):
+    """What `advise` returns: a recipe {pattern: format} for `quantize`. Printed, it is a table.
+
+    Attributes:
+        chip: the chip.
+        measured: whether times were measured on it. Otherwise they are estimates from its peaks.
+        rows: one `Advised` for each parameter of a product.
+        formats: {name: format}.
+        before: seconds of the function with the parameters as they are, or None.
+        after: seconds of the function with the advised formats, or None.
+
+    >>> from fnet import compress
+    >>> params = {"k1": jnp.ones((8, 8)), "k2": jnp.ones((8, 8)), "k3": jnp.ones((8, 8))}
+    >>> f = lambda params, x: x @ params["k1"] @ params["k2"] @ params["k3"]
+    >>> advice = compress.advise(f, params, jax.ShapeDtypeStruct((1, 8), "float32"), chip="TPU v5e")
+    >>> [row.path for row in advice.rows], advice.measured
+    (['k1', 'k2', 'k3'], False)
+    """
+
+    chip: hw.Chip
+    measured: bool
+    rows: tuple[Advised, ...]
+    formats: Mapping[str, Format]
+    before: float | None
+
+    def _recipe(self) -> dict[str, Format]:
+        return {re.escape(row.path): row.format for row in self.rows if row.format is not None}
+
+    def __getitem__(self, pattern: str) -> Format:
+        return self._recipe()[pattern]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._recipe())
+
+    def __len__(self) -> int:
+        return len(self._recipe())
+
+    @property
+    def after(self) -> float | None:
+        return self._total({row.path: label(row.format) for row in self.rows if row.format is not None})
+
+    def predict(self, params: Any) -> float | None:
+        """The seconds of the function with these parameters, for example those that `quantize` returned.
+
+        Raises:
+            ValueError: a parameter has a format that was not considered, or cannot be predicted.
+        """
+        formats = {}
+        for path, leaf in leaves_by_path(params).items():
+            if isinstance(leaf, Quantized) and any(row.path == path for row in self.rows):
+                formats[path] = label(leaf.format)
+                if formats[path] not in self.formats:
+                    raise ValueError(f"Advice.predict: {path} has the format {formats[path]}; the advice considered "
+                                     f"{', '.join(self.formats)}; pass advise(..., formats=)")
+        return self._total(formats)
+
+    def _total(self, formats):
+        """Seconds of the function. Its other operations take the same time."""
+        if self.before is None:
+            return None
+        old = sum(row.seconds["as it is"] for row in self.rows)
+        new = sum(row.seconds[formats.get(row.path, "as it is")] for row in self.rows)
+        # Probes of separate products may take longer than the whole function, which then consists of products alone.
+        return self.before - old + new if old <= self.before else self.before * new / old
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequence[Format] | None = None,
+           measure: bool | None = None) -> Advice:
+    """Advises which parameters to quantize: for each product with a parameter, bytes and time in each format.
+
+        advice = compress.advise(model, params, tokens)
+        print(advice)
+        small = compress.quantize(params, advice)
+
+    On the chip that holds the arguments, each product is timed in each format, with as many copies of the parameter as
+    exceed the caches, and the function itself is timed as it is; the other operations are assumed to take the same
+    time afterwards. For another chip, times are estimates: the longer of FLOPs / peak rate and bytes / bandwidth, and
+    the decoding of codes. A format is advised for a parameter if its products take less than 97 % of the time; the
+    fastest format is selected. Accuracy is not considered: measure it, and see `calibrate`.
+
+    The first and the last product of a function are not quantized, because they affect its outputs most.
+
+    Args:
+        f: `f(params, *args)`, a model of any library.
+        params: its parameters. Implicit arrays, biases and norms stay as they are.
+        *args: its other arguments. With `jax.ShapeDtypeStruct`s, nothing is measured.
+        chip: a `hardware.Chip`, a device or a device kind. By default the first local device.
+        formats: the formats to consider. Default: Int8(), Int8(activations="dynamic") and Int4(group=32).
+        measure: whether to time products. Default: True if the arguments are arrays and `chip` is attached.
+
+    Returns:
+        An `Advice`, which is also a recipe for `quantize`.
+
+    Raises:
+        ValueError: f has no product with a parameter, or `measure=True` for arguments without values.
+        TypeError: a format is none of `Int8`, `Int4`, `NF4` and `Float8`.
+
+    >>> from fnet import compress
+    >>> params = {"k1": jnp.ones((8, 256)), "k2": jnp.ones((256, 4096)), "k3": jnp.ones((4096, 8))}
+    >>> f = lambda params, x: x @ params["k1"] @ params["k2"] @ params["k3"]
+    >>> advice = compress.advise(f, params, jax.ShapeDtypeStruct((4, 8), "float32"), chip="TPU v5e")
+    >>> dict(advice), advice.rows[0].reason
+    ({'k2': Int4(group=32, axes=None)}, 'the first product')
+    """
+    formats = (Int8(), Int8(activations="dynamic"), Int4()) if formats is None else tuple(formats)
+    for format in formats:
+        if not isinstance(format, Format):
+            raise TypeError(f"advise: expected formats such as compress.Int8(); got {format!r}")
+    here = hw.detect()
+    chip = here if chip is None else hw.detect(chip)
+    arrays = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((params, args)))
+    if measure and not arrays:
+        raise ValueError("advise: measure=True needs arrays, got jax.ShapeDtypeStructs; pass arrays, or measure=False")
+    measure = arrays and (chip.name, chip.kind) == (here.name, here.kind) if measure is None else measure
+    found = products(f, params, *args)
+    if not found:
+        raise ValueError("advise: the function has no product with a kernel or a table among its parameters")
+    named = {label(format): format for format in formats}
+    times: dict[tuple[int, str], float] = {}    # (number of a product, format): seconds
+    for group in grouped(found):
+        candidates = {name: made for name, format in named.items() if (made := _fitted(format, group[0])) is not None}
+        seconds = _probed(group[0], candidates) if measure else _estimated(group[0], candidates, chip)
+        for product in group:
+            times |= {(found.index(product), name): product.count * each for name, each in seconds.items()}
+    leaves, rows = leaves_by_path(params), []
+    for path, used in by_parameter(found).items():
+        rows.append(_row(path, leaves[path], used, named, found, times, chip))
+    if measure:
+        before = _median(f, params, *args)
+    else:
+        before = hw.roofline(f, params, *args, chip=chip, measure=False).total.seconds
+        before = None if any("as it is" not in row.seconds for row in rows) else before
+    return Advice(chip, bool(measure), tuple(rows), named, before)
+
+
+def label(format: Format) -> str:
+    """The name of a format in a table: without axes and groups."""
+    activations = getattr(format, "activations", None)
+    return type(format).__name__ + ("" if activations is None else f" {activations}")
+
+
+def _fitted(format, product) -> Format | None:
+    """The format for the contracted axes of a product, with a group that divides the last; None if there is none."""
+    n, group = product.w.shape[product.axes[-1]], format.group
+    if format.bits == 4 and n % 2:
+        return None
+    if group is not None and n % group:
+        group = math.gcd(n, group)
+        if format.bits == 4 and group % 2:
+            return None
+    return dataclasses.replace(format, group=group, axes=product.axes)
+
+
+def _row(path, leaf, used, named, found, times, chip) -> Advised:
+    first = used[0]
+    options = {name: _fitted(format, first) for name, format in named.items()}
+    seconds = {name: sum(times[found.index(product), name] for product in used) for name in ("as it is", *options)
+               if all((found.index(product), name) in times for product in used)}
+    bytes_of = {"as it is": math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize}
+    bytes_of |= {name: _bytes(leaf, options[name]) for name in options if options[name] is not None}
+    total = sum(product.count for product in used)
+    text = f"{total} x {list(first.x.shape)} {'*' if first.convolution else 'x'} {list(first.w.shape)}"
+    format, reason = _decision(path, used, options, seconds, found, chip)
+    if format is not None and format.axes == _default_axes(leaf):
+        format = dataclasses.replace(format, axes=None)
+    return Advised(path, text, bytes_of, seconds, format, reason)
+
+
+def _decision(path, used, options, seconds, found, chip) -> tuple[Format | None, str]:
+    paths = list(dict.fromkeys(product.path for product in found))
+    if len(paths) > 2 and path in (paths[0], found[-1].path):
+        return None, f"the {'first' if path == paths[0] else 'last'} product"
+    if len({product.axes for product in used}) > 1:
+        return None, "products contract it over different axes"
+    before = seconds.get("as it is")
+    ratios = {name: seconds[name] / before for name in options if name in seconds} if before else {}
+    if not ratios:
+        return None, f"no format fits, or a peak or the bandwidth of {chip.name} is unknown"
+    best = min(ratios, key=ratios.__getitem__)
+    if ratios[best] > _GAIN:
+        return None, f"the fastest format, {best}, takes {ratios[best]:.2f} of the time"
+    return options[best], f"{ratios[best]:.2f} of the time"
+
+
+def _default_axes(leaf) -> tuple[int, ...]:
+    return (-2,) if len(leaf.shape) < 4 else tuple(range(-len(leaf.shape), -1))
+
+
+def _bytes(leaf, format) -> int:
+    """The bytes of codes and scales."""
+    calibrated = getattr(format, "activations", None) in METHODS
+    stored = dataclasses.replace(format, activations="dynamic") if calibrated else format
+    shape = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
+    return size(jax.eval_shape(lambda w: quantize({"kernel": w}, {"kernel": stored}), shape))
+
+
+# Measured times.
+
+def _probed(product: Product, candidates: Mapping[str, Format]) -> dict[str, float]:
+    """Seconds of one computation of a product: as it is, and in each format."""
+    one = product.w.size * product.w.dtype.itemsize
+    copies = max(1, min(64, math.ceil(_COLD / one), int(_WORK / product.flops)))
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (copies, *product.x.shape)).astype(product.x.dtype)
+    w = 0.1 * jax.random.normal(keys[1], (copies, *product.w.shape))
+    trees = {"as it is": w.astype(product.w.dtype)} | {name: _stacked(w, format) for name, format in candidates.items()}
+
+    @jax.jit
+    def run(x, w):    # a scan over x, too: the rounding of an invariant x would be moved out of the loop
+        return lax.scan(lambda _, each: (None, product.function(*each)), None, (x, w))[1]
+
+    calls = {name: lambda tree=tree: run(x, tree) for name, tree in trees.items()}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    return {name: sorted(each)[len(each) // 2] / copies for name, each in timings(calls, time.perf_counter).items()}
+
+
+def _stacked(w, format) -> Quantized:
+    """Copies of a parameter in a format, [copies, *shape]."""
+    calibrated = getattr(format, "activations", None) in METHODS
+    stored = dataclasses.replace(format, activations="dynamic") if calibrated else format
+    array = quantize({"kernel": w}, {"kernel": stored})["kernel"]
+    if calibrated:
+        inputs = jnp.full((w.shape[0], *(1,) * (w.ndim - 1)), 0.03)
+        array = dataclasses.replace(array, format=dataclasses.replace(array.format, activations=format.activations),
+                                    inputs=inputs)
+    return array
+
+
+def _median(f, *args) -> float:
+    run = jax.jit(f)
+    jax.block_until_ready(run(*args))
+    seconds = timings({"f": lambda: run(*args)}, time.perf_counter)["f"]
+    return sorted(seconds)[len(seconds) // 2]
+
+
+# Estimates.
+
+def _estimated(product: Product, candidates: Mapping[str, Format], chip: hw.Chip) -> dict[str, float]:
+    """Seconds of one computation of a product, without the formats for which a rate is missing."""
+    moved = product.x.size * product.x.dtype.itemsize + product.y.size * product.y.dtype.itemsize
+    vector = chip.peaks.get("fp32", math.inf)    # not in the catalog for TPUs
+    seconds = {}
+    for name, format in {"as it is": None, **candidates}.items():
+        integers = format is not None and getattr(format, "activations", None) and not product.convolution
+        peak = chip.peak("int8" if integers else product.x.dtype)
+        if peak is None or not chip.bandwidth:
+            continue
+        stored = _bytes(product.w, format) if format else product.w.size * product.w.dtype.itemsize
+        decoded = 0 if format is None or integers else product.w.size * (1 if format.bits == 8 else 4)
+        rounded = 3 * product.x.size if format is not None and getattr(format, "activations", None) else 0
+        bound = max(product.flops / peak.flops, (moved + stored) / chip.bandwidth)
+        seconds[name] = bound + (decoded + rounded) / vector
+    return seconds
+
+
+# The table.
+
+def _text(advice: Advice) -> str:
+    kind = "measured" if advice.measured else "estimate"
+    names = list(advice.formats)
+    rows = [("parameter", "products", "MB", f"time ({kind})", *(f"{name}: MB, time" for name in names), "advice")]
+    for row in advice.rows:
+        before = row.seconds.get("as it is")
+        cells = []
+        for name in names:
+            known = name in row.seconds and before
+            cells.append(f"{row.bytes[name] / 1e6:.3g}, x{row.seconds[name] / before:.2f}" if known else "-")
+        chosen = "keep" if row.format is None else label(row.format)
+        rows.append((row.path, row.product, f"{row.bytes['as it is'] / 1e6:.3g}", seconds_text(before), *cells,
+                     f"{chosen}: {row.reason}"))
+    last = len(rows[0]) - 1
+    widths = [max(len(row[i]) for row in rows) for i in range(last)]
+    lines = [f"{advice.chip.name}: " + ("every product timed on this machine" if advice.measured else
+                                        "estimates from peak rates and bandwidth, not measured"), ""]
+    lines += ["  ".join([*(cell.ljust(width) if i < 2 else cell.rjust(width)
+                           for i, (cell, width) in enumerate(zip(row[:last], widths))), row[last]]) for row in rows]
+    saved = sum(row.bytes["as it is"] - row.bytes[label(row.format)] for row in advice.rows if row.format is not None)
+    lines += ["", f"{len(advice)} of {len(advice.rows)} parameters: {si(saved)}B saved; the function takes "
+              f"{seconds_text(advice.after)} instead of {seconds_text(advice.before)} ({kind})"]
+    return "\n".join(lines)

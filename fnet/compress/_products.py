@@ -1,0 +1,139 @@
+"""The products and convolutions of a function with its parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
+
+from fnet.compress._rules import is_kernel
+from fnet.jaxpr import ImplicitArray, implicit_dot, is_implicit, tag
+from fnet.transforms import sites, use_implicit_arrays
+
+_NAME = re.compile(r"(?:.*/)?operand (\d+)(?:#\d+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product or convolution with one parameter, or with one layer of a stacked parameter.
+
+    Attributes:
+        path: of the parameter.
+        x, w, y: shapes and dtypes of the other operand, the parameter and the result.
+        axes: the contracted axes of the parameter, counted from the end, in increasing order.
+        function: `function(x, w)`, for a plain or an implicit array w.
+        convolution: whether it is a convolution.
+        count: how often the function computes it: iterations of scans times the size of batches.
+    """
+
+    path: str
+    x: jax.ShapeDtypeStruct
+    w: jax.ShapeDtypeStruct
+    y: jax.ShapeDtypeStruct
+    axes: tuple[int, ...]
+    function: Callable
+    convolution: bool
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Of one computation."""
+        return 2 * self.y.size * math.prod(self.w.shape[i] for i in self.axes)
+
+    @property
+    def key(self) -> tuple:
+        """Equal for products that compute the same with other values."""
+        program = jax.make_jaxpr(self.function)(self.x, self.w)
+        return self.x.shape, str(self.x.dtype), self.w.shape, self.axes, str(program)
+
+
+class _Log(list):
+    """Products in the order of tracing. Compared by identity, as a part of a tree's structure."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["path", "log"])
+@dataclasses.dataclass(frozen=True)
+class _Recorded(ImplicitArray):
+    """A parameter that adds each product with it to a log, and tags the other operand with its number in the log."""
+
+    array: Any
+    path: str
+    log: _Log
+
+    @property
+    def shape(self):
+        return jnp.shape(self.array)
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def materialize(self):
+        return self.array
+
+    def dot(self, x, axes, dot):
+        return self._record(x, axes, lambda x, w: implicit_dot(w, x, axes, dot))
+
+    def convolve(self, x, convolution):
+        axes = tuple(i for i in range(self.ndim) if i != convolution.kernel_axis)
+        return self._record(x, axes, lambda x, w: (
+            w.convolve(x, convolution) if is_implicit(w) else convolution(x, w.astype(x.dtype))), True)
+
+    def _record(self, x, axes, function, convolution=False):
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, self.array)]
+        tag(x, f"operand {len(self.log)}")
+        self.log.append(Product(self.path, *types, jax.eval_shape(function, *types),
+                                tuple(sorted(i - self.ndim for i in axes)), function, convolution))
+        return function(x, self.array)
+
+
+def products(f: Callable, params: Any, *args: Any) -> list[Product]:
+    """The products and convolutions of f(params, *args) with kernels and tables, in the order of computation.
+
+    Arguments may be `jax.ShapeDtypeStruct`s. Implicit arrays, biases and norms are not listed. A product inside a while
+    loop or a branch of cond counts once.
+    """
+    log = _Log()
+
+    def recorded(path, leaf):
+        name = keystr(path, simple=True, separator="/")
+        return _Recorded(leaf, name, log) if not is_implicit(leaf) and is_kernel(path, leaf) else leaf
+
+    observed = tree_map_with_path(recorded, params, is_leaf=is_implicit)
+    found = []
+    for site in sites(use_implicit_arrays(f))(observed, *args):
+        if match := _NAME.fullmatch(site.name):
+            product = log[int(match[1])]
+            times = math.prod(site.value.shape) // max(product.x.size, 1)
+            found.append(dataclasses.replace(product, count=max(times, 1)))
+    return found
+
+
+def by_parameter(found: list[Product]) -> dict[str, list[Product]]:
+    """{path: its products}"""
+    paths = dict.fromkeys(product.path for product in found)
+    return {path: [product for product in found if product.path == path] for path in paths}
+
+
+def leaves_by_path(params: Any) -> dict[str, Any]:
+    """{path: leaf}, where implicit arrays are leaves."""
+    return {keystr(path, simple=True, separator="/"): leaf
+            for path, leaf in tree_flatten_with_path(params, is_leaf=is_implicit)[0]}
+
+
+def grouped(found: list[Product]) -> list[list[Product]]:
+    """Lists of products that compute the same with other values."""
+    key = lambda pair: pair[0]
+    keyed = sorted(((product.key, i) for i, product in enumerate(found)), key=lambda pair: (repr(pair[0]), pair[1]))
+    return [[found[i] for _, i in group] for _, group in itertools.groupby(keyed, key)]
