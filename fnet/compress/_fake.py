@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class FakeQuantized(ImplicitArray):
     inputs: Any
     format: Format
     axes: tuple[int, ...]
+    beside: ClassVar[Mapping[str, str]] = {"step": "values"}
 
     @property
     def shape(self) -> tuple[int, ...]:

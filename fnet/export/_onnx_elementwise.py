@@ -22,6 +22,15 @@ def _bits(kind: str) -> Callable:
     return _boolean(f"Bitwise{kind}", kind)
 
 
+def _shift(direction: str) -> Callable:
+    def shift(e, x, n):
+        if e.in_types[0][0].kind != "u":
+            raise NotImplementedError("of signed integers")
+        return e.g.op("BitShift", x, n, direction=direction)
+
+    return shift
+
+
 def _not_equal(e, x, y):
     return e.g.op("Not", e.g.op("Equal", x, y))
 
@@ -95,6 +104,7 @@ ELEMENTWISE: dict[str, Callable] = {
         "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual"}.items()},
     "max": _boolean("Max", "Or"), "min": _boolean("Min", "And"), "and": _bits("And"), "or": _bits("Or"),
     "xor": _bits("Xor"), "not": _boolean("BitwiseNot", "Not"), "ne": _not_equal, "div": _divide,
+    "shift_left": _shift("LEFT"), "shift_right_logical": _shift("RIGHT"),
     "rem": lambda e, x, y: e.g.op("Mod", x, y, fmod=1),
     "exp2": lambda e, x: e.g.op("Pow", e.number(2), x),
     "expm1": lambda e, x: e.g.op("Sub", e.g.op("Exp", x), e.number(1)),

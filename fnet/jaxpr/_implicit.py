@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,11 @@ class ImplicitArray:
 
     Attributes:
         shape, dtype: those of the array that it represents.
+        beside: {field: another field}: fields with one number for each block of values of the other, such as scales.
+            `parallel.plan` splits them along the same axes.
     """
+
+    beside: ClassVar[Mapping[str, str]] = {}
 
     if TYPE_CHECKING:    # subclasses may define them as properties or fields
         @property

@@ -23,6 +23,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from fnet import compress
 from fnet.models import _config, _hub, _key_map, _llama2c, _match, _tensors
 from fnet.models._adapters import load_adapter, save_adapter
 from fnet.models._gguf import load_gguf
@@ -114,7 +115,8 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
 
     Args:
         model: the model.
-        params, state: as returned by `load` or `model.init`. State is `{}` if the model has none.
+        params, state: as returned by `load` or `model.init`. State is `{}` if the model has none. Implicit arrays
+            (`compress`) are written as the arrays that they represent.
         path: the file to write, *.safetensors (or a folder, for model.safetensors in it), or *.bin for llama2.c.
         names: the framework whose names to write, one of the model's `NAMES`. Default: the only one that matches the
             model's configuration.
@@ -135,6 +137,7 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     >>> jax.tree.structure(restored) == jax.tree.structure(params)
     True
     """
+    params = compress.materialize(params)
     model.check(params, model.example(), state=state)
     kinds, leaves = _match.leaves_of(model)
     if like is not None:

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
-from fnet.jaxpr import bodies, scan
+from fnet.jaxpr import bodies, is_implicit, scan
 from fnet.parallel._sharding_rules import path_of
 
 SMALL = 1 << 12    # arrays with fewer numbers are not split, because splitting costs more than it saves
@@ -28,7 +28,8 @@ def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[st
 
     An array is split along its largest axis that is a multiple of `chips`, the last of equal ones. Axes over which a
     scan runs are excluded, because every iteration would gather them, and axes that a rule splits. Leaves with the path
-    and shape of a parameter, such as an optimizer's moments, are split like the parameter.
+    and shape of a parameter, such as an optimizer's moments, are split like the parameter. The scales of an implicit
+    array are split along the same axis as their values, if they have as many numbers there or a divisor of them.
 
     Args:
         state: a tree of shapes.
@@ -40,6 +41,7 @@ def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[st
     leaves, structure = jax.tree.flatten_with_path(state)
     model = {path: leaf.shape for path, leaf in leaves if is_parameter(path, state)}
     named = {(path[1:], shape): path for path, shape in model.items() if path[1:]}
+    beside, by_path = _beside(state, ()), {}
     specs, whole = [], []
     for path, leaf in leaves:
         source = next((named[path[i:], leaf.shape] for i in range(len(path)) if (path[i:], leaf.shape) in named), path)
@@ -48,6 +50,11 @@ def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[st
             specs.append(P(*mine))
             continue
         spec, reason = _spec(leaf.shape, chips, mine, first=jax.tree_util.keystr(source) in scanned)
+        if source in beside:
+            values = by_path.get(beside[source], P())
+            names = [name if n % chips == 0 else None for name, n in zip(values, leaf.shape)]
+            spec, reason = (P(*names), None) if any(names) else (P(), reason)
+        by_path[path] = spec
         specs.append(spec)
         if reason and not mine:
             whole.append((jax.tree_util.keystr(path), leaf.shape, reason))
@@ -67,6 +74,17 @@ def _spec(shape, chips, mine, *, first):
     while spec[-1] is None:
         spec.pop()
     return P(*spec), None
+
+
+def _beside(tree, path) -> dict:
+    """{path of the scales of an implicit array: path of its values}"""
+    found = {}
+    for inner, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: is_implicit(x) and x is not tree):
+        if is_implicit(leaf):
+            key = lambda name, at=(*path, *inner): (*at, jax.tree_util.GetAttrKey(name))
+            found |= {key(name): key(values) for name, values in leaf.beside.items()}
+            found |= _beside(leaf, (*path, *inner))
+    return found
 
 
 def is_parameter(path, state) -> bool:
