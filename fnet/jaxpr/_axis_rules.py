@@ -23,6 +23,29 @@ def _new(frame, eqn, ins, atoms):
     return [atoms.axes(_shape(v)) for v in eqn.outvars]
 
 
+def _fixed(why):
+    def rule(frame, eqn, ins, atoms):
+        outs = _new(frame, eqn, ins, atoms)
+        for axes in (*ins, *outs):
+            for axis in axes:
+                atoms.freeze(axis, why)
+        return outs
+    return rule
+
+
+def _random_bits(frame, eqn, ins, atoms):
+    outs = _new(frame, eqn, ins, atoms)
+    for axis in outs[0][:len(_shape(eqn.invars[0]))]:
+        atoms.freeze(axis, "an axis of random keys")
+    return outs
+
+
+def _bitcast(frame, eqn, ins, atoms):
+    if _shape(eqn.outvars[0]) == _shape(eqn.invars[0]):
+        return list(ins)
+    return _fixed("converted to another number of values")(frame, eqn, ins, atoms)
+
+
 def _tie_all(atoms, x, y):
     for a, b in zip(x, y):
         atoms.tie(a, b)
@@ -57,7 +80,7 @@ def _reshape(frame, eqn, ins, atoms):
     if order := eqn.params["dimensions"]:
         before, axes = [before[i] for i in order], [axes[i] for i in order]
     if 0 in before:
-        return _new(frame, eqn, ins, atoms)
+        return _fixed("reshaped without values")(frame, eqn, ins, atoms)
     out, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         i0, j0 = i, j
@@ -291,8 +314,8 @@ def _dynamic_update_slice(frame, eqn, ins, atoms):
 
 RULES = {
     **dict.fromkeys(("name", "optimization_barrier", "pvary", "pbroadcast", "device_put", "copy_p", "site"), _same),
-    **dict.fromkeys(("iota", "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in", "empty"),
-                    _new),
+    **dict.fromkeys(("iota", "empty"), _new), "random_bits": _random_bits,
+    **{f"random_{name}": _fixed("an axis of random keys") for name in ("seed", "wrap", "unwrap", "fold_in")},
     **dict.fromkeys(BILINEAR, _multiply),
     **dict.fromkeys(("reduce_sum",), _reduced(None)),
     **{f"reduce_{name}": _reduced(f"the {what} over it is taken") for name, what in
@@ -300,7 +323,7 @@ RULES = {
     **{f"arg{name}": _reduced(f"the position of the {name}imum is taken") for name in ("max", "min")},
     **{f"cum{name}": _along("axis", "accumulated") for name in ("sum", "prod", "max", "min", "logsumexp")},
     **{f"reduce_window{name}": _window for name in ("_sum", "_max", "_min")},
-    "sort": _along("dimension", "sorted"), "rev": _along("dimensions", "reversed"),
+    "bitcast_convert_type": _bitcast, "sort": _along("dimension", "sorted"), "rev": _along("dimensions", "reversed"),
     "broadcast_in_dim": _broadcast, "transpose": _transpose, "squeeze": _squeeze, "expand_dims": _expand,
     "reshape": _reshape, "slice": _slice, "split": _split, "concatenate": _concatenate, "stack": _stack,
     "unstack": _unstack, "tile": _tile, "pad": _pad, "gather": _gather, "dynamic_slice": _dynamic_slice,
