@@ -38,17 +38,17 @@ PLOT = flags.DEFINE_string("prune_plot", None, "the PNG to write")
 BATCH = 128
 
 MODELS = {
-    "MLP, 784-512-256-10": (models.MLP((512, 256, 10)), (32, 784)),
-    "CNN, 28 x 28": (models.CNN(10, (32, 64)), (32, 28, 28, 1)),
-    "ResNet9, 32 x 32": (models.ResNet9(width=32), (8, 32, 32, 3)),
-    "ResNet-50, 224 x 224": (models.ResNet.preset("resnet50"), (1, 224, 224, 3)),
-    "MobileNetV2, 224 x 224": (models.MobileNetV2(), (1, 224, 224, 3)),
-    "AlexNet, 224 x 224": (models.AlexNet(), (1, 224, 224, 3)),
-    "ViT, 192 x 12": (models.ViT(192, 12, 3, classes=1000, patch=16, size=224), (1, 224, 224, 3)),
-    "GPT, 256 x 6": (models.GPT(8000, 256, 6, 8, context=128), (4, 128)),
-    "Llama, 288 x 6, 6 heads, 2 key/value heads": (models.Llama(8000, 288, 6, 6, 2, 768, context=128), (4, 128)),
-    "BERT, 384 x 6": (models.Bert(8000, 384, 6, 12, 1536, context=128), (4, 128)),
-    "LSTM, 256 x 2": (models.LSTMLanguageModel(5000, 256), (8, 64)),
+    "MLP 784-512-256-10": (models.MLP((512, 256, 10)), (32, 784)),
+    "CNN 28 x 28": (models.CNN(10, (32, 64)), (32, 28, 28, 1)),
+    "ResNet9 32 x 32": (models.ResNet9(width=32), (8, 32, 32, 3)),
+    "ResNet-50": (models.ResNet.preset("resnet50"), (1, 224, 224, 3)),
+    "MobileNetV2": (models.MobileNetV2(), (1, 224, 224, 3)),
+    "AlexNet": (models.AlexNet(), (1, 224, 224, 3)),
+    "ViT 192 x 12": (models.ViT(192, 12, 3, classes=1000, patch=16, size=224), (1, 224, 224, 3)),
+    "GPT 256 x 6": (models.GPT(8000, 256, 6, 8, context=128), (4, 128)),
+    "Llama 288 x 6 with 2 key/value heads": (models.Llama(8000, 288, 6, 6, 2, 768, context=128), (4, 128)),
+    "BERT 384 x 6": (models.Bert(8000, 384, 6, 12, 1536, context=128), (4, 128)),
+    "LSTM 256 x 2": (models.LSTMLanguageModel(5000, 256), (8, 64)),
 }
 
 

@@ -132,15 +132,22 @@ def _role(path) -> str:
 
 
 def _returned(traced, state) -> dict[int, int]:
-    """{output: input} of the state in a result (y, state)."""
-    result = traced.tree([_Output(i) for i in range(len(traced.closed.jaxpr.outvars))])[0]
-    if state is None or not isinstance(result, tuple) or len(result) != 2:
-        return {}
-    if jax.tree.structure(result[1]) != jax.tree.structure(state):
-        return {}
+    """{output: input} of the state in a result (y, state), and of the nnx variables among the arguments."""
+    jaxpr = traced.closed.jaxpr
+    result, modules = traced.tree([_Output(i) for i in range(len(jaxpr.outvars))])
+    arrays, found = [] if modules is None else modules.arrays, {}
+    for output, i in zip(arrays, range(len(traced.arrays) - len(arrays), len(traced.arrays))):
+        if jaxpr.outvars[output.number] is not jaxpr.invars[i]:
+            raise TypeError("shrink: the function updates flax.nnx variables in place. Split the module, and return "
+                            "the new state: f(params, x, state=state) -> (y, new state)")
+        found[output.number] = i
+    if (state is None or not isinstance(result, tuple) or len(result) != 2
+            or jax.tree.structure(result[1]) != jax.tree.structure(state)):
+        return found
     inputs = {id(x): i for i, x in enumerate(traced.arrays)}
-    return {output.number: inputs[id(x)] for output, x in zip(jax.tree.leaves(result[1]), jax.tree.leaves(state))
-            if isinstance(output, _Output) and id(x) in inputs}
+    pairs = zip(jax.tree.leaves(result[1]), jax.tree.leaves(state))
+    return found | {output.number: inputs[id(x)] for output, x in pairs
+                    if isinstance(output, _Output) and id(x) in inputs}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from fnet import _jax
 from fnet.jaxpr._atoms import Atoms, Axis
 from fnet.jaxpr._axis_rules import RULES
 from fnet.jaxpr._calls import CALLS, bodies, scan
+from fnet.jaxpr._equations import DOT, product
 from fnet.jaxpr._primitives import POINTWISE, description
 
 Axes = tuple[Axis, ...]
@@ -54,6 +55,9 @@ def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
         elif name in CALLS and name not in _OPAQUE:
             frame.inner[id(eqn)] = (inner := tie_axes(bodies(eqn)[0].jaxpr, ins, atoms)),
             outs = _results(inner, eqn, atoms)
+        elif (found := product(eqn)) is not None and (found.op is DOT or found.options.get(
+                "feature_group_count") == found.options.get("batch_group_count") == 1):    # as autocast writes them
+            outs = RULES[found.op.name](frame, eqn, ins, atoms)
         elif description(eqn.primitive).axes is not None:
             outs = _described(eqn, ins, atoms)
         else:

@@ -74,6 +74,10 @@ def _expand(frame, eqn, ins, atoms):
     return [tuple(out)]
 
 
+def _divides(m, n) -> bool:
+    return m != 0 and n % m == 0
+
+
 def _reshape(frame, eqn, ins, atoms):
     """Runs of axes with equal products are joined or split together."""
     before, after, axes = list(_shape(eqn.invars[0])), list(_shape(eqn.outvars[0])), ins[0]
@@ -86,7 +90,7 @@ def _reshape(frame, eqn, ins, atoms):
         i0, j0 = i, j
         i, j = min(i + 1, len(before)), min(j + 1, len(after))
         while (m := math.prod(before[i0:i])) != (n := math.prod(after[j0:j])):
-            if m < n:
+            if _divides(m, n) or (isinstance(m, int) and isinstance(n, int) and m < n):    # others are symbolic
                 i += 1
             else:
                 j += 1

@@ -10,6 +10,7 @@ import pytest
 from fnet import compress, models
 from fnet import hardware as hw
 from fnet import layers as nn
+from fnet import transforms as ft
 
 DRAW = np.random.default_rng(2)
 X = DRAW.normal(size=(6, 5)).astype(np.float32)
@@ -154,6 +155,32 @@ def test_a_flax_model():
     params = Network(8).init(jax.random.key(0), X)
     shrunk = compress.shrink(Network(8).apply, params, X, fraction=0.5)
     np.testing.assert_allclose(shrunk.f(shrunk.params, X), Network(4).apply(shrunk.params, X), rtol=1e-5, atol=1e-5)
+
+
+def test_an_autocast_function():
+    shrunk = compress.shrink(ft.autocast(f, hw.policy("bfloat16")), PARAMS, X, fraction=0.5)
+    exact = compress.shrink(f, PARAMS, X, fraction=0.5)
+    jax.tree.map(np.testing.assert_array_equal, shrunk.params, exact.params)
+    want = ft.autocast(exact.f, hw.policy("bfloat16"))(exact.params, X)
+    np.testing.assert_array_equal(shrunk.f(shrunk.params, X), want)
+
+
+def test_a_module_of_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+    module = nnx.Sequential(nnx.Linear(5, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, use_running_average=True,
+                            rngs=nnx.Rngs(1)), nnx.relu, nnx.Linear(8, 3, rngs=nnx.Rngs(2)))
+    static, params, statistics = nnx.split(module, nnx.Param, ...)
+    shrunk = compress.shrink(lambda params, x, state: nnx.merge(static, params, state)(x), params, X, fraction=0.5,
+                             state=statistics)
+    first, norm, last = (shrunk.params["layers"][i] for i in (0, 1, 3))
+    hidden = (X @ first["kernel"][...] + first["bias"][...][None]) / np.sqrt(1 + 1e-5)
+    want = np.maximum(hidden * norm["scale"][...][None] + norm["bias"][...][None], 0) @ last["kernel"][...]
+    assert want.shape == (6, 3) and shrunk.state["layers"][1]["mean"][...].shape == (4,)
+    np.testing.assert_allclose(shrunk.f(shrunk.params, X, state=shrunk.state), want + last["bias"][...][None],
+                               rtol=1e-4, atol=1e-5)
+    module.train()
+    with pytest.raises(TypeError, match=r"updates flax.nnx variables in place. Split the module, and return the new"):
+        compress.shrink(lambda module, x: module(x), module, X, fraction=0.5)
 
 
 def test_grouped_convolutions_lose_whole_groups():

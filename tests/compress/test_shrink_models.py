@@ -48,8 +48,22 @@ def test_a_shrunk_model_equals_the_masked_one(name):
     assert after < LESS.get(name, 0.36) * before
 
 
-@pytest.mark.parametrize("name", ["GPT", pytest.param("MobileNetV2", marks=pytest.mark.exhaustive)])
-def test_a_shrunk_model_is_lowered_for_cuda_and_tpu(name):
+@pytest.mark.parametrize("name", [name if name == "GPT" else pytest.param(name, marks=pytest.mark.exhaustive)
+                                  for name in zoo.MODELS])
+def test_a_shrunk_model_is_lowered_for_all_platforms_with_symbolic_sizes(name):
+    f, params, shape, shapes = zoo.build(name)
+    shrunk = compress.shrink(f, params, *zoo.inputs(name, shapes[0]), fraction=0.5)
+    program = export.export(jax.jit(shrunk.f), platforms=("cpu", "cuda", "tpu"))(
+        shrunk.params, *zoo.inputs(name, shape))
+    x = zoo.inputs(name, shapes[1])
+    outputs = program.call(shrunk.params, *x), jax.jit(shrunk.f)(shrunk.params, *x)
+    for a, b in zip(*map(jax.tree.leaves, outputs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["GPT", "Llama", "MobileNetV2", "LSTMClassifier"])
+def test_the_gradient_of_a_shrunk_model_is_lowered_for_cuda_and_tpu(name):
     f, params, _, shapes = zoo.build(name)
     shrunk = compress.shrink(f, params, *zoo.inputs(name, shapes[0]), fraction=0.5)
     step = jax.jit(jax.grad(lambda params, *x: jnp.square(shrunk.f(params, *x)).mean()))
