@@ -1,4 +1,4 @@
-"""What the experiments share: flags of runs and devices, one-line errors and exit codes.
+"""Code shared by the experiments: flags of runs and devices, one-line errors and exit codes.
 
 Exit codes: 0, finished, or stopped by a signal with the state saved. 1, the loss is no longer finite, or an unexpected
 error. 2, the flags or the files cannot be used. 130, interrupted when there was nothing to save.
@@ -95,7 +95,7 @@ def check_memory(init, batch_bytes, advice):
 
 
 def median_speed(rows):
-    """Steps per second of a run's log; NaN for a run too short to have measured it."""
+    """Median of the steps per second in a run's log; NaN if the run is too short for a measurement."""
     speeds = [row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row]
     return statistics.median(speeds) if speeds else math.nan
 
@@ -116,7 +116,7 @@ def restarting():
 
 
 def start(workdir, *outputs):
-    """Prepares the run's folder when everything else is known to be valid; `fit` itself removes the old run.
+    """Prepares the run's folder, after the flags and files have been checked; `fit` removes the old run.
 
     Args:
       workdir: the run's folder.
@@ -162,7 +162,8 @@ def fit_options():
 
 
 def define_device_flags():
-    """Defines the flags of the devices that a run uses; `plan` makes of them what `training.fit` takes."""
+    """Defines the flags that select the devices of a run; `plan` converts them to the argument `plan` of
+    `training.fit`."""
     flags.DEFINE_string("devices", "1", "how many devices: a number, or local for all, those of the run's other "
                         "processes included")
     flags.DEFINE_string("plan", None, "print how a step would be spread over chips that need not be here, such as "
@@ -201,7 +202,7 @@ def begin():
 
 
 def plan(step, init, batch):
-    """How the step is spread over --devices, None on one of them; with --plan it is printed, and that is all."""
+    """Returns the plan for --devices, or None for one device. With --plan, prints the plan and ends."""
     if only_planned():
         print(parallel.plan(step, init, batch, devices=flags.FLAGS.plan))
         sys.exit(0)
@@ -221,7 +222,7 @@ def run(main):
 
 
 class _Stream:
-    """A standard stream whose reader may leave: the run goes on, and what it prints is dropped.
+    """A standard stream that may be closed: the run continues without output.
 
     So `| head` is quiet, and a run of days does not end because a terminal was closed. Characters that the stream
     cannot encode are written as escapes.
@@ -275,7 +276,7 @@ _GIVEN = (ValueError, TypeError, OSError, LookupError, OverflowError, MemoryErro
 
 
 def sentence(error):
-    """What an exception says, in a line; those that list leaves keep their lists."""
+    """The message of an exception in one line; lists of leaves keep their lines."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()

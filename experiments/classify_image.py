@@ -1,4 +1,4 @@
-"""Says what is on a photo: a photo in, five labels out.
+"""Classifies photos with published networks: prints five labels for each photo.
 
     python experiments/classify_image.py photo.jpg                     # ResNet-50
     python experiments/classify_image.py --model=mobilenet_v2 *.jpg
@@ -31,7 +31,7 @@ IMAGENET = Path(__file__).parent / "data" / "imagenet_labels.txt"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which weights, and how many labels."""
+    """The weights, and the number of labels."""
 
     model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: resnet50, or what the run trained",
                                choices=photos.PRESETS)
@@ -70,7 +70,7 @@ def main(argv):
 
 
 def of_run(config, path):
-    """The configuration with the model and the size of finetune.py's run, where the weights are a run's."""
+    """The configuration, with the model and the image size of the run if the weights come from a run of finetune.py."""
     folder, like = path if path.is_dir() else path.parent, Config(model="resnet50")
     if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
         like = tr.load_config(finetune.Config, folder / "config.json")
@@ -99,7 +99,7 @@ def checked(config):
 
 
 def read_labels(config, path):
-    """The name of each class: --labels, what lies beside the weights, or ImageNet's."""
+    """The name of each class: from --labels, from the folder of the weights, or ImageNet's."""
     folder = path if path.is_dir() else path.parent
     if config.labels:
         tr.flags.regular_file("labels", config.labels)

@@ -1,4 +1,4 @@
-"""How near sentences are in meaning: MiniLM's sentence embeddings.
+"""Compares the meaning of sentences by MiniLM's sentence embeddings.
 
     python experiments/embed.py "A cat sits on the mat." "The feline rests." "Profits fell by a tenth."
     python experiments/embed.py --file=experiments/data/tempest.txt --top=5 "people who dream"
@@ -58,7 +58,7 @@ def main(argv):
     encode = jax.jit(ft.autocast(embed, policy))
 
     def vectors(texts):
-        """[texts, width]: sentences of about one length together, so that little of a batch is padding."""
+        """[texts, width]. Sentences of similar length are in one batch, so that a batch has little padding."""
         rows = [words.encode(text, config.max_length) for text in texts]
         order = np.argsort([len(row) for row in rows], kind="stable")
         found = np.zeros((len(rows), model.width), np.float32)

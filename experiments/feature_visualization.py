@@ -1,4 +1,4 @@
-"""What a network for photos looks at, and what its channels respond to.
+"""Draws saliency maps of a network for photos, and images to which its channels respond.
 
     python experiments/feature_visualization.py photo.jpg                         # saliency maps, and features by layer
     python experiments/feature_visualization.py --layers= photo.jpg other.png     # saliency maps alone

@@ -1,4 +1,4 @@
-"""Teaches a published network other classes or another text: a linear probe, all weights, or changes of low rank.
+"""Fine-tunes a published network on images or text: a linear probe, all weights, or changes of low rank (LoRA).
 
     python experiments/finetune.py --model=mobilenet_v2 --dataset=cifar10
     python experiments/finetune.py --model=resnet50 --mode=full --dataset=photos --data_dir=DIR
@@ -46,7 +46,7 @@ option = tr.flags.option
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What decides a run's result (and data_dir and weights, which do not)."""
+    """The hyperparameters, which determine the result of a run, and the paths data_dir and weights, which do not."""
 
     mode: str = option("linear", "linear (a probe of the features), full or lora (default with --lora), and for a text "
                        "full", choices=("linear", "full", "lora"))
@@ -93,7 +93,8 @@ AUGMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The published network: its model and arrays, whose names they have, and how it wants its images."""
+    """The published network: its model and arrays, the framework of their names, and the preprocessing of its
+    images."""
 
     model: models.Model
     params: dict
@@ -213,7 +214,7 @@ def in_batches(f, x, size):
 
 
 def save_predictions(workdir, forward, state, test_set, data, size):
-    """What `fnet report` shows: the confusion matrix and the worst mistakes, in at most 96 pixels."""
+    """Saves the confusion matrix and the worst mistakes for `fnet report`, with images of at most 96 pixels."""
     run = jax.jit(lambda x: jax.nn.softmax(forward(state.averaged, state.state, x, None)[0].astype(jnp.float32)))
     stride = max(1, data.test_images.shape[1] // 96)
     tr.save_predictions(workdir, in_batches(run, test_set["x"], size), test_set["label"], classes=data.classes,

@@ -1,4 +1,4 @@
-"""Lets a model write on: prompts in, text out.
+"""Generates text that continues prompts.
 
     python experiments/generate.py "Once upon a time"                            # stories15m, of llama2.c
     python experiments/generate.py --weights=runs/language_model "MIRANDA."     # what language_model.py trained
@@ -31,7 +31,7 @@ PRESETS = tuple(preset for cls in (models.Llama, models.GPT) for preset in cls.P
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which weights, and how tokens are drawn."""
+    """The weights, and the options of sampling."""
 
     model: str = option("stories15m", f"one of {', '.join(PRESETS)}")
     weights: str | None = option(None, "file or folder of the weights, or the folder of a run of language_model.py")
@@ -103,7 +103,7 @@ def read(config, folder, path):
 
 
 def begin(words):
-    """What stands before a text without a prompt: the token that ends the one before, or a new line."""
+    """The token that precedes a text without a prompt: the token that ends a text, or a line break."""
     return words.encode("") if len(words.encode("")) else np.array(words.stop[:1] or words.encode("\n"), np.int32)
 
 

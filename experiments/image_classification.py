@@ -38,7 +38,7 @@ AUGMENTATIONS = ("none", "shift", "affine", "flip", "flip_crop", "flip_crop_cuto
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What decides a run's result (and data_dir, which does not)."""
+    """The hyperparameters, which determine the result of a run, and the path data_dir, which does not."""
 
     dataset: str = option("digits", "digits, mnist, fashion_mnist or cifar10", choices=tr.datasets.NAMES)
     data_dir: str | None = option(None, "where its files are, or go", decides=False)
@@ -95,7 +95,7 @@ def make_model(config, classes, size):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains, or goes on, or finds the run finished. Returns the evaluation of its last state."""
+    """Trains, resumes, or evaluates a finished run. Returns the evaluation of the last state."""
     data = tr.datasets.load(config.dataset, config.data_dir, split=config.split, announce=print)
     classes, (height, width, channels) = len(data.classes), data.train_images.shape[1:]
     train_set = {"image": data.train_images, "label": data.train_labels}

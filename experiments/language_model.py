@@ -1,4 +1,4 @@
-"""Trains a model of text and lets it write: a GPT, a Llama or an LSTM over characters, bytes or tokens.
+"""Trains a language model and generates text with it: a GPT, a Llama or an LSTM over characters, bytes or tokens.
 
     python experiments/language_model.py                              # The Tempest, minutes on two CPU cores
     python experiments/language_model.py --preset=10m --data_dir=DIR  # 10 million parameters, for an accelerator
@@ -37,7 +37,7 @@ TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What decides a run's result (and data_dir, which does not)."""
+    """The hyperparameters, which determine the result of a run, and the path data_dir, which does not."""
 
     preset: str = option("small", "sizes and steps: small, 10m or 124m", choices=("small", "10m", "124m"))
     data_dir: str | None = option(None, "the folder of the text: input.txt, *.txt, or train.bin and val.bin",
@@ -87,7 +87,7 @@ def read(config):
     """(tokens to train on, tokens to validate on, the tokenizer or None).
 
     Raises:
-      ValueError: files that are not what they should be; the message names the file.
+      ValueError: a file has another format; the message names the file.
       FileNotFoundError: there is no text.
     """
     folder = common.user_path("data_dir", config.data_dir) if config.data_dir else None
@@ -114,7 +114,7 @@ def read(config):
 
 
 def check_vocabulary(words, workdir):
-    """Raises ConfigError where the folder holds weights of another vocabulary than that of the text."""
+    """Raises ConfigError if the folder has weights for another vocabulary than that of the text."""
     path = workdir / "characters.json"
     if common.restarting() or not path.exists():
         return
@@ -205,7 +205,7 @@ def train(config, workdir, policy, **fit_options):
 
 
 def sample(model, params, words, config, *, temperature, top_k):
-    """About 500 tokens that the model writes, as text."""
+    """About 500 tokens that the model generates, as text."""
     most = 500 if config.model == "lstm" else min(config.context, 500)
     first = np.zeros(1, np.int32)       # the first of the characters, where no line ends in the text
     if words is not None and "\n" in getattr(words, "characters", "\n"):

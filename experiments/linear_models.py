@@ -1,4 +1,4 @@
-"""From three losses to three linear models, and from no hidden layer to two.
+"""Compares three losses for linear models, and networks with no, one and two hidden layers.
 
     python experiments/linear_models.py --workdir=runs/linear_models
 
@@ -47,7 +47,7 @@ def network(*widths):
 
 
 def empirical_risk(model, loss, x, y, l2):
-    """The function of the parameters that is to be minimised."""
+    """The function of the parameters to minimize."""
 
     def risk(params):
         scores = model(params, x)[:, 0]                                     # [examples]
@@ -58,7 +58,7 @@ def empirical_risk(model, loss, x, y, l2):
 
 
 def minimise(risk, params, optimizer, steps):
-    """Any Optax optimiser on all examples at once: (params, risk before each step)."""
+    """Minimizes with any Optax optimizer on all examples at once: (params, risk before each step)."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     def step(carry, _):
@@ -82,7 +82,7 @@ def accuracy(model, params, x, y):
 
 
 def tumours():
-    """scikit-learn's breast cancer data: (x, y) to train on and to test on, standardised."""
+    """scikit-learn's breast cancer data: (x, y) for training and for testing, standardized."""
     import sklearn.datasets
     from sklearn.model_selection import train_test_split
 
@@ -115,7 +115,7 @@ def least_squares(x, y, l2):
 
 
 def solved_otherwise(name, x, y, l2):
-    """(how, params) of the same model: the closed form, or scikit-learn's solver."""
+    """(name of the method, params) of the same model, from the closed form or scikit-learn's solver."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.svm import SVC
 

@@ -108,7 +108,7 @@ def two_layer_net(width):
 
 
 def step_with_layers(model, optimizer, params, opt_state, x, labels):
-    """One step of any Optax optimiser: (loss, new params, new optimiser state)."""
+    """One step of any Optax optimizer: (loss, new params, new optimizer state)."""
 
     def loss_fn(params):
         logits = model(params, x)
@@ -173,7 +173,7 @@ def accuracy(params, data):
 
 
 def show_sigmoids():
-    """Far from zero: where the plain formula's and `jax.nn.sigmoid`'s derivatives end."""
+    """Prints derivatives of the sigmoid far from zero: by the plain formula, by `jax.nn.sigmoid`, and by this file."""
     plain = lambda x: 1 / (1 + jnp.exp(-x))
     print("derivative of the sigmoid in float32")
     print("     x        plain   jax.nn.sigmoid   custom_vjp        exact")

@@ -133,8 +133,8 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     compiler removes them.
 
     `layers.dot_product_attention` counts the products of its formula, including those of pairs that a mask hides; this
-    is the convention for MFU. The weights that its backward pass recomputes count as `recomputed`. Its bytes are those
-    of its operands and results.
+    is the convention for MFU. The weights that its backward pass recomputes count as `recomputed`. Only the operands
+    and results of the attention count as bytes.
 
     Args:
         f: any JAX function, for example a jitted, differentiated or sharded one.

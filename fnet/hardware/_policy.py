@@ -137,8 +137,8 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
     """Selects the dtypes in which a chip trains or infers fast and safely, and states the reason.
 
     A table decides, except for the CPU of this process: a probe of about one second compares bfloat16 with float32, as
-    autocast would use them. Its result is cached on the machine (see docs/precision.md). Dtypes narrower than 16 bits
-    are never selected: fp8, int8 and fp4 need scales or calibration.
+    autocast would use them. The result of the probe is cached on the machine (see docs/precision.md). Dtypes narrower
+    than 16 bits are never selected: fp8, int8 and fp4 need scales or calibration.
 
     Args:
         chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a sequence of these,

@@ -96,7 +96,7 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
     Args:
         f: a function with named sites: see `transforms.sites`.
         g: the reference, a function of the same arguments.
-        args: the arguments. Both functions run on them once, and the values of all sites are in memory at that time.
+        args: the arguments. Both functions run once on these arguments, and the values of all sites are then in memory.
         names: {regular expression: replacement}, as in `re.sub`: the name in g of the sites whose whole name in f
             matches.
         tolerance: the largest relative error that counts as equal. By default 1e-5 for float32. If a value has a lower

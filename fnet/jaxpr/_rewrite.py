@@ -44,9 +44,9 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
         f: any JAX function. Array arguments are traced; other arguments are passed through unchanged, and results that
             are not JAX arrays are returned unchanged.
         rule: `rule(primitive, scope, inputs, equation)`: the primitive's name, the path of named scopes (the same in
-            the forward and backward pass), the input arrays, and JAX's equation, whose `params` hold its options. It
-            returns the outputs, one array for each of `equation.outvars`, of the same shape and dtype, or
-            NotImplemented. It may be called again for an equation in a body that JAX traces more than once.
+            the forward and backward pass), the input arrays, and JAX's equation, whose `params` hold its options. The
+            rule returns the outputs, one array for each of `equation.outvars`, of the same shape and dtype, or
+            NotImplemented. The rule may be called again for an equation in a body that JAX traces more than once.
 
     Returns:
         A function with f's signature and results.

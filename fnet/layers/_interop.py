@@ -107,7 +107,8 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
     does for its first carry, even in eval mode).
 
     Args:
-        constructor: the module's class, or a function that creates one. It receives `rngs=` if it accepts it.
+        constructor: the module's class, or a function that creates one. `rngs=` is passed if the constructor accepts
+          it.
         args, kwargs: the arguments of the constructor; they must be hashable, like a layer's fields.
 
     Returns:

@@ -23,9 +23,9 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
 
     Args:
       params: a tree of arrays, or of their shapes (`jax.ShapeDtypeStruct`), traced or not.
-      pattern: a regular expression, or several. It applies to a leaf if it matches the leaf's path, such as
-        "block1/conv2/kernel", or a prefix of it, such as "block1", completely. All layers of a Stack have the same
-        path, so a pattern selects all of them or none.
+      pattern: a regular expression, or several. A pattern applies to a leaf if it matches the complete path of the
+        leaf, such as "block1/conv2/kernel", or a complete prefix of the path, such as "block1". All layers of a Stack
+        have the same path, so a pattern selects all of them or none.
 
     Returns:
       (trainable, frozen). Leaves without a gradient (integers, bools, keys) are always frozen.

@@ -42,9 +42,9 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
 
     The memory and transfers of each strategy are estimated from the step's jaxpr. If the step can be compiled for the
     devices, they are read from the compiled program; the devices need not be attached. Among the strategies that fit
-    into memory, the one that sends the fewest bytes is selected. Among strategies within 5 % of it, the fastest is
-    selected, and among equally fast ones the simplest that leaves half of the memory free, or the one with the most
-    free memory. No arrays are allocated.
+    into memory, the one that sends the fewest bytes is selected. Among strategies that send at most 5 % more bytes, the
+    fastest is selected. Among equally fast strategies, the simplest one that leaves half of the memory free is
+    selected, or else the one with the most free memory. No arrays are allocated.
 
     Strategies: "data" is data parallelism. "zero1" also splits the optimizer's state (Rajbhandari et al., 2020, ZeRO,
     stage 1). "fsdp" also splits the parameters and gathers them for each use (stage 3; Zhao et al., 2023, PyTorch

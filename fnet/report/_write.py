@@ -25,7 +25,7 @@ def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | 
     """Writes a report of one or several runs: one HTML file that refers to no other file and executes no content of the
     runs.
 
-    It shows learning curves (runs that differ in their seed alone as one band), speed, predictions, text samples, the
+    It shows learning curves (runs that differ only in their seed as one band), speed, predictions, text samples, the
     model, profiles, differences between configurations, environment, the plan, checkpoints, and events of the run.
     Parts that a run has not recorded are left out; files that cannot be used are named.
 

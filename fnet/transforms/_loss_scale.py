@@ -59,7 +59,8 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
 
     Args:
         inner: an Optax transformation.
-        policy: a `hardware.Policy`. If it has no `loss_scale`, `inner` is returned unchanged. None: scale the loss.
+        policy: a `hardware.Policy`. If the policy has no `loss_scale`, `inner` is returned unchanged. None: scale the
+          loss.
         initial: the first scale. Default: the policy's, or 2^15.
         growth, interval: the scale grows by this factor after this many finite steps in a row.
         backoff: the scale is multiplied by this factor after a step that is not finite.

@@ -37,8 +37,8 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
     is f itself, with arrays as outputs and the key unchanged.
 
     Args:
-        f: a function of parameters and batched arguments. Its floating-point outputs are averaged: they are summed in
-            float32 at least and returned in their own dtype. Its integer outputs, such as counts, are summed.
+        f: a function of parameters and batched arguments. Floating-point outputs are averaged: they are summed in at
+            least float32 and returned in their own dtype. Integer outputs, such as counts, are summed.
         n: the number of slices; it must divide the batch.
         argnums: which positional arguments are batched along the first axis of their leaves; None: all but the first.
         weight: a function of f's arguments, with one slice in place of the batch, that returns the weight of the

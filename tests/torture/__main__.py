@@ -1,4 +1,4 @@
-"""Does harm to runs and checkpoints, and prints what came of it.
+"""Injects faults into runs and checkpoints, and prints the results.
 
     python -m tests.torture                     # make torture: all of it
     python -m tests.torture --scale=0.05 --fuzz=2000 --only=SIGKILL,fuzz

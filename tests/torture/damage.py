@@ -1,4 +1,4 @@
-"""Damage to the files of a checkpoint: bits flipped, files cut short, lengthened, taken away, exchanged."""
+"""Damage to the files of a checkpoint: flipped bits, and truncated, lengthened, deleted or exchanged files."""
 
 import json
 import os

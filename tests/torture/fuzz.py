@@ -1,4 +1,5 @@
-"""Readers of files that nobody vouches for, fed with mutants: an array or a ValueError, soon, and in little memory."""
+"""Fuzz test of the readers of untrusted files: each returns an array or raises ValueError, within limits of time and
+memory."""
 
 import dataclasses
 import functools
@@ -76,7 +77,7 @@ Run = dataclasses.make_dataclass("Run", [("steps", int, 1), ("name", str, ""), (
 
 
 def read_manifest(path):
-    """Sealed again, so that what it says is read and not only its seal."""
+    """Computes the checksum of a mutated manifest again, so that its contents are read."""
     raw = path.read_bytes()
     for text in (raw, sealed(raw)):
         (path.parent / "manifest.json").write_bytes(text)
@@ -107,7 +108,7 @@ _MANIFEST = b""
 
 
 def mutant(raw, rng):
-    """A few bytes, numbers or stretches changed, cut, doubled or exchanged."""
+    """Changes, removes, duplicates or exchanges a few bytes, numbers or ranges."""
     raw = bytearray(raw)
     for _ in range(rng.choice([1, 1, 2, 3, 8])):
         if not raw:
@@ -150,7 +151,7 @@ def ring(*_):
 
 
 def run(count, folder, rng):
-    """So many inputs over all readers; lost are crashes, hangs and hunger for memory."""
+    """Runs `count` inputs through all readers. Crashes, hangs and excessive memory count as lost."""
     global _MANIFEST
     warnings.simplefilter("ignore")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Harm from around a run: its group, its workers, its source, its evaluation, its folder, its log, its optimizer."""
+"""Faults in the environment of a run: its process group, workers, source, evaluation, folder, log and optimizer."""
 
 import re
 import shutil
@@ -23,7 +23,8 @@ def _ended(workdir, victim, *, within, code=0, seconds=None, again=()):
 
 
 def _config(workdir):
-    """What the newest checkpoint is of. Not by `tr.load`: victims are forked from here, where JAX must not compute."""
+    """The configuration in the newest checkpoint. Not by `tr.load`: victims are forked from here, where JAX must not
+    compute."""
     return tr.Checkpoints(workdir / "checkpoints").notes()["fit"]["config"]
 
 

@@ -1,4 +1,5 @@
-"""The harm that is done to runs: each function does one kind so often and returns (tried, survived, what was lost)."""
+"""Faults injected into runs: each function injects one kind `count` times and returns (tried, survived, what was
+lost)."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A real run to be killed, told to stop, starved and resumed: `fit` with everything that it carries.
+"""A run of `fit` with all of its options, to be killed, interrupted, starved of resources and resumed.
 
     python tests/torture/victim.py WORKDIR [--steps=N] [--slow=evaluation|save] [--process=I --of=N --port=P]
         [--workers=N] [--hang=STEP] [--raise=evaluation|source:STEP] [--infinite=STEP:LEAF] [--config=NAME]

@@ -1,5 +1,5 @@
-"""Starting a victim, watching it, and what is left of it. Victims are forked from a process that has imported JAX and
-computed nothing with it, so that hundreds of them start in a few minutes."""
+"""Starts and watches victims, the runs into which faults are injected, and reads their results. Victims are forked from
+a process that has imported JAX and computed nothing with it, so that hundreds of them start in a few minutes."""
 
 import contextlib
 import functools
@@ -62,7 +62,7 @@ class Victim:
         self.code, self.words, self.said = None, b"", ""
 
     def until(self, word, seconds=120.0, count=1):
-        """Waits until it has said so; whether it has."""
+        """Waits until the victim has printed this; returns whether it has."""
         end = time.monotonic() + seconds
         while self.words.count(word.encode() + b"\n") < count:
             ready, _, _ = select.select([self._read], [], [], max(end - time.monotonic(), 0))
@@ -76,7 +76,7 @@ class Victim:
             (os.killpg if group else os.kill)(self.pid, number)
 
     def kill_group(self):
-        """Ends the workers that it has left behind."""
+        """Ends the workers that the victim has left running."""
         self.signal(9, group=True)
 
     def end(self, seconds=120.0):

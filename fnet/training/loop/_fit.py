@@ -85,10 +85,10 @@ def fit(
         compilation       jit, tune
 
     Args:
-      step: a pure function, `step(state, batch) -> (state, metrics)`. It increases `state.step` by 1 and keeps the
-        structure, shapes and dtypes of the state. Metrics are scalars (averaged over the steps between two logs) or
+      step: a pure function, `step(state, batch) -> (state, metrics)`. The step increases `state.step` by 1 and keeps
+        the structure, shapes and dtypes of the state. Metrics are scalars (averaged over the steps between two logs) or
         results of `mean(values, weight)` (averaged over examples).
-      state: a `TrainState`, or any pytree with an integer array `step`. It is copied; the copy is donated.
+      state: a `TrainState`, or any pytree with an integer array `step`. The state is copied, and the copy is donated.
       batches: a function such as `Batches`: `batches(i)` is the batch of step i. A thread calls it for the next steps
         while a step runs. The log reports the fraction of time that the loop waited for it ("time/data").
       steps: total number of steps, including those of earlier calls with this workdir.
@@ -104,15 +104,15 @@ def fit(
       every: steps between two evaluations. The last step is always evaluated. None: only the last step.
       best: the name of a metric such as "validation/accuracy". The state with its best value is saved and kept.
       best_mode: "max" or "min".
-      early_stop: an `EarlyStop`, the condition for ending the run before `steps`. It also selects the metric for
-        `best`, unless `best` is given.
+      early_stop: an `EarlyStop`, the condition for ending the run before `steps`. `early_stop` also selects the metric
+        for `best`, unless `best` is given.
       restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last one.
       save_every: steps between two checkpoints. None: `every`. The last step is always saved.
       keep: number of the latest checkpoints to keep.
       keep_every: also keep every checkpoint whose step is a multiple of this.
       restart: whether to delete the run in `workdir` first, after the arguments have been checked and if no other run
         uses the folder.
-      config: the hyperparameters, a dataclass or a dict of JSON types. They are written to config.json and to each
+      config: the hyperparameters, a dataclass or a dict of JSON types. The config is written to config.json and to each
         checkpoint, with the number of steps and the identity of the data. A run is resumed only with equal ones, except
         for a larger `steps`, fields named steps or epochs, and fields of a dataclass declared with `compare=False`.
         Without a config, a `ResumeWarning` names what cannot be compared.
