@@ -71,19 +71,13 @@ def test_every_public_method_is_documented():
 
 # Exceptions, warnings, the results of functions that have examples, and names that need files or a second of time.
 WITHOUT_EXAMPLE = {
-    "compress.ImplicitArray", "compress.LowRank", "compress.Quantized", "export.Bundle", "export.BundleError",
-    "export.Program", "export.Spec", "export.load", "export.read_record", "export.record", "export.renew",
-    "export.spec_of", "export.web", "hardware.Bound", "hardware.Check", "hardware.Computed", "hardware.Cost",
-    "hardware.FrozenTable", "hardware.Matmul", "hardware.Quote", "hardware.Value", "hardware.Waste",
-    "hardware.measure", "hardware.plot", "introspect.Difference", "introspect.Graph", "introspect.Profile",
-    "introspect.Slope", "introspect.Statistic", "introspect.TimedRow", "models.Encoded",
-    "models.HuggingFaceTokenizer", "models.LlamaBPE", "models.pretrained.Layout", "models.pretrained.Spare",
-    "models.pretrained.load_gguf", "models.pretrained.Tied", "models.pretrained.flattened", "models.pretrained.model",
-    "models.pretrained.names_of", "models.read_tokenizer", "parallel.OnChips", "parallel.PeersGone",
-    "parallel.SideBySide", "parallel.Transfer", "training.CheckpointError", "training.CheckpointWarning",
-    "training.Interrupted", "training.LogWarning", "training.OutOfMemory", "training.PeerLost",
-    "training.ResumeWarning",
-    "report.Run", "report.read"}
+    "compress.ImplicitArray", "compress.LowRank", "compress.PruneState", "compress.Quantized",
+    "compress.ShrinkReport", "compress.Shrunk", "export.Bundle", "export.BundleError", "export.Program",
+    "export.Spec", "export.load", "export.read_record", "export.record", "export.renew", "export.spec_of",
+    "export.web", "hardware.plot", "models.HuggingFaceTokenizer", "models.LlamaBPE", "models.pretrained.load_gguf",
+    "models.pretrained.model", "models.pretrained.names_of", "parallel.PeersGone", "report.Run", "report.read",
+    "training.CheckpointError", "training.CheckpointWarning", "training.Interrupted", "training.LogWarning",
+    "training.OutOfMemory", "training.PeerLost", "training.ResumeWarning"}
 
 
 def test_public_names_have_examples(monkeypatch):

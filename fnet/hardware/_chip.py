@@ -20,7 +20,12 @@ _NAMES = {
 
 
 class FrozenTable(Mapping):
-    """An immutable mapping, so that a chip can be hashed, compared and pickled."""
+    """An immutable mapping, so that a chip can be hashed, compared and pickled.
+
+    >>> table = hw.FrozenTable({"bf16": 197e12})
+    >>> table["bf16"], len({table, hw.FrozenTable({"bf16": 197e12})})
+    (197000000000000.0, 1)
+    """
 
     __slots__ = ("_items",)
 
@@ -88,6 +93,9 @@ class Quote(NamedTuple):
         source: where it was published.
         explanation: why it differs from the computed peak.
         at_boost: whether it refers to the boost clock of a CPU. The catalog's own CPU peaks refer to the base clock.
+
+    >>> [quote.dtype for quote in hw.chips["Titan RTX"].quoted][:1]
+    ['fp32']
     """
 
     dtype: str

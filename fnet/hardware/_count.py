@@ -24,6 +24,10 @@ class Cost:
             `model_flops`.
         bytes: inputs and outputs of every operation, as if nothing were fused. An upper bound.
         fused_bytes: an estimate of the bytes that remain if elementwise operations are fused with their neighbors.
+
+    >>> cost = hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).total
+    >>> cost.matmul, cost.flops, cost.bytes                    # 2 * 8 * 16 * 4 FLOPs; float32 operands and result
+    (1024, 1024, 896)
     """
 
     matmul: int = 0
@@ -52,7 +56,11 @@ class Cost:
 
 
 class Matmul(NamedTuple):
-    """A matrix product [batch, m, k] x [batch, k, n] that runs `times` times, or a convolution written as one."""
+    """A matrix product [batch, m, k] x [batch, k, n] that runs `times` times, or a convolution written as one.
+
+    >>> hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).matmuls[0].shape    # batch, m, n, k
+    (1, 8, 4, 16)
+    """
 
     scope: str
     op: str

@@ -11,7 +11,11 @@ YEAR_OF_USE = 365.25 * 24 * 3600
 
 
 class Computed(NamedTuple):
-    """A computed peak: the dtype, FLOP/s, and the formula with its numbers."""
+    """A computed peak: the dtype, FLOP/s, and the formula with its numbers.
+
+    >>> hw.computed(hw.chips["Titan RTX"])[0].formula
+    '72 SM x 64 cores x 2 x 1.77 GHz'
+    """
 
     dtype: str
     flops: float
@@ -20,7 +24,11 @@ class Computed(NamedTuple):
 
 class Check(NamedTuple):
     """A published and a computed peak. `deviation` is quoted / computed - 1; `explanation` is the reason for the
-    difference."""
+    difference.
+
+    >>> [round(check.deviation, 2) for check in hw.checks(hw.chips["Ryzen 3950X"])]
+    [0.99]
+    """
 
     dtype: str
     quoted: float
@@ -32,7 +40,11 @@ class Check(NamedTuple):
 
 
 class Value(NamedTuple):
-    """FLOP that one dollar buys at the peak of `dtype`, for one price; `assumption` states the kind of use."""
+    """FLOP that one dollar buys at the peak of `dtype`, for one price; `assumption` states the kind of use.
+
+    >>> {value.dtype for value in hw.flop_per_dollar(hw.chips["T4"], "fp16")}
+    {'fp16'}
+    """
 
     dtype: str
     flop_per_dollar: float

@@ -34,6 +34,10 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
     Returns:
         The chip of `detect` with `known=True` and with measured `peaks` and `bandwidth` (basis "measured") of the whole
         chip. Dtypes that were not measured have no peak.
+
+    >>> chip = measure(dtypes=("float32",), size=64, copy_bytes=2**16, seconds=0.01)
+    >>> chip.basis("bandwidth"), chip.peak("float32").flops > 0
+    ('measured', True)
     """
     device = device or jax.local_devices()[0]
     cpu = device.platform == "cpu"

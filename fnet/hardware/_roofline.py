@@ -28,6 +28,10 @@ class Bound:
         memory: seconds of its memory traffic at the peak bandwidth, or None.
         bound: "compute" or "memory", whichever takes longer; "compute or memory" or "unknown" if a rate is missing.
         seconds: the longer of the two.
+
+    >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
+    >>> hw.roofline(jnp.matmul, x, x, chip="TPU v5 lite").scopes[0].bound
+    'compute'
     """
 
     scope: str

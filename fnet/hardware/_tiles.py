@@ -29,6 +29,10 @@ class Waste(NamedTuple):
 
     `padded` has the sizes (batch, m, n, k) that the chip computes. `fill` is the useful fraction, and `wasted` the
     FLOPs spent on padding, over all runs of the product.
+
+    >>> count = hw.count(jnp.matmul, jnp.ones((512, 130)), jnp.ones((130, 512)))
+    >>> [round(waste.fill, 2) for waste in hw.tile_waste(count.matmuls, hw.chips["TPU v5e"])]
+    [0.51]
     """
 
     scope: str

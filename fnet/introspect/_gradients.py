@@ -22,6 +22,10 @@ class Slope:
         path: the leaf. derivative: as JAX computes it. difference: the finite difference.
         uncertainty: the error of the finite difference, from rounding and curvature. smallest: the smallest difference
             between derivatives that exceeds rounding errors. The denominator of a relative error is at least this.
+
+    >>> rows = introspect.check_gradient(lambda w: jnp.sum(w["a"] ** 2), {"a": jnp.arange(3.0)}).rows
+    >>> rows[0].path, bool(abs(rows[0].derivative - rows[0].difference) < 1e-3)
+    ('a', True)
     """
 
     path: str

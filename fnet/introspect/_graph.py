@@ -38,6 +38,10 @@ class Graph:
         nodes: all nodes; a node precedes the nodes that it contains.
         edges: (value, the node that reads it); `value.source` is the node that computes it.
         chip: the chip of the roofline. notes: why figures are not exact.
+
+    >>> graph = introspect.graph(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5)))
+    >>> "hidden" in [node.name for node in graph.nodes]
+    True
     """
 
     root: Node

@@ -28,6 +28,10 @@ class TimedRow:
         seconds: measured seconds of a step by phase: "forward", "backward", "recomputed", "optimizer", "other".
         cost: FLOPs and bytes; None if they are unknown.
         bound: seconds at the roofline of the chip; None if unknown.
+
+    >>> row = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2).total
+    >>> sum(row.seconds.values()) > 0
+    True
     """
 
     path: str
@@ -58,6 +62,10 @@ class Profile:
         chip: the chip of the roofline.
         trace: the events, which `trace.save(path)` writes for ui.perfetto.dev.
         notes: why figures are not exact.
+
+    >>> profile = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2)
+    >>> profile.total.cost.matmul == 2 * 64**3, 0 < profile.coverage <= 1
+    (True, True)
     """
 
     rows: tuple[TimedRow, ...]

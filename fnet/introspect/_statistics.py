@@ -25,6 +25,11 @@ class Statistic:
         dead: the share of units (of the last axis) whose derivative is 0 everywhere, as behind a relu that is never
             positive.
         gradient: the Euclidean norm of the derivative of the function's result with respect to the array.
+
+    >>> report = introspect.statistics(lambda w: ft.tag(w ** 2, "square").sum(), jnp.array([3.0, 4.0]))
+    >>> row = report.parameters[0]
+    >>> float(row.mean), float(row.largest), float(row.gradient)
+    (3.5, 4.0, 10.0)
     """
 
     name: str

@@ -215,7 +215,8 @@ def method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
-    """Creates a Layer class from a function: keyword-only parameters become fields, the others inputs.
+    """Creates a Layer class from a function: keyword-only parameters become fields, and the other parameters become
+    inputs.
 
     >>> @nn.layer
     ... def scaled(scope, x, *, features, factor=2.0):

@@ -26,6 +26,12 @@ class Encoded(NamedTuple):
     Attributes:
         hidden: [batch, time, width], the features of each token.
         pooled: [batch, width], the features of the first token after the pooler.
+
+    >>> model = models.Bert(vocab_size=8, depth=1, heads=2, width=4, hidden=8, context=8)
+    >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
+    >>> encoded = model(params, jnp.zeros((2, 3), jnp.int32))
+    >>> encoded.hidden.shape, encoded.pooled.shape
+    ((2, 3, 4), (2, 4))
     """
 
     hidden: jax.Array

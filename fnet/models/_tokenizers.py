@@ -217,6 +217,12 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged.
+
+    >>> import json, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(folder, "characters.json").write_text(json.dumps("abc"))
+    ...     models.read_tokenizer(folder).encode("cab").tolist()
+    [2, 0, 1]
     """
     from fnet.models._llama_bpe import LlamaBPE
     from fnet.models._wordpiece import WordPiece

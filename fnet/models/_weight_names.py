@@ -21,7 +21,12 @@ from fnet.models._images import ImageInput
 
 
 class Layout(NamedTuple):
-    """A reversible layout change. `ours` maps the file's array to fnet's, `theirs` is the inverse. Both are views."""
+    """A reversible layout change. `ours` maps the file's array to fnet's, `theirs` is the inverse. Both are views.
+
+    >>> transpose = Layout("transpose", lambda x: x.T, lambda x: x.T)
+    >>> transpose.ours(np.ones((10, 64))).shape                # [out, in] in the file, [in, out] in fnet
+    (64, 10)
+    """
 
     name: str
     ours: Callable[[np.ndarray], np.ndarray]
@@ -33,7 +38,11 @@ def _swap(array):
 
 
 def flattened(height: int, width: int) -> Layout:
-    """The kernel of a dense layer after flattening an image: [out, c h w] in the file, [h w c, out] in fnet."""
+    """The kernel of a dense layer after flattening an image: [out, c h w] in the file, [h w c, out] in fnet.
+
+    >>> flattened(7, 7).ours(np.ones((10, 3 * 7 * 7))).shape
+    (147, 10)
+    """
 
     def ours(array):
         return array.reshape(len(array), -1, height, width).transpose(2, 3, 1, 0).reshape(-1, len(array))
@@ -80,6 +89,9 @@ class Spare:
         theirs: the key in the file.
         ours: a path in fnet whose layer numbers the key shares. None: the key contains no layer number.
         write: the array that `save` writes under this key. None: the key is not written.
+
+    >>> Spare("{s}.bn.num_batches_tracked", "{s}/bn/mean").theirs
+    '{s}.bn.num_batches_tracked'
     """
 
     theirs: str
@@ -99,6 +111,9 @@ class Tied:
         ours: the path of the array in fnet, which a `Rule` reads.
         layout: as in `Rule`.
         write: whether `save` writes it.
+
+    >>> Tied("lm_head.weight", "embed/embedding").ours
+    'embed/embedding'
     """
 
     theirs: str

@@ -33,6 +33,10 @@ class Transfer(NamedTuple):
         bytes: size of its result on one chip.
         group: number of chips that take part.
         times: how many times one step runs this collective.
+
+    >>> transfer = parallel.Transfer("all-reduce", "head", 1_000_000, group=4, times=2)
+    >>> transfer.sent                                          # 2 (4 - 1) / 4 of the bytes, twice
+    3000000.0
     """
 
     collective: str

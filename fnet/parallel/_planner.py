@@ -77,8 +77,8 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
 
     Raises:
         ValueError: an unknown strategy or chip, a number of rows that is not a multiple of the devices, a rule that
-            matches no parameter, a step that changes the state's structure, or nothing fits; the message then lists the
-            largest arrays.
+            matches no parameter, a step that changes the state's structure, or no strategy fits into memory. In the
+            last case, the message lists the largest arrays.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}

@@ -45,6 +45,13 @@ class OnChips:
         units: the unit of a batch's size and its number, such as ("images", 32).
         watts: power of all chips, or None.
         values: FLOP per dollar for each price.
+
+    >>> def step(w, batch):
+    ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
+    >>> batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    >>> table = parallel.compare(step, lambda key: jnp.ones((64, 8)), batch, ["T4"])
+    >>> table.columns[0].fits
+    True
     """
 
     name: str
@@ -122,6 +129,13 @@ class SideBySide:
         columns: one `OnChips` for each name.
         steps: number of steps to which energy and rent refer.
         period: the name of this number of steps, "1,000 steps" or "epoch".
+
+    >>> def step(w, batch):
+    ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
+    >>> batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    >>> table = parallel.compare(step, lambda key: jnp.ones((64, 8)), batch, ["T4", "TPU v5e"])
+    >>> [column.name for column in table.columns]
+    ['T4', 'TPU v5e']
     """
 
     columns: tuple[OnChips, ...]

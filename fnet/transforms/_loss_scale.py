@@ -46,8 +46,8 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
     The gradients are divided by their scale. If all are finite, `inner` updates the parameters, and after `interval`
     such steps in a row the scale grows. Otherwise, the update is zero, the state of `inner` does not change, the
     skipped step is counted, and the scale is reduced. Transformations that need unscaled gradients (clipping, weight
-    decay, all groups of `optax.multi_transform`) belong inside. Keep parameters in float32: an unscaled gradient has
-    the dtype of its parameter, and in float16 small gradients would underflow again.
+    decay, all groups of `optax.multi_transform`) must be part of `inner`. Keep parameters in float32: an unscaled
+    gradient has the dtype of its parameter, and in float16 small gradients would underflow again.
 
         policy = hw.policy()
         tx = ft.loss_scale(optax.adamw(1e-3), policy)            # optax.adamw itself where the policy needs no scale

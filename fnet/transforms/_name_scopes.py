@@ -12,7 +12,7 @@ from fnet.jaxpr import tag
 
 
 def name_scopes(module: Any) -> Any:
-    """A flax.nnx module whose submodules run under named scopes, by the paths of their attributes.
+    """Returns a flax.nnx module whose submodules run under named scopes: the paths of their attributes.
 
         named = ft.name_scopes(module)
         print(ft.sites(named)(x))

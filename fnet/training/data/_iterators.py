@@ -36,14 +36,16 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
 
     The attribute `batches.resume` states which batches a resumed run gets, and `fit` logs it:
 
-    - "exact": those of an uninterrupted run. A sequence, a Grain MapDataset and a Hugging Face Dataset are read by
-      index. Iterables and iterators with state_dict and load_state_dict, or get_state and set_state, have their state
-      stored in each checkpoint: a Hugging Face IterableDataset, a torchdata StatefulDataLoader, a Grain IterDataset.
-    - "epoch": the epoch is read again up to the batch. So the batches are those of an uninterrupted run if the source
-      yields the same batches each time an epoch is read. Functions of the epoch, a torch DataLoader in fixed order, a
-      Hugging Face IterableDataset after `shuffle(buffer_size=)`, whose state leaves out the buffer.
-    - "none": those from the beginning of the data, with a `ResumeWarning`. This applies to a shuffled DataLoader whose
-      order cannot be repeated.
+    - "exact": the batches of an uninterrupted run. A sequence, a Grain MapDataset and a Hugging Face Dataset are read
+      by index. Iterables and iterators with state_dict and load_state_dict, or get_state and set_state, have their
+      state stored in each checkpoint: a Hugging Face IterableDataset, a torchdata StatefulDataLoader, a Grain
+      IterDataset.
+    - "epoch": the batches after the current one; the epoch is read again up to this batch. So the batches are those of
+      an uninterrupted run if the source yields the same batches each time an epoch is read. Functions of the epoch, a
+      torch DataLoader in fixed order, a Hugging Face IterableDataset after `shuffle(buffer_size=)`, whose state leaves
+      out the buffer.
+    - "none": the batches from the beginning of the data, with a `ResumeWarning`. This applies to a shuffled DataLoader
+      whose order cannot be repeated.
 
     Arrays of torch and TensorFlow become NumPy arrays. fnet does not import torch, TensorFlow, datasets, torchdata or
     grain for this.
