@@ -14,6 +14,7 @@ from fnet.jaxpr._atoms import Atoms
 from fnet.jaxpr._axes import Frame
 from fnet.jaxpr._calls import scan
 from fnet.jaxpr._equations import product
+from fnet.jaxpr._primitives import POINTWISE
 
 ALWAYS = None    # zero everywhere
 Zero = frozenset | None
@@ -63,6 +64,8 @@ def _both(zeros):
 def _zero(frame, eqn, ins, atoms) -> list[Zero]:
     name, count = eqn.primitive.name, len(eqn.outvars)
     inner = frame.inner.get(id(eqn), ())
+    if name in POINTWISE:
+        ins = [_broadcast(frame, eqn, v, x, atoms) for v, x in zip(eqn.invars, ins)]
     if name == "scan":
         return _scanned(inner[0], eqn, ins, atoms)
     if name == "cond":
@@ -92,6 +95,14 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
     if (found := product(eqn)) is not None:
         return [_multiplied(frame, eqn, found, ins, atoms)]
     return [frozenset()] * count
+
+
+def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
+    """Where an operand is zero after axes of size 1 are broadcast: not on the atoms of such axes."""
+    if not zero:
+        return zero
+    pairs = zip(frame.of(v), frame.of(eqn.outvars[0]))
+    return zero - _atoms_of([out for axis, out in pairs if not atoms.expand(axis)], atoms)
 
 
 def _summed(axes, zero, atoms, why):
@@ -128,12 +139,9 @@ def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
     _summed(summed, either, atoms, "multiplied by itself and summed over")
     if either is ALWAYS:
         return ALWAYS
-    result = set(_atoms_of(batch, atoms)) & either
-    only = [_atoms_of(axes, atoms) for axes in own]
-    for atom in only[0] | only[1]:
-        if all(atom in ins[side] for side in (0, 1) if atom in only[side]):
-            result.add(atom)
-    return frozenset(result)
+    shared, only = _atoms_of(batch, atoms), [_atoms_of(axes, atoms) for axes in own]
+    return frozenset(atom for atom in either if atom in shared | only[0] | only[1]
+                     and all(atom in ins[side] for side in (0, 1) if atom in only[side]))
 
 
 def _scanned(inner, eqn, ins, atoms):

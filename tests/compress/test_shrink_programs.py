@@ -146,6 +146,7 @@ HIDDEN = draw(a=(6, H), b=(H, 3))
 @pytest.mark.parametrize(("between", "reason"), [
     (jax.nn.softmax, "the maximum over it is taken"),
     (lambda h: h * jax.nn.sigmoid(h).sum(-1, keepdims=True), "summed over where it is not zero"),
+    (lambda h: (jnp.exp(h)[:, :, None] * h[:, None, :]).sum(1), "summed over where it is not zero"),
     (lambda h: lax.fori_loop(0, x_steps(h), lambda i, h: h / 2, h), "a while loop"),
     (custom, "a custom_vjp"),
     (lambda h: jnp.cumsum(h, -1), "accumulated"),
