@@ -131,8 +131,8 @@ def decode(form, size, platform, *, batch=1):
     params, _ = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))
     # `generate` does this once, before its loop.
     model, params = dataclasses.replace(model, stacked=False), jax.eval_shape(
-        lambda params: _generate._prepared(model, params, jnp.bfloat16)[1], params)
-    cache = jax.eval_shape(lambda params: _generate._cache(model, params, tokens), params)
+        lambda params: _generate.prepared(model, params, jnp.bfloat16)[1], params)
+    cache = jax.eval_shape(lambda params: _generate.empty_cache(model, params, tokens), params)
 
     def step(params, token, cache):
         logits, cache = model(params, token[:, None], state=cache)

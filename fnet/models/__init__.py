@@ -2,6 +2,7 @@
 
 from fnet.models import pretrained
 from fnet.models._alexnet import AlexNet
+from fnet.models._beam import Beams, beam_search
 from fnet.models._bert import Bert, Encoded, sentence_embedding
 from fnet.models._blocks import unstack
 from fnet.models._cnn import CNN
@@ -16,14 +17,16 @@ from fnet.models._model import Model
 from fnet.models._resnet import ResNet, ResNet9
 from fnet.models._rnn import LSTMClassifier, LSTMLanguageModel
 from fnet.models._rope import LinearScaling, Llama3Scaling
+from fnet.models._stream import stream, stream_text
 from fnet.models._tokenizers import ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, read_tokenizer
 from fnet.models._tree import TreeLSTM, Trees, pack_trees
 from fnet.models._vit import ViT
 from fnet.models._wordpiece import WordPiece
 
 __all__ = [
-    "CNN", "GPT", "MLP", "AlexNet", "Bert", "ByteTokenizer", "CharTokenizer", "Encoded", "Generated",
+    "CNN", "GPT", "MLP", "AlexNet", "Beams", "Bert", "ByteTokenizer", "CharTokenizer", "Encoded", "Generated",
     "HuggingFaceTokenizer", "ImageInput", "LSTMClassifier", "LSTMLanguageModel", "LinearScaling", "Llama",
     "Llama3Scaling", "LlamaBPE", "MobileNetV2", "Model", "ResNet", "ResNet9", "TreeLSTM", "Trees", "ViT", "WordPiece",
-    "generate", "pack_trees", "padded", "pretrained", "read_tokenizer", "sentence_embedding", "unstack",
+    "beam_search", "generate", "pack_trees", "padded", "pretrained", "read_tokenizer", "sentence_embedding", "stream",
+    "stream_text", "unstack",
 ]

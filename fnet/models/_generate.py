@@ -14,8 +14,8 @@ from jax import export, lax
 from fnet import layers as nn
 from fnet.layers._sizes import at_most, sized
 from fnet.models._blocks import unstack
+from fnet.models._sampling import Sampling, is_sampled, penalized, pick, sampling
 
-_SIGN = np.uint32(1 << 31)
 _SMALLEST = 16    # programs are compiled for lengths that are powers of two from here on
 
 
@@ -23,8 +23,10 @@ class Generated(NamedTuple):
     """The output of `generate`, registered with `jax.export` as "fnet.models.Generated".
 
     Attributes:
-        tokens: [batch, max_tokens], 0 after the end of an example.
-        lengths: [batch], the number of tokens of each example before its stop token, or max_tokens.
+        tokens: [batch * samples, max_tokens], 0 after the end of an example.
+        lengths: [batch * samples], the number of tokens of each example before its stop token, or max_tokens.
+        log_probs: [batch * samples, max_tokens], the log-probability of each token by the model, before penalties,
+            temperature and the selection of candidates; 0 after the end of an example.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
@@ -34,6 +36,7 @@ class Generated(NamedTuple):
 
     tokens: jax.Array
     lengths: jax.Array
+    log_probs: jax.Array | None = None    # None: an exported program of an earlier version
 
 
 export.register_namedtuple_serialization(Generated, serialized_name="fnet.models.Generated")
@@ -54,15 +57,18 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | None = None, *, max_tokens: int,
-             temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, stop: Sequence[int] = (),
-             lengths: jax.Array | None = None, dtype: Any = None) -> Generated:
+             temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
+             min_p: float | None = None, repetition_penalty: float | None = None,
+             presence_penalty: float | None = None, frequency_penalty: float | None = None, samples: int = 1,
+             stop: Sequence[int] = (), lengths: jax.Array | None = None, dtype: Any = None) -> Generated:
     """Continues each prompt token by token.
 
     The prompts run through the model at once, which stores their keys and values in a cache. Then one `lax.while_loop`
     generates one token of every example in each iteration, until all examples have stopped. All of it is one compiled
-    program. The program is reused for prompts and `max_tokens` up to the next power of two, and for every temperature,
-    top_k and top_p. Before the loop, the parameters are cast to `dtype` and the layers of a stacked model are separated
-    (`unstack`), because a step reads every weight once and updates every cache in place. This copies the parameters.
+    program. The program is reused for prompts and `max_tokens` up to the next power of two, and for all values of the
+    options of sampling. Before the loop, the parameters are cast to `dtype` and the layers of a stacked model are
+    separated (`unstack`), because a step reads every weight once and updates every cache in place. This copies the
+    parameters.
 
         out = models.generate(model, params, [words.encode("Once upon a time")], max_tokens=200, temperature=0)
         print(words.decode(out.tokens[0, :out.lengths[0]]))
@@ -80,13 +86,20 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         top_k: sample only from the k most probable tokens (Fan et al., 2018).
         top_p: sample only from the smallest set of tokens whose probabilities add up to p (Holtzman et al., 2020,
             nucleus sampling). It is applied after top_k.
+        min_p: sample only from tokens whose probability is at least min_p times the largest one (Nguyen et al., 2024).
+        repetition_penalty: positive logits of the tokens of the prompt and of the text are divided by it, negative ones
+            multiplied (Keskar et al., 2019).
+        presence_penalty: is subtracted from the logits of the tokens that were generated before.
+        frequency_penalty: the same, times how often they were generated.
+        samples: how many texts to generate for each prompt, which is computed once. Row `i * samples + j` of the result
+            is text j of prompt i.
         stop: tokens that end an example.
         lengths: integers [batch], the length of each prompt. Default: `time`.
         dtype: floating-point parameters are cast to it, once; keys and values are cached in it. Default: that of the
             parameters. "bfloat16" on GPUs and TPUs: a step is as fast as its bytes are read.
 
     Returns:
-        A `Generated` with tokens [batch, max_tokens] and lengths [batch].
+        A `Generated` with tokens [batch * samples, max_tokens], lengths and log-probabilities.
 
     Raises:
         ValueError: prompts of another shape, lengths outside 1 .. time, an option outside its range, more tokens than
@@ -99,14 +112,23 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
     >>> models.generate(model, params, [[1, 2, 3]], max_tokens=5, temperature=0).tokens.shape
     (1, 5)
     """
-    prompts, lengths = _prompts(model, prompts, lengths, max_tokens)
-    sampled = isinstance(temperature, jax.core.Tracer) or bool(temperature != 0)
+    options = sampling("generate", temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                       repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+                       frequency_penalty=frequency_penalty)
+    sampled = is_sampled(temperature)
+    inputs, sizes = prepare("generate", model, prompts, lengths, key, sampled, samples, max_tokens)
+    out = _generate(model, params, *inputs, options, jnp.asarray(stop, jnp.int32), jnp.asarray(max_tokens, jnp.int32),
+                    **sizes, samples=samples, sampled=sampled, dtype=None if dtype is None else jnp.dtype(dtype))
+    return Generated(out.tokens[:, :max_tokens], jnp.minimum(out.lengths, max_tokens), out.log_probs[:, :max_tokens])
+
+
+def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) -> tuple:
+    """((prompts, lengths, key), the sizes of the compiled program), checked."""
     if sampled and key is None:
-        raise ValueError("generate: sampling needs key=jax.random.key(...); or pass temperature=0")
-    _check_range("temperature", temperature, 0, np.inf)
-    for name, value, low, high in ("top_k", top_k, 1, np.inf), ("top_p", top_p, 0, 1):
-        if value is not None:
-            _check_range(name, value, low, high)
+        raise ValueError(f"{caller}: sampling needs key=jax.random.key(...); or pass temperature=0")
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"{caller}: samples must be an integer >= 1; got {samples!r}")
+    prompts, lengths = _prompts(caller, model, prompts, lengths, max_tokens)
     time, room = prompts.shape[1], _bucket(max_tokens)
     context = getattr(model, "context", None)
     if sized(time):
@@ -116,55 +138,101 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
     else:    # one exported program serves all lengths
         width, capacity = time, context or time + room
     prompts = jnp.pad(prompts, ((0, 0), (0, width - time)))
-    return _cut(_generate(
-        model, params, prompts, lengths, jax.random.key(0) if key is None else key,
-        jnp.asarray(max_tokens, jnp.int32), jnp.asarray(temperature, jnp.float32), jnp.asarray(stop, jnp.int32),
-        None if top_k is None else jnp.asarray(top_k, jnp.int32),
-        None if top_p is None else jnp.asarray(top_p, jnp.float32),
-        room=room, capacity=capacity, sampled=sampled, dtype=None if dtype is None else jnp.dtype(dtype)), max_tokens)
+    return (prompts, lengths, jax.random.key(0) if key is None else key), {"room": room, "capacity": capacity}
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("room", "capacity", "sampled", "dtype"))
-def _generate(model, params, prompts, lengths, key, max_tokens, temperature, stop, top_k, top_p, *, room, capacity,
-              sampled, dtype=None):
+class Carry(NamedTuple):
+    """The state between two tokens. `last` [batch] is the last token, `counts` and `seen` are for penalties."""
+
+    count: jax.Array
+    last: jax.Array
+    done: jax.Array
+    out: Generated
+    cache: Any
+    keys: jax.Array
+    seen: jax.Array | None
+    counts: jax.Array | None
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("room", "capacity", "samples", "sampled", "dtype"))
+def _generate(model, params, prompts, lengths, key, options, stop, max_tokens, *, room, capacity, samples, sampled,
+              dtype):
+    model, params = prepared(model, params, dtype)
+    carry = start(model, params, prompts, lengths, key, options, room=room, capacity=capacity, samples=samples)
+    return advance(model, params, carry, options, stop, max_tokens, sampled=sampled).out
+
+
+def start(model, params, prompts, lengths, key, options: Sampling, *, room, capacity, samples) -> Carry:
+    """Runs the prompts [batch, time] through the model."""
     batch, width = prompts.shape
-    rows = jnp.arange(batch, dtype=jnp.int32)
-    model, params = _prepared(model, params, dtype)
-    cache = _cache(model, params, jax.ShapeDtypeStruct((batch, capacity), jnp.int32))
+    cache = empty_cache(model, params, jax.ShapeDtypeStruct((batch, capacity), jnp.int32))
     if width != 1:
         # All tokens but the last, for their keys and values. XLA removes the unused logits.
         _, cache = model(params, prompts[:, :-1], lengths=lengths - 1, state=cache)
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+    last = jnp.take_along_axis(prompts, lengths[:, None] - 1, 1)
+    seen = counts = None
+    if options.counts:
+        vocab_size = jax.eval_shape(lambda: model(params, last, state=cache))[0].shape[-1]
+        valid = jnp.arange(width)[None] < lengths[:, None]
+        tokens = jnp.where(valid, prompts, vocab_size)    # padding is out of bounds, and dropped
+        mark = lambda tokens: jnp.zeros(vocab_size, bool).at[tokens].set(True, mode="drop")
+        seen = jax.vmap(mark)(tokens)
+        counts = jnp.zeros((batch, vocab_size), jnp.int32)
+    if samples > 1:
+        cache = taken(model, cache, jnp.repeat(jnp.arange(batch), samples), batch, capacity)
+        last, seen, counts = jax.tree.map(lambda x: jnp.repeat(x, samples, 0), (last, seen, counts))
+        batch = batch * samples
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch, dtype=jnp.int32))
+    zero = jnp.zeros(batch, jnp.int32)
+    out = Generated(jnp.zeros((batch, room), jnp.int32), zero, jnp.zeros((batch, room), jnp.float32))
+    return Carry(jnp.zeros((), jnp.int32), last[:, 0], zero > 0, out, cache, keys, seen, counts)
+
+
+def advance(model, params, carry: Carry, options: Sampling, stop, until, *, sampled) -> Carry:
+    """Generates tokens until there are `until`, or all examples have stopped."""
+    seen = carry.seen
 
     def going(carry):
-        count, _, done, *_ = carry
-        return (count < max_tokens) & ~done.all()
+        return (carry.count < until) & ~carry.done.all()
 
     def step(carry):
-        count, token, done, tokens, ends, cache = carry
-        logits, cache = model(params, token[:, None], state=cache)
+        count, last, done, out, cache, keys, _, counts = carry
+        logits, cache = model(params, last[:, None], state=cache)
+        logits = logits[:, 0].astype(jnp.float32)                                   # [batch, vocab_size]
         draws = jax.vmap(lambda key: jax.random.fold_in(key, count))(keys) if sampled else None
-        token = _pick(logits[:, 0].astype(jnp.float32), draws, temperature, top_k, top_p)
+        token = pick(logits if counts is None else penalized(logits, options, seen, counts), draws, options)
         done = done | (token[:, None] == stop[None]).any(-1)
+        chosen = jnp.take_along_axis(logits, token[:, None], 1) - jax.nn.logsumexp(logits, -1, keepdims=True)
         token = jnp.where(done, 0, token)
-        tokens = lax.dynamic_update_slice(tokens, token[:, None], (jnp.zeros_like(count), count))
-        return count + 1, token, done, tokens, jnp.where(done, ends, count + 1), cache
+        if counts is not None:
+            counts = jax.vmap(lambda row, token, n: row.at[token].add(n))(counts, token, (~done).astype(jnp.int32))
+        put = lambda rows, column: lax.dynamic_update_slice(rows, column, (jnp.zeros_like(count), count))
+        out = Generated(put(out.tokens, token[:, None]), jnp.where(done, out.lengths, count + 1),
+                        put(out.log_probs, jnp.where(done[:, None], 0, chosen)))
+        return Carry(count + 1, token, done, out, cache, keys, None, counts)
 
-    last = jnp.take_along_axis(prompts, lengths[:, None] - 1, 1)[:, 0]
-    zero = jnp.zeros(batch, jnp.int32)
-    carry = (jnp.zeros((), jnp.int32), last, zero > 0, jnp.zeros((batch, room), jnp.int32), zero, cache)
-    _, _, _, tokens, ends, _ = lax.while_loop(going, step, carry)
-    return Generated(tokens, ends)
+    return lax.while_loop(going, step, carry._replace(seen=None))._replace(seen=seen)
 
 
-def _prepared(model, params, dtype):
+def taken(model, cache, rows, batch, capacity):
+    """The cache of some of the examples: their indices `rows`, of `batch` examples."""
+    other = jax.eval_shape(lambda: model.cache(jax.ShapeDtypeStruct((2 * batch, capacity), jnp.int32)))
+
+    def take(x, other):
+        axes = [axis for axis, (a, b) in enumerate(zip(x.shape, other.shape)) if a != b]
+        return jnp.take(x, rows, axes[0]) if axes else x
+
+    return jax.tree.map(take, cache, other)
+
+
+def prepared(model, params, dtype):
     """The model with separate layers and its parameters, cast."""
     if dtype is not None:
         params = jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, params)
     return unstack(model, params) if getattr(model, "stacked", False) else (model, params)
 
 
-def _cache(model, params, tokens):
+def empty_cache(model, params, tokens):
     """An empty cache, with keys and values in the dtype of the parameters."""
     dtypes = {x.dtype for x in jax.tree.leaves(params) if _is_float(x)}
     cache = model.cache(tokens)
@@ -180,72 +248,34 @@ def _is_float(x) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
-def _pick(logits, keys, temperature, top_k, top_p):
-    """The next token of each example: [batch, vocab_size] to [batch]. Without keys, the most probable one."""
-    if keys is None:
-        return logits.argmax(-1).astype(jnp.int32)
-    logits = logits / temperature
-    if top_k is not None:
-        logits = _likeliest(logits, jnp.ones_like(logits), top_k.astype(logits.dtype))
-    if top_p is not None:
-        logits = _likeliest(logits, jax.nn.softmax(logits), top_p)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-
-
-def _likeliest(logits, weights, enough):
-    """Sets all logits to -inf except the fewest largest whose weights add up to `enough`: [batch, vocab_size].
-
-    The smallest of these is determined bit by bit, with 32 sums. On a CPU this takes a tenth of the time of a sort.
-    """
-    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)    # -0 becomes 0
-    keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)                   # integers in the order of the logits
-
-    def narrow(step, least):
-        higher = least | _SIGN >> step.astype(jnp.uint32)
-        total = jnp.where(keys >= higher, weights, 0).sum(-1, keepdims=True)
-        return jnp.where(total >= enough, higher, least)
-
-    least = lax.fori_loop(0, 32, narrow, jnp.zeros_like(keys[:, :1]))
-    return jnp.where(keys >= least, logits, -jnp.inf)
-
-
-def _prompts(model, prompts, lengths, max_tokens):
+def _prompts(caller, model, prompts, lengths, max_tokens):
     prompts = jnp.asarray(prompts)
     if not jnp.issubdtype(prompts.dtype, jnp.integer):
-        raise TypeError(f"generate: expected prompts of integer tokens; got {prompts.dtype}{list(prompts.shape)}")
+        raise TypeError(f"{caller}: expected prompts of integer tokens; got {prompts.dtype}{list(prompts.shape)}")
     if prompts.ndim != 2 or not prompts.size:
-        raise ValueError("generate: expected prompts [batch, time] of at least one token each; got shape "
+        raise ValueError(f"{caller}: expected prompts [batch, time] of at least one token each; got shape "
                          f"{prompts.shape}; models.padded pads lists of different lengths")
     if max_tokens < 1:
-        raise ValueError(f"generate: max_tokens must be >= 1; got {max_tokens}")
+        raise ValueError(f"{caller}: max_tokens must be >= 1; got {max_tokens}")
     batch, time = prompts.shape
     lengths = jnp.full(batch, time, jnp.int32) if lengths is None else jnp.asarray(lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"generate: lengths must be integers [batch] ({batch},); got "
+        raise ValueError(f"{caller}: lengths must be integers [batch] ({batch},); got "
                          f"{lengths.dtype}{list(lengths.shape)}")
     longest = time
     if not isinstance(lengths, jax.core.Tracer):
         held = np.asarray(lengths)
         if held.min() < 1 or held.max() > time:
-            raise ValueError(f"generate: lengths must be from 1 to {time}; got {held.tolist()}")
+            raise ValueError(f"{caller}: lengths must be from 1 to {time}; got {held.tolist()}")
         longest = int(held.max())
     context = getattr(model, "context", None)
-    if context is not None and not at_most("generate", longest + max_tokens, context + 1):
-        raise ValueError(f"generate: prompts of {longest} tokens and max_tokens={max_tokens} exceed the model's "
+    if context is not None and not at_most(caller, longest + max_tokens, context + 1):
+        raise ValueError(f"{caller}: prompts of {longest} tokens and max_tokens={max_tokens} exceed the model's "
                          f"context of {context}")
     return prompts[:, :longest].astype(jnp.int32), lengths.astype(jnp.int32)
-
-
-def _check_range(name, value, low, high):
-    if not isinstance(value, jax.core.Tracer) and not low <= value <= high:
-        raise ValueError(f"generate: {name} must be {'>= ' + str(low) if high == np.inf else f'from {low} to {high}'}; "
-                         f"got {value}")
 
 
 def _bucket(count):
     """The length for which a program is compiled: 0, or a power of two."""
     return 0 if count == 0 else max(_SMALLEST, 1 << (count - 1).bit_length())
 
-
-def _cut(out, max_tokens):
-    return Generated(out.tokens[:, :max_tokens], jnp.minimum(out.lengths, max_tokens))

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from fnet import models
 from fnet import transforms as ft
-from fnet.models._generate import _cache, _likeliest, _pick, _prepared
+from fnet.models._generate import empty_cache
+from fnet.models._generate import prepared as with_separate_layers
+from fnet.models._sampling import Sampling, likeliest, pick
 
 VOCAB = 20
 MODELS = {
@@ -134,10 +136,11 @@ def test_a_prompt_that_fills_the_context():
 def test_what_is_drawn_follows_the_probabilities():
     logits = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
     keys = jax.random.split(jax.random.key(0), 20000)
-    draw = jax.jit(lambda temperature, k, p: _pick(jnp.tile(logits, (len(keys), 1)), keys, temperature, k, p))
+    draw = jax.jit(lambda temperature, k, p, m: pick(
+        jnp.tile(logits, (len(keys), 1)), keys, Sampling(temperature, k, p, m)))
 
-    def draws(temperature, k=None, p=None):
-        return draw(temperature, None if k is None else np.int32(k), None if p is None else np.float32(p))
+    def draws(temperature, **options):
+        return draw(temperature, *(None if options.get(n) is None else np.float32(options[n]) for n in "kpm"))
 
     def held_to(tokens, weights):
         shares = np.bincount(tokens, minlength=5) / len(keys)
@@ -152,6 +155,9 @@ def test_what_is_drawn_follows_the_probabilities():
     held_to(draws(1.0, k=3, p=0.8), [0.4, 0.3, 0, 0, 0])         # of three, two have .82 of what is left
     held_to(draws(1.0, p=0.0), [1, 0, 0, 0, 0])
     held_to(draws(1.0, k=9, p=1.0), [0.4, 0.3, 0.15, 0.1, 0.05])
+    held_to(draws(1.0, m=0.3), [0.4, 0.3, 0.15, 0, 0])           # at least 0.3 of 0.4
+    held_to(draws(1.0, k=2, m=0.3), [4, 3, 0, 0, 0])
+    held_to(draws(1.0, m=0.0), [0.4, 0.3, 0.15, 0.1, 0.05])
 
 
 FLOATS = st.floats(-100, 100, width=32, allow_subnormal=False)    # XLA takes a subnormal for 0
@@ -174,7 +180,7 @@ def test_the_likeliest_are_those_that_sorting_finds(logits, k, p):
     assert weights[0, logits[0] > logits[0, got].min()].sum() < p + 1e-5
 
 
-find = jax.jit(_likeliest)
+find = jax.jit(likeliest)
 
 
 def test_traced_in_16_bits_and_under_autocast():
@@ -228,8 +234,8 @@ def test_a_dtype_casts_parameters_and_cache_once(name):
 
 def test_keys_and_values_are_cached_in_the_dtype_of_the_parameters_with_the_heads_first():
     model, params = prepared("llama")
-    model, low = _prepared(model, params, jnp.bfloat16)
-    cache = _cache(model, low, jax.ShapeDtypeStruct((3, 40), jnp.int32))
+    model, low = with_separate_layers(model, params, jnp.bfloat16)
+    cache = empty_cache(model, low, jax.ShapeDtypeStruct((3, 40), jnp.int32))
     assert not model.stacked and sorted(cache["blocks"]) == ["0", "1"]
     for block in cache["blocks"].values():
         assert block["attention"]["cached_key"].dtype == block["attention"]["cached_value"].dtype == jnp.bfloat16

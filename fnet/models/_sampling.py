@@ -1,0 +1,104 @@
+"""How the next token is selected from the logits: penalties, temperature, and which tokens are candidates."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_SIGN = np.uint32(1 << 31)
+_RANGES = {"temperature": (0, np.inf), "top_k": (1, np.inf), "top_p": (0, 1), "min_p": (0, 1),
+           "repetition_penalty": (1e-3, 1e3), "presence_penalty": (-100, 100), "frequency_penalty": (-100, 100)}
+
+
+class Sampling(NamedTuple):
+    """The options of `generate` of the same names, as float32 scalars; None: not used."""
+
+    temperature: jax.Array
+    top_k: jax.Array | None = None
+    top_p: jax.Array | None = None
+    min_p: jax.Array | None = None
+    repetition_penalty: jax.Array | None = None
+    presence_penalty: jax.Array | None = None
+    frequency_penalty: jax.Array | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether the selection depends on which tokens the text has."""
+        return any(x is not None for x in (self.repetition_penalty, self.presence_penalty, self.frequency_penalty))
+
+
+def sampling(caller: str, **options) -> Sampling:
+    """The options, checked.
+
+    Raises:
+        ValueError: one is outside its range.
+    """
+    for name, value in options.items():
+        low, high = _RANGES[name]
+        if value is not None and not isinstance(value, jax.core.Tracer) and not low <= value <= high:
+            span = f">= {low}" if high == np.inf else f"from {low:g} to {high:g}"
+            raise ValueError(f"{caller}: {name} must be {span}; got {value}")
+    return Sampling(**{name: None if value is None else jnp.asarray(value, jnp.float32)
+                       for name, value in options.items()})
+
+
+def is_sampled(temperature) -> bool:
+    """Whether tokens are drawn: of a traced temperature it is assumed."""
+    return isinstance(temperature, jax.core.Tracer) or bool(temperature != 0)
+
+
+def penalized(logits: jax.Array, options: Sampling, prompt: jax.Array, counts: jax.Array) -> jax.Array:
+    """Logits [batch, vocab_size] with the penalties of tokens of the text.
+
+    Args:
+        prompt: booleans [batch, vocab_size], whether the prompt has the token.
+        counts: [batch, vocab_size], how often it was generated.
+    """
+    if options.repetition_penalty is not None:
+        factor = jnp.where(logits < 0, options.repetition_penalty, 1 / options.repetition_penalty)
+        logits = jnp.where(prompt | (counts > 0), logits * factor, logits)
+    if options.presence_penalty is not None:
+        logits = logits - options.presence_penalty * (counts > 0).astype(logits.dtype)
+    if options.frequency_penalty is not None:
+        logits = logits - options.frequency_penalty * counts.astype(logits.dtype)
+    return logits
+
+
+def pick(logits: jax.Array, keys: jax.Array | None, options: Sampling) -> jax.Array:
+    """The next token of each example: [batch, vocab_size] to [batch]. Without keys, the most probable one."""
+    if keys is None:
+        return logits.argmax(-1).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, candidates(logits, options)).astype(jnp.int32)
+
+
+def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
+    """Logits [batch, vocab_size] divided by the temperature, -inf for tokens that are not sampled."""
+    logits = logits / options.temperature
+    if options.top_k is not None:
+        logits = likeliest(logits, jnp.ones_like(logits), options.top_k)
+    if options.top_p is not None:
+        logits = likeliest(logits, jax.nn.softmax(logits), options.top_p)
+    if options.min_p is not None:
+        logits = jnp.where(logits >= logits.max(-1, keepdims=True) + jnp.log(options.min_p), logits, -jnp.inf)
+    return logits
+
+
+def likeliest(logits: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
+    """Sets all logits to -inf except the fewest largest whose weights add up to `enough`: [batch, vocab_size].
+
+    The smallest of these is determined bit by bit, with 32 sums. On a CPU this takes a tenth of the time of a sort.
+    """
+    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)    # -0 becomes 0
+    keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)                   # integers in the order of the logits
+
+    def narrow(step, least):
+        higher = least | _SIGN >> step.astype(jnp.uint32)
+        total = jnp.where(keys >= higher, weights, 0).sum(-1, keepdims=True)
+        return jnp.where(total >= enough, higher, least)
+
+    least = lax.fori_loop(0, 32, narrow, jnp.zeros_like(keys[:, :1]))
+    return jnp.where(keys >= least, logits, -jnp.inf)

@@ -1,0 +1,115 @@
+"""Generated tokens and text while they are generated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet import layers as nn
+from fnet.models import _generate
+from fnet.models._sampling import is_sampled, sampling
+
+
+def stream(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | None = None, *, max_tokens: int,
+           temperature: float = 1.0, samples: int = 1, stop: Sequence[int] = (), lengths: jax.Array | None = None,
+           dtype: Any = None, **options: float | None) -> Iterator[np.ndarray]:
+    """Generates the tokens of `generate`, one of each example at a time.
+
+        for tokens in models.stream(model, params, prompts, max_tokens=100, temperature=0):
+            print(tokens)
+
+    The arguments are those of `generate`. They are checked by the first `next`.
+
+    Yields:
+        int32 [batch * samples], the next token of each example; -1 after its end.
+
+    Raises:
+        ValueError, TypeError: as `generate`.
+
+    >>> model = models.GPT(vocab_size=7, width=4, depth=1, heads=1, context=32)
+    >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), int))
+    >>> [tokens.shape for tokens in models.stream(model, params, [[1, 2, 3]], max_tokens=2, temperature=0)]
+    [(1,), (1,)]
+    """
+    selection = sampling("stream", temperature=temperature, **options)
+    sampled = is_sampled(temperature)
+    inputs, sizes = _generate.prepare("stream", model, prompts, lengths, key, sampled, samples, max_tokens)
+    model, params = _generate.prepared(model, params, None if dtype is None else jnp.dtype(dtype))
+    carry = _start(model, params, *inputs, selection, **sizes, samples=samples)
+    stop = jnp.asarray(stop, jnp.int32)
+    for _ in range(max_tokens):
+        carry = _step(model, params, carry, selection, stop, sampled=sampled)
+        tokens, done = np.asarray(carry.last), np.asarray(carry.done)
+        yield np.where(done, -1, tokens)
+        if done.all():
+            return
+
+
+def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key: jax.Array | None = None, *,
+                stop: Sequence[str] = (), **options: Any) -> Iterator[str]:
+    """Continues a text, and yields it in pieces while it is generated.
+
+        for piece in models.stream_text(model, params, words, "Once upon a time", max_tokens=200, temperature=0):
+            print(piece, end="", flush=True)
+
+    A piece ends with a complete character. Characters that may be the beginning of a stop string are held back until
+    it is known.
+
+    Args:
+        model, params: as for `generate`.
+        tokenizer: `models.read_tokenizer` reads it: `encode`, `decode`, and `stop`, the tokens that end a text.
+        prompt: the text to continue, at least one token.
+        key: a `jax.random.key`, not needed for temperature 0.
+        stop: strings that end the text; the first one and all that follows is not a part of it.
+        options: `max_tokens` and the other options of `generate`, for one text.
+
+    Yields:
+        Strings, which joined are the generated text.
+
+    Raises:
+        ValueError, TypeError: as `generate`.
+
+    >>> words = models.CharTokenizer("to be or not")
+    >>> model = models.GPT(words.vocab_size, width=4, depth=1, heads=1, context=32)
+    >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), int))
+    >>> len("".join(models.stream_text(model, params, words, "to be", max_tokens=5, temperature=0)))
+    5
+    """
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"stream_text: expected a sequence of strings as stop, none of them empty; got {stop!r}")
+    start = [int(token) for token in tokenizer.encode(prompt)]
+    tokens, sent, begin = list(start), 0, len(tokenizer.decode(start)) if start else 0
+    for token, in stream(model, params, [start], key, stop=tokenizer.stop, **options):
+        if token < 0:
+            break
+        tokens.append(int(token))
+        text = tokenizer.decode(tokens)[begin:]
+        ends = [at for at in (text.find(each) for each in stop) if at >= 0]
+        if ends:
+            if min(ends) > sent:
+                yield text[sent:min(ends)]
+            return
+        safe = len(text.rstrip("\ufffd"))     # the decoding of a part of a character
+        safe -= max((n for each in stop for n in range(1, len(each)) if text[:safe].endswith(each[:n])), default=0)
+        if safe > sent:
+            yield text[sent:safe]
+            sent = safe
+    rest = tokenizer.decode(tokens)[begin:][sent:]
+    if rest:
+        yield rest
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("room", "capacity", "samples"))
+def _start(model, params, prompts, lengths, key, options, *, room, capacity, samples):
+    return _generate.start(model, params, prompts, lengths, key, options, room=room, capacity=capacity,
+                           samples=samples)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="sampled", donate_argnums=2)
+def _step(model, params, carry, options, stop, *, sampled):
+    return _generate.advance(model, params, carry, options, stop, carry.count + 1, sampled=sampled)

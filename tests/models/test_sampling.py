@@ -1,0 +1,203 @@
+"""Options of generation against their definitions in NumPy, streams, and beam search against a search of all texts."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_generate import LENGTHS, MODELS, PROMPTS, compiled, greedy, prepared
+
+from fnet import models
+from fnet.models._sampling import Sampling, penalized
+
+
+def logits_after(name, text):
+    """The logits of the full pass for the token after a text."""
+    row = np.resize(np.array(text, np.int32), (3, 40))
+    return np.asarray(compiled(name)(prepared(name)[1], row)[0, len(text) - 1])
+
+
+def log_softmax(x):
+    x = x.astype(np.float64)
+    return x - np.log(np.exp(x - x.max()).sum()) - x.max()
+
+
+def with_penalties(logits, prompt, text, repetition, presence, frequency):
+    """The definitions of Keskar et al. (2019), and of the API of OpenAI."""
+    logits = logits.astype(np.float64)
+    for token in range(len(logits)):
+        n = text.count(token)
+        if token in prompt or n:
+            logits[token] *= repetition if logits[token] < 0 else 1 / repetition
+        logits[token] -= presence * (n > 0) + frequency * n
+    return logits
+
+
+def test_penalties_of_logits():
+    rng = np.random.default_rng(0)
+    logits, prompt, text = rng.normal(size=8).astype(np.float32), [1, 3, 3], [2, 2, 3]
+    marks, counts = np.isin(np.arange(8), prompt)[None], np.bincount(text, minlength=8)[None]
+    options = Sampling(jnp.float32(1), None, None, None, *map(jnp.float32, (1.3, 0.4, 0.2)))
+    np.testing.assert_allclose(penalized(logits[None], options, marks, counts)[0],
+                               with_penalties(logits, prompt, text, 1.3, 0.4, 0.2), rtol=1e-6)
+    plain = Sampling(jnp.float32(1))
+    np.testing.assert_array_equal(penalized(logits[None], plain, marks, counts)[0], logits)
+
+
+@pytest.mark.parametrize("options", [(1.5, 0, 0), (1, 2.0, 0), (1, 0, 0.7), (1.2, 0.5, -0.3)], ids=str)
+def test_greedy_text_with_penalties(options):
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    given = {name: value for name, value in zip(names, options) if value != (name == "repetition_penalty")}
+    model, params = prepared("gpt")
+    out = greedy(model, params, PROMPTS, max_tokens=10, lengths=LENGTHS, **given)
+    for row, prompt, length in zip(out.tokens, PROMPTS, LENGTHS):
+        prompt, text = prompt[:length].tolist(), []
+        for _ in range(10):
+            text.append(int(with_penalties(logits_after("gpt", prompt + text), prompt, text, *options).argmax()))
+        assert row.tolist() == text
+    assert out.tokens.tolist() != greedy(model, params, PROMPTS, max_tokens=10, lengths=LENGTHS).tokens.tolist()
+
+
+def test_log_probabilities_are_those_of_the_model():
+    """Also with a temperature and a penalty, which change only which tokens are selected."""
+    model, params = prepared("llama")
+    out = models.generate(model, params, PROMPTS, jax.random.key(4), max_tokens=8, lengths=LENGTHS, temperature=0.7,
+                          repetition_penalty=1.1, stop=[3, 5])
+    for row, length, prompt, start, log_probs in zip(out.tokens, out.lengths, PROMPTS, LENGTHS, out.log_probs):
+        text = prompt[:start].tolist()
+        for i in range(8):
+            want = log_softmax(logits_after("llama", text))[row[i]] if i < length else 0
+            np.testing.assert_allclose(log_probs[i], want, rtol=1e-4, atol=1e-5)
+            text.append(int(row[i]))
+    assert (out.lengths < 8).any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_several_texts_of_a_prompt_are_those_of_the_repeated_prompt(name):
+    model, params = prepared(name)
+    options = dict(max_tokens=6, temperature=1.3, top_k=8, min_p=0.01, frequency_penalty=0.1)
+    out = models.generate(model, params, PROMPTS, jax.random.key(5), lengths=LENGTHS, samples=4, **options)
+    want = models.generate(model, params, np.repeat(PROMPTS, 4, 0), jax.random.key(5), lengths=np.repeat(LENGTHS, 4),
+                           **options)
+    np.testing.assert_array_equal(out.tokens, want.tokens)
+    np.testing.assert_allclose(out.log_probs, want.log_probs, rtol=1e-4, atol=1e-5)
+    assert len({tuple(row) for row in out.tokens[:4].tolist()}) > 1
+
+
+def test_a_stream_yields_the_tokens_of_generate():
+    model, params = prepared("gpt")
+    free = greedy(model, params, PROMPTS, max_tokens=12, lengths=LENGTHS)
+    options = dict(max_tokens=12, lengths=LENGTHS, stop=[int(free.tokens[0, 3]), int(free.tokens[1, 6])],
+                   temperature=0.9, top_p=0.9, presence_penalty=0.2, samples=2)
+    out = models.generate(model, params, PROMPTS, jax.random.key(1), **options)
+    steps = list(models.stream(model, params, PROMPTS, jax.random.key(1), **options))
+    assert all(step.shape == (6,) and step.dtype == np.int32 for step in steps) and len(steps) <= 12
+    for i, length in enumerate(out.lengths):
+        tokens = [int(step[i]) for step in steps]
+        assert tokens[:length] == out.tokens[i, :length].tolist() and set(tokens[length:]) <= {-1}
+    assert len(steps) == min(12, max(out.lengths) + 1)
+
+
+class Words:
+    """A tokenizer whose tokens 1 to 4 are parts of characters of two and three bytes."""
+
+    stop = ()
+    BYTES = (b"a", b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"b", b"END", b"E", *(bytes([i]) for i in range(72, 84)))
+
+    def encode(self, text):
+        return np.array([0] * len(text), np.int32)
+
+    def decode(self, tokens):
+        return b"".join(self.BYTES[int(token)] for token in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 3, 4, 0], [5, 7, 5, 7], [5, 7, 6, 0, 0], [6, 0], [7, 1]],
+                         ids=str)
+@pytest.mark.parametrize("stop", [(), ("END",), ("ab", "bE")], ids=str)
+def test_pieces_of_a_text_are_complete_characters_before_the_first_stop_string(tokens, stop, monkeypatch):
+    monkeypatch.setattr("fnet.models._stream.stream", lambda *args, **options: iter([[token] for token in tokens]))
+    pieces = list(models.stream_text(None, None, Words(), "aa", stop=stop, max_tokens=5))
+    text = Words().decode(tokens)
+    ends = [at for at in map(text.find, stop) if at >= 0]
+    assert "".join(pieces) == text[:min(ends, default=len(text))]
+    assert all(pieces) and not any("\ufffd" in piece for piece in pieces[:-1])
+
+
+def test_the_text_of_a_stream_is_that_of_generate():
+    words = models.CharTokenizer("abcdefghijklmnopqrst")
+    model, params = prepared("gpt")
+    out = greedy(model, params, words.encode("bca")[None], max_tokens=9)
+    text = words.decode(out.tokens[0])
+    stream = lambda stop: list(models.stream_text(model, params, words, "bca", max_tokens=9, temperature=0, stop=stop))
+    assert "".join(stream(())) == text and len(stream(())) == 9
+    assert "".join(stream([text[3:5]])) == text[:text.index(text[3:5])]
+
+
+def test_a_beam_of_all_texts_finds_the_best_ones():
+    """With as many beams as texts, nothing is lost: all texts of three tokens, those with a stop token shorter."""
+    model = models.GPT(4, 8, 1, 1, context=8)
+    params = jax.tree.map(lambda s: 2 * jax.random.normal(jax.random.key(3), s.shape) / s.shape[-1] ** 0.5,
+                          model.spec(jax.ShapeDtypeStruct((1, 3), jnp.int32)).params)
+    scores, run = {}, jax.jit(model)
+    for text in itertools.product(range(4), repeat=3):
+        row = np.array([[1, 2, *text]], np.int32)
+        each = jax.nn.log_softmax(run(params, row)[0, 1:4])[np.arange(3), np.array(text)]
+        end = text.index(3) if 3 in text else 3
+        count = min(end + 1, 3)
+        scores[text[:end]] = float(each[:count].sum()) / count ** 0.7
+    best = models.beam_search(model, params, [[1, 2]], beams=64, max_tokens=3, stop=[3], length_penalty=0.7)
+    want = sorted(scores.items(), key=lambda item: -item[1])
+    got = [(tuple(row[:n].tolist()), float(score)) for row, n, score in zip(best.tokens[0], best.lengths[0],
+                                                                            best.scores[0]) if score > -1e8]
+    assert [text for text, _ in got[:8]] == [text for text, _ in want[:8]]
+    np.testing.assert_allclose([score for _, score in got[:8]], [score for _, score in want[:8]], rtol=1e-4)
+    assert not np.asarray(best.tokens[0])[np.arange(3)[None] >= np.asarray(best.lengths[0])[:, None]].any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_beam_is_greedy(name):
+    model, params = prepared(name)
+    stop = [int(greedy(model, params, PROMPTS, max_tokens=9, lengths=LENGTHS).tokens[0, 4])]
+    want = greedy(model, params, PROMPTS, max_tokens=9, lengths=LENGTHS, stop=stop)
+    best = models.beam_search(model, params, PROMPTS, beams=1, max_tokens=9, lengths=LENGTHS, stop=stop)
+    np.testing.assert_array_equal(best.tokens[:, 0], want.tokens)
+    np.testing.assert_array_equal(best.lengths[:, 0], want.lengths)
+
+
+def test_more_beams_find_better_texts():
+    model, params = prepared("llama")
+    few, many = (models.beam_search(model, params, PROMPTS, beams=n, max_tokens=8, lengths=LENGTHS, length_penalty=0.0)
+                 for n in (1, 6))
+    assert (many.scores[:, 0] >= few.scores[:, 0]).all() and (np.diff(many.scores, axis=1) <= 0).all()
+    for i, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS)):
+        text, total = prompt[:length].tolist(), 0.0
+        for token in many.tokens[i, 0].tolist():
+            total += log_softmax(logits_after("llama", text))[token]
+            text.append(token)
+        np.testing.assert_allclose(many.scores[i, 0], total, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    (dict(min_p=1.5), r"generate: min_p must be from 0 to 1; got 1\.5"),
+    (dict(repetition_penalty=0.0), r"generate: repetition_penalty must be from 0\.001 to 1000; got 0\.0"),
+    (dict(presence_penalty=float("nan")), "generate: presence_penalty must be from -100 to 100; got nan"),
+    (dict(frequency_penalty=200), "generate: frequency_penalty must be from -100 to 100; got 200"),
+    (dict(samples=0), "generate: samples must be an integer >= 1; got 0"),
+])
+def test_errors(options, text):
+    model, params = prepared("gpt")
+    with pytest.raises(ValueError, match=text):
+        models.generate(model, params, PROMPTS, max_tokens=4, temperature=0, **options)
+
+
+def test_errors_of_streams_and_beams():
+    model, params = prepared("gpt")
+    with pytest.raises(ValueError, match="stream: max_tokens must be >= 1; got 0"):
+        next(models.stream(model, params, PROMPTS, max_tokens=0, temperature=0))
+    with pytest.raises(ValueError, match="expected a sequence of strings as stop, none of them empty; got 'END'"):
+        next(models.stream_text(model, params, models.ByteTokenizer(), "a", stop="END", max_tokens=3))
+    with pytest.raises(ValueError, match="beam_search: beams must be an integer >= 1; got 0"):
+        models.beam_search(model, params, PROMPTS, beams=0, max_tokens=4)
+    with pytest.raises(ValueError, match="beam_search: prompts of 7 tokens and max_tokens=35 exceed"):
+        models.beam_search(model, params, PROMPTS, beams=2, max_tokens=35)
