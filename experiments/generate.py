@@ -42,6 +42,9 @@ class Config:
     top_k: int = option(0, "draw among so many of the likeliest tokens; 0: all", within="[0, 2147483647]")
     top_p: float = option(0.95, "draw among the likeliest tokens that have this probability together; 1: all",
                           within="(0, 1]")
+    min_p: float = option(0.0, "sample from tokens with this part of the largest probability, or more", within="[0, 1]")
+    repetition_penalty: float = option(1.0, "divisor of the logits of tokens that the text has; 1: none",
+                                       within="[0.001, 1000]")
     precision: str = option("float32", "of the weights: float32, bfloat16 or float16",
                              choices=("float32", "bfloat16", "float16"))
     seed: int = option(0, "of the draws", within=tr.flags.SEED)
@@ -63,7 +66,8 @@ def main(argv):
         if most < 1:
             raise ValueError(f"the longest prompt has {lengths.max()} tokens; the model sees {model.context}")
         options = dict(temperature=config.temperature, top_k=config.top_k or None, lengths=lengths, stop=words.stop,
-                       top_p=config.top_p if config.top_p < 1 else None)
+                       top_p=config.top_p if config.top_p < 1 else None, min_p=config.min_p or None,
+                       repetition_penalty=config.repetition_penalty if config.repetition_penalty != 1 else None)
     print(f"{config.model if not config.weights else config.weights}: {type(model).__name__}, "
           f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {config.precision}, {hw.detect().name}")
 
