@@ -94,8 +94,8 @@ words = st.sampled_from([
     "dataset", "data_dir", "split", "model", "width", "depth", "dropout", "epochs", "steps", "batch_size", "optimizer",
     "schedule", "learning_rate", "warmup", "weight_decay", "augment", "ema", "early_stop", "precision", "seed",
     "config", "workdir", "nojit", "nonfinite", "preset", "tokens", "vocab_size", "heads", "context", "mode", "weights",
-    "top", "size", "labels", "max_tokens", "temperature", "top_k", "top_p", "min_p", "file", "rate", "noise", "l2", "flagfile",
-    "verbosity", "v", "undefok", "stderrthreshold", "print_every",
+    "top", "size", "labels", "max_tokens", "temperature", "top_k", "top_p", "min_p", "file", "rate", "noise", "l2",
+    "flagfile", "verbosity", "v", "undefok", "stderrthreshold", "print_every",
 ]) | st.text(max_size=8)
 values = st.one_of(
     st.integers().map(str), st.floats().map(str), st.text(max_size=12), st.booleans().map(str),
