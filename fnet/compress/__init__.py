@@ -12,6 +12,7 @@ be compiled, differentiated, sharded and saved like any other parameters.
 
 from fnet.compress._advise import Advice, Advised, advise
 from fnet.compress._calibrate import InputStatistics, calibrate
+from fnet.compress._distil import distillation_loss, hidden_loss
 from fnet.compress._fake import FakeQuantized, convert, fake_quantize
 from fnet.compress._formats import NF4, Float8, Int4, Int8
 from fnet.compress._lora import LowRank, lora, merge
@@ -22,4 +23,5 @@ from fnet.jaxpr import ImplicitArray
 
 __all__ = ["NF4", "Advice", "Advised", "FakeQuantized", "Float8", "ImplicitArray", "InputStatistics", "Int4", "Int8",
            "LowRank", "PruneState", "Quantized", "ShrinkReport", "Shrunk", "advise", "calibrate", "convert",
-           "fake_quantize", "lora", "materialize", "merge", "prune", "quantize", "shrink", "size"]
+           "distillation_loss", "fake_quantize", "hidden_loss", "lora", "materialize", "merge", "prune", "quantize",
+           "shrink", "size"]

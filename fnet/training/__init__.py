@@ -7,6 +7,7 @@ The step is a pure function that the user writes and reads, `(state, batch) -> (
 from fnet.training import _flags as flags
 from fnet.training import _plots as plots
 from fnet.training import _presets as presets
+from fnet.training._averaging import AverageState, average_weights, averaged_weights, batch_statistics
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
 from fnet.training._logs import Logger, LogWarning, read_metrics
 from fnet.training._media import Histogram, Image, Text
@@ -39,6 +40,7 @@ from fnet.training.loop._run import PeerLost
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
+    "AverageState",
     "Batches",
     "CheckpointError",
     "CheckpointWarning",
@@ -62,6 +64,9 @@ __all__ = [
     "Total",
     "TrainState",
     "Windows",
+    "average_weights",
+    "averaged_weights",
+    "batch_statistics",
     "clear",
     "confusion",
     "cutout",

@@ -1,0 +1,100 @@
+"""Losses for distillation: a small model learns the outputs and the hidden states of a large one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def distillation_loss(logits: jax.Array, teacher_logits: jax.Array, labels: jax.Array | None = None, *,
+                      temperature: float = 4.0, weight: float = 0.9) -> jax.Array:
+    """Computes the loss of a student that learns from a teacher's logits and from labels.
+
+        weight T^2 KL(softmax(teacher_logits / T) || softmax(logits / T)) + (1 - weight) cross_entropy(logits, labels)
+
+    The factor T^2 keeps the size of the first gradient independent of the temperature T. The teacher's logits get no
+    gradient.
+
+    Args:
+        logits: of the student, [..., classes].
+        teacher_logits: [..., classes].
+        labels: integers [...]. None: the first term alone, with weight 1.
+        temperature: T > 0. A larger one shows more of the classes that the teacher considers unlikely.
+        weight: of the first term, in [0, 1].
+
+    Returns:
+        Losses [...] in nats.
+
+    Raises:
+        ValueError: the shapes differ, or an option is out of range.
+
+    Source: Hinton, Vinyals and Dean (2015), Distilling the Knowledge in a Neural Network.
+
+    >>> from fnet import compress
+    >>> logits = jnp.array([[2.0, 0.0]])
+    >>> float(compress.distillation_loss(logits, logits)[0])
+    0.0
+    """
+    if logits.shape != teacher_logits.shape:
+        raise ValueError(f"distillation_loss: expected logits of one shape, got {logits.shape} of the student and "
+                         f"{teacher_logits.shape} of the teacher")
+    if not temperature > 0 or not 0 <= weight <= 1:
+        raise ValueError(f"distillation_loss: expected temperature > 0 and weight in [0, 1]; got {temperature} and "
+                         f"{weight}")
+    teacher = jax.nn.log_softmax(lax.stop_gradient(teacher_logits) / temperature)
+    student = jax.nn.log_softmax(logits / temperature)
+    soft = temperature ** 2 * (jnp.exp(teacher) * (teacher - student)).sum(-1)
+    if labels is None:
+        return soft
+    hard = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+    return weight * soft + (1 - weight) * hard
+
+
+def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: Mapping[str, str],
+                projections: Mapping[str, jax.Array] | None = None) -> jax.Array:
+    """Computes the mean squared difference between hidden states of a student and of a teacher.
+
+        logits, seen = ft.capture(model, "blocks")(params, x)
+        _, wanted = ft.capture(teacher, "encoder")(teacher_params, x)
+        loss = compress.hidden_loss(seen, wanted, {"blocks": "encoder"}, {"blocks": projection})
+
+    Args:
+        student, teacher: {site: value}, the second results of functions of `ft.capture`. The teacher's values get no
+            gradient.
+        pairs: {site of the student: site of the teacher}.
+        projections: {site of the student: matrix [features, teacher's features]}, trained with the student, for sites
+            with other numbers of features.
+
+    Returns:
+        The mean over pairs of the mean over all values: a scalar.
+
+    Raises:
+        KeyError: a site was not captured.
+        ValueError: the shapes of a pair differ, or there is no pair.
+
+    Source: Romero et al. (2015), FitNets: Hints for Thin Deep Nets, eq. 3.
+
+    >>> from fnet import compress
+    >>> seen, wanted = {"mlp": jnp.ones((2, 3))}, {"body": jnp.zeros((2, 3))}
+    >>> float(compress.hidden_loss(seen, wanted, {"mlp": "body"}))
+    1.0
+    """
+    if not pairs:
+        raise ValueError("hidden_loss: expected pairs {site of the student: site of the teacher}; got none")
+    losses = []
+    for mine, theirs in pairs.items():
+        for name, values, who in ((mine, student, "student"), (theirs, teacher, "teacher")):
+            if name not in values:
+                raise KeyError(f"hidden_loss: the {who} has no site {name!r}; captured: {', '.join(values)}")
+        value, wanted = student[mine], lax.stop_gradient(teacher[theirs])
+        if projections is not None and mine in projections:
+            value = value @ projections[mine]
+        if value.shape != wanted.shape:
+            raise ValueError(f"hidden_loss: {mine!r} has the shape {value.shape}, {theirs!r} of the teacher "
+                             f"{wanted.shape}; pass projections={{{mine!r}: matrix}} for other numbers of features")
+        losses.append(jnp.square(value - wanted).mean())
+    return sum(losses) / len(losses)

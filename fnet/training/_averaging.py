@@ -1,0 +1,154 @@
+"""Stochastic weight averaging, and statistics of BatchNorm for averaged parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class AverageState(NamedTuple):
+    """The state of `average_weights`.
+
+    Attributes:
+        step: int32, the number of updates.
+        count: int32, how many parameters were averaged.
+        mean: their mean, a tree like the parameters; zeros at first.
+
+    >>> tr.average_weights(start=2).init({"w": jnp.ones(3)}).mean["w"].tolist()
+    [0.0, 0.0, 0.0]
+    """
+
+    step: jax.Array
+    count: jax.Array
+    mean: Any
+
+
+def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformation:
+    """Returns an Optax transformation that averages the parameters after some updates (stochastic weight averaging).
+
+        tx = optax.chain(optax.sgd(0.05), tr.average_weights(start=1000, every=100))    # the last of the chain
+        params = tr.averaged_weights(state.opt_state)
+        stats = tr.batch_statistics(model, params, state.state, batches)
+
+    The mean of the parameters after the updates `start`, `start + every`, ... (the first update is 1). Updates are not
+    changed.
+
+    Args:
+        start: the first update whose result is averaged.
+        every: updates between two results; usually those of an epoch, or of a cycle of the schedule.
+
+    Raises:
+        ValueError: `start` or `every` is less than 1.
+
+    Source: Izmailov et al. (2018), Averaging Weights Leads to Wider Optima and Better Generalization, algorithm 1.
+
+    >>> tx = optax.chain(optax.sgd(1.0), tr.average_weights(start=1))
+    >>> params = jnp.array(0.0)
+    >>> state = tx.init(params)
+    >>> for gradient in (-1.0, -2.0):    # the parameters are 1 and 3
+    ...     updates, state = tx.update(jnp.array(gradient), state, params)
+    ...     params = params + updates
+    >>> float(tr.averaged_weights(state))
+    2.0
+    """
+    if start < 1 or every < 1:
+        raise ValueError(f"average_weights: expected start >= 1 and every >= 1; got {start} and {every}")
+
+    def init(params):
+        return AverageState(jnp.int32(0), jnp.int32(0), jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError("average_weights: call update(grads, state, params) with the parameters")
+        step = state.step + 1
+        take = (step >= start) & ((step - start) % every == 0)
+        count = state.count + take.astype(jnp.int32)
+
+        def moved(mean, param, delta):
+            share = take.astype(mean.dtype) / jnp.maximum(count, 1).astype(mean.dtype)
+            return mean + share * (param + delta.astype(param.dtype) - mean)
+
+        return updates, AverageState(step, count, jax.tree.map(moved, state.mean, params, updates))
+
+    return optax.GradientTransformation(init, update)
+
+
+def averaged_weights(opt_state: Any) -> Any:
+    """Returns the mean of parameters in the state of an optimizer with `average_weights`.
+
+    Raises:
+        ValueError: there is no average, several, or nothing was averaged yet.
+
+    >>> tx = tr.average_weights(start=1)
+    >>> _, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)), jnp.zeros(2))
+    >>> tr.averaged_weights(state).tolist()
+    [1.0, 1.0]
+    """
+    is_average = lambda node: isinstance(node, AverageState)
+    found = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=is_average) if is_average(leaf)]
+    if len(found) != 1:
+        raise ValueError(f"averaged_weights: expected one average_weights in the optimizer; got {len(found)}")
+    if not isinstance(found[0].count, jax.core.Tracer) and not int(found[0].count):
+        raise ValueError(f"averaged_weights: nothing was averaged in {int(found[0].step)} updates; train up to `start`")
+    return found[0].mean
+
+
+def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any], *, key: Any = None) -> Any:
+    """Computes the running statistics of a model anew: the mean over batches of the statistics of each batch.
+
+    BatchNorm's running statistics belong to the parameters with which they were collected. Averaged, pruned or
+    quantized parameters need their own. Works for any model whose state is a running average,
+    `new = m * old + (1 - m) * statistic`.
+
+    Args:
+        f: `f(params, *batch, state=state, key=key, train=True)`, which returns (output, new state).
+        params: the parameters.
+        state: the state, such as that of the training run. Only shapes and dtypes are used, except for leaves that are
+            no running averages; these are returned as they are.
+        batches: tuples of the other arguments of f; or arrays, if there is one other argument. Equal sizes.
+        key: for f, or None.
+
+    Returns:
+        The state.
+
+    Raises:
+        ValueError: there is no batch.
+
+    Source: as `average_weights`, section 3.2; PyTorch's `torch.optim.swa_utils.update_bn`.
+
+    >>> model = nn.BatchNorm()
+    >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 1)))
+    >>> batches = [jnp.array([[1.0], [3.0]]), jnp.array([[5.0], [7.0]])]
+    >>> tr.batch_statistics(model, params, state, batches)["mean"].tolist()
+    [4.0]
+    """
+    options = {} if key is None else {"key": key}
+    floating = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    filled = lambda value: jax.tree.map(lambda x: jnp.full_like(x, value) if floating(x) else x, state)
+
+    @jax.jit
+    def collected(params, old, batch):
+        return f(params, *batch, state=old, train=True, **options)[1]
+
+    total, count, momentum = None, 0, None
+    for batch in batches:
+        batch = batch if isinstance(batch, tuple) else (batch,)
+        zero = collected(params, filled(0.0), batch)
+        if momentum is None:
+            one = collected(params, filled(1.0), batch)
+            momentum = jax.tree.map(lambda a, b: b - a if floating(a) else a, zero, one)
+        total = zero if total is None else jax.tree.map(jnp.add, total, zero)
+        count += 1
+    if not count:
+        raise ValueError("batch_statistics: expected at least one batch; got none")
+
+    def finished(old, sums, weight):
+        if not floating(old) or bool((jnp.abs(weight - weight.ravel()[0]) > 1e-3).any()) or weight.ravel()[0] > 0.9999:
+            return old
+        return (sums / (count * (1 - weight.ravel()[0]))).astype(old.dtype)
+
+    return jax.tree.map(finished, state, total, momentum)
