@@ -123,7 +123,7 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
     >>> model = nn.BatchNorm()
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 1)))
     >>> batches = [jnp.array([[1.0], [3.0]]), jnp.array([[5.0], [7.0]])]
-    >>> tr.batch_statistics(model, params, state, batches)["mean"].tolist()
+    >>> tr.batch_statistics(model, params, state, batches)["mean"].round(3).tolist()
     [4.0]
     """
     options = {} if key is None else {"key": key}

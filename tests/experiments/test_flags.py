@@ -143,6 +143,7 @@ def test_random_flags_never_give_a_traceback(command, name, arguments):
     ("image_classification", ["--dataset=mnist", "--split=last20"], "mnist has a fixed split"),
     ("linear_models", ["--steps=100000000000000"], "flag --steps=100000000000000"),
     ("finetune", ["--dataset=photos"], "--dataset=photos: --data_dir is the folder of DIR/CLASS/*.jpg"),
+    ("distil", ["--temperature=0"], "--temperature=0.0: expected a number in [0.1, 1000]"),
     ("two_layer_net", ["word"], "word: flags begin with --"),
 ])
 def test_the_sentences(command, name, arguments, text):
@@ -153,7 +154,7 @@ def test_the_sentences(command, name, arguments, text):
 def test_random_combinations_in_one_process(tmp_path):
     """What `make torture` does 1,000 times for each experiment."""
     tried, survived, lost = torture.combinations(100, tmp_path, random.Random(0))
-    assert (tried, survived) == (800, 800), lost[:5]
+    assert tried == survived == 100 * len(torture.NAMES), lost[:5]
     accepted = int(re.search(r"note: (\d+) accepted", lost[-1])[1])
     assert 100 < accepted < 700, lost
 

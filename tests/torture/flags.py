@@ -16,7 +16,7 @@ from absl import flags
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 NAMES = ("image_classification", "language_model", "finetune", "classify_image", "embed", "generate", "linear_models",
-         "two_layer_net")
+         "two_layer_net", "distil")
 SECONDS = 20       # that a refusal may take
 NUMBERS = ["0", "1", "2", "3", "8", "64", "-1", "0.5", "0.1", "1e-3", "-0.1", "1e-300", "1e30", "1e400", "nan", "inf",
            "-inf", "1e12", "1e14", "65536", "1000000", "2147483647", "2147483648", "4294967295", "4294967296",
