@@ -1,4 +1,4 @@
-"""Parameters in fewer bytes, and small trainable changes of large ones.
+"""Parameters in fewer bytes, small trainable changes of large ones, and fewer channels, heads and hidden units.
 
     from fnet import compress
 
@@ -6,8 +6,11 @@
     params = compress.lora(key, params, {"blocks/attention/.*": 8})
     logits = ft.use_implicit_arrays(model)(params, x)
 
-The results are parameter trees whose leaves are implicit arrays (`ImplicitArray`): pytrees of plain arrays, which can
-be compiled, differentiated, sharded and saved like any other parameters.
+    shrunk = compress.shrink(model, params, x, fraction=0.5)
+    logits = shrunk.f(shrunk.params, x)
+
+The results of `quantize` and `lora` are parameter trees whose leaves are implicit arrays (`ImplicitArray`): pytrees of
+plain arrays, which can be compiled, differentiated, sharded and saved like any other parameters.
 """
 
 from fnet.compress._advise import Advice, Advised, advise

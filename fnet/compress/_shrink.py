@@ -112,8 +112,8 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         f: `f(params, *args, **kwargs)`, a model of any library or any JAX function. It is traced again when the result
             is called with other shapes, so jit the result.
         params: a tree of arrays.
-        *args, **kwargs: example arguments. Axes of the keyword argument `state` are cut as well; f then returns
-            (result, new state).
+        *args, **kwargs: example arguments; for `score="magnitude"`, `jax.ShapeDtypeStruct`s suffice. Axes of the
+            keyword argument `state` are cut as well; f then returns (result, new state).
         fraction: of each group, the part of the indices to keep, between 0 and 1, rounded up.
         flops: the FLOPs that the result may need for these arguments, as counted by `hardware.count`. All groups keep
             the same fraction, the largest that suffices.
@@ -144,7 +144,7 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
     ([[2.0, 3.0]], [[5.0], [5.0]])
     """
     name, limit = _limits(fraction, flops, seconds)
-    _check(params, score, loss)
+    _check(params, (args, kwargs), score, loss)
     args = params, *args
     call = Call(f, args, kwargs)
     found = groups(call)
@@ -199,7 +199,7 @@ def _limits(fraction, flops, seconds) -> tuple[str, float]:
     return name, float(value)
 
 
-def _check(params, score, loss) -> None:
+def _check(params, others, score, loss) -> None:
     if score not in METHODS:
         raise ValueError(f"shrink: expected score= as {', '.join(map(repr, METHODS))}; got {score!r}")
     if (loss is None) == (score == "taylor"):
@@ -210,6 +210,10 @@ def _check(params, score, loss) -> None:
         if is_implicit(x):
             raise TypeError(f"shrink: {jax.tree_util.keystr(path, simple=True, separator='/')!r} is a "
                             f"{type(x).__name__}; shrink plain parameters first, then quantize or adapt the result")
+    abstract = lambda tree: any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
+    if abstract(params) or (score != "magnitude" and abstract(others)):
+        raise TypeError(f"shrink: score={score!r} needs arrays as parameters"
+                        f"{'' if score == 'magnitude' else ' and arguments'}; got a jax.ShapeDtypeStruct")
 
 
 def _fractions(keep, call, found) -> dict[int, float]:

@@ -223,7 +223,12 @@ def test_errors(options, error, message):
 def test_implicit_and_original_parameters_are_rejected():
     with pytest.raises(TypeError, match="'in' is a Quantized; shrink plain parameters first, then quantize"):
         compress.shrink(f, compress.quantize(PARAMS, {"in": compress.Int8()}), X, fraction=0.5)
-    shrunk = compress.shrink(f, PARAMS, X, fraction=0.5)
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    with pytest.raises(TypeError, match="score='activations' needs arrays as parameters and arguments; got a jax"):
+        compress.shrink(f, PARAMS, x, fraction=0.5, score="activations")
+    with pytest.raises(TypeError, match="score='magnitude' needs arrays as parameters; got a jax"):
+        compress.shrink(f, {**PARAMS, "bias": jax.ShapeDtypeStruct((8,), "float32")}, x, fraction=0.5)
+    shrunk = compress.shrink(f, PARAMS, x, fraction=0.5)
     with pytest.raises(ValueError, match=r"'bias' in params: expected shape \(4,\), got \(8,\); pass the parameters"):
         shrunk.f(PARAMS, X)
 
