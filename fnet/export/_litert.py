@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import itertools
+import math
 import os
 import re
 import sys
@@ -64,6 +65,9 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
     packages = _packages()
     traced = program.entries[entry]
     stable, constants = jaxpr.stable(traced.closed)
+    if any(dtype == "bfloat16" for dtype, _ in stable["values"]):
+        raise Unsupported("LiteRT: the program computes in bfloat16, which LiteRT does not support; export the float32 "
+                          "model")
     weights = [np.asarray(program.weights[name]) for name in traced.weights]
     data = _converted(packages, [
         (name, _lowered(stable, constants, weights, chosen), described_leaves(traced.inputs),
@@ -89,14 +93,14 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes
     traced = program.entries[entry]
     if inputs is None:
         inputs = _write.random_inputs(traced.inputs, sizes)
-    interpreter = _packages()["interpreter"].Interpreter(model_path=str(path), num_threads=1)
-    runner = interpreter.get_signature_runner(signature)
-    known = runner.get_input_details()
-    feed = {name: np.asarray(x) for (name, _), x in zip(described_leaves(traced.inputs), inputs) if name in known}
+    interpreter = _packages()["interpreter"].Interpreter
     try:
-        results = runner(**feed)
-    except RuntimeError as error:
-        raise Unsupported(f"LiteRT: the interpreter cannot run this model: {error}") from None
+        runner = interpreter(model_path=str(path), num_threads=1).get_signature_runner(signature)
+        known = runner.get_input_details()
+        results = runner(**{name: np.asarray(x) for (name, _), x in zip(described_leaves(traced.inputs), inputs)
+                            if name in known})
+    except (RuntimeError, ValueError) as error:
+        raise Unsupported(f"LiteRT: the interpreter cannot run this model: {str(error).splitlines()[0]}") from None
     names = [name for name, _ in described_leaves([("output", traced.output)])]
     return _outputs.compare(f"{path}: in LiteRT", names, [results[name] for name in names],
                             program.call(entry, *inputs), tolerance)
@@ -159,7 +163,7 @@ def _lowered(stable, constants, weights, sizes) -> bytes:
     shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
     values = [(dtype, shape(n)) for dtype, n in stable["values"]]
     known = dict(zip(stable["constants"], constants))
-    run = _rebuild.Run(values, known, shape, {**_rebuild.OPERATIONS, "scan": _unrolled})
+    run = _rebuild.Run(values, known, shape, {**_rebuild.OPERATIONS, **_OPERATIONS})
     types = [jax.ShapeDtypeStruct(values[i][1], jnp.dtype(values[i][0])) for i in stable["inputs"][len(weights):]]
     f = jax.jit(lambda *inputs: run.body(stable, [*weights, *inputs]), keep_unused=True)
     return bytes(export.export(f, platforms=["cpu"])(*types).mlir_module_serialized)
@@ -179,6 +183,40 @@ def _unrolled(run, options, types, *arrays):
     joined = [jnp.stack([parts[k] for parts in stacked]) if stacked else jnp.zeros(shape, dtype)
               for k, (dtype, shape) in enumerate(types[len(carry):])]
     return [*carry, *joined]
+
+
+def _scatter(run, options, types, x, indices, updates):
+    """An addition of whole rows as a product with a one-hot matrix, because the interpreter has no such scatter."""
+    indexed, window, shape = options["indexed"], options["window"], x.shape
+    kept = [axis for axis in range(x.ndim) if axis not in options["inserted"]]
+    whole = [updates.shape[i] for i in window] == [shape[axis] for axis in kept]
+    rows = whole and sorted(indexed) == options["inserted"] and not options["batch"]
+    if options["kind"] != "add" or not rows or not jnp.issubdtype(x.dtype, jnp.floating):
+        return _rebuild.OPERATIONS["scatter"](run, options, types, x, indices, updates)
+    sizes = [shape[axis] for axis in indexed]
+    limits = np.asarray([sizes], np.int32)
+    indices = indices.reshape(-1, len(indexed)).astype(np.int32)                          # [updates, indexed]
+    inside = jnp.ones(len(indices), bool) if options["clip"] else jnp.all((indices >= 0) & (indices < limits), 1)
+    strides = np.asarray([[math.prod(sizes[i + 1:]) for i in range(len(sizes))]], np.int32)
+    places = (jnp.clip(indices, 0, limits - 1) * strides).sum(1, dtype=np.int32)
+    one_hot = (places[:, None] == np.arange(math.prod(sizes), dtype=np.int32)[None]) & inside[:, None]
+    order = [i for i in range(updates.ndim) if i not in window] + window
+    sums = one_hot.T.astype(x.dtype) @ updates.transpose(order).reshape(len(indices), -1)
+    sums = sums.reshape(sizes + [shape[axis] for axis in kept]).transpose(np.argsort([*indexed, *kept]))
+    return x + sums
+
+
+def _convolution(run, options, types, x, kernel):
+    """Without a dilation of its input, as of transposed convolutions, whose padding the converter loses."""
+    padding = [(0, 0, 0)] * x.ndim
+    for axis, dilation in zip(options["input"][2:], options["input_dilation"]):
+        padding[axis] = (0, 0, dilation - 1)
+    x = jax.lax.pad(x, np.zeros((), x.dtype), padding) if max(options["input_dilation"]) > 1 else x
+    plain = {**options, "input_dilation": [1] * len(options["input_dilation"])}
+    return _rebuild.OPERATIONS["convolution"](run, plain, types, x, kernel)
+
+
+_OPERATIONS = {"scan": _unrolled, "scatter": _scatter, "convolution": _convolution}
 
 
 def _converted(packages, signatures) -> bytes:
@@ -201,10 +239,10 @@ def _converted(packages, signatures) -> bytes:
             api.run_convert_to_tfl_passes(module, packages["passes"].PassManager(), config)
             return api.export_flatbuffer_to_bytes(getattr(module, "operation", module))
         except Exception as error:      # the converter raises errors of several types
-            remaining = sorted(set(re.findall(r"\b(?:stablehlo|chlo|mhlo)\.\w+", str(module))) - {_CONSTANT})
+            remaining = sorted(set(re.findall(r"\b(?:stablehlo|chlo)\.\w+", str(module))) - {_CONSTANT})
             which = f"the operations {', '.join(remaining)} are" if remaining else "an operation is"
             raise Unsupported(f"LiteRT: {which} not supported by litert-converter, so this program cannot be "
-                              f"converted: {str(error).strip() or type(error).__name__}") from None
+                              f"converted: {str(error).strip().rstrip(':') or type(error).__name__}") from None
 
 
 def _quantized(data: bytes, dtype: str) -> bytes:

@@ -17,6 +17,8 @@ def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: It
     worst = 0.0
     for name, got, want in zip(names, results, wanted):
         got, want = np.asarray(got, np.float64), np.asarray(want).astype(np.float64)
+        if got.shape != want.shape:
+            raise ValueError(f"{where}, the output {name!r} has shape {got.shape}, and the program's {want.shape}")
         largest = max(np.abs(want[np.isfinite(want)]).max(initial=0.0), 1e-30)
         apart = 0.0 if np.array_equal(got, want, equal_nan=True) else float(np.abs(got - want).max() / largest)
         if not apart <= tolerance:

@@ -14,14 +14,13 @@ from checks import close
 from test_bundles import specs_of
 from zoo import MODELS, build, inputs
 
-from fnet import export, models
+from fnet import compress, export, models
+from fnet import transforms as ft
 from fnet.export import _litert
 
 pytestmark = pytest.mark.usefixtures("quickly")
 IMAGE = np.random.default_rng(0).normal(size=(3, 8, 8, 1)).astype(np.float32)
 QUICK = "CNN", "GPT"
-UNSUPPORTED = {"TreeLSTM": "Only update, Add, Multiply, Maximum and Minimum operations are currently supported for "
-                           "stablehlo.scatter"}
 
 
 @pytest.fixture
@@ -76,18 +75,9 @@ def runs_in_litert(names, folder):
 
 @pytest.mark.parametrize("name", [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in MODELS if name not in UNSUPPORTED])
+    for name in MODELS])
 def test_models_in_a_process_without_jax(name, litert, tmp_path):
     runs_in_litert([name], tmp_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_models_that_litert_does_not_support(name, litert, tmp_path):
-    f, params, _, _ = build(name)
-    with pytest.raises(NotImplementedError, match=f"LiteRT: the interpreter cannot run this model: "
-                                                  f"{UNSUPPORTED[name]}"):
-        export.program(f, params, **specs_of(name)).litert(tmp_path / "f.tflite", sizes={"b": 2, "t": 5})
 
 
 def compared(f, params, x, path, /, sizes, **specs):
@@ -178,6 +168,23 @@ def test_trees_reversed_scans_and_default_sizes(litert, tmp_path):
     close(got["output/all"], want["all"], 1e-6)
 
 
+@pytest.mark.parametrize("mode", ["drop", "clip"])
+def test_additions_to_rows(mode, litert, tmp_path):
+    """Also outside of the array, and twice to one row."""
+    draw = np.random.default_rng(0)
+    x, rows, both = (draw.normal(size=shape).astype(np.float32) for shape in [(4, 5, 3), (6, 5, 3), (6, 3)])
+    first, second = np.int32([0, 3, 3, -9, 4, 1]), np.int32([4, 0, 0, 1, 2, 5])
+
+    def f(params, x, first, second):
+        return (x.at[first].add(rows, mode=mode), x.at[first, second].add(both, mode=mode),
+                x.at[:, second].add(rows.swapaxes(0, 1)[:4], mode=mode))
+
+    inputs = {"x": x, "first": first, "second": second}
+    program = export.program(f, {}, **inputs)
+    program.litert(tmp_path / "f.tflite")
+    assert _litert.compare(program, tmp_path / "f.tflite", sizes={}, inputs=list(inputs.values())) <= 1e-5
+
+
 @pytest.mark.exhaustive
 def test_the_steps_of_a_decoder(litert, tmp_path):
     """With the caches as inputs and outputs."""
@@ -209,12 +216,41 @@ def test_errors(tmp_path, monkeypatch):
     assert not (tmp_path / "f.tflite").exists()
 
 
-def test_an_operation_that_is_not_supported(litert, tmp_path):
-    def f(params, x):
-        return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: jax.lax.nextafter(x * 2, x), x)
+OPERATIONS = {
+    "transposed convolution": lambda x: jax.lax.conv_transpose(
+        x[None, :, :, None], jnp.ones((3, 3, 1, 4)), (2, 2), "SAME"),
+    "updates": lambda x: x.at[:, 3].set(0.0), "top_k": lambda x: jax.lax.top_k(x, 3), "cumsum": lambda x: x.cumsum(1),
+    "cond": lambda x: jax.lax.cond(x.sum() > 0, lambda x: x * 2, lambda x: x + 1, x), "argmax": lambda x: x.argmax(1),
+    "float16": lambda x: x.astype(jnp.float16) * 2, "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+}
 
-    with pytest.raises(NotImplementedError, match=r"LiteRT: the operations? .*not supported by litert-converter"):
-        export.program(f, {}, x=export.spec("3")).litert(tmp_path / "f.tflite")
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name, litert, tmp_path):
+    program = export.program(lambda params, x: OPERATIONS[name](x), {}, x=export.spec("6, 8"))
+    program.litert(tmp_path / "f.tflite")      # which compares the outputs
+
+
+@pytest.mark.exhaustive
+def test_quantized_parameters_of_fnet(litert, tmp_path):
+    model = models.CNN(10, (4, 6), 1)
+    params, state = model.init(jax.random.key(0), IMAGE)
+    params = compress.quantize(params, {".*kernel": compress.Int8()})
+    f = ft.use_implicit_arrays(lambda params, x: model(params, x, state=state)[0])
+    compared(f, params, IMAGE, tmp_path / "f.tflite", {"b": 3}, x=export.spec("b, 8, 8, 1"))
+
+
+def test_operations_that_are_not_supported(litert, tmp_path):
+    """In the converter, in the interpreter, and bfloat16."""
+    refused = {
+        lambda x: jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x * 2, x): r"not supported by litert-converter",
+        lambda x: jnp.sort(x, 0): r"the interpreter cannot run this model: Didn't find op for .*STABLEHLO_SORT",
+        lambda x: x.astype(jnp.bfloat16) * 2: r"computes in bfloat16, which LiteRT does not support",
+    }
+    for f, error in refused.items():
+        with pytest.raises(NotImplementedError, match=f"LiteRT: .*{error}"):
+            export.program(lambda params, x, f=f: f(x), {}, x=export.spec("3")).litert(tmp_path / "f.tflite")
 
 
 def test_a_difference_is_reported(litert, tmp_path):
