@@ -115,9 +115,9 @@ def _packages() -> dict[str, Any]:
         from litert_converter.mlir._mlir_libs import converter_api_ext
     except ImportError as error:
         version = ".".join(map(str, sys.version_info[:2]))
-        raise ImportError(f"LiteRT needs the packages {_PACKAGES}: pip install 'fnet[litert]'. They exist for some "
-                          f"versions of Python and systems alone; this is Python {version} on {sys.platform} "
-                          f"({error})") from None
+        raise ImportError(f"LiteRT needs the packages {_PACKAGES}: pip install 'fnet[litert]', then pip install "
+                          "--no-deps litert-converter==0.5.0. They exist for some versions of Python and systems alone"
+                          f"; this is Python {version} on {sys.platform} ({error})") from None
     return {"interpreter": interpreter, "ir": ir, "passes": passmanager, "api": converter_api_ext}
 
 

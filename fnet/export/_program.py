@@ -141,8 +141,8 @@ class Program:
                check: bool = True) -> None:
         """Writes an entry point as a LiteRT (TensorFlow Lite) model, and compares it in LiteRT with the program.
 
-        Experimental: litert-converter has no public API. Needs fnet[litert]; TensorFlow is not needed. Sizes are fixed
-        and scans are unrolled.
+        Experimental: litert-converter has no public API. Needs fnet[litert] and litert-converter; TensorFlow is not
+        needed. Sizes are fixed and scans are unrolled.
 
             program.litert("gpt.tflite", sizes=[{"b": 1, "t": 16}, {"b": 1, "t": 64}])
 

@@ -210,8 +210,8 @@ def test_errors(tmp_path, monkeypatch):
             program.litert(tmp_path / "f.tflite", **options)
     monkeypatch.setitem(sys.modules, "litert_converter", None)
     with pytest.raises(ImportError, match=r"LiteRT needs the packages litert-converter, ai-edge-litert and ai-edge-quan"
-                       r"tizer: pip install 'fnet\[litert\]'. They exist for some versions of Python and systems alone"
-                       r"; this is Python 3\.\d+ on \w+"):
+                       r"tizer: pip install 'fnet\[litert\]', then pip install --no-deps litert-converter==0.5.0. They "
+                       r"exist for some versions of Python and systems alone; this is Python 3\.\d+ on \w+"):
         program.litert(tmp_path / "f.tflite")
     assert not (tmp_path / "f.tflite").exists()
 
