@@ -144,7 +144,7 @@ def decided(config, *workdirs, restart=False):
     policy = hw.policy()
     begun = [] if restart else [path for folder in workdirs if (path := folder / "config.json").exists()]
     if begun and (precision := tr.load_config(type(config), begun[0]).precision) != policy.compute.name:
-        policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was begun with it")
+        policy = dataclasses.replace(hw.policy(precision), reason="the run in this folder was started with it")
     return policy, dataclasses.replace(config, precision=policy.compute.name)
 
 
@@ -197,7 +197,7 @@ def begin():
     except (RuntimeError, AssertionError) as error:
         raise tr.ConfigError(no_device(error)) from None
     if wanted != "local" and int(wanted) > max(count, 1):
-        raise tr.ConfigError(f"--devices={wanted}: this run has {count} (a CPU is taken for as many with "
+        raise tr.ConfigError(f"--devices={wanted}: this run has {count} (to emulate them on a CPU, set "
                              f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} in the environment)")
 
 
@@ -264,7 +264,7 @@ def _said(main, argv):
         print(stopped, file=sys.stderr)
         sys.exit(0)
     except KeyboardInterrupt:
-        stop("interrupted; a run goes on from its last checkpoint", 130)
+        stop("interrupted; the same command resumes a run from its last checkpoint", 130)
     except Exception as error:
         if flags.FLAGS.debug:
             raise

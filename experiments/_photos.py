@@ -27,7 +27,7 @@ def opened(photo):
     try:
         from PIL import Image, ImageOps
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("photos are read with Pillow, which is missing: pip install pillow") from None
+        raise ModuleNotFoundError("reading photos needs Pillow, which is not installed: pip install pillow") from None
     if Path(photo).exists() and not Path(photo).is_file():
         raise ValueError(f"{photo} is not a regular file")
     try:

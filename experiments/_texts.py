@@ -29,8 +29,8 @@ def network(config):
         config.model, path)
     words = models.read_tokenizer(folder)
     if words.vocab_size > model.vocab_size:
-        raise ValueError(f"the tokenizer has {words.vocab_size} tokens, the model {model.vocab_size}: they do not go "
-                         "together")
+        raise ValueError(f"the tokenizer has {words.vocab_size} tokens, the model {model.vocab_size}: use a "
+                         "tokenizer and a model of one vocabulary")
     params, _ = pretrained.load(model, path)
     return model, params, words, pretrained.names_of(model, path), folder
 
@@ -42,7 +42,7 @@ def read(config, words):
         folder = common.user_path("data_dir", config.data_dir)
         paths = sorted(path for path in folder.glob("*.txt") if path.is_file())
         if not paths:
-            raise FileNotFoundError(f"{folder} has no text: put *.txt there, or leave --data_dir away")
+            raise FileNotFoundError(f"{folder} has no text: put *.txt there, or omit --data_dir")
     text = "\n".join(map(common.read_text, paths))
     tokens = words.encode(text)
     return np.split(tokens, [len(tokens) * 9 // 10])

@@ -16,7 +16,8 @@ The run's folder (--workdir, else runs/finetune) receives config.json, metrics.j
 curves.png, confusion.png, and the result as model.safetensors and labels.json, in the names that the weights came with:
 experiments/classify_image.py --weights=runs/finetune reads them. Of a text it receives no labels, and the best weights
 are in runs/finetune/merged, which experiments/generate.py --weights=runs/finetune/merged reads. adapter holds the
-changes of low rank in PEFT's format. The same command resumes a run that was interrupted; --restart trains anew.
+changes of low rank in PEFT's format. The same command resumes a run that was interrupted;
+--restart trains again from the first step.
 """
 
 import dataclasses

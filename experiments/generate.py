@@ -101,8 +101,8 @@ def read(config, folder, path):
     else:
         model = pretrained.model(config.model, path)
     if words.vocab_size != model.vocab_size:
-        raise ValueError(f"the tokenizer has {words.vocab_size} tokens, the model {model.vocab_size}: they do not go "
-                         "together")
+        raise ValueError(f"the tokenizer has {words.vocab_size} tokens, the model {model.vocab_size}: use a "
+                         "tokenizer and a model of one vocabulary")
     return model, words
 
 

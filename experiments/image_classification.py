@@ -9,7 +9,7 @@
 The run's folder (--workdir, else runs/DATASET) receives config.json, metrics.jsonl, a TensorBoard
 log, checkpoints, curves.png, confusion.png, and predictions for `fnet report`. The same command
 resumes a run that was interrupted; of one that is finished it evaluates the last checkpoint;
---restart trains anew.
+--restart trains again from the first step.
 
 For digits there is no official test set. The accuracy that counts is of a stratified random fifth,
 fixed for good; a second network, trained on the first 80 % of the file, is measured on the last 20 %,

@@ -11,7 +11,8 @@ script. DIR/train.bin and DIR/val.bin, 16-bit tokens as nanoGPT's scripts write 
 
 The run's folder (--workdir, else runs/language_model) receives config.json, metrics.jsonl, a TensorBoard log,
 checkpoints, curves.png, sample.txt, and the trained weights as model.safetensors with their vocabulary, which
-experiments/generate.py --workdir=... reads. The same command resumes a run that was interrupted; --restart trains anew.
+experiments/generate.py --workdir=... reads. The same command resumes a run that was interrupted;
+--restart trains again from the first step.
 """
 
 import dataclasses
@@ -100,13 +101,13 @@ def read(config):
     if folder is not None and not paths[0].is_file():
         paths = sorted(path for path in folder.glob("*.txt") if path.is_file())
     if not paths:
-        raise FileNotFoundError(f"{folder} has no text: put input.txt or other *.txt there, or leave --data_dir away")
+        raise FileNotFoundError(f"{folder} has no text: put input.txt or other *.txt there, or omit --data_dir")
     text = "\n".join(map(common.read_text, paths))
     if not text:
         raise ValueError(f"{' and '.join(map(str, paths))}: expected a text, got an empty file")
     words = models.ByteTokenizer() if config.tokens == "byte" else models.CharTokenizer(text)
     if words.vocab_size > 65536:
-        raise ValueError(f"the text has {words.vocab_size:,} different characters, at most 65,536 are numbered: use "
+        raise ValueError(f"the text has {words.vocab_size:,} different characters, at most 65,536 are supported: use "
                          "--tokens=byte")
     tokens = words.encode(text).astype(np.uint16 if words.vocab_size > 256 else np.uint8)
     train, validation = np.split(tokens, [len(tokens) * 9 // 10])
@@ -241,14 +242,15 @@ def checked(config):
     """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
     tr.flags.check(config)
     if config.width % config.heads:
-        raise tr.ConfigError(f"--heads={config.heads}: they have to divide --width={config.width}")
+        raise tr.ConfigError(f"--heads={config.heads}: expected a divisor of --width={config.width}")
     if config.model == "llama" and config.width // config.heads % 2:
         raise tr.ConfigError(f"--heads={config.heads}: a llama needs an even number of features in each head, and "
                              f"--width={config.width} leaves {config.width // config.heads}")
     if config.tokens == "bin" and config.vocab_size is None:
         config = dataclasses.replace(config, vocab_size=50304)
     elif config.tokens != "bin" and config.vocab_size is not None:
-        raise tr.ConfigError(f"--vocab_size is for --tokens=bin; {config.tokens} tokens know their number")
+        raise tr.ConfigError(f"--vocab_size is for --tokens=bin; "
+                             f"the vocabulary size of {config.tokens} tokens is fixed")
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
     return config
 

@@ -239,7 +239,7 @@ def main(argv):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        common.stop(f"--workdir={options.workdir} cannot be made ({error.strerror}): name another")
+        common.stop(f"--workdir={options.workdir} cannot be created ({error.strerror}): choose another folder")
     compare_losses(options.l2)
     panels, points = compare_depths(options.width, options.steps, options.noise, options.seed)
     draw(panels, points, path)

@@ -80,7 +80,7 @@ def training(name: str, rows: int | None = None) -> tuple:
                if hasattr(cls, "cross_entropy") or cls in classifiers}
     if name not in presets:
         near = ", ".join(difflib.get_close_matches(name, presets, 3, 0.4) or presets)
-        raise ValueError(f"{name!r} is no known model: expected one such as {near}, or module:function")
+        raise ValueError(f"{name!r} is not a known model: expected one such as {near}, or module:function")
     model = presets[name].preset(name)
     images = not hasattr(model, "cross_entropy")
     tx = optax.sgd(0.1, momentum=0.9) if images else optax.adamw(3e-4)

@@ -285,8 +285,8 @@ def test_compare(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("line", "text"), [
-    ("resnet51 --chips T4", "'resnet51' is no known model: expected one such as resnet50, "),
-    ("minilm-l6 --chips T4", "'minilm-l6' is no known model"),
+    ("resnet51 --chips T4", "'resnet51' is not a known model: expected one such as resnet50, "),
+    ("minilm-l6 --chips T4", "'minilm-l6' is not a known model"),
     ("resnet50 --chips T5", "compare: devices must be 'local',"),
     ("resnet50 --chips ,", "compare: expected at least one name of a chip"),
     ("resnet50 --chips T4 --batch 0", "--batch=0: expected a number >= 1"),

@@ -73,7 +73,7 @@ def plot(path: str | os.PathLike | None = None) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("plots are drawn with matplotlib, which is missing: pip install 'fnet[experiments]'"
+        raise ModuleNotFoundError("plots need matplotlib, which is not installed: pip install 'fnet[experiments]'"
                                   ) from None
     figure = Figure(layout="constrained", figsize=(15, 8))
     for axis, per in zip(figure.subplots(1, 2), _TITLES):

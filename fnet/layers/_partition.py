@@ -45,7 +45,7 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
         try:
             compiled[each] = re.compile(each)
         except re.error as error:
-            raise ValueError(f"partition: the pattern {each!r} is no regular expression: {error}") from None
+            raise ValueError(f"partition: the pattern {each!r} is not a regular expression: {error}") from None
     matched, paths = set(), []
 
     def trains(path, leaf):

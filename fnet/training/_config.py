@@ -95,7 +95,7 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
     except (ValueError, RecursionError) as error:          # not JSON, not text, or nested without end
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a JSON {type(values).__name__}, it has to be an object")
+        raise ConfigError(f"{path} holds a JSON {type(values).__name__}, expected an object")
     return from_dict(cls, values, source=str(path))
 
 
@@ -157,5 +157,5 @@ def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...]
     if changed:
         raise ConfigError(
             f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "
-            "go on with the old values, choose another workdir, or restart"
+            "use the old values, choose another workdir, or restart"
         )

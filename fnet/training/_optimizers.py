@@ -71,7 +71,7 @@ def schedule(
       [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     if not 0 <= warmup < 1:
-        raise ValueError(f"warmup={warmup}: it is the fraction of the run spent rising, in [0, 1)")
+        raise ValueError(f"warmup={warmup}: expected the fraction of the run in which the rate rises, in [0, 1)")
     if steps < 1:
         raise ValueError(f"steps={steps}: a schedule needs the run's length, at least 1")
     rise = round(warmup * steps)
@@ -141,7 +141,7 @@ def optimizer(
     if name not in OPTIMIZERS:
         raise ValueError(f"no optimizer is called '{name}'; there are {', '.join(OPTIMIZERS)}")
     if name == "adam" and weight_decay:
-        raise ValueError("adam with weight_decay is called adamw: ask for that, or weight_decay=0")
+        raise ValueError("adam has no weight decay: use adamw, or weight_decay=0")
     make = OPTIMIZERS[name]
     known = inspect.signature(make).parameters
     for option in options:

@@ -17,7 +17,7 @@ def _figure(**options) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("plots are drawn with matplotlib, which is missing: pip install 'fnet[experiments]'"
+        raise ModuleNotFoundError("plots need matplotlib, which is not installed: pip install 'fnet[experiments]'"
                                   ) from None
     return Figure(layout="constrained", **options)
 

@@ -125,7 +125,7 @@ def test_random_flags_never_give_a_traceback(command, name, arguments):
     ("image_classification", ["--nonfinite=hope"], "flag --nonfinite=hope: value should be one of <stop"),
     ("image_classification", ["--flagfile=/nowhere"], "/nowhere"),
     ("image_classification", ["--config=/dev"], "/dev cannot be read (Is a directory)"),
-    ("language_model", ["--heads=3"], "--heads=3: they have to divide --width=128"),
+    ("language_model", ["--heads=3"], "--heads=3: expected a divisor of --width=128"),
     ("two_layer_net", ["--rate=-1"], "flag --rate=-1"),
     ("generate", ["--top_p=0"], "--top_p=0.0: expected a number in (0, 1]"),
     ("generate", ["--temperature=1e-300"], "--temperature=1e-300: expected a number in [0.001, 1000]"),

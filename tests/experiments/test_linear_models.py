@@ -170,4 +170,5 @@ def test_wrong_arguments(tmp_path):
     (tmp_path / "file").write_text("")
     done = run(f"--workdir={tmp_path / 'file'}")
     assert done.returncode == 2
-    assert done.stderr == f"error: --workdir={tmp_path / 'file'} cannot be made (File exists): name another\n"
+    assert done.stderr == (f"error: --workdir={tmp_path / 'file'} cannot be created (File exists): "
+                           "choose another folder\n")

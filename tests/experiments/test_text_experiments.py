@@ -272,8 +272,8 @@ def test_sentences_compared(minilm, tmp_path):
     (dict(tokens="word"), "--tokens=word: use char, byte, bin"),
     (dict(precision="int8"), "--precision=int8: use auto, float32"),
     (dict(steps=0), r"--steps=0: expected a number in \[1, 2147483647\]"),
-    (dict(heads=3), "--heads=3: they have to divide --width=128"),
-    (dict(vocab_size=5), "--vocab_size is for --tokens=bin; char tokens know their number"),
+    (dict(heads=3), "--heads=3: expected a divisor of --width=128"),
+    (dict(vocab_size=5), "--vocab_size is for --tokens=bin; the vocabulary size of char tokens is fixed"),
     (dict(optimizer="adm"), "--optimizer=adm: use sgd"),
 ])
 def test_wrong_configurations(changes, text):
@@ -311,7 +311,8 @@ def test_errors_are_one_line_and_exit_2(tmp_path, stories, minilm, every):
         (*train, f"--data_dir={tmp_path}/empty"): "has no text: put input.txt or other",
         (*tiny, f"--weights={stories}", "revels " * 60): "the longest prompt has .* tokens; the model sees 40",
         (*train, "gpt"): "gpt: flags begin with --",
-        (*tiny, f"--weights={tmp_path}/mixed"): r"the tokenizer has \d+ tokens, the model \d+: they do not go together",
+        (*tiny, f"--weights={tmp_path}/mixed"): r"the tokenizer has \d+ tokens, the model \d+: use a tokenizer "
+            "and a model of one vocabulary",
         (*tiny, f"--weights={tmp_path}/no"): "no: no such file",
         ("embed.py",): "no sentence given: python experiments/embed.py",
     }

@@ -82,7 +82,7 @@ def test_integers_keys_and_other_containers():
     ("haed", "the pattern 'haed' matches no parameter that has a gradient; nearest: 'head"),
     (["head", "hea"], "the pattern 'hea' matches no parameter"),
     ("ids", "the pattern 'ids' matches no parameter that has a gradient"),
-    ("(", r"the pattern '\(' is no regular expression: "),
+    ("(", r"the pattern '\(' is not a regular expression: "),
 ], ids=range(4))
 def test_patterns_that_match_nothing(pattern, text):
     with pytest.raises(ValueError, match="partition: " + text):

@@ -127,7 +127,7 @@ def test_folders_that_changed_places(saved):
 def test_none_good_is_an_error_today_and_tomorrow(saved):
     for step in ("1", "2"):
         (saved.folder / step / "manifest.json").unlink()
-    with pytest.raises(tr.CheckpointError, match=r"step 2 is damaged .*; step 1 is .* start anew, remove the folder"):
+    with pytest.raises(tr.CheckpointError, match=r"step 2 is damaged .*; step 1 is .* start again from the first step"):
         saved.restore(TREE)
     saved.close()
     with pytest.raises(tr.CheckpointError, match=r"set aside: 1\.damaged, 2\.damaged"):
@@ -160,7 +160,7 @@ def test_what_a_manifest_may_not_say(saved):
         (("leaves", "a", "pieces", 0, "at"), [0, 1 << 40], "'a' lies outside"),
         (("leaves", "a", "pieces", 0, "file"), "../1/arrays-0.safetensors", "KeyError"),
         (("leaves", "b", "pieces", 0, "at"), sound["leaves"]["a"]["pieces"][0]["at"], "'b' has 24 bytes"),
-        (("files",), {"/etc/passwd": {"bytes": 3, "crc32": 3}}, "'/etc/passwd' is no file of a checkpoint"),
+        (("files",), {"/etc/passwd": {"bytes": 3, "crc32": 3}}, "'/etc/passwd' is not a file of a checkpoint"),
         (("version",), 2, "version 2; this fnet reads"),
         (("step",), -1, "-1 is no count"),
     ]:
@@ -207,7 +207,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(_folder, "Lock", read_only)
-    with pytest.raises(tr.CheckpointError, match=r"nothing can be saved here \(Read-only file system\): name another"):
+    with pytest.raises(tr.CheckpointError, match=r"nothing can be saved here \(Read-only file system\): choose"):
         tr.Checkpoints(tmp_path).save(1, TREE)
 
 

@@ -203,7 +203,7 @@ def test_any_framework_reads_the_arrays(saved):
 
 
 def test_wrong_arguments_for_checkpoints(tmp_path):
-    with pytest.raises(ValueError, match="keep_every=0: it counts steps"):
+    with pytest.raises(ValueError, match="keep_every=0: expected a number of steps"):
         tr.Checkpoints(tmp_path, keep_every=0)
     with pytest.raises(ValueError, match="keep=0: expected a whole number of checkpoints, at least 1"):
         tr.Checkpoints(tmp_path, keep=0)

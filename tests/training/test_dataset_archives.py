@@ -61,7 +61,7 @@ def cifar_error(tmp_path, blob):
         ({"test_batch.bin": b""}, "test_batch.bin: has 0 bytes, but needs a multiple of 3073"),
         ({"test_batch.bin": b"\xff" + bytes(3072)}, "holds label 255, but the ten classes are 0"),
         ({"data_batch_1.bin": bytes(3073 * 10001)}, "has over 30730000 bytes, but needs"),
-        ({"batches.meta.txt": b"cat dog"}, "names 2 classes, but CIFAR-10 has 10; fetch it anew"),
+        ({"batches.meta.txt": b"cat dog"}, "names 2 classes, but CIFAR-10 has 10; download it again"),
     ],
 )
 def test_cifar10_errors(tmp_path, change, needle):
@@ -71,7 +71,7 @@ def test_cifar10_errors(tmp_path, change, needle):
 def test_archives_that_are_not_the_authors(tmp_path):
     needle = "not the archive that CIFAR-10's authors publish ("
     good = cifar_archive(cifar_files())
-    one_sentence(cifar_error(tmp_path, b"<html>404</html>"), needle, "delete it and fetch it anew")
+    one_sentence(cifar_error(tmp_path, b"<html>404</html>"), needle, "delete it and download it again")
     one_sentence(cifar_error(tmp_path, good[: len(good) // 2]), needle)
     one_sentence(cifar_error(tmp_path, gzip.compress(b"not a tar" * 99)), needle)
     files = cifar_files()

@@ -55,7 +55,7 @@ def test_unknown_split():
     one_sentence(error, "unknown split 'first20' of digits: use random or last20")
     with pytest.raises(ValueError) as error:
         datasets.load("mnist", split="last20")
-    one_sentence(error, "mnist comes split by its authors: split='last20' is for digits alone")
+    one_sentence(error, "mnist has a fixed split: split='last20' is only for digits")
 
 
 def test_without_scikit_learn(monkeypatch):
@@ -142,14 +142,14 @@ GOOD = idx(np.zeros((2, 3), np.uint8))
         (b"\0\0\x0a\1" + bytes(8), "begins with 00 00 0a 01, but"),
         (b"\0\0\x08\0", "begins with 00 00 08 00, but"),
         (b"\0\0\x08\x21" + bytes(200), "has 33 dimensions, but at most 32 can be read"),
-        (GOOD[:9], "ends within its header, at byte 9; fetch it anew"),
-        (GOOD[:-1], "its header promises uint8 (2, 3), 6 bytes, but 5 follow; fetch it anew"),
-        (GOOD + b"x", "its header promises uint8 (2, 3), 6 bytes, but more follow; fetch it anew"),
+        (GOOD[:9], "ends within its header, at byte 9; download it again"),
+        (GOOD[:-1], "its header promises uint8 (2, 3), 6 bytes, but 5 follow; download it again"),
+        (GOOD + b"x", "its header promises uint8 (2, 3), 6 bytes, but more follow; download it again"),
         (gzip.compress(GOOD, mtime=0)[:-9], "not a whole gzip file (Compressed file ended"),
         (gzip.compress(GOOD, mtime=0)[:-8] + bytes(8), "not a whole gzip file (CRC check failed"),
         (
             idx(np.zeros(0, np.float64), shape=(2**32 - 1, 2**32 - 1)),
-            f"{8 * (2**32 - 1) ** 2} bytes, but the file can hold 12 at most; fetch it anew",
+            f"{8 * (2**32 - 1) ** 2} bytes, but the file can hold 12 at most; download it again",
         ),
         (
             gzip.compress(idx(np.zeros(0, np.uint8), shape=(0, 2**32 - 1, 2**32 - 1)), mtime=0),
@@ -228,7 +228,7 @@ def replaced(tmp_path, number, array):
         (0, np.zeros((12, 9), np.uint8), "holds uint8 (12, 9), but images are uint8 [n, height,"),
         (2, np.zeros((6, 5, 4), np.int16), "holds int16 (6, 5, 4), but images are uint8"),
         (1, np.zeros(11, np.uint8), "holds uint8 (11,), but the 12 images of train-images-idx3-"),
-        (3, np.full(6, 10, np.uint8), "holds label 10, but the ten classes are 0 to 9; fetch it"),
+        (3, np.full(6, 10, np.uint8), "holds label 10, but the ten classes are 0 to 9; download it"),
         (2, np.zeros((6, 4, 5), np.uint8), "holds images of (4, 5) pixels, but train-images-idx3"),
     ],
 )

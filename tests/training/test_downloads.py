@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, small_mnist):
     (tmp_path / "to").write_text("a file")
     with pytest.raises(FileNotFoundError) as error:
         datasets.load("mnist", tmp_path / "to")
-    one_sentence(error, f"{tmp_path / 'to' / 'mnist'} cannot be made (", "name another data_dir")
+    one_sentence(error, f"{tmp_path / 'to' / 'mnist'} cannot be created (", "choose another data_dir")
 
 
 def test_published_sizes_are_plausible():

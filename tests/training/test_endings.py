@@ -104,7 +104,7 @@ def test_a_source_that_hangs_is_left_at_a_signal_and_the_last_step_is_saved(tmp_
 
 
 def test_a_source_that_hangs_at_its_first_batch(tmp_path, hanging):
-    with pytest.raises(tr.Interrupted, match="SIGTERM: stopped before the first batch was there; nothing was trained"):
+    with pytest.raises(tr.Interrupted, match="SIGTERM: stopped before the first batch was available; nothing"):
         tr.fit(step, start(), lambda i: hanging(5), steps=9, workdir=tmp_path, **OPTIONS)
     assert not (tmp_path / "checkpoints").exists()
 
@@ -217,7 +217,8 @@ def test_a_batch_of_another_shape_for_which_the_step_changes_its_results(tmp_pat
 @pytest.mark.parametrize("argument, text", [
     ({"progress": True}, "progress=.: expected Progress, got True"), ({"best": 3}, "best=.: expected str, got 3"),
     ({"early_stop": "v/a"}, "early_stop=.: expected EarlyStop, got 'v/a'"), ({"plan": 3}, "plan=.: expected Plan"),
-    ({"log_every": None}, "log_every=None: it counts steps"), ({"notes": {"a": {1}}}, "notes: 'a' is .1., which JSON")])
+    ({"log_every": None}, "log_every=None: expected a number of steps"),
+    ({"notes": {"a": {1}}}, "notes: 'a' is .1., which JSON")])
 def test_arguments_of_another_kind(argument, text):
     with pytest.raises((TypeError, ValueError), match=text):
         tr.fit(step, start(), batches, steps=3, **argument)
@@ -254,9 +255,9 @@ def test_an_evaluation_that_is_none(evaluate, text):
     (None, "returned NoneType None as 'a': expected a number, an array of numbers, tr.Histogram"),
     ({"b": 1.0}, "returned dict {'b': 1.0} as 'a'"), ("0.5", "returned str '0.5' as 'a'"),
     (1j, "returned complex 1j as 'a'"), (10**400, "returned int 1000"),
-    (np.zeros(3), r"'v/a' is to be watched, but it is float64\[3\]: expected a single number"),
-    ([1.0], r"'v/a' is to be watched, but it is list \[1.0\]"),
-    (tr.Text("good"), r"'v/a' is to be watched, but it is Text")])
+    (np.zeros(3), r"'v/a' is the monitored metric, but it is float64\[3\]: expected a single number"),
+    ([1.0], r"'v/a' is the monitored metric, but it is list \[1.0\]"),
+    (tr.Text("good"), r"'v/a' is the monitored metric, but it is Text")])
 def test_an_evaluation_that_returns_no_number_keeps_the_state(tmp_path, value, text):
     with pytest.raises((TypeError, ValueError), match=text):
         tr.fit(step, start(), batches, steps=2, workdir=tmp_path, evaluate={"v": lambda state: {"a": value}}, every=1,
@@ -272,7 +273,7 @@ def test_a_metric_of_the_step_that_is_no_number(value, text):
 
 
 def test_no_number_of_steps():
-    with pytest.raises(ValueError, match="steps=None: it counts steps, a whole number from 1"):
+    with pytest.raises(ValueError, match="steps=None: expected a number of steps, an integer from 1"):
         tr.fit(step, start(), batches, steps=None)
 
 

@@ -278,13 +278,13 @@ def test_a_bar_on_a_terminal(capsys):
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"steps": 0}, "steps=0: it counts steps, a whole number from 1 to 2147483647"),
-        ({"steps": 15.5}, "steps=15.5: it counts steps, a whole"),
-        ({"steps": float("nan")}, "steps=nan: it counts steps, a whole"),
-        ({"steps": 1e14}, "steps=100000000000000.0: it counts steps, a whole"),
-        ({"steps": True}, "steps=True: it counts steps, a whole"),
-        ({"log_every": 0}, "log_every=0: it counts steps"),
-        ({"best": "dev/accuracy"}, r"'dev/accuracy' is to be watched, but evaluate= has \[\]"),
+        ({"steps": 0}, "steps=0: expected a number of steps, an integer from 1 to 2147483647"),
+        ({"steps": 15.5}, "steps=15.5: expected a number of steps, an integer"),
+        ({"steps": float("nan")}, "steps=nan: expected a number of steps, an integer"),
+        ({"steps": 1e14}, "steps=100000000000000.0: expected a number of steps, an integer"),
+        ({"steps": True}, "steps=True: expected a number of steps, an integer"),
+        ({"log_every": 0}, "log_every=0: expected a number of steps"),
+        ({"best": "dev/accuracy"}, r"'dev/accuracy' is the monitored metric, but evaluate= has \[\]"),
     ],
 )
 def test_wrong_arguments(options, text):
@@ -305,7 +305,7 @@ def test_arguments_of_other_kinds(arguments, text):
 
 def test_a_watched_metric_that_is_not_measured(evaluate):
     rule = tr.EarlyStop(metric="test/loss", patience=1)
-    with pytest.raises(ValueError, match=r"'test/loss' is to be watched, but .* return \['test/accuracy'\]"):
+    with pytest.raises(ValueError, match=r"'test/loss' is the monitored metric, but .* return \['test/accuracy'\]"):
         tr.fit(step, start(), batches(), steps=2, evaluate=evaluate, early_stop=rule)
 
 
@@ -320,7 +320,7 @@ def test_interrupted_without_a_workdir():
             os.kill(os.getpid(), signal.SIGINT)
         return batches()(i)
 
-    with pytest.raises(tr.Interrupted, match="without a workdir nothing is kept"):
+    with pytest.raises(tr.Interrupted, match="without a workdir, the state is not saved"):
         tr.fit(step, start(), interrupting, steps=5)
 
 

@@ -1,4 +1,4 @@
-"""from_iterator: the batches of an unbroken run after a resume, as far as the source's guarantee goes."""
+"""from_iterator: the batches of an uninterrupted run after a resume, as far as the source's guarantee goes."""
 
 import io
 import itertools
@@ -178,7 +178,7 @@ def test_a_source_that_cannot_be_repeated_warns_at_a_resume(tmp_path):
     source = lambda: ({"x": np.array([next(count)])} for _ in range(4))
     options = {"workdir": tmp_path, "config": {}, "tensorboard": False}
     tr.fit(step, start(), tr.from_iterator(source, resume="none"), steps=3, **options)
-    with pytest.warns(tr.ResumeWarning, match=r"from its beginning at step 3, not from the place .*: resume='none'"):
+    with pytest.warns(tr.ResumeWarning, match=r"from its beginning at step 3, not from the position .*: resume='none'"):
         state = tr.fit(step, start(), tr.from_iterator(source, resume="none"), steps=5, **options)
     assert int(state.step) == 5
     loader = tr.from_iterator(Loader(None))

@@ -73,7 +73,7 @@ def test_a_metric_that_is_never_finite_stops_early_and_has_no_best(tmp_path):
 
 
 def test_a_misspelled_metric(tmp_path):
-    text = r"'v/b' is to be watched, but the evaluations return \['v/a'\]: did you mean 'v/a'?"
+    text = r"'v/b' is the monitored metric, but the evaluations return \['v/a'\]: did you mean 'v/a'?"
     with pytest.raises(ValueError, match=text):            # when it is first known; the state is saved by then
         fit(tmp_path, {1: 1.0, 2: 2.0}, best="v/b")
     assert tr.Checkpoints(tmp_path / "checkpoints").steps() == [1]

@@ -92,10 +92,10 @@ def test_a_final_rate():
     "call, text",
     [
         (lambda: tr.optimizer("adamx", 0.1), "no optimizer is called 'adamx'; there are sgd"),
-        (lambda: tr.optimizer("adam", 0.1, weight_decay=0.1), "is called adamw"),
+        (lambda: tr.optimizer("adam", 0.1, weight_decay=0.1), "adam has no weight decay: use adamw"),
         (lambda: tr.optimizer("sgd", 0.1, b1=0.1), "sgd has no option 'b1'; it has"),
         (lambda: tr.schedule("cosin", 0.1, 10), "no schedule is called 'cosin'; there are const"),
-        (lambda: tr.schedule("cosine", 0.1, 10, warmup=1.0), "warmup=1.0: it is the fraction"),
+        (lambda: tr.schedule("cosine", 0.1, 10, warmup=1.0), "warmup=1.0: expected the fraction"),
         (lambda: tr.schedule("cosine", 0.1, 0), "steps=0: a schedule needs the run's length"),
     ],
 )

@@ -44,5 +44,5 @@ def test_matplotlib_is_left_as_it_is():
                          ids=["curves", "confusion_matrix"])
 def test_without_matplotlib(monkeypatch, draw):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"drawn with matplotlib, which is missing: pip install 'fnet\[exp"):
+    with pytest.raises(ModuleNotFoundError, match=r"matplotlib, which is not installed: pip install 'fnet\[exp"):
         draw()

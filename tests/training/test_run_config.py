@@ -31,7 +31,7 @@ def test_a_config_survives_the_file(tmp_path):
 
 def test_another_config_names_what_differs(tmp_path):
     tr.save_config(Run("a"), tmp_path)
-    text = r"another configuration \(steps was 10, is 5; decay was None, is 0.5\): go on with"
+    text = r"another configuration \(steps was 10, is 5; decay was None, is 0.5\): use the old"
     with pytest.raises(tr.ConfigError, match=text):
         tr.same_config(Run("a", steps=5, decay=0.5), tmp_path)
     tr.same_config(Run("a", steps=5), tmp_path, but=("steps",))

@@ -60,7 +60,7 @@ def test_a_run_is_resumed_with_its_configuration_only(tmp_path):
     fit(tmp_path, 3, config=Later(steps=3))                # and a new field with its default
     for config, text in [(Config(rate=0.2), "rate was 0.1, is 0.2"), (Later(decay=0.1), "decay was not there, is 0.1"),
                          ({"steps": 3}, r"rate was 0.1, is not there; widths was .*, is not there; data_dir .*")]:
-        with pytest.raises(tr.ConfigError, match=rf"another configuration \({text}\): go on with the old"):
+        with pytest.raises(tr.ConfigError, match=rf"another configuration \({text}\): use the old"):
             fit(tmp_path, 3, config=config)
     with pytest.raises(tr.ConfigError, match=r"\(steps was 3, is 2, and a run is only ever made longer\)"):
         fit(tmp_path, 2, config=Config())
@@ -125,7 +125,7 @@ def test_files_of_somebody_else_are_never_removed(tmp_path, name):
     path.write_text("weights")
     for remove in (lambda: tr.clear(tmp_path), lambda: fit(tmp_path, restart=True)):
         with pytest.raises(tr.CheckpointError, match=f"that are not of checkpoints .{name.split('/')[0]}., so "
-                                                     "nothing was removed: remove the folder yourself"):
+                                                     "no file was removed: remove the folder manually"):
             remove()
     assert path.read_text() == "weights" and 2 in steps_of(tmp_path) and (tmp_path / "metrics.jsonl").exists()
 

@@ -55,7 +55,7 @@ class Checkpoints(Reading):
         if not isinstance(keep, int | np.integer) or keep < 1:
             raise ValueError(f"keep={keep!r}: expected a whole number of checkpoints, at least 1")
         if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every={keep_every}: it counts steps, at least 1")
+            raise ValueError(f"keep_every={keep_every}: expected a number of steps, at least 1")
         if mode not in ("max", "min"):
             raise ValueError(f"mode='{mode}': the best value is the 'max' or the 'min'")
         where = _storage.location(folder)
@@ -100,7 +100,7 @@ class Checkpoints(Reading):
         except _storage.StorageError as error:
             raise CheckpointError(f"{error}. Nothing can be saved there") from None
         except OSError as error:
-            raise CheckpointError(f"{self.folder}: nothing can be saved here ({reason(error)}): name another folder, "
+            raise CheckpointError(f"{self.folder}: nothing can be saved here ({reason(error)}): choose another folder, "
                                   "or make this one writable") from None
         with named(self.folder):
             self._where.tidy()
@@ -116,7 +116,7 @@ class Checkpoints(Reading):
         self.lock()
         if foreign := self._where.foreign():
             raise CheckpointError(f"{self.folder} holds files that are not of checkpoints ({', '.join(foreign[:5])}), "
-                                  "so nothing was removed: remove the folder yourself, or choose another workdir")
+                                  "so no file was removed: remove the folder manually, or choose another workdir")
         self._where.clear()
         self._values.clear()
 
@@ -134,8 +134,8 @@ class Checkpoints(Reading):
         if problem is not None:
             raise problem
         if failed:
-            raise CheckpointError(f"{self.folder}: the first process could not lock this folder; its own message says "
-                                  "why")
+            raise CheckpointError(f"{self.folder}: the first process could not lock this folder; its own error states "
+                                  "the reason")
         self._shared = True
 
     def _held(self, *, ask: bool = True) -> None:

@@ -168,7 +168,7 @@ def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
     """
     with opened(folder / MANIFEST) as (file, size):
         if size > _LIMIT:
-            raise Damaged(f"{MANIFEST} has {size} bytes, more than any has")
+            raise Damaged(f"{MANIFEST} has {size} bytes, more than the format allows")
         raw = file.read(size)
     seal = len(_SEAL % (b"0" * 64))
     body, end = raw[:-seal], raw[-seal:]
@@ -197,10 +197,10 @@ def _check(content):
     natural(content["step"])
     if not isinstance(content["notes"], dict) or not all(
             isinstance(value, int | float) for value in content["metrics"].values()):
-        raise ValueError("its notes or metrics are not what they should be")
+        raise ValueError("its notes or metrics have an invalid format")
     for name, file in content["files"].items():
         if not FILE.fullmatch(name):
-            raise ValueError(f"{name!r} is no file of a checkpoint")
+            raise ValueError(f"{name!r} is not a file of a checkpoint")
         natural(file["bytes"]), natural(file["crc32"])
     free = {name: file["bytes"] for name, file in content["files"].items()}
     for path, leaf in content["leaves"].items():

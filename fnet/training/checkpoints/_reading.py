@@ -143,7 +143,7 @@ class Reading:
                 raise problem
             if (came > 1).any():
                 raise CheckpointError(f"{self.folder / str(step)}: process {int(came.argmax())} could not read this "
-                                      "checkpoint; its own message says why")
+                                      "checkpoint; its own error states the reason")
             if not came.any():
                 self._warn(failed, step)
                 return make()
@@ -249,7 +249,8 @@ class Reading:
         if not failed and not self.damaged():
             return FileNotFoundError(f"{self.folder}: no checkpoint here, there are steps []")
         what = "; ".join(failed) or f"what is here was found damaged and set aside: {', '.join(self.damaged())}"
-        return CheckpointError(f"{self.folder}: no checkpoint here can be read: {what}. To start anew, remove the "
+        return CheckpointError(f"{self.folder}: no checkpoint here can be read: {what}. To start again from "
+                               "the first step, remove the "
                                "folder or choose another")
 
     def _named(self, step: int, why: Damaged) -> str:

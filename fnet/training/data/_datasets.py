@@ -158,7 +158,7 @@ def load(
     if name == "digits":
         return load_digits(split)
     if split != "random":
-        raise ValueError(f"{name} comes split by its authors: split={split!r} is for digits alone")
+        raise ValueError(f"{name} has a fixed split: split={split!r} is only for digits")
     base = pathlib.Path(data_dir or os.environ.get("FNET_DATA") or "~/.cache/fnet")
     try:
         base = base.expanduser()
@@ -253,13 +253,13 @@ def _load_idx(name, found):
         if labels.dtype != np.uint8 or labels.shape != images.shape[:1]:
             raise ValueError(
                 f"{labels_path}: holds {labels.dtype} {labels.shape}, but the {len(images)} images "
-                f"of {images_path.name} need uint8 ({len(images)},); fetch both anew"
+                f"of {images_path.name} need uint8 ({len(images)},); download both again"
             )
         arrays += [images[..., None], checked_labels(labels_path, labels)]
     if arrays[0].shape[1:] != arrays[2].shape[1:]:
         raise ValueError(
             f"{test_images}: holds images of {arrays[2].shape[1:3]} pixels, but {train_images.name} "
-            f"of {arrays[0].shape[1:3]}; fetch both anew"
+            f"of {arrays[0].shape[1:3]}; download both again"
         )
     return Dataset(name, *arrays, _SOURCES[name].classes)
 
@@ -289,8 +289,8 @@ def _download(name, file, folder, *, base_url, announce):
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileNotFoundError(
-            f"{name}: {file.name} is missing and {folder} cannot be made ({error.strerror}); "
-            "name another data_dir"
+            f"{name}: {file.name} is missing and {folder} cannot be created ({error.strerror}); "
+            "choose another data_dir"
         ) from None
     # Its own name until it is whole: a killed or a second download never leaves half a file.
     temporary = folder / f".{file.name}.{secrets.token_hex(4)}"

@@ -58,7 +58,7 @@ def read_idx(path: str | os.PathLike, *, max_bytes: int | None = None) -> np.nda
                 # DEFLATE cannot shrink by more than 1032 : 1.
                 return _parse_idx(path, file, 1032 * size if zipped else size, max_bytes)
             except (OSError, EOFError, zlib.error) as error:
-                raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it anew") from None
+                raise ValueError(f"{path}: not a whole gzip file ({error}); download it again") from None
 
 
 def _parse_idx(path, file, capacity, max_bytes):
@@ -74,20 +74,20 @@ def _parse_idx(path, file, capacity, max_bytes):
         raise ValueError(f"{path}: has {ndim} dimensions, but at most 32 can be read")
     dims = file.read(4 * ndim)
     if len(dims) < 4 * ndim:
-        raise ValueError(f"{path}: ends within its header, at byte {4 + len(dims)}; fetch it anew")
+        raise ValueError(f"{path}: ends within its header, at byte {4 + len(dims)}; download it again")
     shape = tuple(int.from_bytes(dims[i : i + 4], "big") for i in range(0, 4 * ndim, 4))
     size = math.prod(shape) * dtype.itemsize
     promise = f"{path}: its header promises {dtype.name} {shape}, {size} bytes"
     if not size:
         raise ValueError(f"{promise}, but an array has values; put the authors' file in its place")
     if size > capacity:
-        raise ValueError(f"{promise}, but the file can hold {capacity} at most; fetch it anew")
+        raise ValueError(f"{promise}, but the file can hold {capacity} at most; download it again")
     if size > max_bytes:
         raise ValueError(f"{promise}, but max_bytes={max_bytes}; raise it if the file is trusted")
     data = _read_upto(file, size + 1)
     if len(data) != size:
         follow = "more" if len(data) > size else len(data)
-        raise ValueError(f"{promise}, but {follow} follow; fetch it anew")
+        raise ValueError(f"{promise}, but {follow} follow; download it again")
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
 
@@ -126,7 +126,7 @@ def _parse_member(name, path, blob):
         return _parse_cifar(path, blob)
     classes = tuple(blob.decode("ascii", "replace").split())
     if len(classes) != 10:
-        raise ValueError(f"{path}: names {len(classes)} classes, but CIFAR-10 has 10; fetch it anew")
+        raise ValueError(f"{path}: names {len(classes)} classes, but CIFAR-10 has 10; download it again")
     return classes
 
 
@@ -136,7 +136,7 @@ def _parse_cifar(path, blob):
         raise ValueError(
             f"{path}: has {f'over {_CIFAR_LIMIT}' if size > _CIFAR_LIMIT else size} bytes, but "
             f"needs a multiple of {_RECORD} (a label and 3×32×32 pixels), at most {_CIFAR_LIMIT}; "
-            "fetch it anew"
+            "download it again"
         )
     rows = np.frombuffer(blob, np.uint8).reshape(-1, _RECORD)
     labels = checked_labels(path, rows[:, 0])    # first: a wrong label is reported before the images are copied
@@ -148,7 +148,7 @@ def checked_labels(path, labels):
     """Returns labels as int32. Raises an error if a label is not in the ten classes."""
     if labels.max(initial=0) > 9:
         raise ValueError(
-            f"{path}: holds label {labels.max()}, but the ten classes are 0 to 9; fetch it anew"
+            f"{path}: holds label {labels.max()}, but the ten classes are 0 to 9; download it again"
         )
     return labels.astype(np.int32)
 
@@ -189,11 +189,11 @@ def _read_archive(path):
     except (_BadArchive, OSError, EOFError, zlib.error) as error:
         raise ValueError(
             f"{path}: not the archive that CIFAR-10's authors publish ({error}); "
-            "delete it and fetch it anew"
+            "delete it and download it again"
         ) from None
     missing = sorted(wanted - {CIFAR_NAMES} - set(parts))
     if missing:
-        raise ValueError(f"{path}: holds no {', '.join(missing)}; delete it and fetch it anew")
+        raise ValueError(f"{path}: holds no {', '.join(missing)}; delete it and download it again")
     return parts
 
 

@@ -20,10 +20,11 @@ from fnet.training.data._batches import Batches
 from fnet.training.loop._fingerprint import ResumeWarning
 
 GUARANTEES = {
-    "exact": "a resumed run continues with the batches that an unbroken run has",
-    "epoch": "a resumed run reads the epoch again up to its batch; the batches are those of an unbroken run if the "
+    "exact": "a resumed run continues with the batches of an uninterrupted run",
+    "epoch": "a resumed run reads the epoch again up to its batch; the batches are those of an uninterrupted run if "
+             "the "
              "source yields the same ones whenever it is asked for that epoch",
-    "none": "a resumed run begins the data anew",
+    "none": "a resumed run reads the data from its beginning",
 }
 _SAVED = 8       # of so many checkpoints the states are kept, and
 _STATES = 64     # of so many steps the states are kept: batches are prepared before they are needed
@@ -177,7 +178,7 @@ class _Stream:
     def seek(self, step: int, position: Mapping[str, Any] | None) -> None:
         """Continues with batch `step`, which `position(step)` described in an earlier process."""
         if self.resume == "none":
-            warnings.warn(f"the data is read from its beginning at step {step}, not from the place that the run had "
+            warnings.warn(f"the data is read from its beginning at step {step}, not from the position that the run had "
                           f"reached: {self.why}", ResumeWarning, stacklevel=5)
         elif position is not None:
             self._epochs[position["first"]] = position["epoch"]

@@ -93,7 +93,8 @@ def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *,
     for metric in watched:
         name = metric.partition("/")[0]
         if name not in evaluate:
-            raise ValueError(f"'{metric}' is to be watched, but evaluate= has {sorted(evaluate)}: a metric is called "
+            raise ValueError(f"'{metric}' is the monitored metric, but evaluate= has {sorted(evaluate)}: a "
+                             f"metric is called "
                              "'evaluation/metric', as in 'validation/accuracy'")
         if values is not None:
             known = sorted(values)
@@ -103,8 +104,9 @@ def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *,
             continue
         if metric not in known:
             near = difflib.get_close_matches(metric, known, 1)
-            raise ValueError(f"'{metric}' is to be watched, but the evaluations return {known}"
+            raise ValueError(f"'{metric}' is the monitored metric, but the evaluations return {known}"
                              + (f": did you mean '{near[0]}'?" if near else ""))
         if values is not None and (isinstance(values[metric], MEDIA) or np.ndim(values[metric])):
-            raise ValueError(f"'{metric}' is to be watched, but it is {_metrics.described(values[metric])}: expected a "
+            raise ValueError(f"'{metric}' is the monitored metric, but it is "
+                             f"{_metrics.described(values[metric])}: expected a "
                              "single number")

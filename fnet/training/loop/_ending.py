@@ -55,7 +55,7 @@ def interruption(run: Run, *, boundary: bool) -> None:
 def _interrupted(run):
     name = run.seen.received
     if run.checkpoints is None:
-        raise Interrupted(f"{name}: stopped at step {run.at}; without a workdir nothing is kept")
+        raise Interrupted(f"{name}: stopped at step {run.at}; without a workdir, the state is not saved")
     run.checkpoints.wait()
     saved = "it"
     if run.nonfinite != "skip" and (bad := int(run.watch["bad"])) >= 0:      # so that it was not saved
@@ -64,5 +64,5 @@ def _interrupted(run):
         saved = f"step {run.checkpoints.latest()}, the last that was finite,"
     raise Interrupted(
         f"{name}: stopped at step {run.at} of {run.steps} and saved {saved} in "
-        f"{run.checkpoints.folder}; the same command goes on from there"
+        f"{run.checkpoints.folder}; the same command resumes the run"
     )

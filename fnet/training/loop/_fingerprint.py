@@ -89,13 +89,13 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, wher
         old, new = ({name: value for name, value in each.items() if name not in free} for each in (old, new))
         data = _missing(old, new, {field.name: field.default for field in fields}) + _differences(old, new) + data
     if new is not None and data:
-        raise ConfigError(f"{where} holds a run with another configuration ({'; '.join(data)}): go on with the old "
+        raise ConfigError(f"{where} holds a run with another configuration ({'; '.join(data)}): use the old "
                           "values, choose another workdir, or restart")
     if new is None or old is None:
         which = "this call" if new is None else "the checkpoint"
         changed = f"{'; '.join(data)}. " if data else ""
         warnings.warn(f"{where}: {changed}{which} has no config=, so the model, the optimizer and their "
-                      "hyperparameters cannot be compared with those the run was begun with. Pass fit(..., config=) "
+                      "hyperparameters cannot be compared with those of the saved run. Pass fit(..., config=) "
                       "each time",
                       ResumeWarning, stacklevel=5)
 

@@ -254,7 +254,7 @@ def _counts(state, **counts):
         if value is not None or name in ("steps", "log_every"):
             whole = isinstance(value, numbers.Real) and not isinstance(value, bool) and value % 1 == 0
             if not whole or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r}: it counts steps, a whole number from 1 to {most}")
+                raise ValueError(f"{name}={value!r}: expected a number of steps, an integer from 1 to {most}")
             value = int(value)
         checked.append(value)
     return checked

@@ -99,7 +99,8 @@ class Run:
         try:
             return feed()
         except Stopping:
-            raise Interrupted(f"{self.seen.received}: stopped before the first batch was there; nothing was trained "
+            raise Interrupted(f"{self.seen.received}: stopped before the first batch was available; nothing was "
+                              "trained "
                               "or changed") from None
         finally:
             feed.close()
@@ -122,8 +123,8 @@ class Run:
         if self.tune:
             self.tune = _provenance.rules(notes, self.facts) or True
         if changed := _provenance.differences(notes, self.facts):
-            warnings.warn(f"{where}: {changed}; from here on the numbers agree with an unbroken run's to rounding, not "
-                          "bit for bit", ResumeWarning, stacklevel=3)
+            warnings.warn(f"{where}: {changed}; from this step on, the results agree with those of an "
+                          "uninterrupted run to rounding, not bit for bit", ResumeWarning, stacklevel=3)
 
     def load(self) -> None:
         saved = self.checkpoints.restore({"state": self.state, "loop": self.loop})
@@ -157,7 +158,7 @@ class Run:
             if self.alone:
                 raise
             kept = self.checkpoints and self.checkpoints.latest()
-            then = "begin anew" if kept is None else f"go on from step {kept}"
+            then = "begin again at the first step" if kept is None else f"resume from step {kept}"
             raise PeerLost(f"process {jax.process_index()} of {jax.process_count()} lost the others at step {self.at} "
                            f"({str(error).strip().splitlines()[0][:150].strip()}): start all of them again, they {then}"
                            ) from error
