@@ -115,7 +115,8 @@ class Links:
         each_way: rate of one link in one direction.
         total: rate of all links in both directions.
         topology: how the chips are connected.
-        network: rate in one direction from one chip to chips of another slice or machine, in common offers.
+        network: rate in one direction from one chip to chips of another slice or machine, as cloud providers commonly
+          offer it.
         network_source: where `network` was published.
 
     >>> hw.chips["TPU v5e"].links.type

@@ -155,7 +155,7 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
         args: its arguments, arrays.
         chip: the chip of the roofline; by default the chip that holds the arguments.
         depth: how many segments of a path to show; None: all.
-        repeats: how many calls to measure after the first one, which compiles. The faster half of them counts.
+        repeats: how many calls to measure after the first one, which compiles. The faster half of the calls counts.
         trace: a file for the operations as a Perfetto trace (.json, or .json.gz).
 
     Returns:

@@ -114,8 +114,8 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
 
     Args:
         f: a layer, a `flax.nnx.Module`, or a function.
-        args: its arguments, arrays or `jax.ShapeDtypeStruct`s: of a layer or module the inputs; of a function the tree
-            of parameters first.
+        args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments of a function, whose
+            first argument is the tree of parameters.
         depth: how many segments of a path to show; None: all. Deeper rows are a part of those shown.
         chip: as in `hardware.roofline`; by default this machine's.
         train: of a layer: whether it is called with train=True.

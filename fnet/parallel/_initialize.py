@@ -20,7 +20,8 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
         parallel.initialize()                                    # on TPU slices, with Slurm, Open MPI or Kubernetes
         parallel.initialize("10.0.0.1:1234", 16, process_id)     # elsewhere: each process passes its index
 
-    Every process must call it before any other use of JAX. It does nothing in a run of one process or if called again.
+    Every process must call `initialize` before any other use of JAX. `initialize` has no effect in a run of one process
+    or if called again.
 
     Args:
         coordinator_address: host and port of process 0. Pass all of these three, or none if JAX detects them (see

@@ -131,7 +131,7 @@ def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...]
 
     Args:
       config: the current configuration.
-      workdir: the run's folder. If it has no config.json, nothing is compared.
+      workdir: the run's folder. If `workdir` has no config.json, nothing is compared.
       but: names of fields that may differ. Fields declared with `compare=False` may also differ, and steps and epochs
         may increase.
 

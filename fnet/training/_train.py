@@ -31,8 +31,8 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
         `optax.softmax_cross_entropy_with_integer_labels`.
       optimizer: an Optax gradient transformation.
       epochs, steps: the length of the training; pass one of the two.
-      validation: a data set with the structure of the batches. Its loss and metrics are logged as "validation/loss" and
-        so on.
+      validation: a data set with the structure of the batches. The loss and metrics of this data set are logged as
+        "validation/loss" and so on.
       metrics: further functions like `loss`, by name, such as {"accuracy": lambda logits, y: logits.argmax(-1) == y}.
       inputs, targets: the keys of inputs and targets, if batches are dicts.
       seed: the seed of the initial parameters and of dropout.

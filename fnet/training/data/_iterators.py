@@ -45,7 +45,7 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
       an uninterrupted run if the source yields the same batches each time an epoch is read. Functions of the epoch, a
       torch DataLoader in fixed order, a Hugging Face IterableDataset after `shuffle(buffer_size=)`, whose state leaves
       out the buffer.
-    - "none": the batches from the beginning of the data, with a `ResumeWarning`. This applies to a shuffled DataLoader
+    - "none": the batches from the beginning of the data, with a `ResumeWarning`. An example is a shuffled DataLoader,
       whose order cannot be repeated.
 
     Arrays of torch and TensorFlow become NumPy arrays. fnet does not import torch, TensorFlow, datasets, torchdata or
