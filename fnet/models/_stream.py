@@ -57,8 +57,8 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
         for piece in models.stream_text(model, params, words, "Once upon a time", max_tokens=200, temperature=0):
             print(piece, end="", flush=True)
 
-    A piece ends with a complete character. Characters that may be the beginning of a stop string are held back until
-    it is known.
+    A piece ends with a complete character. Characters that may begin a stop string are yielded after the next
+    characters show that they do not.
 
     Args:
         model, params: as for `generate`.
