@@ -18,6 +18,7 @@ from fnet.compress import LowRank
 from fnet.models import _key_map, _match, _tensors
 from fnet.models._model import Model
 
+_HEAD = "lm_head"
 _PREFIX, _WEIGHTS, _CONFIG = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"
 # Fields that change the computation, with the values for which it is that of LowRank.
 _PLAIN = {"peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []),
@@ -65,6 +66,9 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
         pairs = [_pair(given, base) for base in _bases(entry)]
         if any(pairs):
             used.update(key for pair in pairs if pair for key in pair)
+            head = _pair(given, _HEAD) if _is_tied(model, entry) else None
+            if head and all(np.array_equal(given[mine], given[theirs].T) for mine, theirs in zip(head, pairs[0][::-1])):
+                used.update(head)
             scales = [_scale(config, base, given[pair[0]]) if pair else 1.0 for base, pair in zip(_bases(entry), pairs)]
             arrays = [tuple(np.asarray(given[key], np.float32) for key in pair) if pair else None for pair in pairs]
             found |= _changes(model, entry, arrays, scales, tensors.path)
@@ -125,6 +129,9 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
             arrays[f"{_PREFIX}{name}.{down}"] = np.moveaxis(a, (-1, -2), (0, 1))
             arrays[f"{_PREFIX}{name}.{up}"] = b.T.reshape(*b.T.shape, *(1,) * (inputs - 1))
             ranks[name] = a.shape[-1], scale * a.shape[-1]
+            if _is_tied(model, entry):    # PEFT changes the table and the head separately
+                arrays[f"{_PREFIX}{_HEAD}.lora_A.weight"], arrays[f"{_PREFIX}{_HEAD}.lora_B.weight"] = b, a
+                ranks[_HEAD] = ranks[name]
     if not arrays:
         raise ValueError("save_adapter: the parameters have no LowRank leaf; compress.lora creates them")
     (rank, alpha), _ = collections.Counter(ranks.values()).most_common(1)[0]
@@ -133,8 +140,6 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
               "alpha_pattern": {name: other for name, (_, other) in ranks.items() if other != alpha},
               "lora_dropout": 0.0, "fan_in_fan_out": not swapped, "inference_mode": True, "task_type": None,
               "base_model_name_or_path": base}
-    if getattr(model, "tied", False) and any(key.endswith("lora_embedding_A") for key in arrays):
-        config["ensure_weight_tying"] = True    # the change of the table is also that of the logits
     folder = Path(path).expanduser()
     _tensors.write(folder / _WEIGHTS, arrays, {"format": "pt"})
     (folder / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -195,6 +200,11 @@ def _is_supported(entry):
     kernel, layout = _kernel(entry), entry.rule.layout.name
     return (len(kernel) == 1 and layout in ("dense", "same")) or (
         len(kernel) > 1 and layout == "conv" and kernel[-1] > 1)
+
+
+def _is_tied(model, entry):
+    """Whether an entry is the table of tokens with which the logits are computed, too."""
+    return entry.paths == ("embed/embedding",) and getattr(model, "tied", False)
 
 
 def _is_table(entry):

@@ -152,6 +152,21 @@ def test_convolutions_and_tables(tmp_path):
     np.testing.assert_array_equal(read["embed"]["embedding"].a, table["embed"]["embedding"].a)
 
 
+def test_a_tied_table(tmp_path):
+    """PEFT changes the table and the head separately, so the file has the change twice, once transposed."""
+    model = dataclasses.replace(MODELS["llama"], tied=True)
+    params, _ = model.init(jax.random.key(0), TOKENS)
+    adapted = jax.tree.map(lambda w: dataclasses.replace(w, b=w.b + 0.1) if is_change(w) else w, compress.lora(
+        jax.random.key(1), params, {"embed": 2}), is_leaf=is_change)
+    folder = pretrained.save_adapter(model, adapted, tmp_path)
+    factors = load_file(folder / "adapter_model.safetensors")
+    a, b = (factors[f"base_model.model.lm_head.lora_{side}.weight"] for side in "AB")
+    np.testing.assert_allclose(params["embed"]["embedding"] + 2 * b @ a,
+                               compress.merge(adapted)["embed"]["embedding"], rtol=1e-5, atol=1e-6)
+    read = pretrained.load_adapter(model, params, folder)
+    np.testing.assert_array_equal(read["embed"]["embedding"].a, adapted["embed"]["embedding"].a)
+
+
 def test_rotary_pairs(tmp_path):
     """Changes of a model with pairs (0, 1), (2, 3), ... are written for transformers' pairs (i, i + head_dim / 2)."""
     model, params = start("llama")
