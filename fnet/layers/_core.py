@@ -215,8 +215,7 @@ def method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layer(function: Callable[..., Any]) -> Callable[..., Layer]:
-    """Creates a Layer class from a function: keyword-only parameters become fields, and the other parameters become
-    inputs.
+    """Creates a Layer class from a function: keyword-only parameters become fields, other parameters become inputs.
 
     >>> @nn.layer
     ... def scaled(scope, x, *, features, factor=2.0):
