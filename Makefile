@@ -58,7 +58,7 @@ bench: .venv-bench/.installed
 # Compiled plans for TPUs that are not attached. libtpu (200 MB) is installed in a separate folder for them. It rejects
 # the options with which the tests compile for CPUs.
 pods: $(STAMP) .libtpu/.installed
-	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu FNET_TEST_COMPILER=default $(BIN)/python -m pytest tests/parallel/test_targets.py tests/notebooks/test_compile_notebooks.py tests/compress/test_lowered.py $(ARGS)
+	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu FNET_TEST_COMPILER=default $(BIN)/python -m pytest tests/parallel/test_targets.py tests/notebooks/test_compile_notebooks.py tests/compress/test_compress_platforms.py $(ARGS)
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pods
 
 # Also in a separate environment, with PyTorch for comparison and scikit-image for photos.

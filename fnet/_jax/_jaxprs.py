@@ -12,13 +12,18 @@ UNSPECIFIED = private("jax._src.sharding_impls.UNSPECIFIED", "calls with shardin
 
 
 def close(jaxpr: Any) -> Any:
-    """A jaxpr with its constants; some equations hold an open one, which has none."""
-    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+    """A jaxpr with its constants. The constants of an open jaxpr become its first inputs."""
+    if hasattr(jaxpr, "consts"):
+        return jaxpr
+    return ClosedJaxpr(_without_constants(jaxpr) if jaxpr.constvars else jaxpr, ())
 
 
 def consts_as_inputs(closed: Any) -> Any:
     """The open jaxpr whose first inputs are the constants."""
-    jaxpr = closed.jaxpr
+    return _without_constants(closed.jaxpr)
+
+
+def _without_constants(jaxpr):
     invars, info = [*jaxpr.constvars, *jaxpr.invars], jaxpr.debug_info
     if info.arg_names is not None and len(info.arg_names) != len(invars):
         info = info._replace(arg_names=("",) * (len(invars) - len(info.arg_names)) + tuple(info.arg_names))

@@ -4,9 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from fnet import hardware as hw
+from fnet import transforms as ft
 from fnet.jaxpr import bodies, call_name, donated, equations, has_shardings, opened, scan
 
 X = jnp.ones((4, 4))
@@ -136,3 +140,26 @@ def test_calls():
     nested = jax.make_jaxpr(jax.jit(jax.jit(jnp.sin)))(X)
     assert [e.primitive.name for e in opened(nested).jaxpr.eqns] == ["sin"]
     assert opened(jax.make_jaxpr(placed)(X)).jaxpr.eqns[0].primitive.name == "jit"    # its shardings mean something
+
+
+def test_an_open_jaxpr_with_constants_in_another_librarys_primitive():
+    """As equinox holds functions that are not inlined: tune, count and rewrite do not fail."""
+    matrix = jnp.arange(9.0).reshape(3, 3)
+    inside = jax.make_jaxpr(lambda x: jnp.sin(x) @ matrix)(jnp.ones(3))
+    held = Primitive("held")
+    held.def_impl(lambda x, *, jaxpr: jax.core.eval_jaxpr(jaxpr, inside.consts, x)[0])
+    held.def_abstract_eval(lambda x, *, jaxpr: jaxpr.outvars[0].aval)
+    mlir.register_lowering(held, mlir.lower_fun(
+        lambda x, *, jaxpr: jax.core.eval_jaxpr(jaxpr, inside.consts, x), multiple_results=True))
+
+    def f(x):
+        return 2 * held.bind(x, jaxpr=inside.jaxpr)
+
+    x = jnp.array([0.1, 0.2, 0.3])
+    eqn, = (eqn for eqn in jax.make_jaxpr(f)(x).eqns if eqn.primitive.name == "held")
+    body, = bodies(eqn)
+    assert body.kind == "other" and [eqn.primitive.name for eqn in body.jaxpr.eqns] == ["sin", "dot_general"]
+    want = 2 * (np.sin(x) @ np.arange(9.0).reshape(3, 3))
+    for transformed in (ft.tune(f), ft.rewrite(f, lambda *_: NotImplemented), ft.autocast(f, "float32")):
+        np.testing.assert_allclose(transformed(x), want, rtol=1e-6)
+    assert sum(cost.matmul for cost in hw.count(f, x).scopes.values()) == 2 * 9

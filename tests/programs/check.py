@@ -93,10 +93,10 @@ class Comparison:
             if transform not in self._forms:
                 self._forms[transform] = Forms(program, WRAP[transform](program))
             check_it = lambda: CHECKS[check](self._plain, self._forms[transform], transform)
-            if error is not None:
-                # The runner makes a scalar of the results, possibly in float32.
-                return _refuses(check_it, error, optional=check == "gradient inside")
             try:
+                if error is not None:
+                    # The runner makes a scalar of the results, possibly in float32.
+                    return _refuses(check_it, error, optional=check == "gradient inside")
                 check_it()
             except PlainFails as e:
                 reason = next((reason for said, reason in LIMITS.items() if said in str(e)), None)

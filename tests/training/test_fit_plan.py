@@ -66,10 +66,10 @@ def test_the_same_bits_after_a_death(tmp_path, options, plan, whole, death):
 def test_it_goes_on_under_another_plan_and_says_so(tmp_path, options, plan, whole):
     other = parallel.plan(step, lambda key: start(), SHAPES, strategy="data", devices=jax.devices()[:4])
     tr.fit(step, start(), batches(), steps=6, workdir=tmp_path, plan=plan, **options)
-    said = r"the number of devices was 8, is 4; the plan was fsdp over data=8, is data over data=4; from here on"
+    said = r"the number of devices was 8, is 4; the plan was fsdp over data=8, is data over data=4; from this step on"
     with pytest.warns(tr.ResumeWarning, match=said):
         tr.fit(step, start(), batches(), steps=9, workdir=tmp_path, plan=other, **options)
-    with pytest.warns(tr.ResumeWarning, match="the plan was data over data=4, is none; from here on"):
+    with pytest.warns(tr.ResumeWarning, match="the plan was data over data=4, is none; from this step on"):
         state = tr.fit(step, start(), batches(), steps=12, workdir=tmp_path, **options)
     close(state.params, whole[1].params)
     assert len(state.params["hidden"].devices()) == 1

@@ -176,7 +176,7 @@ def test_other_devices_take_over_to_rounding(tmp_path):
     expected = tr.fit(plain, *sharded(8), steps=9)
     tr.fit(plain, *sharded(8), steps=3, workdir=tmp_path, config={})
     for count, steps in ((4, 6), (1, 9)):
-        with pytest.warns(tr.ResumeWarning, match=rf"number of devices was \d, is {count}; from here on .*rounding"):
+        with pytest.warns(tr.ResumeWarning, match=rf"number of devices was \d, is {count}; from this step.*rounding"):
             state = tr.fit(plain, *sharded(count), steps=steps, workdir=tmp_path, config={})
         assert len(state.params["w"].sharding.device_set) == count
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected)):
@@ -190,7 +190,7 @@ def test_another_chip_is_reported_and_the_rules_kept(tmp_path, monkeypatch):
     assert notes["policy"] == "as decided" and notes["chip"] == hw.detect().name and notes["tune"]
     real = _provenance.facts
     monkeypatch.setattr(_provenance, "facts", lambda state: real(state) | {"chip": "TPU v9", "jaxlib": "9.9"})
-    with pytest.warns(tr.ResumeWarning, match=r"2: the chip was .*, is TPU v9; jaxlib was .*, is 9.9; from here on"):
+    with pytest.warns(tr.ResumeWarning, match=r"2: the chip was .*, is TPU v9; jaxlib was .*, is 9.9; from this step"):
         tr.fit(plain, state(), batches(), steps=3, workdir=tmp_path, config={})
 
 
