@@ -19,7 +19,7 @@ from benchmarks.peers import _linen, _nnx
 from benchmarks.peers import _workloads as spec
 from fnet import models
 from fnet import transforms as ft
-from fnet.models import _generate
+from fnet.models.text import _generate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,7 @@ def test_a_pickle_is_not_opened(tmp_path, name):
     """Not under its own name, and not under another's."""
     import pickle
 
-    from fnet.models import _tensors
+    from fnet.models.weights import _tensors
 
     class Bomb:
         def __reduce__(self):

@@ -2,26 +2,26 @@
 
 from fnet.models import pretrained
 from fnet.models._alexnet import AlexNet
-from fnet.models._beam import Beams, beam_search
 from fnet.models._bert import Bert, Encoded, sentence_embedding
 from fnet.models._blocks import unstack
 from fnet.models._cnn import CNN
-from fnet.models._generate import Generated, generate, padded
 from fnet.models._gpt import GPT
 from fnet.models._images import ImageInput
 from fnet.models._llama import Llama
-from fnet.models._llama_bpe import LlamaBPE
 from fnet.models._mlp import MLP
 from fnet.models._mobilenet import MobileNetV2
 from fnet.models._model import Model
 from fnet.models._resnet import ResNet, ResNet9
 from fnet.models._rnn import LSTMClassifier, LSTMLanguageModel
 from fnet.models._rope import LinearScaling, Llama3Scaling
-from fnet.models._stream import stream, stream_text
-from fnet.models._tokenizers import ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, read_tokenizer
 from fnet.models._tree import TreeLSTM, Trees, pack_trees
 from fnet.models._vit import ViT
-from fnet.models._wordpiece import WordPiece
+from fnet.models.text._beam import Beams, beam_search
+from fnet.models.text._generate import Generated, generate, padded
+from fnet.models.text._llama_bpe import LlamaBPE
+from fnet.models.text._stream import stream, stream_text
+from fnet.models.text._tokenizers import ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, read_tokenizer
+from fnet.models.text._wordpiece import WordPiece
 
 __all__ = [
     "CNN", "GPT", "MLP", "AlexNet", "Beams", "Bert", "ByteTokenizer", "CharTokenizer", "Encoded", "Generated",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fnet import layers as nn
 from fnet.models._images import TORCHVISION
 from fnet.models._model import Model
-from fnet.models._weight_names import Names, flattened, torch
+from fnet.models.weights._weight_names import Names, flattened, torch
 
 
 class AlexNet(Model):

@@ -12,9 +12,9 @@ from jax import export
 from fnet import layers as nn
 from fnet.layers._sizes import at_most
 from fnet.models._blocks import Blocks
-from fnet.models._config import Must, Use, transformers
 from fnet.models._model import Model
-from fnet.models._weight_names import Names, Spare, torch
+from fnet.models.weights._config import Must, Use, transformers
+from fnet.models.weights._weight_names import Names, Spare, torch
 
 
 class Encoded(NamedTuple):

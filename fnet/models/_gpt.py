@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from fnet import layers as nn
 from fnet.layers._sizes import at_most, sized
 from fnet.models._blocks import Blocks
-from fnet.models._config import Must, Use, transformers
 from fnet.models._model import LanguageModel
-from fnet.models._weight_names import Names, Rule, Spare, Tied, torch
+from fnet.models.weights._config import Must, Use, transformers
+from fnet.models.weights._weight_names import Names, Rule, Spare, Tied, torch
 
 zeros = jax.nn.initializers.zeros
 normal = functools.cache(jax.nn.initializers.normal)    # equal options give the same object, so layers compare equal

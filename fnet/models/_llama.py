@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
-from fnet.models import _llama2c
 from fnet.models._blocks import Blocks
-from fnet.models._config import Must, Use, transformers
 from fnet.models._model import LanguageModel
 from fnet.models._rope import ROPE
-from fnet.models._weight_names import DENSE, SAME, Names, Rule, Spare, Tied, torch
+from fnet.models.weights import _llama2c
+from fnet.models.weights._config import Must, Use, transformers
+from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule, Spare, Tied, torch
 
 
 @nn.layer

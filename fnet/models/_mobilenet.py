@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
-from fnet.models._config import timm
 from fnet.models._images import TORCHVISION, ImageInput
 from fnet.models._model import Model
-from fnet.models._weight_names import Names, torch
+from fnet.models.weights._config import timm
+from fnet.models.weights._weight_names import Names, torch
 
 STAGES = (    # expansion, channels, blocks, stride of the first
     (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import jax
 
 from fnet import layers as nn
-from fnet.models._config import Config
-from fnet.models._weight_names import Names
+from fnet.models.weights._config import Config
+from fnet.models.weights._weight_names import Names
 
 
 class Model(nn.Layer):

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from fnet import layers as nn
-from fnet.models._config import timm
 from fnet.models._images import CAFFE, TORCHVISION
 from fnet.models._model import Model
-from fnet.models._weight_names import Names, keras, torch
+from fnet.models.weights._config import timm
+from fnet.models.weights._weight_names import Names, keras, torch
 
 
 @nn.layer

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from fnet.models._config import SKIP, Fields, Must, Use
+from fnet.models.weights._config import SKIP, Fields, Must, Use
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.nn import initializers
 
 from fnet import layers as nn
-from fnet.models._config import Must, Use, timm, transformers
 from fnet.models._images import AUGREG, TORCHVISION, ImageInput
 from fnet.models._model import Model
-from fnet.models._weight_names import DENSE, Names, Rule, Spare, torch
+from fnet.models.weights._config import Must, Use, timm, transformers
+from fnet.models.weights._weight_names import DENSE, Names, Rule, Spare, torch
 
 gelu = functools.partial(jax.nn.gelu, approximate=False)
 small = initializers.normal(0.02)

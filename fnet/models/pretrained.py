@@ -1,11 +1,11 @@
 """Loads and saves pretrained weights with the names of their original framework.
 
+    model, params, state = pretrained.load("path/to/folder")             # config.json selects the model
+    model, params, state = pretrained.load("resnet50")                   # a preset, from fnet's or Hugging Face's cache
+
     model = ResNet.preset("resnet50")
     params, state = pretrained.load(model, "resnet50.safetensors")       # torchvision's or Keras' names, detected
     pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
-
-    model = pretrained.model("resnet50")            # by name, from ~/.cache/fnet or Hugging Face's cache
-    params, state = pretrained.load("resnet50")
 
 Every key of the file must be used and every array of the model must be in the file; otherwise an error lists the keys.
 Shapes are checked. Dtypes are those of the file unless a cast is requested. Files are memory-mapped and each array is
@@ -24,11 +24,11 @@ import jax
 import numpy as np
 
 from fnet import compress
-from fnet.models import _config, _hub, _key_map, _llama2c, _match, _tensors
-from fnet.models._adapters import load_adapter, save_adapter
-from fnet.models._gguf import load_gguf
 from fnet.models._model import Model
-from fnet.models._weight_names import (
+from fnet.models.weights import _config, _hub, _key_map, _llama2c, _match, _tensors
+from fnet.models.weights._adapters import load_adapter, save_adapter
+from fnet.models.weights._gguf import load_gguf
+from fnet.models.weights._weight_names import (
     CONV,
     DENSE,
     DEPTHWISE,
@@ -49,24 +49,27 @@ __all__ = [
 ]
 
 
-def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=None, names: str | None = None,
-         check_config: bool = True) -> tuple[dict, dict]:
-    """Reads `(params, state)` of a model from pretrained weights.
+def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None, *, dtype=None,
+         names: str | None = None, check_config: bool = True) -> tuple:
+    """Reads pretrained weights: `(params, state)` of a model, or `(model, params, state)` of a folder or preset.
 
-    If the folder contains a config.json (of transformers or timm), the model is compared with it field by field: every
-    field must have the model's value or be known to have no effect on the forward pass.
+    If the folder contains a config.json (of transformers or timm), its fields determine the model. A given model is
+    compared with it: every field must have the model's value or be known to have no effect on the forward pass.
 
     Args:
-        model: the model, or the name of a preset (`"resnet50"`), which selects `pretrained.model(name, path)`.
-        path: a safetensors file, a folder with one (or with shards and their index), llama2.c's model.bin, the name of
-            a folder in ~/.cache/fnet, or a repository of Hugging Face's hub in its cache. Default: the name of the
-            preset.
+        model: the model whose weights to read. Or, for `(model, params, state)`: a folder with a config.json, a
+            model.bin of llama2.c, a repository of Hugging Face's hub in its cache ("HuggingFaceTB/SmolLM-135M"), or
+            the name of a preset ("resnet50").
+        path: the weights of a given model or preset: a safetensors file, a folder with one (or with shards and their
+            index), llama2.c's model.bin, the name of a folder in ~/.cache/fnet, or a repository of Hugging Face's hub
+            in its cache. Default for a preset: its name.
         dtype: the dtype to which floating-point arrays are cast. Default: those of the file.
         names: the framework whose names the file has, one of the model's `NAMES`. Default: detected from the keys.
         check_config: whether to compare a config.json with the model.
 
     Returns:
-        `(params, state)` with the structure of `model.init`, as `jax.Array`s. State is `{}` if the model has none.
+        `(params, state)` for a model, `(model, params, state)` for a folder or a preset. Params and state have the
+        structure of `model.init`, with `jax.Array`s. State is `{}` if the model has none.
 
     Raises:
         FileNotFoundError: the weights are not on this disk. The message names the download.
@@ -81,14 +84,31 @@ def load(model: Model | str, path: str | os.PathLike | None = None, *, dtype=Non
     ...     file = models.pretrained.save(model, params, state, folder, names="torchvision")
     ...     params, state = models.pretrained.load(model, file)
     """
-    if isinstance(model, str):
-        name, cls = model, _class_of(model)
-        path = find(name if path is None else path)
-        model = _variant(cls, name, path, {})
-    elif path is None:
-        raise TypeError(f"pretrained.load: pass the path of the weights for this {type(model).__name__}, a file, a "
-                        "folder or a name; only the name of a preset implies a path")
-    tensors = _tensors.read(find(path))
+    if not isinstance(model, str | os.PathLike):
+        if path is None:
+            raise TypeError(f"pretrained.load: pass the path of the weights for this {type(model).__name__}, a file, "
+                            "a folder or a name; only a folder and the name of a preset imply them")
+        return _load(model, find(path), dtype, names, check_config)
+    if isinstance(model, str) and any(model in cls.PRESETS for cls in _classes()):
+        path = find(model if path is None else path)
+        model = _variant(_class_of(model), model, path, {})
+    elif path is not None:
+        raise ValueError(f"pretrained.load: expected a model or the name of a preset before the path, got {model!r}; "
+                         "a folder with a config.json is loaded without a second argument")
+    else:
+        try:
+            path = find(model)
+        except FileNotFoundError:
+            if isinstance(model, str) and model.isidentifier():
+                _class_of(model)        # raises, with the presets of similar names
+            raise
+        model = _of_folder(path)
+    return model, *_load(model, path, dtype, names, check_config)
+
+
+def _load(model, path, dtype, names, check_config):
+    """`(params, state)` of a model from an existing path."""
+    tensors = _tensors.read(path)
     kinds, leaves = _match.leaves_of(model)
     config = _config.check(model, tensors.path.parent) if check_config else None
     name, key_map = _match.detect_names(model, leaves, tensors, names)
@@ -216,6 +236,20 @@ def find(name: str | os.PathLike) -> Path:
     """
     held = [cls.HUB.get(name, ()) for cls in _classes() if name in cls.PRESETS]
     return _hub.find(name, held[0] if held else ())
+
+
+def _of_folder(path):
+    """The model that config.json, or the header of a model.bin, describes.
+
+    Raises:
+        ValueError: there is neither, or fnet has no such model.
+    """
+    header = path / "model.bin" if path.is_dir() else path
+    if header.suffix == ".bin" and header.is_file():
+        from fnet.models import Llama
+
+        return Llama.of_model_bin(header)
+    return _config.model(path if path.is_dir() else path.parent, _classes())
 
 
 def _class_of(name):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fnet import models
-from fnet.models import _config
+from fnet.models.weights import _config
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
          "initializer_range": 0.02, "model_type": "llama", "pretraining_tp": 1, "rms_norm_eps": 1e-05,

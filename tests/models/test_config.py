@@ -7,7 +7,7 @@ import pytest
 from config_cases import CONFIG, ENCODER, ENCODER_CONFIG, GPT2, LLAMA_31, PUBLISHED, SMALL, TIMM, VIT, refused, written
 
 from fnet import models
-from fnet.models import _config
+from fnet.models.weights import _config
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

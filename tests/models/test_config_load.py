@@ -12,7 +12,8 @@ from config_cases import CONFIG, ENCODER, ENCODER_CONFIG, SMALL, VIT, written
 
 from fnet import layers as nn
 from fnet import models
-from fnet.models import _config, pretrained
+from fnet.models import pretrained
+from fnet.models.weights import _config
 
 # Through pretrained.load.
 
@@ -37,6 +38,43 @@ def test_load_compares(tmp_path):
     written(tmp_path, CONFIG | {"mlp_bias": True})
     with pytest.raises(ValueError, match="'mlp_bias' is True, expected False"):
         pretrained.load(SMALL, tmp_path)
+
+
+@pytest.mark.parametrize("model, config, names", [
+    (SMALL, CONFIG, "huggingface"), (ENCODER, ENCODER_CONFIG, "huggingface"),
+    (models.ResNet.preset("resnet18"), {"architecture": "resnet18", "num_classes": 1000, "num_features": 512},
+     "torchvision"),
+    (models.ViT.preset("vit_ti_16", classes=7),
+     {"architecture": "vit_tiny_patch16_224", "num_classes": 7, "global_pool": "token", "num_features": 192}, "timm"),
+], ids=lambda each: type(each).__name__ if isinstance(each, models.Model) else "")
+def test_a_folder_determines_its_model(model, config, names, tmp_path):
+    trees = model.init(jax.random.key(0), model.example())
+    pretrained.save(model, *trees, tmp_path, names=names)
+    written(tmp_path, config)
+    loaded, params, state = pretrained.load(tmp_path)
+    assert loaded == model
+    assert jax.tree.structure((params, state)) == jax.tree.structure(tuple(trees))
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves((params, state)), jax.tree.leaves(trees)))
+
+
+def test_a_folder_without_a_known_model(tmp_path):
+    params, _ = SMALL.init(jax.random.key(0), SMALL.example())
+    pretrained.save(SMALL, params, {}, tmp_path, names="huggingface")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json, so its model is unknown; pass the model"):
+        pretrained.load(tmp_path)
+    written(tmp_path, {"model_type": "lama"})
+    with pytest.raises(ValueError, match="'model_type' is 'lama', which fnet does not support; did you mean 'llama'"):
+        pretrained.load(tmp_path)
+    written(tmp_path, CONFIG | {"mlp_bias": True})
+    with pytest.raises(ValueError, match=r"describes a \w+ that fnet does not support: 'mlp_bias' is True"):
+        pretrained.load(tmp_path)
+    written(tmp_path, {"architecture": "resnet9000"})
+    with pytest.raises(ValueError, match="'architecture' is 'resnet9000', expected"):
+        pretrained.load(tmp_path)
+    with pytest.raises(ValueError, match="expected a model or the name of a preset before the path"):
+        pretrained.load(tmp_path, tmp_path)
+    with pytest.raises(TypeError, match="pass the path of the weights for this Llama"):
+        pretrained.load(SMALL)
 
 
 def test_config_json_rather_than_the_names_says_what_epsilon_is(tmp_path):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from fnet import models
 from fnet import transforms as ft
-from fnet.models._generate import empty_cache
-from fnet.models._generate import prepared as with_separate_layers
-from fnet.models._sampling import Sampling, likeliest, pick
+from fnet.models.text._generate import empty_cache
+from fnet.models.text._generate import prepared as with_separate_layers
+from fnet.models.text._sampling import Sampling, likeliest, pick
 
 VOCAB = 20
 MODELS = {

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from fnet import layers as nn
 from fnet import models
-from fnet.models import _tensors, pretrained
+from fnet.models import pretrained
 from fnet.models.pretrained import DENSE, DEPTHWISE, Names, Rule, Spare, Tied, keras, torch
+from fnet.models.weights import _tensors
 
 QKV = ("query", "key", "value")
 
@@ -296,16 +297,22 @@ def test_a_name_finds_a_cache_and_the_model_of_its_weights(small_is_published, t
     pretrained.save(TORCH, *trees, snapshot)
     assert pretrained.find("small") == pretrained.find("someone/small") == snapshot
     assert pretrained.model("small") == TORCH
-    same(pretrained.load("small"), trees)
+    model, *read = pretrained.load("small")
+    assert model == TORCH
+    same(tuple(read), trees)
     same(pretrained.load(TORCH, "someone/small"), trees)
 
     pretrained.save(KERAS, *trees, tmp_path / "own" / "small")              # fnet's own cache comes first
     assert pretrained.find("small") == tmp_path / "own" / "small"
     assert pretrained.model("small") == KERAS
     assert pretrained.names_of(KERAS, "small") == "keras"
-    same(pretrained.load("small"), trees)
+    model, *read = pretrained.load("small")
+    assert model == KERAS
+    same(tuple(read), trees)
     assert pretrained.model("small", snapshot) == TORCH
-    same(pretrained.load("small", snapshot), trees)
+    model, *read = pretrained.load("small", snapshot)
+    assert model == TORCH
+    same(tuple(read), trees)
 
 
 def test_a_name_that_is_not_on_this_disk(small_is_published, tmp_path):

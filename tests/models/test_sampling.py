@@ -9,7 +9,7 @@ import pytest
 from test_generate import LENGTHS, MODELS, PROMPTS, compiled, greedy, prepared
 
 from fnet import models
-from fnet.models._sampling import Sampling, penalized
+from fnet.models.text._sampling import Sampling, penalized
 
 
 def logits_after(name, text):
@@ -116,7 +116,7 @@ class Words:
                          ids=str)
 @pytest.mark.parametrize("stop", [(), ("END",), ("ab", "bE")], ids=str)
 def test_pieces_of_a_text_are_complete_characters_before_the_first_stop_string(tokens, stop, monkeypatch):
-    monkeypatch.setattr("fnet.models._stream.stream", lambda *args, **options: iter([[token] for token in tokens]))
+    monkeypatch.setattr("fnet.models.text._stream.stream", lambda *args, **options: iter([[token] for token in tokens]))
     pieces = list(models.stream_text(None, None, Words(), "aa", stop=stop, max_tokens=5))
     text = Words().decode(tokens)
     ends = [at for at in map(text.find, stop) if at >= 0]

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from fnet import training as tr
-from fnet.models import _llama2c, _tensors
+from fnet.models.weights import _llama2c, _tensors
 from fnet.training.checkpoints import _manifest
 from fnet.training.data import _image_formats
 

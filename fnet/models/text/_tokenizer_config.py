@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fnet.models._config import Config, Fields, Must, read, same
-from fnet.models._files import LARGEST
+from fnet.models.weights._config import Config, Fields, Must, read, same
+from fnet.models.weights._files import LARGEST
 
 NAME = "tokenizer_config.json"
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

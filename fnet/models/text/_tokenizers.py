@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from fnet.models import _tokenizer_config
-from fnet.models._config import Config
-from fnet.models._files import MOST, SMALL, contents
+from fnet.models.text import _tokenizer_config
+from fnet.models.weights._config import Config
+from fnet.models.weights._files import MOST, SMALL, contents
 
 # Limits for untrusted files, several times the size of the largest published vocabularies.
 _STEPS = 10_000        # values that describe the steps before and after the model in a tokenizer.json
@@ -224,8 +224,8 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     ...     models.read_tokenizer(folder).encode("cab").tolist()
     [2, 0, 1]
     """
-    from fnet.models._llama_bpe import LlamaBPE
-    from fnet.models._wordpiece import WordPiece
+    from fnet.models.text._llama_bpe import LlamaBPE
+    from fnet.models.text._wordpiece import WordPiece
 
     readers = {"vocab.txt": WordPiece.read, "tokenizer.bin": LlamaBPE.read, "characters.json": CharTokenizer.read,
                "tokenizer.json": HuggingFaceTokenizer}

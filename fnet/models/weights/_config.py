@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnet.models._files import MOST, SMALL, contents
+from fnet.models.weights._files import MOST, SMALL, contents
 
 LISTED = 8    # problems that an error lists; it counts the others
 NUMBERS = (int, float)
@@ -120,6 +121,17 @@ class Config:
         advice = ", ".join(f"{field}={value!r}" for field, value in changes.items())
         self._raise(problems, f". Use dataclasses.replace(model, {advice})" if advice else "")
 
+    def reads_architecture(self, config: Mapping) -> bool:
+        """Whether the `architecture` (timm) or `architectures` (transformers) are among those that the table knows."""
+        name = "architecture" if "architecture" in self.fields else "architectures"
+        if name not in self.fields or name not in config:
+            return True
+        try:
+            self.fields[name].wanted(config[name], config)
+        except ValueError:
+            return False
+        return True
+
     def compared(self) -> set[str]:
         """The fields of the model that config.json sets."""
         return {entry.field for entry in self.fields.values() if isinstance(entry, Use)}
@@ -166,9 +178,7 @@ def check(model, folder: Path) -> Config | None:
         return None
     config, who = read(path), type(model).__name__
     known = getattr(model, "CONFIGS", {})
-    kind = config.get("model_type")
-    if kind is None and "architecture" in config:
-        kind = "timm"
+    kind = _kind(config)
     reads = " or ".join(_word(each) for each in known) or "none (its class has no CONFIGS)"
     if kind is None and (folder / "metrics.jsonl").is_file():
         return None
@@ -185,6 +195,45 @@ def check(model, folder: Path) -> Config | None:
         raise ValueError(f"{path} does not describe this {who}: {error}" + unknown * (
             ". If a field has no effect on the output, load with check_config=False")) from None
     return known[kind]
+
+
+def model(folder: Path, classes: Sequence[type]):
+    """Returns the model that the config.json of a folder describes.
+
+    Args:
+        folder: the folder.
+        classes: the classes of models. The first whose `CONFIGS` has the `model_type` and whose table knows the
+            architecture is used.
+
+    Raises:
+        FileNotFoundError: the folder has no config.json.
+        ValueError: config.json is damaged, or no class reads it; fields are not supported or not known.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json, so its model is unknown; pass the model, "
+                                "pretrained.load(model, path)")
+    config = read(path)
+    kind = _kind(config)
+    candidates = [cls for cls in classes if isinstance(kind, str) and kind in cls.CONFIGS]
+    if not candidates:
+        kinds = sorted({each for cls in classes for each in cls.CONFIGS})
+        near = difflib.get_close_matches(str(kind), kinds, 1)
+        raise ValueError(f"{path}: 'model_type' is {_text(kind)}, which fnet does not support"
+                         + (f"; did you mean {near[0]!r}? " if near else "; ") + f"it supports {', '.join(kinds)}")
+    cls = next((cls for cls in candidates if cls.CONFIGS[kind].reads_architecture(config)), candidates[0])
+    table = cls.CONFIGS[kind]
+    names = next(name for name in table.names if name in cls.NAMES)
+    try:
+        return cls(**{**cls.NAMES[names].config, **table.values(config)})
+    except ValueError as error:
+        raise ValueError(f"{path} describes a {cls.__name__} that fnet does not support: {error}") from None
+
+
+def _kind(config):
+    """The `model_type`; "timm" for timm's config.json, which has an architecture instead; None if there is neither."""
+    kind = config.get("model_type")
+    return "timm" if kind is None and "architecture" in config else kind
 
 
 def read(path: Path, most: int = SMALL) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import difflib
 import jax
 import numpy as np
 
-from fnet.models import _key_map, _llama2c
-from fnet.models._weight_names import Tied
+from fnet.models.weights import _key_map, _llama2c
+from fnet.models.weights._weight_names import Tied
 
 LISTED = 8    # problems that an error lists; it counts the others
 

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from fnet.models import _tokenizer_config
-from fnet.models._files import SMALL, check_count, contents
-from fnet.models._tokenizers import in_range
+from fnet.models.text import _tokenizer_config
+from fnet.models.text._tokenizers import in_range
+from fnet.models.weights._files import SMALL, check_count, contents
 
 # Code points that BERT treats as Chinese characters, each a separate word.
 _IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),

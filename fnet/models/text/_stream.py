@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import layers as nn
-from fnet.models import _generate
-from fnet.models._sampling import is_sampled, sampling
+from fnet.models.text import _generate
+from fnet.models.text._sampling import is_sampled, sampling
 
 
 def stream(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | None = None, *, max_tokens: int,

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.compress import LowRank
-from fnet.models import _key_map, _match, _tensors
 from fnet.models._model import Model
+from fnet.models.weights import _key_map, _match, _tensors
 
 _HEAD = "lm_head"
 _PREFIX, _WEIGHTS, _CONFIG = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.compress import Int4, Int8, Quantized
-from fnet.models import _hub, _key_map, _match
 from fnet.models._llama import Llama, _block
 from fnet.models._rope import LinearScaling
-from fnet.models._weight_names import DENSE, SAME, Names, Rule
+from fnet.models.weights import _hub, _key_map, _match
+from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule
 
 _BLOCK = tuple(f"blk.{{i}}.{part}.weight" for part in (
     "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down", "ffn_up", "attn_norm", "ffn_norm"))

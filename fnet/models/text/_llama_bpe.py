@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fnet.models import _tokenizer_config
-from fnet.models._files import SMALL, check_count, contents
-from fnet.models._tokenizers import in_range
+from fnet.models.text import _tokenizer_config
+from fnet.models.text._tokenizers import in_range
+from fnet.models.weights._files import SMALL, check_count, contents
 
 _BEGIN, _END, _BYTES = 1, 2, 3    # <s>, </s>, and the first of the 256 single bytes
 _FIRST = _BYTES + 256             # the first piece of text

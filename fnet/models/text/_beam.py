@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fnet import layers as nn
-from fnet.models import _generate
-from fnet.models._sampling import sampling
+from fnet.models.text import _generate
+from fnet.models.text._sampling import sampling
 
 _NEVER = -1e9      # the score of a text that does not exist
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fnet.models._weight_names import Names, Rule, Spare, Tied
+from fnet.models.weights._weight_names import Names, Rule, Spare, Tied
 
 _FIELD = re.compile(r"\{(\w+)([+-]\d+)?(:letter)?\}")
 

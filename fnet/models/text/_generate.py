@@ -14,7 +14,7 @@ from jax import export, lax
 from fnet import layers as nn
 from fnet.layers._sizes import at_most, sized
 from fnet.models._blocks import unstack
-from fnet.models._sampling import Sampling, is_sampled, penalized, pick, sampling
+from fnet.models.text._sampling import Sampling, is_sampled, penalized, pick, sampling
 
 _SMALLEST = 16    # programs are compiled for lengths that are powers of two from here on
 

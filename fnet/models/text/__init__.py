@@ -1,0 +1,1 @@
+"""Tokenizers and text generation. The public names are those of `fnet.models`."""
