@@ -28,7 +28,7 @@ class Size:
 
     gpt: spec.GPT
     resnet: spec.ResNet
-    llama: models.Llama
+    llama: models.Decoder
     capacity: int
 
     @property
@@ -38,9 +38,9 @@ class Size:
 
 
 LARGE = Size(spec.GPT(8, 1024, 768, 12, 12, 50257, True),
-             spec.ResNet(128, 224, (3, 4, 6, 3), 64, True, True, 1000), models.Llama.preset("smollm-135m"), 2048)
+             spec.ResNet(128, 224, (3, 4, 6, 3), 64, True, True, 1000), models.Decoder.preset("smollm-135m"), 2048)
 SMALL = Size(spec.GPT(2, 512, 128, 4, 2, 1003, True), spec.ResNet(8, 64, (1, 1, 1, 1), 64, True, True, 100),
-             models.Llama(1024, 128, 4, 4, 2, 256, context=256, tied=True), 256)
+             models.Decoder(1024, 128, 4, 4, 2, 256, context=256, tied=True), 256)
 
 
 def gpt(form, size, platform):

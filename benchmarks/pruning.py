@@ -46,7 +46,7 @@ MODELS = {
     "AlexNet": (models.AlexNet(), (1, 224, 224, 3)),
     "ViT 192 x 12": (models.ViT(192, 12, 3, classes=1000, patch=16, size=224), (1, 224, 224, 3)),
     "GPT 256 x 6": (models.GPT(8000, 256, 6, 8, context=128), (4, 128)),
-    "Llama 288 x 6 with 2 key/value heads": (models.Llama(8000, 288, 6, 6, 2, 768, context=128), (4, 128)),
+    "Llama 288 x 6 with 2 key/value heads": (models.Decoder(8000, 288, 6, 6, 2, 768, context=128), (4, 128)),
     "BERT 384 x 6": (models.Bert(8000, 384, 6, 12, 1536, context=128), (4, 128)),
     "LSTM 256 x 2": (models.LSTMLanguageModel(5000, 256), (8, 64)),
 }

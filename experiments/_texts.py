@@ -17,7 +17,7 @@ from fnet import training as tr
 from fnet import transforms as ft
 from fnet.models import pretrained
 
-PRESETS = tuple(preset for cls in (models.Llama, models.GPT) for preset in cls.PRESETS)
+PRESETS = tuple(preset for cls in (models.Decoder, models.GPT) for preset in cls.PRESETS)
 TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
 
 
@@ -25,7 +25,7 @@ def network(config):
     """(the model, its parameters, its tokenizer, the names of the weights, their folder)."""
     path = pretrained.find(config.weights or config.model)
     folder = path if path.is_dir() else path.parent
-    model = models.Llama.of_model_bin(path / "model.bin") if (path / "model.bin").is_file() else pretrained.model(
+    model = models.Decoder.of_model_bin(path / "model.bin") if (path / "model.bin").is_file() else pretrained.model(
         config.model, path)
     words = models.read_tokenizer(folder)
     if words.vocab_size > model.vocab_size:

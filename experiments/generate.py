@@ -26,7 +26,7 @@ from fnet import training as tr
 from fnet.models import pretrained
 
 option = tr.flags.option
-PRESETS = tuple(preset for cls in (models.Llama, models.GPT) for preset in cls.PRESETS)
+PRESETS = tuple(preset for cls in (models.Decoder, models.GPT) for preset in cls.PRESETS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def read(config, folder, path):
         return language_model.make_model(run, run.vocab_size or words.vocab_size), words
     file = folder / "model.bin" if path.is_dir() else path
     if file.suffix == ".bin" and file.is_file():
-        model = models.Llama.of_model_bin(file)
+        model = models.Decoder.of_model_bin(file)
     else:
         model = pretrained.model(config.model, path)
     if words.vocab_size != model.vocab_size:

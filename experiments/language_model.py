@@ -1,4 +1,4 @@
-"""Trains a language model and generates text with it: a GPT, a Llama or an LSTM over characters, bytes or tokens.
+"""Trains a language model and generates text with it: a GPT, a Decoder or an LSTM over characters, bytes or tokens.
 
     python experiments/language_model.py                              # The Tempest, minutes on two CPU cores
     python experiments/language_model.py --preset=10m --data_dir=DIR  # 10 million parameters, for an accelerator
@@ -81,7 +81,7 @@ def make_model(config, vocab_size):
     if config.model == "gpt":
         return models.GPT(*sizes, context=config.context, dropout=config.dropout)
     hidden = -(-8 * config.width // 3 // 32) * 32            # as many weights as an MLP of four times the width
-    return models.Llama(*sizes, config.heads, hidden, context=config.context, tied=True)
+    return models.Decoder(*sizes, config.heads, hidden, context=config.context, tied=True)
 
 
 def read(config):

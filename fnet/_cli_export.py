@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         image, = found.inputs.values()
         program = program.entry("preprocess", _standard(**found.standardize),
                                 image=export.spec(image.shape, "uint8", where=image.where))
-    if isinstance(found.model, (models.GPT, models.Llama, models.LSTMLanguageModel)):
+    if isinstance(found.model, (models.GPT, models.Decoder, models.LSTMLanguageModel)):
         context = getattr(found.model, "context", None) or _CONTEXT
         program = export.generation(program, found.model, context=min(context, _CONTEXT))
     folder, characters = Path(args.output or args.run), Path(args.run) / "characters.json"

@@ -14,7 +14,7 @@ DRAW = np.random.default_rng(0)
 VOCABULARY, CONTEXT = 11, 8
 GPT = models.GPT(VOCABULARY, 8, 2, 2, context=CONTEXT)
 UNSTACKED = dataclasses.replace(GPT, depth=1, stacked=False)
-LLAMA = models.Llama(VOCABULARY, 8, 2, 4, 2, 12, context=CONTEXT)
+DECODER = models.Decoder(VOCABULARY, 8, 2, 4, 2, 12, context=CONTEXT)
 BERT = models.Bert(VOCABULARY, 8, 2, 2, 16, context=CONTEXT)
 LSTM = models.LSTMLanguageModel(VOCABULARY, 8)
 TEXT, IMAGES = ("b, t", (f"t <= {CONTEXT}",)), ("b, h, w, 3", ("h >= 32", "w >= 32"))
@@ -22,7 +22,7 @@ TEXT, IMAGES = ("b, t", (f"t <= {CONTEXT}",)), ("b, h, w, 3", ("h >= 32", "w >= 
 # name -> model, symbolic shape of the input and its constraints, two sizes of each symbolic axis
 MODELS = {
     "GPT": (GPT, TEXT, {"b": (1, 3), "t": (CONTEXT, 5)}),
-    "Llama": (LLAMA, TEXT, {"b": (2, 3), "t": (1, CONTEXT)}),
+    "Decoder": (DECODER, TEXT, {"b": (2, 3), "t": (1, CONTEXT)}),
     "Bert": (BERT, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
     "LSTMLanguageModel": (LSTM, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
     "LSTMClassifier": (models.LSTMClassifier(3, VOCABULARY, 8), TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
@@ -35,8 +35,8 @@ MODELS = {
     "ViT": (models.ViT(8, 2, 2, classes=3, patch=4, size=8), ("b, 8, 8, 3", ()), {"b": (2, 3)}),
     "AlexNet": (models.AlexNet(classes=3, width=2, hidden=8), ("b, 224, 224, 3", ()), {"b": (1, 2)}),
 }
-TEXTS = "GPT", "Llama", "Bert", "LSTMLanguageModel", "LSTMClassifier", "TreeLSTM"
-RAGGED = "GPT", "Llama", "Bert", "LSTMLanguageModel", "LSTMClassifier"    # with lengths
+TEXTS = "GPT", "Decoder", "Bert", "LSTMLanguageModel", "LSTMClassifier", "TreeLSTM"
+RAGGED = "GPT", "Decoder", "Bert", "LSTMLanguageModel", "LSTMClassifier"    # with lengths
 
 
 def inputs(name, shape):

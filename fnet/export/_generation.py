@@ -23,7 +23,7 @@ def generation(program: Program, model: nn.Layer, *, context: int) -> Program:
 
     Args:
         program: of the model.
-        model: a decoder such as GPT, Llama or LSTMLanguageModel: `model(params, tokens, state=cache)` returns
+        model: a decoder such as GPT, Decoder or LSTMLanguageModel: `model(params, tokens, state=cache)` returns
             (logits [batch, time, vocab_size], cache), and `model.cache` creates the cache.
         context: the most tokens of a text.
 

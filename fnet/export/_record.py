@@ -14,6 +14,7 @@ from fnet.export._spec import Spec, spec
 
 RECORD = "model.json"
 _PACKAGE = "fnet.models"    # a record names classes of this package alone: reading it must not import other code
+_RENAMED = {"Llama": "Decoder"}    # classes in records of earlier versions
 
 
 class Record(NamedTuple):
@@ -81,7 +82,8 @@ def read_record(workdir: str | os.PathLike) -> Record:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         models = importlib.import_module(_PACKAGE)
-        kind = getattr(models, data["model"]) if data["model"] in models.__all__ else None
+        name = _RENAMED.get(data["model"], data["model"])
+        kind = getattr(models, name) if name in models.__all__ else None
         if kind is None or not dataclasses.is_dataclass(kind):
             raise ValueError(f"{data['model']!r} is not a model of {_PACKAGE}")
         inputs = {name: spec(x["shape"], x["dtype"], where=x["where"]) for name, x in data["inputs"].items()}

@@ -5,9 +5,9 @@ from fnet.models._alexnet import AlexNet
 from fnet.models._bert import Bert, Encoded, sentence_embedding
 from fnet.models._blocks import unstack
 from fnet.models._cnn import CNN
+from fnet.models._decoder import Decoder
 from fnet.models._gpt import GPT
 from fnet.models._images import ImageInput
-from fnet.models._llama import Llama
 from fnet.models._mlp import MLP
 from fnet.models._mobilenet import MobileNetV2
 from fnet.models._model import Model
@@ -24,8 +24,8 @@ from fnet.models.text._tokenizers import ByteTokenizer, CharTokenizer, HuggingFa
 from fnet.models.text._wordpiece import WordPiece
 
 __all__ = [
-    "CNN", "GPT", "MLP", "AlexNet", "Beams", "Bert", "ByteTokenizer", "CharTokenizer", "Encoded", "Generated",
-    "HuggingFaceTokenizer", "ImageInput", "LSTMClassifier", "LSTMLanguageModel", "LinearScaling", "Llama",
+    "CNN", "GPT", "MLP", "AlexNet", "Beams", "Bert", "ByteTokenizer", "CharTokenizer", "Decoder", "Encoded",
+    "Generated", "HuggingFaceTokenizer", "ImageInput", "LSTMClassifier", "LSTMLanguageModel", "LinearScaling",
     "Llama3Scaling", "LlamaBPE", "MobileNetV2", "Model", "ResNet", "ResNet9", "TreeLSTM", "Trees", "ViT", "WordPiece",
     "beam_search", "generate", "pack_trees", "padded", "pretrained", "read_tokenizer", "sentence_embedding", "stream",
     "stream_text", "unstack",

@@ -42,7 +42,7 @@ def unstack(model: nn.Layer, params: Mapping) -> tuple[nn.Layer, dict]:
         model, params = models.unstack(model, params)
 
     Args:
-        model: a GPT, Llama or Bert.
+        model: a GPT, Decoder or Bert.
         params: its parameters; those of the blocks are copied.
 
     Returns:

@@ -246,9 +246,9 @@ def _of_folder(path):
     """
     header = path / "model.bin" if path.is_dir() else path
     if header.suffix == ".bin" and header.is_file():
-        from fnet.models import Llama
+        from fnet.models import Decoder
 
-        return Llama.of_model_bin(header)
+        return Decoder.of_model_bin(header)
     return _config.model(path if path.is_dir() else path.parent, _classes())
 
 

@@ -15,7 +15,7 @@ from benchmarks.peers import _workloads as spec
 from fnet import models
 
 TINY = steps.Size(spec.GPT(2, 16, 16, 1, 2, 31, True), spec.ResNet(2, 32, (1, 1, 1, 1), 8, True, True, 5),
-                  models.Llama(31, 16, 2, 2, 1, 24, context=64, tied=True), 64)
+                  models.Decoder(31, 16, 2, 2, 1, 24, context=64, tied=True), 64)
 
 
 @pytest.mark.parametrize("name", [name if name == "gpt" else pytest.param(name, marks=pytest.mark.exhaustive)

@@ -69,7 +69,7 @@ def test_losses_and_averages_are_lowered():
 @pytest.mark.parametrize("base", ["int8", "dynamic", "int4", "nf4", "float8"])
 def test_a_step_on_a_quantized_base_compiles_for_a_slice(base):
     """QLoRA on four chips of a TPU v5e, with the base and its scales split."""
-    model, tx = models.Llama(512, 256, 2, 4, 2, 512, context=64), optax.adamw(1e-3)
+    model, tx = models.Decoder(512, 256, 2, 4, 2, 512, context=64), optax.adamw(1e-3)
 
     def init(key):
         params = compress.quantize(model.init(key, model.example())[0], {"blocks": FORMATS[base]})

@@ -13,7 +13,7 @@ from fnet import training as tr
 from fnet import transforms as ft
 from fnet.models import pretrained
 
-MODEL = models.Llama(32, 16, 2, 4, 2, 24, context=8)
+MODEL = models.Decoder(32, 16, 2, 4, 2, 24, context=8)
 TOKENS = jax.random.randint(jax.random.key(0), (2, 8), 0, 32)
 TX = optax.adamw(1e-2)
 FORMATS = {"blocks/down": compress.Int4(8), "blocks": compress.Int4(16), "head": compress.Int8()}

@@ -11,7 +11,7 @@ from fnet import compress, models
 from fnet import layers as nn
 from fnet import transforms as ft
 
-MODEL = models.Llama(32, 64, 3, 4, 2, 96, context=8)    # a scan over three blocks
+MODEL = models.Decoder(32, 64, 3, 4, 2, 96, context=8)    # a scan over three blocks
 TOKENS = jax.random.randint(jax.random.key(0), (2, 8), 0, 32)
 RULES = {"blocks": 4, "head": 2}
 

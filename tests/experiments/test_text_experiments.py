@@ -69,9 +69,9 @@ def filled(model):
 
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory):
-    """model.bin and tokenizer.bin of a small Llama."""
+    """model.bin and tokenizer.bin of a small Decoder."""
     folder = tmp_path_factory.mktemp("stories")
-    model = models.Llama(**LLAMA)
+    model = models.Decoder(**LLAMA)
     pretrained.save(model, filled(model), {}, folder / "model.bin")
     pieces = ["<unk>", "\n<s>\n", "\n</s>\n", *(f"<0x{byte:02X}>" for byte in range(256)), *HELD["llama_bpe"]["pieces"]]
     scores = [0.0] * 259 + HELD["llama_bpe"]["scores"]
@@ -127,7 +127,7 @@ def test_a_published_model_is_adapted_to_a_text(stories, tmp_path):
         f"{496 + 2 * (LLAMA['vocab_size'] + 16):,}")
     assert re.fullmatch(r"validation loss \d\.\d{4}", out.splitlines()[-1])
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    model = models.Llama(**LLAMA)
+    model = models.Decoder(**LLAMA)
     published, _ = pretrained.load(model, stories / "model.bin")
     merged, _ = pretrained.load(model, tmp_path / "run" / "merged" / "model.bin")
     base = compress.quantize(published, {"blocks/down": compress.Int4(8), "blocks": compress.Int4(16)})
@@ -244,14 +244,14 @@ def test_the_sizes_that_are_named():
 def test_prompts_in_text_out(stories):
     flags = [f"--weights={stories}", "--max_tokens=12"]           # model.bin says what it is
     out = finished(start("generate.py", *flags, "--temperature=0", "our revels", "now"))
-    model, words = models.Llama(**LLAMA), models.read_tokenizer(stories)
+    model, words = models.Decoder(**LLAMA), models.read_tokenizer(stories)
     params, _ = pretrained.load(model, stories)
     prompts = [words.encode("our revels"), words.encode("now")]
     tokens, lengths = models.padded(prompts)
     want = models.generate(model, params, tokens, max_tokens=12, temperature=0, lengths=lengths, stop=(1, 2))
     for prompt, row, length in zip(prompts, want.tokens, want.lengths):
         assert f"\n{words.decode([*prompt, *np.asarray(row[:length])])}\n" in out.replace("\r", "\n")
-    assert "Llama, " in out and f"\n{int(want.lengths.sum())} tokens in " in out
+    assert "Decoder, " in out and f"\n{int(want.lengths.sum())} tokens in " in out
 
 
 def test_sentences_compared(minilm, tmp_path):
@@ -327,7 +327,7 @@ def test_errors_are_one_line_and_exit_2(tmp_path, stories, minilm, every):
 
 def test_both_forms_of_the_weights_are_one(stories):
     """What generate.py does on a CPU: blocks one by one."""
-    model = models.Llama(**LLAMA)
+    model = models.Decoder(**LLAMA)
     params, _ = pretrained.load(model, stories)
     apart, taken = models.unstack(model, params)
     assert not apart.stacked and set(taken["blocks"]) == {"0"}

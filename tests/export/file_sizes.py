@@ -22,7 +22,7 @@ MODELS = {      # model, type of its input, and the sizes of the LiteRT model
                          {"b": 1, "t": 64}),
     "GPT, 6 blocks of width 384": (models.GPT(256, 384, 6, 6, context=256),
                                    export.spec(TEXT, "int32", where="t <= 256"), {"b": 1, "t": 64}),
-    "Llama (stories15M)": (models.Llama(**models.Llama.PRESETS["stories15m"]),
+    "Llama (stories15M)": (models.Decoder(**models.Decoder.PRESETS["stories15m"]),
                            export.spec(TEXT, "int32", where="t <= 256"), {"b": 1, "t": 64}),
     "LSTM of width 512": (models.LSTMLanguageModel(256, 512), export.spec(TEXT, "int32"), {"b": 1, "t": 16}),
 }

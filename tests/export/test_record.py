@@ -87,13 +87,21 @@ def test_a_language_model_has_the_entries_with_which_a_server_generates(tmp_path
 
 
 @pytest.mark.parametrize("model", [
-    MODEL, models.GPT(11, 8, 2, 2, context=8), models.MLP((6, 3)), models.Llama(11, 8, 2, 4, 2, 12),
+    MODEL, models.GPT(11, 8, 2, 2, context=8), models.MLP((6, 3)), models.Decoder(11, 8, 2, 4, 2, 12),
     models.LSTMLanguageModel(11, 8), models.Bert(11, 8, 2, 2, 16), models.ViT(8, 2, 2, patch=4, size=8)],
     ids=lambda model: type(model).__name__)
 def test_a_model_is_read_as_it_was_recorded(model, tmp_path):
     export.record(tmp_path, model, x=export.spec("b, t", "int32", where="t <= 8"))
     found = export.read_record(tmp_path)
     assert found.model == model and found.inputs == {"x": export.spec("b, t", "int32", where="t <= 8")}
+
+
+def test_a_class_is_read_under_its_earlier_name(tmp_path):
+    model = models.Decoder(11, 8, 2, 4, 2, 12)
+    export.record(tmp_path, model, x=export.spec("b, t", "int32"))
+    path = tmp_path / "model.json"
+    path.write_text(path.read_text().replace('"Decoder"', '"Llama"'))
+    assert export.read_record(tmp_path).model == model
 
 
 def test_errors(run, tmp_path, capsys):

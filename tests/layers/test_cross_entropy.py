@@ -134,7 +134,7 @@ def test_heads():
 
 @pytest.mark.parametrize("model", [
     models.GPT(19, 16, 1, 2, context=8),
-    models.Llama(19, 16, 1, 2, 1, 24), models.Llama(19, 16, 1, 2, 2, 24, tied=True),
+    models.Decoder(19, 16, 1, 2, 1, 24), models.Decoder(19, 16, 1, 2, 2, 24, tied=True),
     models.LSTMLanguageModel(19, 8, 1), models.LSTMLanguageModel(19, 8, 1, tied=True),
 ], ids=["gpt", "llama", "llama tied", "lstm", "lstm tied"])
 def test_models(model):

@@ -66,13 +66,13 @@ VIT = {
 TIMM = {"num_classes": 1000, "num_features": 2048, "pretrained_cfg": {"tag": "tv_in1k", "input_size": [3, 224, 224]}}
 
 PUBLISHED = {
-    "llama2-7b": (models.Llama.preset("llama2-7b"), LLAMA_2),
-    "tinyllama": (models.Llama.preset("tinyllama-1.1b"), TINY_LLAMA),
-    "smollm": (models.Llama.preset("smollm-135m"), SMOL),
-    "llama3-8b": (models.Llama.preset("llama3-8b"), LLAMA_3),
-    "llama3.1-8b": (models.Llama.preset("llama3-8b", context=131072, rope_scaling=models.Llama3Scaling(8, 1, 4, 8192)),
-                    LLAMA_31),
-    "mistral-7b": (models.Llama(32000, 4096, 32, 32, 8, 14336, context=32768, window=4096), MISTRAL),
+    "llama2-7b": (models.Decoder.preset("llama2-7b"), LLAMA_2),
+    "tinyllama": (models.Decoder.preset("tinyllama-1.1b"), TINY_LLAMA),
+    "smollm": (models.Decoder.preset("smollm-135m"), SMOL),
+    "llama3-8b": (models.Decoder.preset("llama3-8b"), LLAMA_3),
+    "llama3.1-8b": (models.Decoder.preset("llama3-8b", context=131072,
+                                          rope_scaling=models.Llama3Scaling(8, 1, 4, 8192)), LLAMA_31),
+    "mistral-7b": (models.Decoder(32000, 4096, 32, 32, 8, 14336, context=32768, window=4096), MISTRAL),
     "gpt2": (models.GPT.preset("gpt2"), GPT2),
     "gpt2-medium": (models.GPT.preset("gpt2-medium"), GPT2 | {
         "n_embd": 1024, "n_head": 16, "n_layer": 24, "n_special": 0, "predict_special_tokens": True}),
@@ -100,7 +100,7 @@ def refused(folder, model, config, text):
     assert str(error.value).startswith(str(folder / "config.json")) and "\n" not in str(error.value)
 
 
-SMALL = models.Llama(64, 32, 2, 4, 2, 48, context=64)
+SMALL = models.Decoder(64, 32, 2, 4, 2, 48, context=64)
 CONFIG = LLAMA | {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
                   "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
 ENCODER = models.Bert(64, 32, 2, 4, 48, context=64)

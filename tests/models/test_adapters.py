@@ -14,8 +14,8 @@ from fnet import transforms as ft
 from fnet.models import pretrained
 
 TOKENS = jnp.array([[1, 5, 9, 2], [3, 3, 0, 7]])
-MODELS = {"llama": models.Llama(24, 16, 3, 4, 2, 20, context=16), "gpt": models.GPT(24, 16, 2, 4, context=16),
-          "unstacked": models.Llama(24, 16, 2, 4, 2, 20, context=16, stacked=False)}
+MODELS = {"llama": models.Decoder(24, 16, 3, 4, 2, 20, context=16), "gpt": models.GPT(24, 16, 2, 4, context=16),
+          "unstacked": models.Decoder(24, 16, 2, 4, 2, 20, context=16, stacked=False)}
 
 
 def start(name):
@@ -97,7 +97,7 @@ def test_save_and_load(name, tmp_path):
 
 
 @pytest.mark.parametrize(("factors", "config", "message"), [
-    ({"model.layers.9.self_attn.q_proj": pair(16, 16)}, {}, "no kernel of this Llama has the keys 'model.layers.9"),
+    ({"model.layers.9.self_attn.q_proj": pair(16, 16)}, {}, "no kernel of this Decoder has the keys 'model.layers.9"),
     ({"lm_head": pair(16, 25)}, {}, r"expected factors for a kernel \(16, 24\), got \(2, 16\) and \(25, 2\)"),
     ({"lm_head": pair(16, 24)}, {"use_dora": True}, "use_dora=True is not supported; expected False"),
     ({"lm_head": pair(16, 24)}, {"peft_type": "LOHA"}, "peft_type='LOHA' is not supported; expected 'LORA'"),

@@ -98,7 +98,7 @@ def test_an_absent_field_has_transformers_default(name, tmp_path):
     ({"sliding_window": 16}, "'sliding_window' is 16, the model has window=None"),
     ({"model_type": "mistral", "architectures": None},
      "'sliding_window' is absent, i.e. 4096, the model has window=None"),
-    ({"model_type": "gemma"}, "'model_type' is 'gemma': these weights are for another model. A Llama reads "
+    ({"model_type": "gemma"}, "'model_type' is 'gemma': these weights are for another model. A Decoder reads "
      "'model_type' 'llama' or 'model_type' 'mistral'$"),
     ({"model_type": ["llama"]}, r"'model_type' is \['llama'\]: these weights"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "expected one of LlamaForCausalLM"),

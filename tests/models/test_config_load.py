@@ -1,4 +1,4 @@
-"""config.json through pretrained.load, and the outputs of a Llama with each of its fields."""
+"""config.json through pretrained.load, and the outputs of a Decoder with each of its fields."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ def test_load_compares(tmp_path):
         assert jax.tree.structure(pretrained.load(SMALL, path)[0]) == jax.tree.structure(params)
     written(tmp_path, CONFIG | {"rope_theta": 5e5})
     for path in (file, tmp_path):
-        with pytest.raises(ValueError, match=r"config.json does not describe this Llama: 'rope_theta' is 500000.0"):
+        with pytest.raises(ValueError, match=r"config.json does not describe this Decoder: 'rope_theta' is 500000.0"):
             pretrained.load(SMALL, path)
     pretrained.load(dataclasses.replace(SMALL, rotary_base=5e5), tmp_path)
     pretrained.load(SMALL, tmp_path, check_config=False)
@@ -73,7 +73,7 @@ def test_a_folder_without_a_known_model(tmp_path):
         pretrained.load(tmp_path)
     with pytest.raises(ValueError, match="expected a model or the name of a preset before the path"):
         pretrained.load(tmp_path, tmp_path)
-    with pytest.raises(TypeError, match="pass the path of the weights for this Llama"):
+    with pytest.raises(TypeError, match="pass the path of the weights for this Decoder"):
         pretrained.load(SMALL)
 
 
@@ -121,7 +121,7 @@ def test_a_model_of_your_own(tmp_path):
     pretrained.load(Tower(), tmp_path)
 
 
-# What Llama's new fields compute.
+# What Decoder's fields compute.
 
 
 def numpy_llama(params, tokens, model, rates):

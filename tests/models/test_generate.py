@@ -20,7 +20,7 @@ from fnet.models.text._sampling import Sampling, likeliest, pick
 VOCAB = 20
 MODELS = {
     "gpt": models.GPT(VOCAB, 16, 2, 2, context=40),
-    "llama": models.Llama(VOCAB, 16, 2, 4, 2, 24, context=40),
+    "llama": models.Decoder(VOCAB, 16, 2, 4, 2, 24, context=40),
     "lstm": models.LSTMLanguageModel(VOCAB, 16, tied=True),
 }
 PROMPTS = np.random.default_rng(0).integers(1, VOCAB, (3, 7)).astype(np.int32)

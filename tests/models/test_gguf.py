@@ -10,9 +10,9 @@ from fnet import transforms as ft
 from fnet.models import pretrained
 
 gguf = pytest.importorskip("gguf")
-MODEL = models.Llama(vocab_size=40, width=64, depth=2, heads=4, kv_heads=2, hidden=96, context=32, interleaved=True,
+MODEL = models.Decoder(vocab_size=40, width=64, depth=2, heads=4, kv_heads=2, hidden=96, context=32, interleaved=True,
                      epsilon=1e-5)
-TIED = models.Llama(vocab_size=40, width=64, depth=2, heads=4, kv_heads=4, hidden=96, context=32, interleaved=True,
+TIED = models.Decoder(vocab_size=40, width=64, depth=2, heads=4, kv_heads=4, hidden=96, context=32, interleaved=True,
                     tied=True, epsilon=1e-6)
 BLOCK = {"attention/query": "attn_q", "attention/key": "attn_k", "attention/value": "attn_v",
          "attention/out": "attn_output", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}

@@ -26,8 +26,8 @@ from fnet.models import pretrained
 ROOT = pathlib.Path(__file__).parents[2]
 MODELS = {
     "gpt": models.GPT(69, 32, 2, 4, context=32),
-    "llama": models.Llama(69, 32, 2, 4, 2, 48, context=64),
-    "llama_tied": models.Llama(69, 32, 2, 4, 4, 48, context=64, tied=True),
+    "llama": models.Decoder(69, 32, 2, 4, 2, 48, context=64),
+    "llama_tied": models.Decoder(69, 32, 2, 4, 4, 48, context=64, tied=True),
     "bert": models.Bert(69, 32, 2, 4, 48, context=20),
 }
 DECODERS = ("gpt", "llama", "llama_tied")
@@ -36,14 +36,14 @@ PUBLISHED = {
     (models.GPT, "gpt2-medium"): 354_823_168,
     (models.GPT, "gpt2-large"): 774_030_080,
     (models.GPT, "gpt2-xl"): 1_557_611_200,
-    (models.Llama, "stories260k"): 260_032,          # llama2.c's sizes, counted from its model.py
-    (models.Llama, "stories15m"): 15_191_712,
-    (models.Llama, "stories42m"): 41_689_600,
-    (models.Llama, "stories110m"): 109_529_856,
-    (models.Llama, "smollm-135m"): 134_515_008,      # the hub's count of the published file, as all below
-    (models.Llama, "tinyllama-1.1b"): 1_100_048_384,
-    (models.Llama, "llama2-7b"): 6_738_415_616,
-    (models.Llama, "llama3-8b"): 8_030_261_248,
+    (models.Decoder, "stories260k"): 260_032,          # llama2.c's sizes, counted from its model.py
+    (models.Decoder, "stories15m"): 15_191_712,
+    (models.Decoder, "stories42m"): 41_689_600,
+    (models.Decoder, "stories110m"): 109_529_856,
+    (models.Decoder, "smollm-135m"): 134_515_008,      # the hub's count of the published file, as all below
+    (models.Decoder, "tinyllama-1.1b"): 1_100_048_384,
+    (models.Decoder, "llama2-7b"): 6_738_415_616,
+    (models.Decoder, "llama3-8b"): 8_030_261_248,
     (models.Bert, "bert-base-uncased"): 109_482_240,
     (models.Bert, "bert-large-uncased"): 335_141_888,
     (models.Bert, "minilm-l6"): 22_713_216,
@@ -185,7 +185,7 @@ def filled(model):
 @pytest.mark.parametrize("tied", [True, False])
 def test_llama2c_files(tied, tmp_path):
     """A model.bin out and in again, and an independent reader's logits and greedy text."""
-    model = models.Llama(50, 16, 2, 4, 2, 24, context=32, interleaved=True, tied=tied)
+    model = models.Decoder(50, 16, 2, 4, 2, 24, context=32, interleaved=True, tied=tied)
     params = filled(model)
     path = pretrained.save(model, params, {}, tmp_path / "model.bin")
     close(pretrained.load(model, path)[0], params, 0)
@@ -196,11 +196,11 @@ def test_llama2c_files(tied, tmp_path):
     logits, decoder = jax.jit(model)(params, jnp.array([prompt]))[0], Decoder(raw)
     np.testing.assert_allclose(logits, np.stack([decoder(token) for token in prompt]), rtol=1e-4, atol=1e-5)
 
-    assert models.Llama.of_model_bin(path) == model
-    with pytest.raises(ValueError, match=r"model\.bin has 4 attention heads; this Llama has 8"):
+    assert models.Decoder.of_model_bin(path) == model
+    with pytest.raises(ValueError, match=r"model\.bin has 4 attention heads; this Decoder has 8"):
         pretrained.load(dataclasses.replace(model, heads=8, kv_heads=4), path)
-    with pytest.raises(ValueError, match=r"need a Llama with interleaved=True, got interleaved=False"):
-        pretrained.load(models.Llama(50, 16, 2, 4, 2, 24, context=32, tied=tied), path)
+    with pytest.raises(ValueError, match=r"need a Decoder with interleaved=True, got interleaved=False"):
+        pretrained.load(models.Decoder(50, 16, 2, 4, 2, 24, context=32, tied=tied), path)
 
 
 HEADERS = {    # run.c's seven integers, of which the rest of the file is said to be full
@@ -213,7 +213,7 @@ HEADERS = {    # run.c's seven integers, of which the rest of the file is said t
 
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 def test_hostile_headers(header, tmp_path):
-    model = models.Llama(50, 16, 2, 4, 2, 24, context=32, interleaved=True, tied=True)
+    model = models.Decoder(50, 16, 2, 4, 2, 24, context=32, interleaved=True, tied=True)
     path = pretrained.save(model, filled(model), {}, tmp_path / "model.bin")
     path.write_bytes(np.array(header, "<i4").tobytes() + path.read_bytes()[28:])
     with pytest.raises(ValueError, match=r"model\.bin"):

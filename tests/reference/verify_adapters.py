@@ -23,7 +23,7 @@ def cases(transformers):
         intermediate_size=20, max_position_embeddings=16, rms_norm_eps=1e-5)
     gpt2 = transformers.GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=4, n_positions=16)
     return {
-        "Llama": (transformers.LlamaForCausalLM(llama).eval(), models.Llama(24, 16, 3, 4, 2, 20, context=16),
+        "Llama": (transformers.LlamaForCausalLM(llama).eval(), models.Decoder(24, 16, 3, 4, 2, 20, context=16),
                   {"target_modules": ["q_proj", "v_proj", "down_proj"], "rank_pattern": {"layers.1.mlp.down_proj": 2}}),
         "GPT-2": (transformers.GPT2LMHeadModel(gpt2).eval(), models.GPT(24, 16, 2, 4, context=16),
                   {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True})}

@@ -42,11 +42,11 @@ DECODER = {
 # (fnet's model, the class of transformers, its configuration, {field: other values})
 FAMILIES = {
     "llama": (
-        models.Llama(64, 32, 2, 4, 2, 48, context=64, epsilon=1e-6), "LlamaForCausalLM",
+        models.Decoder(64, 32, 2, 4, 2, 48, context=64, epsilon=1e-6), "LlamaForCausalLM",
         SIZES | dict(num_key_value_heads=2, max_position_embeddings=64),
         DECODER | {"attention_bias": [True], "mlp_bias": [True], "pretraining_tp": [2]}),
     "mistral": (
-        models.Llama(64, 32, 2, 4, 2, 48, context=64, epsilon=1e-6, window=7), "MistralForCausalLM",
+        models.Decoder(64, 32, 2, 4, 2, 48, context=64, epsilon=1e-6, window=7), "MistralForCausalLM",
         SIZES | dict(num_key_value_heads=2, max_position_embeddings=64, sliding_window=7),
         DECODER | {"sliding_window": [None, 1, 3, 64, 4096]}),
     "gpt2": (

@@ -23,7 +23,7 @@ def networks(torch, transformers):
             intermediate_size=20, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.5,
             bos_token_id=None, eos_token_id=None, pad_token_id=0)
         network = transformers.LlamaForCausalLM(config).eval()
-        model = models.Llama(24, 16, 2, 4, 2, 20, context=64)
+        model = models.Decoder(24, 16, 2, 4, 2, 20, context=64)
         with tempfile.TemporaryDirectory() as folder:
             network.save_pretrained(folder)
             params, _ = pretrained.load(model, folder)

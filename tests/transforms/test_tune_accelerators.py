@@ -114,7 +114,7 @@ def test_other_lookups_stay():
 
 
 def test_a_step_of_a_language_model():
-    model = models.Llama(19, 16, 2, 2, 1, 24)
+    model = models.Decoder(19, 16, 2, 2, 1, 24)
     tokens = jnp.asarray(RANDOM.integers(0, 19, (2, 9)), jnp.int32)
     params, _ = model.init(jax.random.key(0), tokens[:, :-1])
     step = jax.value_and_grad(lambda params: model.cross_entropy(params, tokens[:, :-1], tokens[:, 1:]).mean())

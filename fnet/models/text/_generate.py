@@ -75,7 +75,7 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
 
     Args:
         model: a decoder: `model(params, tokens, lengths=, state=cache)` returns logits [batch, time, vocab_size], and
-            `model.cache` creates the cache. Examples are GPT, Llama and LSTMLanguageModel.
+            `model.cache` creates the cache. Examples are GPT, Decoder and LSTMLanguageModel.
         params: its parameters.
         prompts: integers [batch, time], at least one token in each example, padded on the right.
         key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example depend on its index in

@@ -1,4 +1,4 @@
-"""GGUF files of llama.cpp: a Llama with its quantized kernels."""
+"""GGUF files of llama.cpp: a Decoder with its quantized kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.compress import Int4, Int8, Quantized
-from fnet.models._llama import Llama, _block
+from fnet.models._decoder import Decoder, _block
 from fnet.models._rope import LinearScaling
 from fnet.models.weights import _hub, _key_map, _match
 from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule
@@ -26,8 +26,8 @@ _FIELDS = {"block_count": "depth", "embedding_length": "width", "feed_forward_le
 _FORMATS = {"Q8_0": Int8(32), "Q4_0": Int4(32)}
 
 
-def load_gguf(path: str | os.PathLike) -> tuple[Llama, dict, dict]:
-    """Reads a Llama from a GGUF file of llama.cpp.
+def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
+    """Reads a Decoder from a GGUF file of llama.cpp.
 
         model, params, _ = pretrained.load_gguf("llama-q4_0.gguf")
         logits = ft.use_implicit_arrays(model)(params, tokens)
@@ -54,7 +54,7 @@ def load_gguf(path: str | os.PathLike) -> tuple[Llama, dict, dict]:
               if name.startswith(("general.architecture", "llama."))}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     model = _model(file, fields, tensors)
-    key_map = _key_map.key_map(_NAMES, "", _match.leaves_of(model)[1], "Llama (gguf)")
+    key_map = _key_map.key_map(_NAMES, "", _match.leaves_of(model)[1], "Decoder (gguf)")
     wanted = key_map.keys()
     for what, names in (("lacks", wanted.keys() - tensors.keys()), ("also contains", tensors.keys() - wanted.keys())):
         if names:
@@ -89,7 +89,7 @@ def _open(file: Path):
         raise ValueError(f"{file} is not a GGUF file that can be read ({type(error).__name__}: {error})") from None
 
 
-def _model(file, fields, tensors) -> Llama:
+def _model(file, fields, tensors) -> Decoder:
     architecture = fields.pop("general.architecture", None)
     if architecture != "llama":
         raise ValueError(f"{file}: expected the architecture 'llama'; got {architecture!r}")
@@ -113,7 +113,7 @@ def _model(file, fields, tensors) -> Llama:
             raise ValueError(f"{file}: llama.{name}={value!r} is not supported"
                              + (f"; expected {known[name]}" if name in known else ""))
     try:
-        return Llama(vocab_size=vocab_size, interleaved=True, tied="output.weight" not in tensors, **options)
+        return Decoder(vocab_size=vocab_size, interleaved=True, tied="output.weight" not in tensors, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
 

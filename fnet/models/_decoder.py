@@ -1,4 +1,4 @@
-"""Llama: a decoder of text with rotary positions, RMSNorm, SwiGLU and grouped-query attention; published sizes."""
+"""Decoders of text with rotary positions, RMSNorm, SwiGLU and grouped-query attention; published sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule, Spare, T
 
 
 @nn.layer
-def llama_block(scope, x, lengths=None, *, heads, kv_heads, head_dim, hidden, rotary, window, epsilon):
+def decoder_block(scope, x, lengths=None, *, heads, kv_heads, head_dim, hidden, rotary, window, epsilon):
     norm = nn.RMSNorm(epsilon=epsilon)                                     # [batch, time, width]
     attention = nn.Attention(heads, kv_heads=kv_heads, head_dim=head_dim, causal=True, rotary=rotary, window=window,
                              use_bias=False)
@@ -61,7 +61,7 @@ _MISTRAL = _CONFIG | {
 _LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_weight")
 
 
-class Llama(LanguageModel):
+class Decoder(LanguageModel):
     """A decoder of text: Llama 1 to 3.1, Mistral 7B, and the small models of llama2.c.
 
     Rotary positions; blocks of causal grouped-query attention and a SwiGLU, `down(silu(gate(x)) * up(x))`, with an
@@ -96,7 +96,7 @@ class Llama(LanguageModel):
     Grattafiori et al. (2024), The Llama 3 Herd of Models. SwiGLU: Shazeer (2020), GLU Variants Improve Transformer.
     Sizes of the stories models: Karpathy's llama2.c.
 
-    >>> model = models.Llama.preset("stories260k")
+    >>> model = models.Decoder.preset("stories260k")
     >>> nn.count_parameters(model.spec(model.example()).params)
     260032
     """
@@ -162,7 +162,7 @@ class Llama(LanguageModel):
     def _body(self, scope, tokens, lengths):                               # [batch, time]
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         rotary = nn.Rotary(self.rotary_base, interleaved=self.interleaved, scaling=self.rope_scaling)
-        block = llama_block(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden,
+        block = decoder_block(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden,
                             rotary=rotary, window=self.window, epsilon=self.epsilon)
         x = Blocks(block, self.depth, self.stacked)(scope["blocks"], embed(at, tokens), lengths=lengths)
         x = nn.RMSNorm(epsilon=self.epsilon)(scope["norm"], x)             # [batch, time, width]
@@ -171,7 +171,7 @@ class Llama(LanguageModel):
         return nn.Dense(self.vocab_size, use_bias=False, axes=("embed", "vocab")), scope["head"], x
 
     @classmethod
-    def of_model_bin(cls, path: str | os.PathLike) -> Llama:
+    def of_model_bin(cls, path: str | os.PathLike) -> Decoder:
         """Returns the configuration in the header of a model.bin of llama2.c.
 
         Raises:
