@@ -197,6 +197,12 @@ def test_errors_of_streams_and_beams():
         next(models.stream(model, params, PROMPTS, max_tokens=0, temperature=0))
     with pytest.raises(ValueError, match="expected a sequence of strings as stop, none of them empty; got 'END'"):
         next(models.stream_text(model, params, models.ByteTokenizer(), "a", stop="END", max_tokens=3))
+    with pytest.raises(TypeError, match="stream: unknown option 'top_n'; options of sampling are temperature, top_k, "):
+        next(models.stream(model, params, PROMPTS, max_tokens=3, temperature=0, top_n=4))
+    for options in {"samples": 2}, {"lengths": [3]}:
+        text = f"stream_text: {next(iter(options))} is an option of `stream`; stream_text generates one text"
+        with pytest.raises(TypeError, match=text):
+            next(models.stream_text(model, params, models.ByteTokenizer(), "a", max_tokens=3, **options))
     with pytest.raises(ValueError, match="beam_search: beams must be an integer >= 1; got 0"):
         models.beam_search(model, params, PROMPTS, beams=0, max_tokens=4)
     with pytest.raises(ValueError, match="beam_search: prompts of 7 tokens and max_tokens=35 exceed"):

@@ -35,9 +35,12 @@ def sampling(caller: str, **options) -> Sampling:
     """The options, checked.
 
     Raises:
+        TypeError: there is no option of this name.
         ValueError: one is outside its range.
     """
     for name, value in options.items():
+        if name not in _RANGES:
+            raise TypeError(f"{caller}: unknown option {name!r}; options of sampling are {', '.join(_RANGES)}")
         low, high = _RANGES[name]
         if value is not None and not isinstance(value, jax.core.Tracer) and not low <= value <= high:
             span = f">= {low}" if high == np.inf else f"from {low:g} to {high:g}"

@@ -82,6 +82,8 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
     """
     if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stream_text: expected a sequence of strings as stop, none of them empty; got {stop!r}")
+    for name in {"samples", "lengths"} & options.keys():
+        raise TypeError(f"stream_text: {name} is an option of `stream`; stream_text generates one text")
     start = [int(token) for token in tokenizer.encode(prompt)]
     tokens, sent, begin = list(start), 0, len(tokenizer.decode(start)) if start else 0
     for token, in stream(model, params, [start], key, stop=tokenizer.stop, **options):
