@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import close
+from other_libraries import IMAGE, equinox_model, flax_model, haiku_model
 from test_bundles import specs_of
 from zoo import MODELS, build, inputs
 
@@ -19,7 +20,6 @@ from fnet import transforms as ft
 from fnet.export import _litert
 
 pytestmark = pytest.mark.usefixtures("quickly")
-IMAGE = np.random.default_rng(0).normal(size=(3, 8, 8, 1)).astype(np.float32)
 QUICK = "CNN", "GPT"
 
 
@@ -91,48 +91,23 @@ def compared(f, params, x, path, /, sizes, **specs):
 
 @pytest.mark.exhaustive
 def test_a_flax_model(litert, tmp_path):
-    from flax import linen
-
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            x = linen.max_pool(linen.relu(linen.Conv(4, (3, 3))(x)), (2, 2), (2, 2))
-            x = linen.LayerNorm()(x.reshape(x.shape[0], -1))
-            return linen.Dense(10)(linen.gelu(x))
-
+    f, params, x = flax_model()
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        params = Net().init(jax.random.key(0), IMAGE)
-        compared(Net().apply, params, IMAGE, tmp_path / "f.tflite", {"b": 3}, x=export.spec("b, 8, 8, 1"))
+        compared(f, params, x, tmp_path / "f.tflite", {"b": 3}, x=export.spec("b, 8, 8, 1"))
 
 
 @pytest.mark.exhaustive
 def test_an_equinox_model(litert, tmp_path):
-    import equinox as eqx
-
-    keys = jax.random.split(jax.random.key(0), 2)
-    net = eqx.nn.Sequential([eqx.nn.Linear(6, 8, key=keys[0]), eqx.nn.Lambda(jax.nn.gelu), eqx.nn.LayerNorm(8),
-                             eqx.nn.Linear(8, 3, key=keys[1])])
-    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
-    params, static = eqx.partition(net, eqx.is_array)
+    f, params, x = equinox_model()
     with jax.numpy_rank_promotion("allow"):
-        compared(lambda params, x: jax.vmap(eqx.combine(params, static))(x), params, x, tmp_path / "f.tflite",
-                 {"b": 4}, x=export.spec("b, 6"))
+        compared(f, params, x, tmp_path / "f.tflite", {"b": 4}, x=export.spec("b, 6"))
 
 
 @pytest.mark.exhaustive
 def test_a_haiku_model(litert, tmp_path):
-    import haiku as hk
-
-    def net(x):
-        x = hk.Embed(11, 8)(x)
-        y, _ = hk.dynamic_unroll(hk.LSTM(6), x, hk.LSTM(6).initial_state(x.shape[0]), time_major=False)
-        return hk.Linear(3)(y)
-
-    f = hk.without_apply_rng(hk.transform(net))
-    tokens = np.random.default_rng(0).integers(0, 11, (2, 5)).astype(np.int32)
+    f, params, x = haiku_model()
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        params = f.init(jax.random.key(0), tokens)
-        compared(f.apply, params, tokens, tmp_path / "f.tflite", {"b": 2}, x=export.spec("b, 5", "int32"))
+        compared(f, params, x, tmp_path / "f.tflite", {"b": 2}, x=export.spec("b, 5", "int32"))
 
 
 def test_weights_of_fewer_bits(litert, tmp_path):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import close
+from other_libraries import IMAGE, equinox_model, flax_model, haiku_model
 from test_bundles import QUICK, specs_of
 from test_renew import PROGRAMS, normal
 from zoo import MODELS, build, inputs
@@ -101,54 +102,24 @@ def compared(f, params, path, x, /, **specs):
         close(a, np.asarray(b), 1e-5)
 
 
-IMAGE = np.random.default_rng(0).normal(size=(3, 8, 8, 1)).astype(np.float32)
-
-
 def test_a_flax_model(tmp_path):
-    from flax import linen
-
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            x = linen.relu(linen.Conv(4, (3, 3))(x))
-            x = linen.max_pool(x, (2, 2), (2, 2))
-            x = linen.LayerNorm()(x.reshape(x.shape[0], -1))
-            return linen.Dense(10)(linen.gelu(x))
-
-    net = Net()
+    f, params, x = flax_model()
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        params = net.init(jax.random.key(0), IMAGE)
-        compared(net.apply, params, tmp_path / "f.onnx", [IMAGE], x=export.spec("b, 8, 8, 1"))
+        compared(f, params, tmp_path / "f.onnx", [x], x=export.spec("b, 8, 8, 1"))
 
 
 @pytest.mark.exhaustive
 def test_an_equinox_model(tmp_path):
-    import equinox as eqx
-
-    keys = jax.random.split(jax.random.key(0), 2)
-    net = eqx.nn.Sequential([eqx.nn.Linear(6, 8, key=keys[0]), eqx.nn.Lambda(jax.nn.gelu), eqx.nn.LayerNorm(8),
-                             eqx.nn.Linear(8, 3, key=keys[1])])
-    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
-    params, static = eqx.partition(net, eqx.is_array)
-    f = lambda params, x: jax.vmap(eqx.combine(params, static))(x)
+    f, params, x = equinox_model()
     with jax.numpy_rank_promotion("allow"):
         compared(f, params, tmp_path / "f.onnx", [x], x=export.spec("b, 6"))
 
 
 @pytest.mark.exhaustive
 def test_a_haiku_model(tmp_path):
-    import haiku as hk
-
-    def net(x):
-        x = hk.Embed(11, 8)(x)
-        y, _ = hk.dynamic_unroll(hk.LSTM(6), x, hk.LSTM(6).initial_state(x.shape[0]), time_major=False)
-        return hk.Linear(3)(y)
-
-    f = hk.without_apply_rng(hk.transform(net))
-    tokens = np.random.default_rng(0).integers(0, 11, (2, 5)).astype(np.int32)
+    f, params, x = haiku_model()
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        params = f.init(jax.random.key(0), tokens)
-        compared(f.apply, params, tmp_path / "f.onnx", [tokens], x=export.spec("b, 5", "int32"))
+        compared(f, params, tmp_path / "f.onnx", [x], x=export.spec("b, 5", "int32"))
 
 
 def test_a_training_step(tmp_path):
