@@ -22,6 +22,7 @@ from fnet.hardware._probe import timings
 from fnet.hardware._roofline import seconds_text
 
 _GAIN = 0.97    # a format is selected up to this fraction of the time
+_ORIGINAL = "original"    # the name of the parameter's own dtype among those of formats
 _COLD, _WORK = 2**25, 2e9    # a probe reads so many bytes of parameters, but computes at most so many FLOPs
 
 
@@ -32,13 +33,13 @@ class Advised:
     Attributes:
         path: of the parameter.
         product: its products, as text.
-        bytes, seconds: {name of a format: bytes of the parameter, seconds of its products}; "as it is" is that of the
+        bytes, seconds: {name of a format: bytes of the parameter, seconds of its products}; "original" is that of the
             parameter itself. A format that cannot represent the parameter is missing.
         format: the format that is advised, or None.
         reason: why.
 
     >>> from fnet import compress
-    >>> row = compress.Advised("w", "[8, 4] x [4, 2]", {"as it is": 32}, {"as it is": 1e-6}, None, "the first product")
+    >>> row = compress.Advised("w", "[8, 4] x [4, 2]", {"original": 32}, {"original": 1e-6}, None, "the first product")
     >>> row.format is None
     True
     """
@@ -60,7 +61,7 @@ class Advice(Mapping):
         measured: whether times were measured on it. Otherwise they are estimates from its peaks.
         rows: one `Advised` for each parameter of a product.
         formats: {name: format}.
-        before: seconds of the function with the parameters as they are, or None.
+        before: seconds of the function with the original parameters, or None.
         after: seconds of the function with the advised formats, or None.
 
     >>> from fnet import compress
@@ -112,8 +113,8 @@ class Advice(Mapping):
         """Seconds of the function. Its other operations take the same time."""
         if self.before is None:
             return None
-        old = sum(row.seconds["as it is"] for row in self.rows)
-        new = sum(row.seconds[formats.get(row.path, "as it is")] for row in self.rows)
+        old = sum(row.seconds[_ORIGINAL] for row in self.rows)
+        new = sum(row.seconds[formats.get(row.path, _ORIGINAL)] for row in self.rows)
         # Probes of separate products may take longer than the whole function, which then consists of products alone.
         return self.before - old + new if old <= self.before else self.before * new / old
 
@@ -130,8 +131,9 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
         small = compress.quantize(params, advice)
 
     On the chip that holds the arguments, each product is timed in each format, with as many copies of the parameter as
-    exceed the caches, and the function itself is timed as it is; the other operations are assumed to take the same
-    time afterwards. For another chip, times are estimates: the longer of FLOPs / peak rate and bytes / bandwidth, and
+    exceed the caches, between elementwise operations like those of a network, with which rounding and scaling fuse. The
+    function itself is timed with the original parameters; its other operations are assumed to take the same time
+    afterwards. For another chip, times are estimates: the longer of FLOPs / peak rate and bytes / bandwidth, and
     the decoding of codes. A format is advised for a parameter if its products take less than 97 % of the time; the
     fastest format is selected. Accuracy is not considered: measure it, and see `calibrate`.
 
@@ -186,7 +188,7 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
         before = _median(f, params, *args)
     else:
         before = hw.roofline(f, params, *args, chip=chip, measure=False).total.seconds
-        before = None if any("as it is" not in row.seconds for row in rows) else before
+        before = None if any(_ORIGINAL not in row.seconds for row in rows) else before
     return Advice(chip, bool(measure), tuple(rows), named, before)
 
 
@@ -194,6 +196,12 @@ def label(format: Format) -> str:
     """The name of a format in a table: without axes and groups."""
     activations = getattr(format, "activations", None)
     return type(format).__name__ + ("" if activations is None else f" {activations}")
+
+
+def _uncalibrated(format: Format) -> tuple[Format, bool]:
+    """The format without statistics of activations, and whether it needs them."""
+    calibrated = getattr(format, "activations", None) in METHODS
+    return (dataclasses.replace(format, activations="dynamic") if calibrated else format), calibrated
 
 
 def _fitted(format, product) -> Format | None:
@@ -211,9 +219,9 @@ def _fitted(format, product) -> Format | None:
 def _row(path, leaf, used, named, found, times, chip) -> Advised:
     first = used[0]
     options = {name: _fitted(format, first) for name, format in named.items()}
-    seconds = {name: sum(times[found.index(product), name] for product in used) for name in ("as it is", *options)
+    seconds = {name: sum(times[found.index(product), name] for product in used) for name in (_ORIGINAL, *options)
                if all((found.index(product), name) in times for product in used)}
-    bytes_of = {"as it is": math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize}
+    bytes_of = {_ORIGINAL: math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize}
     bytes_of |= {name: _bytes(leaf, options[name]) for name in options if options[name] is not None}
     total = sum(product.count for product in used)
     text = f"{total} x {list(first.x.shape)} {'*' if first.convolution else 'x'} {list(first.w.shape)}"
@@ -229,7 +237,7 @@ def _decision(path, used, options, seconds, found, chip) -> tuple[Format | None,
         return None, f"the {'first' if path == paths[0] else 'last'} product"
     if len({product.axes for product in used}) > 1:
         return None, "products contract it over different axes"
-    before = seconds.get("as it is")
+    before = seconds.get(_ORIGINAL)
     ratios = {name: seconds[name] / before for name in options if name in seconds} if before else {}
     if not ratios:
         return None, f"no format fits, or a peak or the bandwidth of {chip.name} is unknown"
@@ -245,8 +253,7 @@ def _default_axes(leaf) -> tuple[int, ...]:
 
 def _bytes(leaf, format) -> int:
     """The bytes of codes and scales."""
-    calibrated = getattr(format, "activations", None) in METHODS
-    stored = dataclasses.replace(format, activations="dynamic") if calibrated else format
+    stored, _ = _uncalibrated(format)
     shape = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
     return size(jax.eval_shape(lambda w: quantize({"kernel": w}, {"kernel": stored}), shape))
 
@@ -254,17 +261,23 @@ def _bytes(leaf, format) -> int:
 # Measured times.
 
 def _probed(product: Product, candidates: Mapping[str, Format]) -> dict[str, float]:
-    """Seconds of one computation of a product: as it is, and in each format."""
+    """Seconds of one computation of a product: with the original parameter, and in each format."""
     one = product.w.size * product.w.dtype.itemsize
     copies = max(1, min(64, math.ceil(_COLD / one), int(_WORK / product.flops)))
     keys = jax.random.split(jax.random.key(0), 2)
     x = jax.random.normal(keys[0], (copies, *product.x.shape)).astype(product.x.dtype)
     w = 0.1 * jax.random.normal(keys[1], (copies, *product.w.shape))
-    trees = {"as it is": w.astype(product.w.dtype)} | {name: _stacked(w, format) for name, format in candidates.items()}
+    trees = {_ORIGINAL: w.astype(product.w.dtype)} | {name: _stacked(w, format) for name, format in candidates.items()}
+
+    # In a network, operands come from elementwise operations and results go to others (biases, norms, activations). The
+    # rounding of x and the scaling of y fuse with them, and do not read or write their arrays once more.
+    def step(_, operands):
+        x, w = operands
+        return None, jax.nn.relu(product.function(jax.nn.relu(x), w))
 
     @jax.jit
     def run(x, w):    # a scan over x, too: the rounding of an invariant x would be moved out of the loop
-        return lax.scan(lambda _, each: (None, product.function(*each)), None, (x, w))[1]
+        return lax.scan(step, None, (x, w))[1]
 
     calls = {name: lambda tree=tree: run(x, tree) for name, tree in trees.items()}
     for call in calls.values():
@@ -274,8 +287,7 @@ def _probed(product: Product, candidates: Mapping[str, Format]) -> dict[str, flo
 
 def _stacked(w, format) -> Quantized:
     """Copies of a parameter in a format, [copies, *shape]."""
-    calibrated = getattr(format, "activations", None) in METHODS
-    stored = dataclasses.replace(format, activations="dynamic") if calibrated else format
+    stored, calibrated = _uncalibrated(format)
     array = quantize({"kernel": w}, {"kernel": stored})["kernel"]
     if calibrated:
         inputs = jnp.full((w.shape[0], *(1,) * (w.ndim - 1)), 0.03)
@@ -298,7 +310,7 @@ def _estimated(product: Product, candidates: Mapping[str, Format], chip: hw.Chip
     moved = product.x.size * product.x.dtype.itemsize + product.y.size * product.y.dtype.itemsize
     vector = chip.peaks.get("fp32", math.inf)    # not in the catalog for TPUs
     seconds = {}
-    for name, format in {"as it is": None, **candidates}.items():
+    for name, format in {_ORIGINAL: None, **candidates}.items():
         integers = format is not None and getattr(format, "activations", None) and not product.convolution
         peak = chip.peak("int8" if integers else product.x.dtype)
         if peak is None or not chip.bandwidth:
@@ -318,13 +330,13 @@ def _text(advice: Advice) -> str:
     names = list(advice.formats)
     rows = [("parameter", "products", "MB", f"time ({kind})", *(f"{name}: MB, time" for name in names), "advice")]
     for row in advice.rows:
-        before = row.seconds.get("as it is")
+        before = row.seconds.get(_ORIGINAL)
         cells = []
         for name in names:
             known = name in row.seconds and before
             cells.append(f"{row.bytes[name] / 1e6:.3g}, x{row.seconds[name] / before:.2f}" if known else "-")
         chosen = "keep" if row.format is None else label(row.format)
-        rows.append((row.path, row.product, f"{row.bytes['as it is'] / 1e6:.3g}", seconds_text(before), *cells,
+        rows.append((row.path, row.product, f"{row.bytes[_ORIGINAL] / 1e6:.3g}", seconds_text(before), *cells,
                      f"{chosen}: {row.reason}"))
     last = len(rows[0]) - 1
     widths = [max(len(row[i]) for row in rows) for i in range(last)]
@@ -332,7 +344,7 @@ def _text(advice: Advice) -> str:
                                         "estimates from peak rates and bandwidth, not measured"), ""]
     lines += ["  ".join([*(cell.ljust(width) if i < 2 else cell.rjust(width)
                            for i, (cell, width) in enumerate(zip(row[:last], widths))), row[last]]) for row in rows]
-    saved = sum(row.bytes["as it is"] - row.bytes[label(row.format)] for row in advice.rows if row.format is not None)
+    saved = sum(row.bytes[_ORIGINAL] - row.bytes[label(row.format)] for row in advice.rows if row.format is not None)
     lines += ["", f"{len(advice)} of {len(advice.rows)} parameters: {si(saved)}B saved; the function takes "
               f"{seconds_text(advice.after)} instead of {seconds_text(advice.before)} ({kind})"]
     return "\n".join(lines)

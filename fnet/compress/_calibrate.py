@@ -16,7 +16,8 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from fnet.compress._rules import is_kernel
-from fnet.jaxpr import ImplicitArray, is_implicit, tag
+from fnet.compress._wrapped import Wrapped
+from fnet.jaxpr import is_implicit, tag
 from fnet.transforms import capture, sites, use_implicit_arrays
 
 # The histogram has 32 bins for each factor of two, so that a bound read from it is at most 2.2 % too large.
@@ -87,29 +88,18 @@ class InputStatistics:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["leaf", "original", "gram"])
 @dataclasses.dataclass(frozen=True)
-class _Observed(ImplicitArray):
+class _Observed(Wrapped):
     """A parameter that tags statistics of the other operand of each product.
 
     Attributes:
-        array: the parameter. leaf: its number. original: its number of axes outside of scans. gram: whether to compute
-            x^T x.
+        leaf: the number of the parameter.
+        original: its number of axes outside of scans.
+        gram: whether to compute x^T x.
     """
 
-    array: Any
     leaf: int
     original: int
     gram: bool
-
-    @property
-    def shape(self):
-        return jnp.shape(self.array)
-
-    @property
-    def dtype(self):
-        return self.array.dtype
-
-    def materialize(self):
-        return self.array
 
     def dot(self, x, axes, dot):
         self._record(x.reshape(-1, math.prod(x.shape[x.ndim - len(axes):])), axes, self.gram)

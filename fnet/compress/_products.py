@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from fnet.compress._rules import is_kernel
-from fnet.jaxpr import ImplicitArray, implicit_dot, is_implicit, tag
+from fnet.compress._wrapped import Wrapped
+from fnet.jaxpr import implicit_dot, is_implicit, tag
 from fnet.transforms import sites, use_implicit_arrays
 
 _NAME = re.compile(r"(?:.*/)?operand (\d+)(?:#\d+)?")
@@ -64,23 +64,11 @@ class _Log(list):
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["path", "log"])
 @dataclasses.dataclass(frozen=True)
-class _Recorded(ImplicitArray):
+class _Recorded(Wrapped):
     """A parameter that adds each product with it to a log, and tags the other operand with its number in the log."""
 
-    array: Any
     path: str
     log: _Log
-
-    @property
-    def shape(self):
-        return jnp.shape(self.array)
-
-    @property
-    def dtype(self):
-        return self.array.dtype
-
-    def materialize(self):
-        return self.array
 
     def dot(self, x, axes, dot):
         return self._record(x, axes, lambda x, w: implicit_dot(w, x, axes, dot))

@@ -58,8 +58,8 @@ def test_estimates_by_hand(name, dtype):
     row = {row.path: row for row in advice.rows}["k2"]
     flops, moved = 2 * 4 * 32 * 64, 4 * (4 * 32 + 4 * 64)
     vector, peak = chip.peaks.get("fp32", np.inf), chip.peaks[dtype]    # float32 products run in this dtype
-    assert row.bytes == {"as it is": 8192, "Int8": 2048 + 256, "Int8 dynamic": 2048 + 256, "Int4": 1024 + 256}
-    want = {"as it is": max(flops / peak, (moved + 8192) / chip.bandwidth),
+    assert row.bytes == {"original": 8192, "Int8": 2048 + 256, "Int8 dynamic": 2048 + 256, "Int4": 1024 + 256}
+    want = {"original": max(flops / peak, (moved + 8192) / chip.bandwidth),
             "Int8": max(flops / peak, (moved + 2304) / chip.bandwidth) + 2048 / vector,
             "Int8 dynamic": max(flops / chip.peaks["int8"], (moved + 2304) / chip.bandwidth) + 3 * 128 / vector,
             "Int4": max(flops / peak, (moved + 1280) / chip.bandwidth) + 4 * 2048 / vector}
@@ -68,7 +68,7 @@ def test_estimates_by_hand(name, dtype):
     total = hw.roofline(chain, W, X, chip=chip, measure=False).total.seconds
     assert advice.before == pytest.approx(total)
     small = compress.quantize(W, {"k2": Int8()})
-    assert advice.predict(small) == pytest.approx(total - want["as it is"] + want["Int8"])
+    assert advice.predict(small) == pytest.approx(total - want["original"] + want["Int8"])
 
 
 def test_the_advice_is_a_recipe():
@@ -95,15 +95,15 @@ def test_the_advice_is_a_recipe():
 
 def test_decisions_for_known_times(monkeypatch):
     """Int8 pays for k2, nothing for k1 and k3; what is not a product keeps its time."""
-    times = {(16, 32): {"as it is": 2, "Int8": 3, "Int8 dynamic": 1.99}, (32, 64): {
-        "as it is": 5, "Int8": 1, "Int8 dynamic": 4}, (64, 8): {"as it is": 1, "Int8": 9, "Int8 dynamic": 9}}
+    times = {(16, 32): {"original": 2, "Int8": 3, "Int8 dynamic": 1.99}, (32, 64): {
+        "original": 5, "Int8": 1, "Int8 dynamic": 4}, (64, 8): {"original": 1, "Int8": 9, "Int8 dynamic": 9}}
     monkeypatch.setattr(_advise, "_probed", lambda product, candidates: times[product.w.shape])
     monkeypatch.setattr(_advise, "_median", lambda f, *args: 20)
     both = lambda params, x: (chain(params, x), x @ params["k1"] @ jnp.ones((32, 2)), x @ params["z"])
     params = {"z": jnp.ones((16, 32)), **W}
     advice = compress.advise(both, params, X, measure=True, formats=[Int8(), Int8(activations="dynamic")])
     rows = {row.path: row for row in advice.rows}
-    assert rows["k1"].seconds["as it is"] == 4 and rows["k1"].reason == "the first product"
+    assert rows["k1"].seconds["original"] == 4 and rows["k1"].reason == "the first product"
     assert dict(advice) == {"k2": Int8()} and rows["k2"].reason == "0.20 of the time"
     assert rows["k3"].reason == "the fastest format, Int8, takes 9.00 of the time"
     assert rows["z"].reason == "the last product"
@@ -119,7 +119,7 @@ def test_probes_run():
     advice = compress.advise(jax.jit(chain), W, X, formats=formats)
     assert advice.measured and "every product timed on this machine" in str(advice)
     for row in advice.rows:
-        assert set(row.seconds) == {"as it is", "Int8", "Int8 dynamic", "Int8 percentile", "NF4", "Float8"}
+        assert set(row.seconds) == {"original", "Int8", "Int8 dynamic", "Int8 percentile", "NF4", "Float8"}
         assert min(row.seconds.values()) > 0
 
 

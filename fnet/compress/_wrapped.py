@@ -1,0 +1,32 @@
+"""An implicit array that observes how a program uses a parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from fnet.jaxpr import ImplicitArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped(ImplicitArray):
+    """Represents the array that it holds. Subclasses are registered pytrees with `array` as their only data field.
+
+    Attributes:
+        array: the parameter.
+    """
+
+    array: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(jnp.shape(self.array))
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    def materialize(self) -> Any:
+        return self.array
