@@ -133,7 +133,7 @@ class Decoder(LanguageModel):
     }
     CONFIGS: ClassVar = {
         "llama": transformers(
-            _CONFIG | {"sliding_window": Use("window", None)}, architectures=("LlamaForCausalLM",),
+            _CONFIG | {"sliding_window": Must((None,))}, architectures=("LlamaForCausalLM",),
             irrelevant="attention_dropout is_llama_config", names=("huggingface", "llama2c")),
         "mistral": transformers(_MISTRAL, architectures=("MistralForCausalLM",), irrelevant="attention_dropout"),
     }

@@ -43,6 +43,12 @@ _TIMM = {f"resnet{layers}": dict(depths=depths, bottleneck=layers >= 50, width=6
          for layers, depths in _DEPTHS.items()}
 
 
+def _architecture_of(model):
+    """timm's name of a model's architecture."""
+    sizes = dict(depths=model.depths, bottleneck=model.bottleneck, width=model.width)
+    return next((name for name, each in _TIMM.items() if each == sizes), "other")
+
+
 class ResNet(Model):
     """A residual network for large images.
 
@@ -87,7 +93,7 @@ class ResNet(Model):
         "resnet101": dict(depths=(3, 4, 23, 3)),
     }
     HUB: ClassVar = {name: (f"timm/{name}.tv_in1k", f"torchvision:{name}") for name in PRESETS}
-    CONFIGS: ClassVar = {"timm": timm(_TIMM.get, "avg", ", ".join(_TIMM))}
+    CONFIGS: ClassVar = {"timm": timm(_TIMM.get, "avg", ", ".join(_TIMM), write=_architecture_of)}
     NAMES: ClassVar = {
         "torchvision": Names((
             torch.conv("stem/conv", "conv1"),

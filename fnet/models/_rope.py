@@ -111,6 +111,17 @@ def _fields(value, config):
     return {"rope_scaling": _scaling(value), **base}
 
 
+def _written(model):
+    """The `rope_scaling` of config.json for a model: the inverse of `_scaling`."""
+    scaling = model.rope_scaling
+    if scaling is None:
+        return SKIP
+    for kind, (make, wanted) in KINDS.items():
+        if type(scaling) is make:
+            return {"rope_type": kind, **dict(zip(wanted, dataclasses.astuple(scaling)))}
+    raise ValueError(f"expected a scaling of fnet.models, got {scaling!r}")
+
+
 def _base(config):
     """The default rope_theta, if config.json has none."""
     inner = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
@@ -120,7 +131,7 @@ def _base(config):
 # rope_theta and rope_scaling. transformers 5 and later has both in rope_parameters.
 ROPE = {
     "rope_theta": Use("rotary_base", _base),
-    "rope_scaling": Fields(_fields, lambda config: SKIP if config.get("rope_parameters") else None),
+    "rope_scaling": Fields(_fields, lambda config: SKIP if config.get("rope_parameters") else None, _written),
     "rope_parameters": Fields(lambda value, config: _fields(value, config) if value else {}),
     "rope_interleaved": Must((False,)),
     "partial_rotary_factor": Must((1.0, None)),

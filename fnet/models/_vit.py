@@ -14,7 +14,7 @@ from jax.nn import initializers
 from fnet import layers as nn
 from fnet.models._images import AUGREG, TORCHVISION, ImageInput
 from fnet.models._model import Model
-from fnet.models.weights._config import Must, Use, timm, transformers
+from fnet.models.weights._config import Fields, Must, Use, timm, transformers
 from fnet.models.weights._weight_names import DENSE, Names, Rule, Spare, torch
 
 gelu = functools.partial(jax.nn.gelu, approximate=False)
@@ -49,6 +49,23 @@ def _architecture(name):
         return None
     width, depth, heads = _TIMM[found[1]]
     return dict(width=width, depth=depth, heads=heads, patch=int(found[2]), size=int(found[3]))
+
+
+def _labels(classes):
+    return {str(number): f"LABEL_{number}" for number in range(classes)}
+
+
+def _classes(value, config):
+    if not isinstance(value, dict):
+        raise ValueError("expected {number: label}")
+    return {"classes": len(value)}
+
+
+def _architecture_of(model):
+    """The inverse of `_architecture`."""
+    sizes = model.width, model.depth, model.heads
+    size = next((size for size, each in _TIMM.items() if each == sizes), "other")
+    return f"vit_{size}_patch{model.patch}_{model.size}"
 
 
 class ViT(Model):
@@ -141,9 +158,12 @@ class ViT(Model):
             "intermediate_size": Use("hidden", 3072, lambda model: 4 * model.width),
             "image_size": Use("size", 224, square=True), "patch_size": Use("patch", 16, square=True),
             "num_channels": Must((3,)), "qkv_bias": Must((True,)), "hidden_act": Must(("gelu", "gelu_python")),
+            "id2label": Fields(_classes, lambda config: _labels(config.get("num_labels", 2)),
+                               write=lambda model: _labels(model.classes)),
         }, architectures=("ViTForImageClassification",),
             irrelevant="hidden_dropout_prob attention_probs_dropout_prob encoder_stride pooler_act pooler_output_size"),
-        "timm": timm(_architecture, "token", "vit_{tiny, small, base, large}_patchP_S, such as vit_base_patch16_224"),
+        "timm": timm(_architecture, "token", "vit_{tiny, small, base, large}_patchP_S, such as vit_base_patch16_224",
+                     write=_architecture_of),
     }
 
     width: int

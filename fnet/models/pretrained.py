@@ -6,6 +6,7 @@
     model = ResNet.preset("resnet50")
     params, state = pretrained.load(model, "resnet50.safetensors")       # torchvision's or Keras' names, detected
     pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
+    pretrained.save(model, params, state, "folder")                      # with config.json, for transformers
 
 Every key of the file must be used and every array of the model must be in the file; otherwise an error lists the keys.
 Shapes are checked. Dtypes are those of the file unless a cast is requested. Files are memory-mapped and each array is
@@ -25,7 +26,7 @@ import numpy as np
 
 from fnet import compress
 from fnet.models._model import Model
-from fnet.models.weights import _config, _hub, _key_map, _llama2c, _match, _tensors
+from fnet.models.weights import _config, _folder, _hub, _key_map, _llama2c, _match, _tensors
 from fnet.models.weights._adapters import load_adapter, save_adapter
 from fnet.models.weights._gguf import load_gguf
 from fnet.models.weights._weight_names import (
@@ -130,23 +131,31 @@ def _load(model, path, dtype, names, check_config):
 
 
 def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike, *, names: str | None = None,
-         like: str | os.PathLike | None = None) -> Path:
-    """Writes params and state to a file that the original framework can load: the inverse of `load`.
+         like: str | os.PathLike | None = None, max_shard_size: int | str = "5GB") -> Path:
+    """Writes params and state to a file or folder that the original framework can load: the inverse of `load`.
+
+    A folder gets a config.json if its format (transformers' or timm's) describes the model, and `load(folder)` returns
+    an equal model. Arrays keep their dtypes.
 
     Args:
         model: the model.
         params, state: as returned by `load` or `model.init`. State is `{}` if the model has none. Implicit arrays
             (`compress`) are written as the arrays that they represent.
-        path: the file to write, *.safetensors (or a folder, for model.safetensors in it), or *.bin for llama2.c.
+        path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c. A file gets no config.json.
         names: the framework whose names to write, one of the model's `NAMES`. Default: the only one that matches the
             model's configuration.
-        like: a file with the same names; its metadata and spare keys (such as PyTorch's number of batches) are copied.
+        like: a file or folder with the same names; its metadata and spare keys (such as PyTorch's number of batches)
+            are copied. From a folder to a folder, generation_config.json, the files of the tokenizer, and the fields of
+            config.json that do not affect the output are copied, too.
+        max_shard_size: the maximum size of a file in a folder, in bytes or as "5GB". Larger weights are written as
+            shards and their index, model.safetensors.index.json. A larger array has a file of its own.
 
     Returns:
-        The path of the file.
+        The path of the file, or of the index of the shards.
 
     Raises:
-        ValueError: params or state do not match the model in names or shapes, or `names` is ambiguous.
+        ValueError: params or state do not match the model in names or shapes, or `names` is ambiguous; the folder has
+            the config.json of a training run, or of another model although no config.json describes this one.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -160,8 +169,11 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     params = compress.materialize(params)
     model.check(params, model.example(), state=state)
     kinds, leaves = _match.leaves_of(model)
+    most, source_folder = _folder.bytes_of(max_shard_size), None
     if like is not None:
-        source = _tensors.read(find(like))
+        like = find(like)
+        source_folder = like if like.is_dir() else None
+        source = _tensors.read(like)
         names, key_map = _match.detect_names(model, leaves, source, names)
     else:
         source = None
@@ -171,10 +183,15 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     rules, path = _match.rules_of(model, names), Path(path).expanduser()
     _match.check_config(model, names, path)
     kind = ".bin" if rules.header else ".safetensors"
-    if path.is_dir() or not path.suffix:
+    folder = path if path.is_dir() or not path.suffix else None
+    if folder is not None:
         path = path / f"model{kind}"
     if path.suffix != kind:
         raise ValueError(f"pretrained.save: the names of {names} need a *{kind} file; got {path}")
+    described = None
+    if folder is not None and not rules.header:
+        described = _folder.describe(model, names, _folder.like(source_folder))
+        _folder.check(folder, described)
     trees, arrays = {"params": params, "state": state}, {}
     for entry in (*key_map.reads, *_beside(key_map, source)):
         if isinstance(entry.rule, Spare):
@@ -182,10 +199,17 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
                        for key in entry.keys}
         else:
             arrays |= _written(entry, [np.asarray(_match.get(trees[kinds[place]], place)) for place in entry.paths])
+    metadata = {**rules.metadata, **(source.metadata if source else {})}
     if rules.header:
         _llama2c.write(path, rules.header(model), arrays)
+    elif folder is None:
+        _tensors.write(path, arrays, metadata)
     else:
-        _tensors.write(path, arrays, {**rules.metadata, **(source.metadata if source else {})})
+        path = _folder.write(folder, arrays, metadata, most)
+        if described is not None:
+            _folder.write_config(folder, described, params)
+        if source_folder is not None:
+            _folder.copy_beside(source_folder, folder)
     return path
 
 

@@ -59,7 +59,8 @@ BERT_CASED = {key: BERT[key] for key in BERT if key not in ("position_embedding_
 VIT = {
     "_name_or_path": "google/vit-base-patch16-224-in21k", "architectures": ["ViTForImageClassification"],
     "attention_probs_dropout_prob": 0.0, "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 768,
-    "id2label": {"0": "tench, Tinca tinca"}, "image_size": 224, "initializer_range": 0.02, "intermediate_size": 3072,
+    "id2label": {str(number): f"LABEL_{number}" for number in range(1000)},
+    "image_size": 224, "initializer_range": 0.02, "intermediate_size": 3072,
     "label2id": {"tench, Tinca tinca": 0}, "layer_norm_eps": 1e-12, "model_type": "vit", "num_attention_heads": 12,
     "num_channels": 3, "num_hidden_layers": 12, "patch_size": 16, "qkv_bias": True,
     "transformers_version": "4.13.0.dev0"}

@@ -95,7 +95,7 @@ def test_an_absent_field_has_transformers_default(name, tmp_path):
     ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu', expected 'silu' or 'swish'"),
     ({"attention_bias": True}, "'attention_bias' is True, expected False"),
     ({"mlp_bias": True}, "'mlp_bias' is True, expected False"),
-    ({"sliding_window": 16}, "'sliding_window' is 16, the model has window=None"),
+    ({"sliding_window": 16}, "'sliding_window' is 16, expected null"),
     ({"model_type": "mistral", "architectures": None},
      "'sliding_window' is absent, i.e. 4096, the model has window=None"),
     ({"model_type": "gemma"}, "'model_type' is 'gemma': these weights are for another model. A Decoder reads "

@@ -59,7 +59,7 @@ def test_a_folder_determines_its_model(model, config, names, tmp_path):
 
 def test_a_folder_without_a_known_model(tmp_path):
     params, _ = SMALL.init(jax.random.key(0), SMALL.example())
-    pretrained.save(SMALL, params, {}, tmp_path, names="huggingface")
+    pretrained.save(SMALL, params, {}, tmp_path / "model.safetensors", names="huggingface")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json, so its model is unknown; pass the model"):
         pretrained.load(tmp_path)
     written(tmp_path, {"model_type": "lama"})
@@ -80,7 +80,7 @@ def test_a_folder_without_a_known_model(tmp_path):
 def test_config_json_rather_than_the_names_says_what_epsilon_is(tmp_path):
     """Names imply a value where no config.json is there."""
     model = dataclasses.replace(ENCODER, epsilon=1e-5)
-    pretrained.save(ENCODER, ENCODER.init(jax.random.key(0), ENCODER.example())[0], {}, tmp_path)
+    pretrained.save(ENCODER, ENCODER.init(jax.random.key(0), ENCODER.example())[0], {}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="with the names of huggingface need a Bert with epsilon=1e-12"):
         pretrained.load(model, tmp_path)
     written(tmp_path, ENCODER_CONFIG | {"layer_norm_eps": 1e-5})
@@ -93,7 +93,8 @@ def test_files_of_two_frameworks_in_one_folder(tmp_path):
     model = models.ViT(32, 1, 2, classes=3, patch=16, size=32)
     pretrained.save(model, model.init(jax.random.key(0), model.example())[0], {}, tmp_path, names="timm")
     written(tmp_path, VIT | {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
-                             "intermediate_size": 128, "layer_norm_eps": 1e-6})
+                             "intermediate_size": 128, "layer_norm_eps": 1e-6,
+                             "id2label": {"0": "a", "1": "b", "2": "c"}})
     with pytest.raises(ValueError, match=r"has the names of timm, but config.json next to it describes weights with "
                        "the names of huggingface; move one of them to another folder"):
         pretrained.load(model, tmp_path)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnet.models.weights._files import MOST, SMALL, contents
+from fnet.models.weights._json import read, text_of
 
 LISTED = 8    # problems that an error lists; it counts the others
 NUMBERS = (int, float)
@@ -42,6 +40,12 @@ class Use:
             value = value[0]
         return {self.field: value}
 
+    def written(self, model) -> Any:
+        value = getattr(model, self.field)
+        if value is None and self.absent is None:
+            return SKIP
+        return self.default(model) if value is None and self.default is not None else value
+
 
 @dataclasses.dataclass(frozen=True)
 class Must:
@@ -56,8 +60,12 @@ class Must:
 
     def wanted(self, value, config) -> dict[str, Any]:
         if not any(same(value, each) for each in self.values):
-            raise ValueError(f"expected {' or '.join(map(_text, self.values))}")
+            raise ValueError(f"expected {' or '.join(map(text_of, self.values))}")
         return {}
+
+    def written(self, model) -> Any:
+        supported = self.absent is SKIP or any(same(self.absent, each) for each in self.values)
+        return SKIP if supported else self.values[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +75,19 @@ class Fields:
     Args:
         read: returns {field of the model: value}; raises ValueError with the expected value in words.
         absent: as in `Use`.
+        write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP for none;
+            raises ValueError if config.json cannot describe this model. Default: nothing is written.
     """
 
     read: Callable[[Any, Mapping], dict[str, Any]]
     absent: Any = SKIP
+    write: Callable[[Any], Any] | None = None
 
     def wanted(self, value, config) -> dict[str, Any]:
         return self.read(value, config)
+
+    def written(self, model) -> Any:
+        return SKIP if self.write is None else self.write(model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +114,22 @@ class Config:
         self._raise(problems)
         return {field: value for *_, values in wanted for field, value in values.items()}
 
+    def write(self, model) -> dict[str, Any]:
+        """The fields of config.json for a model, the inverse of `values`.
+
+        Raises:
+            ValueError: config.json cannot describe this model.
+        """
+        config, written = {}, set()
+        for name, entry in self.fields.items():
+            if isinstance(entry, Use):
+                if entry.field in written:      # another name of the same field
+                    continue
+                written.add(entry.field)
+            if (value := entry.written(model)) is not SKIP:
+                config[name] = value
+        return config
+
     def check(self, model, config: Mapping) -> None:
         """Compares config.json with a model.
 
@@ -111,13 +141,13 @@ class Config:
         for entry, given, values in wanted:
             for field, want in values.items():
                 have = getattr(model, field)
-                if _fits(entry, model, want, have):
+                if fits(entry, model, want, have):
                     continue
                 if _comparable(want, have, null=getattr(type(model), field, ...) is None):
                     changes[field] = want
                     problems.append(f"{given}, the model has {field}={have!r}")
                 else:
-                    problems.append(f"{given}, expected a value like {_text(have)}")
+                    problems.append(f"{given}, expected a value like {text_of(have)}")
         advice = ", ".join(f"{field}={value!r}" for field, value in changes.items())
         self._raise(problems, f". Use dataclasses.replace(model, {advice})" if advice else "")
 
@@ -144,13 +174,13 @@ class Config:
                 continue
             entry = self.fields.get(name)
             if entry is None:
-                problems.append(f"{name!r} is {_text(config[name])}, which fnet does not know")
+                problems.append(f"{name!r} is {text_of(config[name])}, which fnet does not know")
                 continue
             value = config.get(name, entry.absent)
             value = value(config) if callable(value) else value
             if value is SKIP:
                 continue
-            given = f"{name!r} is {_text(value)}" if name in config else f"{name!r} is absent, i.e. {_text(value)}"
+            given = f"{name!r} is {text_of(value)}" if name in config else f"{name!r} is absent, i.e. {text_of(value)}"
             try:
                 wanted.append((entry, given, entry.wanted(value, config)))
             except ValueError as error:
@@ -178,7 +208,7 @@ def check(model, folder: Path) -> Config | None:
         return None
     config, who = read(path), type(model).__name__
     known = getattr(model, "CONFIGS", {})
-    kind = _kind(config)
+    kind = kind_of(config)
     reads = " or ".join(_word(each) for each in known) or "none (its class has no CONFIGS)"
     if kind is None and (folder / "metrics.jsonl").is_file():
         return None
@@ -186,7 +216,7 @@ def check(model, folder: Path) -> Config | None:
         raise ValueError(f"{path} has no 'model_type', so its model is unknown. A {who} reads {reads}."
                          " If it is not the configuration of these weights, load with check_config=False")
     if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"{path}: 'model_type' is {_text(kind)}: these weights are for another model. "
+        raise ValueError(f"{path}: 'model_type' is {text_of(kind)}: these weights are for another model. "
                          f"A {who} reads {reads}")
     try:
         known[kind].check(model, config)
@@ -214,58 +244,34 @@ def model(folder: Path, classes: Sequence[type]):
         raise FileNotFoundError(f"{folder} has no config.json, so its model is unknown; pass the model, "
                                 "pretrained.load(model, path)")
     config = read(path)
-    kind = _kind(config)
+    kind = kind_of(config)
     candidates = [cls for cls in classes if isinstance(kind, str) and kind in cls.CONFIGS]
     if not candidates:
         kinds = sorted({each for cls in classes for each in cls.CONFIGS})
         near = difflib.get_close_matches(str(kind), kinds, 1)
-        raise ValueError(f"{path}: 'model_type' is {_text(kind)}, which fnet does not support"
+        raise ValueError(f"{path}: 'model_type' is {text_of(kind)}, which fnet does not support"
                          + (f"; did you mean {near[0]!r}? " if near else "; ") + f"it supports {', '.join(kinds)}")
     cls = next((cls for cls in candidates if cls.CONFIGS[kind].reads_architecture(config)), candidates[0])
-    table = cls.CONFIGS[kind]
-    names = next(name for name in table.names if name in cls.NAMES)
     try:
-        return cls(**{**cls.NAMES[names].config, **table.values(config)})
+        return made(cls, cls.CONFIGS[kind], config)
     except ValueError as error:
         raise ValueError(f"{path} describes a {cls.__name__} that fnet does not support: {error}") from None
 
 
-def _kind(config):
+def made(cls, table, config):
+    """The model that config.json describes."""
+    return cls(**{**cls.NAMES[names_for(table, cls)].config, **table.values(config)})
+
+
+def names_for(table, cls):
+    """The entry of `NAMES` that weights with this config.json use."""
+    return next((name for name in table.names if name in cls.NAMES), None)
+
+
+def kind_of(config):
     """The `model_type`; "timm" for timm's config.json, which has an architecture instead; None if there is neither."""
     kind = config.get("model_type")
     return "timm" if kind is None and "architecture" in config else kind
-
-
-def read(path: Path, most: int = SMALL) -> dict[str, Any]:
-    """A JSON object from a file of at most `most` bytes, strictly: no duplicate fields, no NaN, no infinity.
-
-    Raises:
-        ValueError: the file is not such a JSON object.
-    """
-    def unique(pairs):
-        held = {}
-        for name, value in pairs:
-            if name in held:
-                raise ValueError(f"the field {_text(name)} appears more than once")
-            held[name] = value
-        return held
-
-    try:
-        text = contents(path, most=most)
-        if text.count("[") + text.count("{") > MOST:
-            raise ValueError(f"it contains more than {MOST:,} lists and objects")
-        config = json.loads(text, object_pairs_hook=unique)
-        if not isinstance(config, dict):
-            raise ValueError(f"expected a JSON object, got {_text(config)}")
-        for name, value in config.items():
-            _finite(name, value)
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply to be a configuration") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    except ValueError as error:
-        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
-    return config
 
 
 def same(a, b) -> bool:
@@ -273,15 +279,8 @@ def same(a, b) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
-def _finite(name, value):
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name!r} is {value}, expected a finite number")
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            _finite(name, each)
-
-
-def _fits(entry, model, want, have):
+def fits(entry, model, want, have):
+    """Whether a model's field has the value that config.json sets."""
     if getattr(entry, "default", None) is not None:
         want, have = (entry.default(model) if value is None else value for value in (want, have))
     if same(want, have):
@@ -298,11 +297,6 @@ def _comparable(want, have, null=False):
     if isinstance(want, bool) or isinstance(have, bool):
         return isinstance(want, bool) and isinstance(have, bool)
     return isinstance(want, NUMBERS) == isinstance(have, NUMBERS) and not isinstance(want, str | list | dict)
-
-
-def _text(value):
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _word(kind):
@@ -339,19 +333,21 @@ def transformers(fields: Mapping, *, architectures: tuple[str, ...], irrelevant:
         return {}
 
     common = {
-        "model_type": Fields(lambda value, config: {}), "architectures": Fields(architecture),
+        "model_type": Fields(lambda value, config: {}), "architectures": Fields(
+            architecture, write=lambda model: [architectures[0]]),
         "is_encoder_decoder": Must((False,)), "is_decoder": Must((False,)), "add_cross_attention": Must((False,)),
         "cross_attention_hidden_size": Must((None,)), "tie_encoder_decoder": Must((False,)),
         "pruned_heads": Must(({}, None)), "quantization_config": Must((None,)),
     }
-    return Config(common | dict(fields), IRRELEVANT | set(irrelevant.split()), **options)
+    return Config(common | dict(fields), (IRRELEVANT | set(irrelevant.split())) - set(fields), **options)
 
 
-def timm(architecture: Callable[[str], dict[str, Any] | None], pool: str, expected: str) -> Config:
+def timm(architecture: Callable[[str], dict[str, Any] | None], pool: str, expected: str, *, write: Callable) -> Config:
     """A table for timm's config.json.
 
     Args:
         architecture: returns the model's fields for one of timm's architectures, or None.
+        write: the inverse: returns the architecture of a model, or a name that timm lacks.
         pool: the supported `global_pool`.
         expected: the supported architectures, in words.
     """
@@ -362,6 +358,7 @@ def timm(architecture: Callable[[str], dict[str, Any] | None], pool: str, expect
         return found
 
     return Config({
-        "architecture": Fields(fields), "num_classes": Use("classes"), "global_pool": Must((pool,)),
+        "architecture": Fields(fields, write=write), "num_classes": Use("classes"),
+        "global_pool": Fields(Must((pool,)).wanted, write=lambda model: pool),
         "model_args": Must(({}, None)),
     }, frozenset(("num_features", "pretrained_cfg", "label_names", "label_descriptions")), ("timm", "torchvision"))

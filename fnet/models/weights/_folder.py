@@ -1,0 +1,171 @@
+"""Folders of weights as transformers writes them: config.json, shards and their index, and the files beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet.models.weights import _config, _tensors
+
+CONFIG = "config.json"
+# The files that generation, tokenizers and preprocessing need beside config.json and the weights.
+BESIDE = (
+    "generation_config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "special_tokens_map.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "preprocessor_config.json",
+)
+_FREE = ("dropout", "stacked")    # fields of models that config.json does not describe
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def bytes_of(size: int | str) -> int:
+    """The number of bytes of a size such as "5GB".
+
+    Raises:
+        ValueError: it is not a size.
+
+    >>> bytes_of("1.5GB")
+    1500000000
+    """
+    found = re.fullmatch(r"([0-9.]+) ?([KMG]I?B)", size.upper()) if isinstance(size, str) else None
+    try:
+        count = int(float(found[1]) * _UNITS[found[2]]) if found else int(size)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1:
+        raise ValueError(f'expected max_shard_size in bytes, or as "5GB" or "500MB"; got {size!r}')
+    return count
+
+
+def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
+    """Returns the config.json of a model, for weights with the names `names`; None if no table describes the model.
+
+    Args:
+        model: the model.
+        names: one of its `NAMES`.
+        like: another config.json. Its `model_type` is preferred, and its fields without effect are copied.
+    """
+    kinds = sorted(model.CONFIGS, key=lambda kind: kind != _config.kind_of(like))
+    for kind in kinds:
+        table = model.CONFIGS[kind]
+        if _config.names_for(table, model) != names:
+            continue
+        try:
+            config = table.write(model)
+            restored = _config.made(type(model), table, config)
+        except (ValueError, TypeError):
+            continue
+        entries = {entry.field: entry for entry in table.fields.values() if isinstance(entry, _config.Use)}
+        if all(_config.fits(entries.get(field.name), model, getattr(restored, field.name), getattr(model, field.name))
+               for field in dataclasses.fields(model) if field.name not in _FREE):
+            copied = {name: like[name] for name in like if name in table.irrelevant and kind == _config.kind_of(like)}
+            return ({} if kind == "timm" else {"model_type": kind}) | copied | config
+    return None
+
+
+def check(folder: Path, config: Mapping | None) -> None:
+    """Checks that saving a model into a folder leaves no config.json of something else beside the weights.
+
+    Raises:
+        ValueError: the folder has a config.json of a training run; or of a model, and `config` is None.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return
+    if (folder / "metrics.jsonl").is_file():
+        if config is not None:
+            raise ValueError(f"{path} belongs to a training run, and would be replaced; save into another folder, or "
+                             f"only the weights, into {folder / 'model.safetensors'}")
+    elif config is None:
+        raise ValueError(f"{path} describes another model than this one, which no config.json describes; save into "
+                         f"another folder")
+
+
+def like(folder: Path | None) -> dict:
+    """The config.json of a folder; {} if there is none."""
+    return _config.read(folder / CONFIG) if folder is not None and (folder / CONFIG).is_file() else {}
+
+
+def write_config(folder: Path, config: Mapping, params: Mapping) -> None:
+    """Writes config.json, with the dtype of the parameters if it is transformers'."""
+    config = dict(config)
+    if "model_type" in config:
+        config.pop("torch_dtype", None)
+        dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
+        config["dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
+    write_json(folder / CONFIG, config)
+
+
+def copy_beside(source: Path, folder: Path) -> None:
+    """Copies the files for generation, tokenizers and preprocessing."""
+    if source.resolve() == folder.resolve():
+        return
+    for path in sorted(each for each in source.rglob("*") if each.is_file()):
+        name = path.relative_to(source).as_posix()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in BESIDE):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / name)
+
+
+def write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], most: int) -> Path:
+    """Writes model.safetensors; or, if it would have more than `most` bytes, shards and their index.
+
+    Weights that the folder already has under these names are replaced. If this is interrupted, the folder has either
+    the old weights or shards without an index, which `read` does not load.
+
+    Returns:
+        The path of the file, or of the index.
+    """
+    shards: list[dict[str, np.ndarray]] = [{}]
+    size = 0
+    for key, array in arrays.items():
+        if size + array.nbytes > most and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][key] = array
+        size += array.nbytes
+    names = ["model.safetensors"] if len(shards) == 1 else [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    index = folder / _tensors.INDEX
+    if len(shards) == 1:
+        _tensors.write(folder / names[0], shards[0], metadata)
+        index.unlink(missing_ok=True)
+    else:
+        partial = [folder / f".{name}.{os.getpid()}" for name in names]
+        try:
+            for path, shard in zip(partial, shards):
+                _tensors.write(path, shard, metadata)
+            index.unlink(missing_ok=True)
+            for path, name in zip(partial, names):
+                os.replace(path, folder / name)
+        finally:
+            for path in partial:
+                path.unlink(missing_ok=True)
+        total = sum(array.nbytes for array in arrays.values())
+        where = {key: name for name, shard in zip(names, shards) for key in shard}
+        write_json(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+    for old in folder.glob("model*.safetensors"):
+        if old.name not in names and _SHARD.fullmatch(old.name):
+            old.unlink()
+    return folder / names[0] if len(shards) == 1 else index
+
+
+def write_json(path: Path, value) -> None:
+    """Writes a JSON file atomically."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

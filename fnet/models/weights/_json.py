@@ -1,0 +1,56 @@
+"""Reads JSON files of configurations strictly."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from fnet.models.weights._files import MOST, SMALL, contents
+
+
+def read(path: Path, most: int = SMALL) -> dict[str, Any]:
+    """A JSON object from a file of at most `most` bytes, strictly: no duplicate fields, no NaN, no infinity.
+
+    Raises:
+        ValueError: the file is not such a JSON object.
+    """
+    def unique(pairs):
+        held = {}
+        for name, value in pairs:
+            if name in held:
+                raise ValueError(f"the field {text_of(name)} appears more than once")
+            held[name] = value
+        return held
+
+    try:
+        text = contents(path, most=most)
+        if text.count("[") + text.count("{") > MOST:
+            raise ValueError(f"it contains more than {MOST:,} lists and objects")
+        config = json.loads(text, object_pairs_hook=unique)
+        if not isinstance(config, dict):
+            raise ValueError(f"expected a JSON object, got {text_of(config)}")
+        for name, value in config.items():
+            _finite(name, value)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be a configuration") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    return config
+
+
+def _finite(name, value):
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name!r} is {value}, expected a finite number")
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _finite(name, each)
+
+
+def text_of(value) -> str:
+    """A value for an error message."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
