@@ -2,7 +2,8 @@
 
 A model is a function of a plain parameter tree (`fnet.layers`); whatever one does to it is a transform of that function
 (`fnet.transforms`); what suits the chip underneath is looked up and measured (`fnet.hardware`). `fnet.compress`,
-`fnet.export`, `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report` and `fnet.training` load on first use.
+`fnet.export`, `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`, `fnet.search` and `fnet.training`
+load on first use.
 """
 
 import importlib
@@ -11,12 +12,12 @@ from typing import TYPE_CHECKING
 from fnet import hardware, layers, transforms
 
 if TYPE_CHECKING:    # for editors
-    from fnet import compress, introspect, models, parallel, report, training
+    from fnet import compress, introspect, models, parallel, report, search, training
 
 __version__ = "0.1.0"
-__all__ = ["compress", "export", "hardware", "introspect", "layers", "models", "parallel", "report", "training",
-           "transforms"]
-_LAZY = ("compress", "export", "introspect", "models", "parallel", "report", "training")
+__all__ = ["compress", "export", "hardware", "introspect", "layers", "models", "parallel", "report", "search",
+           "training", "transforms"]
+_LAZY = ("compress", "export", "introspect", "models", "parallel", "report", "search", "training")
 
 
 def __getattr__(name):

@@ -17,7 +17,7 @@ import fnet
 # docs/api/index.md states these imports.
 IMPORTED = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "fnet": fnet, "nn": fnet.layers, "ft": fnet.transforms,
             "tr": fnet.training, "hw": fnet.hardware, "models": fnet.models, "parallel": fnet.parallel,
-            "introspect": fnet.introspect}
+            "introspect": fnet.introspect, "search": fnet.search}
 
 
 def modules():

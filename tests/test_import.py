@@ -18,7 +18,7 @@ lazy = [name for name in fnet.__all__ if f"fnet.{name}" not in sys.modules]
 assert set(fnet.__all__) <= set(dir(fnet))
 print(lazy, [getattr(fnet, name).__name__ for name in lazy])
 """
-    names = ["compress", "export", "introspect", "models", "parallel", "report", "training"]
+    names = ["compress", "export", "introspect", "models", "parallel", "report", "search", "training"]
     assert _run(code) == f"{names} {[f'fnet.{name}' for name in names]}"
 
 

@@ -16,6 +16,8 @@ MAY_IMPORT = {
     "training": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models", "parallel",
                  "introspect"},
     "export": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models"},
+    "search": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models", "parallel", "introspect", "training",
+               "report"},
     "report": {"_jax", "jaxpr", "layers", "hardware", "transforms", "models", "parallel", "introspect", "training"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

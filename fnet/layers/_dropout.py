@@ -18,10 +18,11 @@ class Dropout(Layer):
     Without `train=True`, or with rate 0, the output is the input and no key is needed.
 
     Args:
-        rate: the fraction to set to zero, in [0, 1].
+        rate: the fraction to set to zero, in [0, 1]. None: the rate is an input.
         broadcast: axes that share one random decision, e.g. `(1, 2)` drops whole channels of images. Default ().
 
-    Input and output: an array of any shape.
+    Input and output: an array of any shape. `rate=` of a call replaces the field. It may be an array without axes, such
+    as a hyperparameter of `fnet.search.population`. Rates outside [0, 1] of an array are not detected.
 
     Source: Srivastava et al. (2014), Dropout: A Simple Way to Prevent Neural Networks from Overfitting.
 
@@ -31,19 +32,26 @@ class Dropout(Layer):
     [0.0, 2.0]
     """
 
-    rate: float
+    rate: float | None = None
     _: KW_ONLY
     broadcast: tuple[int, ...] = ()
 
-    def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
-        if not 0 <= self.rate <= 1:
-            raise ValueError(f"Dropout at {scope}: rate must be between 0 and 1; got {self.rate}")
+    def forward(self, scope: Scope, x: jax.Array, rate: float | jax.Array | None = None) -> jax.Array:
+        rate = self.rate if rate is None else rate
+        if rate is None:
+            raise ValueError(f"Dropout at {scope}: expected a rate, got none: Dropout(0.1), or rate=0.1 in the call")
+        if jnp.ndim(rate):
+            raise ValueError(f"Dropout at {scope}: expected one rate, got shape {jnp.shape(rate)}")
+        known = not isinstance(rate, jax.Array)
+        if known and not 0 <= rate <= 1:
+            raise ValueError(f"Dropout at {scope}: rate must be between 0 and 1; got {rate}")
         x = floating(x, scope, "Dropout")
-        if not scope.train or self.rate == 0:
+        if not scope.train or (known and rate == 0):
             return x
-        if self.rate == 1:
+        if known and rate == 1:
             return jnp.zeros_like(x)
         along = {axis % x.ndim for axis in self.broadcast}
         shape = [1 if axis in along else size for axis, size in enumerate(x.shape)]
-        keep = jnp.broadcast_to(jax.random.bernoulli(scope.key(), 1 - self.rate, shape), x.shape)
-        return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))
+        keep = jnp.broadcast_to(jax.random.bernoulli(scope.key(), 1 - rate, shape), x.shape)
+        scale = 1 - rate if known else jnp.where(rate < 1, 1 - rate, 1).astype(x.dtype)      # rate 1 keeps nothing
+        return jnp.where(keep, x / scale, jnp.zeros_like(x))

@@ -11,7 +11,7 @@ from fnet.training._averaging import AverageState, average_weights, averaged_wei
 from fnet.training._config import ConfigError, from_dict, load_config, same_config, save_config
 from fnet.training._logs import Logger, LogWarning, read_metrics
 from fnet.training._media import Histogram, Image, Text
-from fnet.training._metrics import Mean, Total, confusion, evaluator, mean
+from fnet.training._metrics import Mean, MemberMean, Total, confusion, evaluator, mean
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
 from fnet.training._predictions import save_predictions
 from fnet.training._state import TrainState
@@ -54,6 +54,7 @@ __all__ = [
     "LogWarning",
     "Logger",
     "Mean",
+    "MemberMean",
     "OutOfMemory",
     "PeerLost",
     "Progress",

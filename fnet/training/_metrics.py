@@ -31,7 +31,7 @@ class Mean:
     count: jax.Array
 
     def __add__(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.count + other.count)
+        return type(self)(self.total + other.total, self.count + other.count)
 
     def result(self) -> Any:
         """The mean, NaN over nothing."""
@@ -39,6 +39,34 @@ class Mean:
             return self.total / self.count
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.divide(self.total, self.count)
+
+
+@struct.dataclass
+class MemberMean(Mean):
+    """The means of the members of a population: `total / count`, both [members].
+
+    A metric `name` of this kind is logged as name/mean, name/min, name/max (of the members that have a value) and
+    name/0, name/1, ..., one for each member. A member without a value, because it diverged, has NaN.
+
+    >>> means = tr.MemberMean(jnp.array([2.0, 6.0]), jnp.array([2.0, 2.0]))
+    >>> (means + means).result().tolist()
+    [1.0, 3.0]
+    """
+
+    def values(self, name: str) -> dict[str, float]:
+        """The logged values by name."""
+        values = np.asarray(self.result(), np.float64)
+        known = values[~np.isnan(values)]
+        known = known if len(known) else np.full(1, np.nan)
+        return {f"{name}/mean": float(known.mean()), f"{name}/min": float(known.min()),
+                f"{name}/max": float(known.max()), **{f"{name}/{i}": float(x) for i, x in enumerate(values)}}
+
+
+def logged_names(metrics: Mapping[str, Any]) -> list[str]:
+    """The names under which metrics are logged."""
+    return [each for name, metric in metrics.items()
+            for each in ([f"{name}/{kind}" for kind in ("mean", "min", "max", *range(metric.total.shape[0]))]
+                         if isinstance(metric, MemberMean) else [name])]
 
 
 @struct.dataclass
@@ -167,6 +195,9 @@ def results(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     out = {}
     for name, metric in jax.device_get(dict(metrics)).items():
+        if isinstance(metric, MemberMean):
+            out |= metric.values(name)
+            continue
         value = np.asarray(metric.result())
         out[name] = float(value) if value.ndim == 0 else value
     return out
@@ -244,7 +275,7 @@ def evaluator(
 
     def names(state):
         """The metrics that `evaluate(state)` will return, found without running it."""
-        return list(jax.eval_shape(measured, state, next(batches(1))))
+        return logged_names(jax.eval_shape(measured, state, next(batches(1))))
 
     evaluate.names = names
     return evaluate

@@ -80,6 +80,8 @@ class Tuning:
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
     """Explains what autocast, tune or use_implicit_arrays does in a function. Nothing is computed.
 
+    For the step of `search.population`, it returns how the members run, which may be measured.
+
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
 
@@ -101,11 +103,13 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
     while isinstance(f, functools.partial):
         f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
     inner = f
-    while not any(hasattr(inner, name) for name in ("autocast", "tuned", "implicit")):
+    while not any(hasattr(inner, name) for name in ("autocast", "tuned", "implicit", "explained")):
         if not hasattr(inner, "__wrapped__"):
             raise ValueError(f"explain: expected a function returned by autocast, tune or use_implicit_arrays; got "
                              f"{getattr(f, '__name__', f)!r}. Call explain(ft.autocast(f), *args)")
         inner = inner.__wrapped__
+    if hasattr(inner, "explained"):
+        return inner.explained(*args, **kwargs)
     if hasattr(inner, "implicit"):
         return uses(inner.implicit, args, kwargs)
     if hasattr(inner, "tuned"):

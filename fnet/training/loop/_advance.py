@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from fnet.training import _metrics
@@ -23,6 +25,8 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
       metrics: whether the metrics of the step alone are returned; otherwise None.
     """
     places = jax.tree.map(_place, state)
+    if getattr(step, "separate", False):
+        return _after(step, keeps=keeps, exempt=exempt, metrics=metrics)
 
     def advance(state, total, watch, batch):
         new, measured = step(state, batch)
@@ -38,6 +42,27 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
         return new, more, watch, measured if metrics else None
 
     return jax.jit(advance, donate_argnums=(0, 1))
+
+
+def _after(step, *, keeps, exempt, metrics):
+    """The same for a step that runs several compiled programs, such as one for each member of a population."""
+    @partial(jax.jit, donate_argnums=(0, 2))
+    def check(new, old, total, watch, measured):
+        measured = _metrics.as_metrics(measured)
+        before = new.replace(step=new.step - 1) if old is None else old
+        sound, watch = _nonfinite.look(watch, before, new, measured, skip=keeps, exempt=exempt)
+        more = _metrics.add(total, measured)
+        if keeps:
+            new, more = _nonfinite.kept(sound, new, old), _nonfinite.kept(sound, more, total)
+        return new, more, watch, measured if metrics else None
+
+    def advance(state, total, watch, batch):
+        old = jax.tree.map(jnp.copy, state) if keeps else None      # the step donates the state
+        new, measured = step(state, batch)
+        _contract.check_state(new if old is None else old, new)
+        return check(new, old, total, watch, measured)
+
+    return advance
 
 
 def _place(x: jax.Array) -> NamedSharding | None:

@@ -17,6 +17,7 @@ from fnet.parallel import Plan
 from fnet.training import _metrics
 from fnet.training._logs import Logger
 from fnet.training._media import MEDIA
+from fnet.training.checkpoints import _leaves
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.data._iterators import GUARANTEES
 from fnet.training.loop import (
@@ -74,7 +75,9 @@ class Run:
         self.best, self.early_stop, self.progress, self.on_step = best, early_stop, progress, on_step
         self.nonfinite, self.debug, self.tune = nonfinite, debug, tune
         self.example = self.first()
-        self.zeros = _metrics.zeros(_contract.metrics_of(step, self.state, self.spread.shapes(lambda: self.example)))
+        self.plain = getattr(step, "plain", step)          # the step as one traceable function
+        shapes = self.spread.shapes(lambda: self.example)
+        self.zeros = _metrics.zeros(_contract.metrics_of(self.plain, self.state, shapes))
         _contract.check_watched(self.watched(), self.evaluate, state=self.state)
         if not self.alone:                                 # where an array of this process alone would not fit in
             self.zeros = jax.tree.map(np.asarray, self.zeros)
@@ -100,8 +103,7 @@ class Run:
             return feed()
         except Stopping:
             raise Interrupted(f"{self.seen.received}: stopped before the first batch was available; nothing was "
-                              "trained "
-                              "or changed") from None
+                              "trained or changed") from None
         finally:
             feed.close()
 
@@ -122,6 +124,8 @@ class Run:
             self.batches.seek(self.at + int(self.loop["offset"]), position)
         if self.tune:
             self.tune = _provenance.rules(notes, self.facts) or True
+        if notes.get("kind") == self.facts["kind"] and "members" in notes:
+            self.facts["members"] = notes["members"]
         if changed := _provenance.differences(notes, self.facts):
             warnings.warn(f"{where}: {changed}; from this step on, the results agree with those of an "
                           "uninterrupted run to rounding, not bit for bit", ResumeWarning, stacklevel=3)
@@ -181,7 +185,9 @@ class Run:
         if self.at < self.steps and not self.loop["stopped"]:
             _ending.interruption(self, boundary=True)
             if self.progress is not None or self.logger is not None:
-                self.use = utilization(self.step, self.state, self.spread.shapes(lambda: self.example))
+                self.use = utilization(self.plain, self.state, self.spread.shapes(lambda: self.example))
+            if hasattr(self.step, "prepare"):              # of a population: it measures how its members run
+                self.facts["members"] = self.step.prepare(self.state, self.example, self.facts.get("members"))
             self.example = None
             self.compile()
             self.clock = Clock()
@@ -209,9 +215,11 @@ class Run:
 
     def compile(self) -> None:
         self.exempt = _nonfinite.exempt(self.state)
+        if hasattr(self.step, "prepare"):                  # a member of a population that diverges ends by itself
+            self.exempt |= {path for path in _leaves.paths(self.state) if path.startswith("members/")}
         advance = _advance.function(self.spread.step(self.step), self.state, keeps=self.nonfinite == "skip",
                                     exempt=self.exempt, metrics=bool(self.on_step))
-        if self.tune:
+        if self.tune and not getattr(self.step, "separate", False):      # whose programs are tuned
             advance = transforms.tune(advance, rules=self.tune if isinstance(self.tune, dict) else None)
             self.facts["tune"] = _provenance.chosen(advance)
         self.advance = self.profiled(advance)
@@ -273,6 +281,7 @@ class Run:
 
     def show(self, values: Mapping[str, float]) -> None:
         if self.progress is not None:
+            values = {name: value for name, value in values.items() if not name.rpartition("/")[2].isdigit()}
             rate = self.clock.rate
             left, mfu = rate and self.clock.left(self.at, self.steps), self.use(rate) if rate and self.use else None
             try:

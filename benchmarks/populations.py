@@ -1,0 +1,104 @@
+"""Time per member of populations of CNNs and MLPs: `search.population` beside one training alone, vmap and a loop.
+
+    python -m benchmarks.populations            # 16 members
+    python -m benchmarks.populations 4
+
+All of them run in one process and alternate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks._harness import header
+from fnet import models, search
+from fnet import training as tr
+from fnet import transforms as ft
+
+ROUNDS = 9
+MODELS = {"CNN 16-32, batch 32 of 28x28": (models.CNN(10, (16, 32), 2), 32),
+          "MLP 784-256-256-10, batch 64": (models.MLP((256, 256, 10)), 64)}
+
+
+def programs(model, rows, n):
+    """{name: function that makes one step of n members (or of one) and waits for it}, and the population's step."""
+    random = np.random.default_rng(0)
+    batch = {"x": jnp.asarray(random.random((rows, 28, 28, 1), np.float32)), "y": jnp.asarray(
+        random.integers(0, 10, rows).astype(np.int32))}
+    optimizer = lambda hyper: optax.sgd(hyper, momentum=0.9)
+
+    def init(key, hyper):
+        params, state = model.init(key, batch["x"])
+        return tr.TrainState.create(params, optimizer(hyper), state=state)
+
+    def step(state, batch, hyper):
+        def loss(params):
+            logits, new = model(params, batch["x"], state=state.state, train=True)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), new
+
+        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply(optimizer(hyper), grads, state=new), {"loss": value}
+
+    hyper = jnp.full(n, 1e-3)
+    init_n, step_n = search.population(init, step)
+    state = init_n(jax.random.key(0), hyper)
+    copy = lambda tree: jax.tree.map(jnp.copy, tree)
+    single = jax.jit(step, donate_argnums=0)
+    plain = jax.jit(jax.vmap(step, (0, None, 0)), donate_argnums=0)
+    held = {"one alone": [search.member(state, 0)], "vmap": copy(state.members),
+            "loop": [copy(search.member(state, i)) for i in range(n)], "search.population": copy(state)}
+
+    def alone():
+        held["one alone"][0], loss = single(held["one alone"][0], batch, hyper[0])
+        return held["one alone"][0], loss
+
+    def vmapped():
+        held["vmap"], loss = plain(held["vmap"], batch, hyper)
+        return held["vmap"], loss
+
+    def loop():
+        for i in range(n):
+            held["loop"][i], loss = single(held["loop"][i], batch, rates[i])
+        return held["loop"], loss
+
+    def population():
+        held["search.population"], metrics = step_n(held["search.population"], batch)
+        return held["search.population"], metrics
+
+    rates = list(hyper)
+    runs = {"one alone": alone, "vmap": vmapped, "loop": loop, "search.population": population}
+    return runs, ft.explain(step_n, state, batch)
+
+
+def main():
+    n = int(sys.argv[1]) if sys.argv[1:] else 16
+    print(header(" ".join(["python -m benchmarks.populations", *sys.argv[1:]]), ROUNDS, allocator="default"))
+    print(f"| {n} members of | method | step ms | ms per member | to one alone | to the fastest of vmap and loop |")
+    print("|---|---|---|---|---|---|")
+    for name, (model, rows) in MODELS.items():
+        runs, chosen = programs(model, rows, n)
+        times = {each: [] for each in runs}
+        for turn in range(ROUNDS + 1):                     # the first compiles
+            for each, run in runs.items():
+                began = time.perf_counter()
+                jax.block_until_ready(run())
+                times[each] += [time.perf_counter() - began] * bool(turn)
+        milliseconds = {each: 1e3 * statistics.median(taken) for each, taken in times.items()}
+        fastest = min(milliseconds["vmap"], milliseconds["loop"])
+        for each, value in milliseconds.items():
+            members = 1 if each == "one alone" else n
+            method = f"{each} ({chosen.chosen})" if each == "search.population" else each
+            ratio = f"{value / fastest:.2f}" if members > 1 else ""
+            print(f"| {name} | {method} | {value:.1f} | {value / members:.2f} | "
+                  f"{value / members / milliseconds['one alone']:.2f} | {ratio} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

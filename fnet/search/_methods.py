@@ -1,0 +1,286 @@
+"""How the members of a population run: under vmap, with split convolutions, or one by one. The fastest is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fnet import _jax
+from fnet import transforms as ft
+from fnet.training import Mean, MemberMean
+from fnet.training._metrics import as_metrics
+
+METHODS = ("vmap", "split", "loop")
+_ROUNDS, _SECONDS = 7, 3.0      # of the measurement: at most so many rounds, and about so long for each method
+_CLOSE = 1.02                   # a method earlier in METHODS is preferred if the times differ by less
+
+
+@dataclasses.dataclass(frozen=True)
+class Methods:
+    """How the members of a population run, and why. `str()` is a table.
+
+    Attributes:
+      chosen: "vmap", "split" or "loop".
+      members: the number of members.
+      seconds: the measured time of a step by method; {} if nothing was measured.
+      reason: why this method was chosen.
+
+    >>> print(search.Methods("loop", 4, {"vmap": 0.004, "loop": 0.002}, "measured"))
+    4 members, method 'loop': measured
+    method  ms per step  ms per member
+    vmap           4.00          1.000
+    loop           2.00          0.500
+    """
+
+    chosen: str
+    members: int
+    seconds: Mapping[str, float]
+    reason: str
+
+    def __str__(self):
+        lines = [f"{self.members} members, method '{self.chosen}': {self.reason}"]
+        if self.seconds:
+            lines.append(f"{'method':6}  ms per step  ms per member")
+        lines += [f"{name:6}  {1e3 * s:11.2f}  {1e3 * s / self.members:13.3f}" for name, s in self.seconds.items()]
+        return "\n".join(lines)
+
+
+class Step:
+    """`step_n` of a population: `step_n(state, batch) -> (state, metrics)`. It donates the state.
+
+    Attributes:
+      plain: the step of all members as one traceable function.
+      separate: whether a step runs several compiled programs. It is known after the first call or `prepare`.
+    """
+
+    def __init__(self, step: Callable, method: str, mesh: Mesh | None, own_batches: bool):
+        self._step, self._method, self._mesh, self._own = step, method, mesh, own_batches
+        self._methods: dict[int, Methods] = {}             # by the number of members
+        self._programs: dict[str, Callable] = {}
+        self.plain = self._traceable("vmap")
+        self.__name__ = f"{getattr(step, '__name__', 'step')}_n"
+
+    def __call__(self, state, batch):
+        if jax.config.jax_disable_jit:
+            return self.plain(state, batch)
+        if not _jax.outermost():
+            known = self._methods.get(_members(state))
+            chosen = known.chosen if known else self._method
+            return self._traceable("vmap" if chosen == "vmap" else "split")(state, batch)
+        self.prepare(state, batch)
+        return self._program(self._methods[_members(state)].chosen)(state, batch)
+
+    @property
+    def separate(self) -> bool:
+        return any(each.chosen == "loop" for each in self._methods.values())
+
+    def prepare(self, state: Any, batch: Any, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Chooses the method for a number of members, by measurement if necessary.
+
+        Args:
+          state, batch: as for a step. The state is copied, not donated.
+          known: the result of an earlier call, whose choice is kept.
+
+        Returns:
+          The choice, of JSON types.
+        """
+        n = _members(state)
+        if n not in self._methods:
+            if self._method != "auto":
+                found = Methods(self._method, n, {}, "given as method=")
+            elif known and known.get("members") == n and known.get("chosen") in METHODS:
+                found = Methods(known["chosen"], n, known.get("seconds", {}), "chosen when the run began")
+            else:
+                found = self._measured(state, batch)
+            self._methods[n] = found
+        return {**dataclasses.asdict(self._methods[n]), "seconds": dict(self._methods[n].seconds)}
+
+    def explained(self, state: Any, batch: Any) -> Methods:
+        """For `ft.explain`."""
+        self.prepare(state, batch)
+        return self._methods[_members(state)]
+
+    def _measured(self, state, batch) -> Methods:
+        names = METHODS if _convolves(self._step, state, batch, self._own) else ("vmap", "loop")
+        n = _members(state)
+        if n == 1:
+            return Methods("loop", 1, {}, "there is one member")
+        times: dict[str, list[float]] = {name: [] for name in names}
+        copies = {}
+        for name in names:                                 # compiles
+            copies[name] = jax.block_until_ready(self._program(name)(jax.tree.map(jnp.copy, state), batch))[0]
+        for _ in range(_ROUNDS):
+            best = min((min(taken) for taken in times.values() if taken), default=math.inf)
+            for name, taken in times.items():
+                if sum(taken) > _SECONDS or (taken and min(taken) > 1.5 * best):
+                    continue
+                began = time.perf_counter()
+                copies[name] = jax.block_until_ready(self._program(name)(copies[name], batch))[0]
+                taken.append(time.perf_counter() - began)
+        seconds = {name: min(taken) for name, taken in times.items()}
+        chosen = next(name for name in names if seconds[name] <= _CLOSE * min(seconds.values()))
+        for name in names:
+            if name != chosen:
+                del self._programs[name]
+        return Methods(chosen, n, seconds, "the fastest one, measured")
+
+    def _program(self, name: str) -> Callable:
+        if name not in self._programs:
+            if name == "loop":
+                self._programs[name] = self._loop()
+            else:
+                self._programs[name] = ft.tune(jax.jit(self._traceable(name), donate_argnums=0))
+        return self._programs[name]
+
+    def _traceable(self, name: str) -> Callable:
+        """All members in one function."""
+        step = checked(split_convolutions(self._step) if name == "split" else self._step)
+
+        def over(members, hyper, diverged, batch):
+            members, metrics = jax.vmap(step, in_axes=(0, 0, 0 if self._own else None))(members, hyper, batch)
+            return members, *marked(diverged, metrics)
+
+        def step_n(state, batch):
+            run = self._shards(over)
+            members, diverged, metrics = run(state.members, state.hyper, state.diverged, batch)
+            return state.replace(step=state.step + 1, members=members, diverged=diverged), metrics
+
+        return step_n
+
+    def _loop(self) -> Callable:
+        """One program for one member, called for each. It updates the states of all members in place."""
+        step = checked(self._step)
+
+        def one(members, hyper, diverged, batch, metrics, index):
+            at = lambda tree: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), tree)
+            put = lambda tree, new: jax.tree.map(
+                lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, index, 0), tree, new)
+            new, measured = step(at(members), at(hyper), at(batch) if self._own else batch)
+            new, measured = jax.tree.map(lambda x: x[None], (new, measured))
+            failed, measured = marked(at(diverged)[None], measured)
+            return put(members, new), put(diverged, failed), put(metrics, measured)
+
+        def update(state, batch, metrics, index):
+            members, diverged, metrics = self._shards(one, more=2)(
+                state.members, state.hyper, state.diverged, batch, metrics, index)
+            return state.replace(members=members, diverged=diverged), metrics
+
+        update = ft.tune(jax.jit(update, donate_argnums=(0, 2)))
+        shapes: dict[Any, Any] = {}
+
+        def step_n(state, batch):
+            n = _members(state)
+            if n not in shapes:
+                shapes[n] = jax.eval_shape(self.plain, state, batch)[1]
+            metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[n])
+            if self._mesh is not None:
+                metrics = jax.device_put(metrics, NamedSharding(self._mesh, P(self._mesh.axis_names[0])))
+            for index in range(n // (1 if self._mesh is None else self._mesh.size)):
+                state, metrics = update(state, batch, metrics, np.int32(index))
+            return state.replace(step=state.step + 1), metrics
+
+        return step_n
+
+    def _shards(self, f: Callable, *, more: int = 0) -> Callable:
+        """f(members, hyper, diverged, batch, ...) for the members of each device."""
+        if self._mesh is None:
+            return f
+        rows = P(self._mesh.axis_names[0])
+        places = (rows, rows, rows, rows if self._own else P(), *([rows, P()][:more]))
+        return jax.shard_map(f, mesh=self._mesh, in_specs=places, out_specs=(rows, rows, rows), check_vma=False)
+
+
+def checked(step: Callable) -> Callable:
+    """The step of one member, `(state, hyper, batch) -> (state, metrics)`, with metrics as sums and counts.
+
+    Raises:
+      TypeError: the step returns something else, or a state of another structure.
+    """
+    def run(state, hyper, batch):
+        result = step(state, batch, hyper)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"population: step(state, batch, hyper) must return (state, metrics); got a "
+                            f"{type(result).__name__}")
+        if jax.tree.structure(result[0]) != jax.tree.structure(state):
+            raise TypeError("population: step(state, batch, hyper) must return a state with the structure of the one "
+                            f"it takes; {jax.tree.structure(state)} became {jax.tree.structure(result[0])}")
+        return result[0], of_members(as_metrics(result[1]))
+
+    return run
+
+
+def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
+    """(the members with a metric that is or was not finite, metrics in which they have weight 0).
+
+    The leaves of metrics have a leading axis of members. The states are not read: that would cost a third of the time
+    of a small MLP's step, and a member that is not finite does not affect the others.
+    """
+    for leaf in jax.tree.leaves(metrics):
+        diverged = diverged | ~jnp.isfinite(leaf).reshape(len(leaf), -1).all(1)
+    lost = lambda x: jnp.where(diverged.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros_like(x), x)
+    return diverged, jax.tree.map(lost, metrics)
+
+
+def as_members(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics with an axis of members: means become `MemberMean`s."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"each_member: expected a function that returns a dict of metrics; got a "
+                        f"{type(metrics).__name__}")
+    return of_members(metrics)
+
+
+def of_members(metrics):
+    return {name: MemberMean(metric.total, metric.count) if isinstance(metric, Mean) else metric
+            for name, metric in metrics.items()}
+
+
+def split_convolutions(step: Callable) -> Callable:
+    """The step, in which vmap computes convolutions one by one if input and kernel are batched.
+
+    vmap converts them to grouped convolutions, for which XLA has slow kernels.
+    """
+    def rule(primitive, scope, inputs, equation):
+        if primitive != "conv_general_dilated":
+            return NotImplemented
+        single = lambda x, kernel: _jax.bind_again(equation, [x, kernel])[0]
+
+        @jax.custom_batching.custom_vmap
+        def convolve(x, kernel):
+            return single(x, kernel)
+
+        @convolve.def_vmap
+        def _(size, batched, x, kernel):
+            if all(batched):
+                return jnp.stack([convolve(x[i], kernel[i]) for i in range(size)]), True
+            return jax.vmap(single, in_axes=tuple(0 if each else None for each in batched))(x, kernel), True
+
+        return [convolve(*inputs)]
+
+    return ft.rewrite(step, rule)
+
+
+def _convolves(step, state, batch, own) -> bool:
+    """Whether the program of a member has convolutions."""
+    seen = []
+
+    def rule(primitive, scope, inputs, equation):
+        seen.append(primitive)
+        return NotImplemented
+
+    first = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    batch = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), batch)
+    jax.eval_shape(ft.rewrite(step, rule), first(state.members), first(batch) if own else batch, first(state.hyper))
+    return "conv_general_dilated" in seen
+
+
+def _members(state) -> int:
+    return state.diverged.shape[0]

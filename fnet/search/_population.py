@@ -1,0 +1,208 @@
+"""Populations: n trainings of one program, with their own hyperparameters and random keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fnet.search import _methods
+from fnet.search._methods import METHODS, Step
+
+AXIS = "members"
+
+
+@struct.dataclass
+class Population:
+    """The state of a population, a state for `tr.fit`.
+
+    Fields:
+      step: int32 scalar, the number of steps made.
+      members: the states of the members, each leaf with a leading axis [n].
+      hyper: the hyperparameters, leaves [n, ...].
+      diverged: bool [n], the members of which a metric was NaN or infinite.
+
+    >>> init = lambda key, hyper: {"w": jax.random.normal(key, (3,))}
+    >>> init_n, step_n = population(init, lambda state, batch, hyper: (state, {}))
+    >>> init_n(jax.random.key(0), {"rate": jnp.ones(4)}).members["w"].shape
+    (4, 3)
+    """
+
+    step: jax.Array
+    members: Any
+    hyper: Any
+    diverged: jax.Array
+
+
+def population(init: Callable, step: Callable, *, method: str = "auto", devices: Sequence[jax.Device] | None = None,
+               own_batches: bool = False) -> tuple[Callable, Step]:
+    """Converts one training into a population of n trainings, which differ in hyperparameters and initial values.
+
+        def init(key, hyper):
+            params, _ = model.init(key, x)
+            return tr.TrainState.create(params, optax.sgd(hyper["learning_rate"]))
+
+        def step(state, batch, hyper):
+            loss, grads = jax.value_and_grad(objective)(state.params, batch)
+            return state.apply(optax.sgd(hyper["learning_rate"]), grads), {"loss": loss}
+
+        init_n, step_n = search.population(init, step)
+        state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
+        state = tr.fit(step_n, state, batches, steps=1000, workdir="runs/population")
+
+    `hyper` may hold anything that a traced array can be: step size, weight decay, label smoothing, strength of
+    augmentation, dropout (`nn.Dropout()(scope, x, rate=hyper["dropout"])`), a seed. Member i equals the training of
+    `init(jax.random.fold_in(key, i), hyper[i])` alone, up to rounding.
+
+    On a CPU, `vmap` over the kernels of convolutions is several times slower than a loop. There are three methods:
+
+        vmap    the step under jax.vmap
+        split   vmap, but convolutions with a kernel for each member are computed one by one
+        loop    one compiled program, run for one member after another
+
+    With "auto", the first call times them on copies of the state, and the fastest one is kept. `ft.explain(step_n,
+    state, batch)` shows the times. `tr.fit` stores the choice in its checkpoints, so a resumed run has the same one.
+
+    A member of which a metric is NaN or infinite is marked in `state.diverged`, has no metrics from then on, and does
+    not affect the others: `tr.fit` continues.
+
+    Args:
+      init: `init(key, hyper) -> state` of one member.
+      step: `step(state, batch, hyper) -> (state, metrics)` of one member.
+      method: "auto", "vmap", "split" or "loop".
+      devices: devices over which the members are distributed; the number of members must be a multiple of their number.
+        None: the default device.
+      own_batches: whether the leaves of a batch have a leading axis of members. False: all members receive the same
+        batch.
+
+    Returns:
+      (init_n, step_n). `init_n(key, hyper)` returns a `Population`; the leaves of hyper have a leading axis [n].
+      `step_n(state, batch) -> (state, metrics)` compiles itself and donates the state; each metric is a
+      `tr.MemberMean`, whose `result()` has shape [n].
+
+    Raises:
+      TypeError: init or step is not a function.
+      ValueError: the method is unknown, or the leaves of hyper have different lengths.
+
+    >>> def init(key, hyper):
+    ...     return {"w": jnp.zeros(())}
+    >>> def step(state, batch, hyper):
+    ...     error = state["w"] - batch
+    ...     return {"w": state["w"] - hyper["rate"] * error}, {"error": jnp.abs(error)}
+    >>> init_n, step_n = search.population(init, step, method="vmap")
+    >>> state = init_n(jax.random.key(0), {"rate": jnp.array([0.0, 0.5, 1.0])})
+    >>> state, metrics = step_n(state, jnp.array(2.0))
+    >>> state.members["w"].tolist()
+    [0.0, 1.0, 2.0]
+    """
+    for name, function in (("init", init), ("step", step)):
+        if not callable(function):
+            raise TypeError(f"population(init, step): {name} is a function; got a {type(function).__name__}")
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"population(method={method!r}): expected 'auto' or one of {', '.join(METHODS)}")
+    mesh = None if devices is None else Mesh(np.array(devices), (AXIS,))
+    return _init(init, mesh), Step(step, method, mesh, own_batches)
+
+
+def _init(init, mesh):
+    def all_members(keys, hyper):
+        members = jax.vmap(init)(keys, hyper)
+        n = len(jax.tree.leaves(hyper)[0])
+        return Population(jnp.zeros((), jnp.int32), members, jax.tree.map(jnp.asarray, hyper), jnp.zeros(n, bool))
+
+    @functools.wraps(init)
+    def init_n(key, hyper):
+        n = members_of(hyper)
+        if mesh is not None and n % mesh.size:
+            raise ValueError(f"population: {n} members cannot be divided evenly among {mesh.size} devices; use a "
+                             f"multiple of {mesh.size} members")
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
+        if mesh is None:
+            return jax.jit(all_members)(keys, hyper)
+        shapes = jax.eval_shape(all_members, keys, hyper)
+        return jax.jit(all_members, out_shardings=placement(shapes, mesh))(keys, hyper)
+
+    return init_n
+
+
+def placement(shapes: Population, mesh: Mesh) -> Population:
+    """The sharding of each leaf: members are distributed, the counter is replicated."""
+    place = lambda tree: jax.tree.map(lambda x: NamedSharding(mesh, P(AXIS)), tree)
+    return Population(NamedSharding(mesh, P()), place(shapes.members), place(shapes.hyper), place(shapes.diverged))
+
+
+def members_of(hyper: Any) -> int:
+    """The number of members.
+
+    Raises:
+      ValueError: there is no leaf, a leaf has no axis, or the leaves have different lengths.
+    """
+    sizes = {jax.tree_util.keystr(path, simple=True, separator="/"): np.shape(leaf)[:1]
+             for path, leaf in jax.tree_util.tree_leaves_with_path(hyper)}
+    if not sizes or len(set(sizes.values())) > 1 or not all(sizes.values()):
+        known = ", ".join(f"'{name}': {list(size) or 'a number'}" for name, size in sizes.items()) or "no array"
+        raise ValueError(f"population: expected hyperparameters with one value for each member, arrays of the same "
+                         f"length; got {known}")
+    return int(next(iter(sizes.values()))[0])
+
+
+def member(state: Population, index: int) -> Any:
+    """The state of one member, for example the best one.
+
+    >>> init_n, step_n = population(lambda key, hyper: {"w": 2 * hyper}, lambda state, batch, hyper: (state, {}))
+    >>> float(search.member(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), 1)["w"])
+    6.0
+    """
+    n = len(state.diverged)
+    if not -n <= index < n:
+        raise IndexError(f"member {index}: the population has {n} members")
+    return jax.tree.map(lambda x: x[index], state.members)
+
+
+def take(state: Population, indices: Any) -> Population:
+    """A population of some of the members, with their states and hyperparameters. An index may be repeated.
+
+    Args:
+      state: a population.
+      indices: [m] integers.
+
+    >>> init_n, step_n = population(lambda key, hyper: {"w": 2 * hyper}, lambda state, batch, hyper: (state, {}))
+    >>> search.take(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), [1, 1]).members["w"].tolist()
+    [6.0, 6.0]
+    """
+    rows = jnp.asarray(indices, jnp.int32)
+    chosen = lambda tree: jax.tree.map(lambda x: x[rows], tree)
+    return state.replace(members=chosen(state.members), hyper=chosen(state.hyper), diverged=state.diverged[rows])
+
+
+def each_member(measure: Callable) -> Callable:
+    """Converts a function of one member for the whole population, for example for `tr.evaluator`.
+
+        evaluate = {"validation": tr.evaluator(search.each_member(measure), data, 500)}
+        tr.fit(step_n, state, batches, steps=1000, evaluate=evaluate, best="validation/accuracy/max", ...)
+
+    Args:
+      measure: `measure(state, batch) -> metrics` of one member.
+
+    Returns:
+      A function of a `Population` and a batch. Means become a `tr.MemberMean`, which is logged as name/mean, name/max,
+      name/min and name/0, name/1, ...; other results have a leading axis [n].
+
+    >>> measure = search.each_member(lambda state, batch: {"error": tr.mean(jnp.abs(state["w"] - batch))})
+    >>> init_n, step_n = population(lambda key, hyper: {"w": hyper}, lambda state, batch, hyper: (state, {}))
+    >>> measure(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), jnp.ones(5))["error"].result().tolist()
+    [0.0, 2.0]
+    """
+    @functools.wraps(measure)
+    def measured(state, batch):
+        run = jax.vmap(_methods.split_convolutions(measure), in_axes=(0, None))
+        return _methods.as_members(run(state.members, batch))
+
+    return measured
