@@ -15,6 +15,7 @@ from fnet.training._metrics import Mean, MemberMean, Total, confusion, evaluator
 from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
 from fnet.training._predictions import save_predictions
 from fnet.training._state import TrainState
+from fnet.training._svrg import SVRGState, refresh_anchor, svrg
 from fnet.training._train import train
 from fnet.training.checkpoints._checkpoint import Checkpoints
 from fnet.training.checkpoints._load import Snapshot, load, restore
@@ -59,6 +60,7 @@ __all__ = [
     "PeerLost",
     "Progress",
     "ResumeWarning",
+    "SVRGState",
     "Snapshot",
     "StepEnd",
     "Text",
@@ -92,6 +94,7 @@ __all__ = [
     "read_csv",
     "read_metrics",
     "read_tokens",
+    "refresh_anchor",
     "restore",
     "same_config",
     "save_config",
@@ -99,5 +102,6 @@ __all__ = [
     "schedule",
     "split",
     "stretches",
+    "svrg",
     "train",
 ]

@@ -1,0 +1,34 @@
+"""The experiments of fnet.search, as a user runs them."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
+
+
+def run(script, *flags, code=0):
+    command = [sys.executable, str(FOLDER / script), *flags]
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+                                "JAX_NUMPY_RANK_PROMOTION": "allow"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_svrg_converges_where_sgd_stalls(tmp_path):
+    pytest.importorskip("sklearn")
+    shown = run("svrg.py", f"--workdir={tmp_path}", "--passes=40")
+    gaps = {name: float(gap) for name, gap in re.findall(r"(\w+): gap (\S+) after", shown)}
+    assert set(gaps) == {"svrg", "sgd", "lookahead", "sam"}
+    assert gaps["svrg"] < 1e-3 * gaps["sgd"]
+    assert (tmp_path / "svrg.png").stat().st_size > 5000 and (tmp_path / "gaps.csv").read_text().startswith("method,")
+
+
+def test_svrg_names_a_wrong_flag(tmp_path):
+    assert "--methods=adam: use svrg, sgd" in run("svrg.py", "--methods=adam", code=2)
+    assert "--batch_size=0: expected a number in [1, 569]" in run("svrg.py", "--batch_size=0", code=2)
