@@ -20,6 +20,7 @@ from fnet.layers._core import Layer, layer, method
 from fnet.layers._cross_entropy import linear_cross_entropy
 from fnet.layers._dropout import Dropout
 from fnet.layers._embed import Embed
+from fnet.layers._experts import MixtureOfExperts, load_balancing_loss, router_z_loss
 from fnet.layers._interop import from_linen, from_nnx, linen_variables, nnx_variables, to_linen, to_nnx, update_nnx
 from fnet.layers._linear import Dense, Maxout
 from fnet.layers._norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
@@ -31,10 +32,11 @@ from fnet.layers._spec import ParamSpec, Spec, count_parameters
 
 __all__ = [
     "GRU", "LSTM", "RNN", "Attention", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "Dense", "DepthwiseConv",
-    "Dropout", "Embed", "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout", "Parallel",
-    "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential", "Spec", "Stack",
-    "combine", "count_parameters", "dot_product_attention", "from_linen", "from_nnx", "layer", "linear_cross_entropy",
-    "linen_variables", "method", "nnx_variables", "partition", "to_linen", "to_nnx", "update_nnx",
+    "Dropout", "Embed", "Flatten", "GlobalAvgPool", "GroupNorm", "Layer", "LayerNorm", "MaxPool", "Maxout",
+    "MixtureOfExperts", "Parallel", "ParamSpec", "RMSNorm", "Remat", "Residual", "Rotary", "Scope", "Sequential",
+    "Spec", "Stack", "combine", "count_parameters", "dot_product_attention", "from_linen", "from_nnx", "layer",
+    "linear_cross_entropy", "linen_variables", "load_balancing_loss", "method", "nnx_variables", "partition",
+    "router_z_loss", "to_linen", "to_nnx", "update_nnx",
 ]
 
 

@@ -72,6 +72,7 @@ CASES = {
     "Dense_normal": Case(nn.Dense(4, kernel_init=normal), (ROW,), ROW),
     "Dense_no_bias": Case(nn.Dense(3, use_bias=False), (SEQ,), (4, 3)),
     "Maxout": Case(nn.Maxout(4, 3), (ROW,), ROW),
+    "MixtureOfExperts": Case(nn.MixtureOfExperts(3, 5, activation=jnp.tanh), (SEQ,), SEQ),
     "Conv": Case(nn.Conv(4, 3), (IMG,), IMG),
     "Conv_1d_causal": Case(nn.Conv(4, 3, padding="CAUSAL", dilation=2, groups=2), (SEQ,), SEQ),
     "Conv_strided": Case(nn.Conv(6, (3, 2), (2, 1), padding=[(1, 0), 1], use_bias=False), (IMG,), (2, 5, 6)),

@@ -30,7 +30,8 @@ LEAST = {
 }
 
 # PyTorch has no such layer, or nothing to compute with numbers of its own.
-WITHOUT_TWIN = {"Dropout", "Flatten", "Maxout", "Parallel", "Remat", "Residual", "Sequential", "Stack"}
+WITHOUT_TWIN = {"Dropout", "Flatten", "Maxout", "MixtureOfExperts", "Parallel", "Remat", "Residual", "Sequential",
+                "Stack"}
 
 
 @nn.layer

@@ -1,0 +1,202 @@
+"""MixtureOfExperts: feed-forward networks of which a router selects a few for each token, and the router's losses."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.nn import initializers
+
+from fnet.layers._core import Layer
+from fnet.layers._linear import Dense, floating, lecun_normal, wide
+from fnet.layers._scope import Scope
+from fnet.layers._tile_dot import tile_dot
+
+per_expert = initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
+
+
+class MixtureOfExperts(Layer):
+    """Feed-forward experts; a router selects `top_k` of them for each token.
+
+        p = softmax(x @ router)
+        out = sum over the top_k experts e of  p[e] * down_e(activation(gate_e(x)) * up_e(x))
+
+    Glossary: E experts, f features, h hidden.
+
+    Args:
+        experts: number of experts.
+        hidden: features between gate, up and down of an expert.
+        top_k: experts for each token. Default 2.
+        normalize: whether the weights of the selected experts are divided by their sum, as in Mixtral. Default True.
+        capacity: None: each token reaches all its experts (dropless), whatever their load. A factor: an expert takes at
+            most ceil(capacity * tokens * top_k / experts) tokens of the batch, first choices first, then earlier tokens
+            first; it adds nothing to the other tokens. The work is then equal for all experts, so that they can be
+            placed on different devices: `parallel.rules(spec, {"expert": "tensor"})`.
+        activation: function of the gate. Default: `jax.nn.silu`.
+        kernel_init: initializer of gate, up and down, arrays [E, in, out].
+
+    Inputs:
+        x: [..., f], floating point.
+        valid: booleans [...], False for padding, which no expert processes. Default: all True.
+
+    Output: [..., f], in x's dtype. The weights are computed in float32.
+
+    Parameters: router/kernel [f, E]; gate, up [E, f, h]; down [E, h, f].
+
+    The output of the scope `router` are the logits for the losses `load_balancing_loss` and `router_z_loss`:
+
+        loss, seen = ft.capture(loss_fn, ".*/router")(params, batch)
+
+    Source: Shazeer et al. (2017), Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer.
+    Capacity: Fedus et al. (2021), Switch Transformers. Normalized weights: Jiang et al. (2024), Mixtral of Experts.
+
+    >>> from fnet import layers as nn
+    >>> mixture = nn.MixtureOfExperts(8, 16, top_k=2)
+    >>> params, _ = mixture.init(jax.random.key(0), jnp.ones((2, 5, 4)))
+    >>> mixture(params, jnp.ones((2, 5, 4))).shape, params["gate"].shape
+    ((2, 5, 4), (8, 4, 16))
+    """
+
+    experts: int
+    hidden: int
+    _: KW_ONLY
+    top_k: int = 2
+    normalize: bool = True
+    capacity: float | None = None
+    activation: Callable = jax.nn.silu
+    kernel_init: Callable = per_expert
+
+    def forward(self, scope: Scope, x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"MixtureOfExperts at {scope}: expected 1 <= top_k <= experts, got top_k={self.top_k} and "
+                             f"{self.experts} experts")
+        if self.capacity is not None and not self.capacity > 0:
+            raise ValueError(f"MixtureOfExperts at {scope}: expected a capacity > 0 or None, got {self.capacity}")
+        x = floating(x, scope, "MixtureOfExperts")
+        if valid is not None and jnp.shape(valid) != x.shape[:-1]:
+            raise ValueError(f"MixtureOfExperts at {scope}: expected valid {list(x.shape[:-1])} for x "
+                             f"{list(x.shape)}, got {list(jnp.shape(valid))}")
+        width, shape = x.shape[-1], x.shape
+        up_shape, up_axes = (self.experts, width, self.hidden), ("expert", "embed", "mlp")
+        gate, up = (scope.param(name, up_shape, self.kernel_init, up_axes) for name in ("gate", "up"))
+        down = scope.param("down", (self.experts, self.hidden, width), self.kernel_init, ("expert", "mlp", "embed"))
+        logits = Dense(self.experts, use_bias=False, kernel_init=lecun_normal, axes=("embed", None))(scope["router"], x)
+
+        x, logits = x.reshape(-1, width), logits.reshape(-1, self.experts)      # [tokens, f], [tokens, E]
+        weights, chosen = lax.top_k(jax.nn.softmax(wide(logits)), self.top_k)   # [tokens, top_k]
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdims=True)
+        # First choices of all tokens, then second choices, ...: the order in which a capacity is filled.
+        chosen, weights = chosen.T.reshape(-1), weights.T.reshape(-1)           # [pairs]
+        if valid is not None:
+            chosen = jnp.where(jnp.tile(valid.reshape(-1), self.top_k), chosen, self.experts)
+        order = jnp.argsort(chosen)                                             # pairs sorted by expert
+        sizes = jnp.bincount(chosen, length=self.experts)                       # pairs of each expert
+        starts = jnp.cumsum(sizes) - sizes
+        if self.capacity is None:
+            expert, rows = _tiles(starts, sizes, order.shape[0])                # [tiles], [tiles, rows]
+            product = functools.partial(tile_dot, expert=expert)
+        else:
+            slots = jnp.arange(math.ceil(self.capacity * order.shape[0] / self.experts))[None]
+            rows = jnp.where(slots < sizes[:, None], starts[:, None] + slots, order.shape[0])    # [E, slots]
+            product = _batched_dot
+        pairs = order.at[rows].get(mode="fill", fill_value=-1)                  # -1 in empty rows
+        tokens = jnp.where(pairs < 0, x.shape[0], pairs % x.shape[0])
+        pairs = jnp.where(pairs < 0, order.shape[0], pairs)
+        y = x.at[tokens].get(mode="fill", fill_value=0)                         # [tiles or E, rows, f]
+        y = self.activation(product(y, gate.astype(x.dtype))) * product(y, up.astype(x.dtype))
+        y = product(y, down.astype(x.dtype))
+        y = wide(y) * weights.at[pairs].get(mode="fill", fill_value=0)[..., None]
+        return jnp.zeros(x.shape, y.dtype).at[tokens].add(y, mode="drop").astype(x.dtype).reshape(shape)
+
+
+def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | None = None) -> jax.Array:
+    """Computes a loss that is smallest if all experts receive equally many tokens.
+
+        E * sum over experts e of  f[e] * P[e]
+
+    f[e] is the number of tokens for which e is among the top_k experts, divided by the number of tokens; P[e] is the
+    mean of softmax(logits)[e]. The loss of a balanced router is top_k. Only P has a gradient.
+
+    Args:
+        logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
+        top_k: experts for each token.
+        valid: booleans [...], False for padding. Default: all True.
+
+    Returns:
+        The loss, a float32 scalar.
+
+    Source: Fedus et al. (2021), Switch Transformers, eq. 4, with top_k choices as in Mixtral.
+
+    >>> from fnet import layers as nn
+    >>> float(nn.load_balancing_loss(jnp.zeros((6, 4)), top_k=2))
+    2.0
+    """
+    logits = wide(logits)
+    experts = logits.shape[-1]
+    _, chosen = lax.top_k(logits, top_k)
+    mean = _masked_mean(valid, logits.shape[:-1])
+    fraction = mean(jax.nn.one_hot(chosen, experts, dtype=logits.dtype).sum(-2))     # [E]
+    return experts * (fraction * mean(jax.nn.softmax(logits))).sum()
+
+
+def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
+    """Computes mean(logsumexp(logits)^2), which keeps the logits of a router small and its rounding errors too.
+
+    Args:
+        logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
+        valid: booleans [...], False for padding. Default: all True.
+
+    Returns:
+        The loss, a float32 scalar.
+
+    Source: Zoph et al. (2022), ST-MoE, eq. 5.
+
+    >>> from fnet import layers as nn
+    >>> round(float(nn.router_z_loss(jnp.zeros((6, 4)))), 4)    # log(4)^2
+    1.9218
+    """
+    return _masked_mean(valid, logits.shape[:-1])(jax.nn.logsumexp(wide(logits), -1, keepdims=True) ** 2)[0]
+
+
+def _masked_mean(valid, shape):
+    """A function: [*shape, n] to its mean over the valid tokens [n]."""
+    if valid is None:
+        return lambda x: x.reshape(-1, x.shape[-1]).mean(0)
+    valid = jnp.broadcast_to(valid, shape).reshape(-1, 1)
+
+    def mean(x):
+        return jnp.where(valid, x.reshape(-1, x.shape[-1]), 0).sum(0) / jnp.maximum(valid.sum(), 1).astype(x.dtype)
+
+    return mean
+
+
+def _tiles(starts, sizes, pairs):
+    """Divides the sorted pairs of each expert into tiles of equally many rows.
+
+    Returns:
+        (the expert of each tile [tiles], the index of each row's pair among the sorted pairs, or `pairs` if the row is
+        empty [tiles, rows]). There are as many tiles as the most unequal sizes need.
+    """
+    experts = sizes.shape[0]
+    if isinstance(pairs, int):
+        rows = min(256, 2 ** math.ceil(math.log2(max(pairs / (2 * experts), 1))))
+        tiles = pairs if rows == 1 else pairs // rows + min(experts, pairs)
+    else:                                                                       # a symbolic batch
+        rows, tiles = 16, pairs // 16 + experts
+    ends = jnp.cumsum(-(-sizes // rows))                                        # the last tile of each expert, plus 1
+    tile = jnp.arange(tiles)
+    expert = jnp.minimum((tile[:, None] >= ends[None]).sum(-1), experts - 1)          # [tiles]
+    within = (tile - (ends - -(-sizes // rows))[expert])[:, None] * rows + jnp.arange(rows)[None]
+    used = (within < sizes[expert][:, None]) & (tile < ends[-1])[:, None]
+    return expert, jnp.where(used, starts[expert][:, None] + within, pairs)
+
+
+def _batched_dot(x, kernel):
+    """[E, rows, in] and [E, in, out] to [E, rows, out]."""
+    return lax.dot_general(x, kernel, (((2,), (1,)), ((0,), (0,))))

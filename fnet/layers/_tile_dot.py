@@ -1,0 +1,128 @@
+"""Products of tiles of rows with the kernels of their experts, as two primitives that are each other's transposes.
+
+As ordinary operations the product is a scan over the tiles, in which each step reads one kernel in place. The transpose
+of such a scan adds an array of the size of all kernels for each tile; the second primitive updates one array instead.
+`lax.ragged_dot` computes the same, but multiplies all rows with all kernels on CPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+from fnet import jaxpr
+from fnet._jax import Primitive
+
+
+def tile_dot(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
+    """Multiplies each tile with the kernel of its expert: `y[t] = x[t] @ kernel[expert[t]]`.
+
+    Derivatives of any order, forward or reverse, are supported.
+
+    Args:
+        x: [tiles, rows, in].
+        kernel: [E, in, out], in x's dtype.
+        expert: integers [tiles].
+
+    Returns:
+        [tiles, rows, out], in x's dtype.
+    """
+    return dot_p.bind(x, kernel, expert, axis=1, out=x.dtype)
+
+
+def _dot(x, kernel, expert, *, axis, out):
+    """`tile_dot` over this axis of the kernels: 1, or 2 for transposed kernels."""
+    dtype = max(x.dtype, kernel.dtype, key=_bits)
+
+    def one(_, operands):
+        rows, which = operands
+        own = lax.dynamic_index_in_dim(kernel, which, keepdims=False).astype(dtype)
+        return None, lax.dot_general(rows.astype(dtype), own, (((1,), (axis - 1,)), ((), ())),
+                                     preferred_element_type=out)
+
+    return lax.scan(one, None, (x, expert))[1]
+
+
+def _outer(x, y, expert, *, experts, out):
+    """Sums `x[t].T @ y[t]` for each expert, in float32: [tiles, rows, a] and [tiles, rows, b] to [experts, a, b]."""
+    dtype = max(x.dtype, y.dtype, key=_bits)
+    total = jnp.zeros((experts, x.shape[-1], y.shape[-1]), max(dtype, jnp.dtype("float32"), key=_bits))
+
+    def one(total, operands):
+        a, b, which = operands
+        product = lax.dot_general(a.astype(dtype), b.astype(dtype), (((0,), (0,)), ((), ())),
+                                  preferred_element_type=total.dtype)
+        return total.at[which].add(product), None
+
+    return lax.scan(one, total, (x, y, expert))[0].astype(out)
+
+
+def _bits(dtype):
+    return jnp.finfo(dtype).bits
+
+
+@functools.lru_cache(1024)
+def _type(f, types, params):
+    """The abstract result, from the ordinary operations, which propagate shardings and varying mesh axes."""
+    return jax.make_jaxpr(functools.partial(f, **dict(params)))(*types).out_avals[0]
+
+
+def _jvp(primitive, primals, tangents, **params):
+    (a, b, expert), (da, db, _) = primals, tangents
+    total = [primitive.bind(*operands, expert, **params) for operands, tangent in (((da, b), da), ((a, db), db))
+             if not isinstance(tangent, ad.Zero)]
+    y = primitive.bind(a, b, expert, **params)
+    return y, functools.reduce(jnp.add, total) if total else ad.Zero.from_primal_value(y)
+
+
+def _dot_transpose(cotangent, x, kernel, expert, *, axis, out):
+    if isinstance(cotangent, ad.Zero):
+        return None, None, None
+    if ad.is_undefined_primal(x):
+        return dot_p.bind(cotangent, kernel, expert, axis=3 - axis, out=x.aval.dtype), None, None
+    pair = (x, cotangent) if axis == 1 else (cotangent, x)
+    return None, outer_p.bind(*pair, expert, experts=kernel.aval.shape[0], out=kernel.aval.dtype), None
+
+
+def _outer_transpose(cotangent, x, y, expert, *, experts, out):
+    if isinstance(cotangent, ad.Zero):
+        return None, None, None
+    if ad.is_undefined_primal(x):
+        return dot_p.bind(y, cotangent, expert, axis=2, out=x.aval.dtype), None, None
+    return None, dot_p.bind(x, cotangent, expert, axis=1, out=y.aval.dtype), None
+
+
+def _batch(primitive, f, args, axes, **params):
+    """Appends the tiles of all examples if they have the same kernels; otherwise maps the ordinary operations."""
+    x, kernel, expert = args
+    if primitive is not dot_p or axes[1] is not None:
+        return jax.vmap(functools.partial(f, **params), axes)(*args), 0
+    size = next(each.shape[axis] for each, axis in zip(args, axes) if axis is not None)
+    x, expert = (jnp.broadcast_to(each[None], (size, *each.shape)) if axis is None else jnp.moveaxis(each, axis, 0)
+                 for each, axis in ((x, axes[0]), (expert, axes[2])))
+    y = dot_p.bind(x.reshape(-1, *x.shape[2:]), kernel, expert.reshape(-1), **params)
+    return y.reshape(*x.shape[:2], *y.shape[1:]), 0
+
+
+def _define(name, f, transpose):
+    primitive = Primitive(name)
+    run = jax.jit(lambda *args, params: primitive.bind(*args, **dict(params)), static_argnames="params")
+    primitive.def_impl(lambda *args, **params: run(*args, params=tuple(params.items())))
+    primitive.def_abstract_eval(lambda *types, **params: _type(f, types, tuple(params.items())))
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, f)
+    mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=False))
+    jaxpr.describe(primitive, jaxpr.Description(
+        jaxpr.Traits("product", memory="heavy"), lower=lambda params, compute, out: {"out": out},
+        explain=lambda *types, **params: "a scan over tiles of rows, each with the kernel of one expert",
+        plain=lambda eqn: jax.make_jaxpr(functools.partial(f, **eqn.params))(*(v.aval for v in eqn.invars)).jaxpr))
+    return primitive
+
+
+dot_p = _define("tile_dot", _dot, _dot_transpose)
+outer_p = _define("tile_outer", _outer, _outer_transpose)
