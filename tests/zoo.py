@@ -16,6 +16,8 @@ GPT = models.GPT(VOCABULARY, 8, 2, 2, context=CONTEXT)
 UNSTACKED = dataclasses.replace(GPT, depth=1, stacked=False)
 DECODER = models.Decoder(VOCABULARY, 8, 2, 4, 2, 12, context=CONTEXT)
 BERT = models.Bert(VOCABULARY, 8, 2, 2, 16, context=CONTEXT)
+ROBERTA = models.Roberta(VOCABULARY, 8, 2, 2, 16, context=CONTEXT, head="sequence", classes=3)
+DISTIL = models.DistilBert(VOCABULARY, 8, 2, 2, 16, context=CONTEXT, head="masked_lm")
 LSTM = models.LSTMLanguageModel(VOCABULARY, 8)
 TEXT, IMAGES = ("b, t", (f"t <= {CONTEXT}",)), ("b, h, w, 3", ("h >= 32", "w >= 32"))
 
@@ -24,6 +26,8 @@ MODELS = {
     "GPT": (GPT, TEXT, {"b": (1, 3), "t": (CONTEXT, 5)}),
     "Decoder": (DECODER, TEXT, {"b": (2, 3), "t": (1, CONTEXT)}),
     "Bert": (BERT, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
+    "Roberta": (ROBERTA, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
+    "DistilBert": (DISTIL, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
     "LSTMLanguageModel": (LSTM, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
     "LSTMClassifier": (models.LSTMClassifier(3, VOCABULARY, 8), TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
     "TreeLSTM": (models.TreeLSTM(3, VOCABULARY, 8), TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
@@ -35,8 +39,8 @@ MODELS = {
     "ViT": (models.ViT(8, 2, 2, classes=3, patch=4, size=8), ("b, 8, 8, 3", ()), {"b": (2, 3)}),
     "AlexNet": (models.AlexNet(classes=3, width=2, hidden=8), ("b, 224, 224, 3", ()), {"b": (1, 2)}),
 }
-TEXTS = "GPT", "Decoder", "Bert", "LSTMLanguageModel", "LSTMClassifier", "TreeLSTM"
-RAGGED = "GPT", "Decoder", "Bert", "LSTMLanguageModel", "LSTMClassifier"    # with lengths
+RAGGED = "GPT", "Decoder", "Bert", "Roberta", "DistilBert", "LSTMLanguageModel", "LSTMClassifier"    # with lengths
+TEXTS = *RAGGED, "TreeLSTM"
 
 
 def inputs(name, shape):

@@ -6,6 +6,7 @@ from fnet.models._bert import Bert, Encoded, sentence_embedding
 from fnet.models._blocks import unstack
 from fnet.models._cnn import CNN
 from fnet.models._decoder import Decoder
+from fnet.models._distilbert import DistilBert
 from fnet.models._gpt import GPT
 from fnet.models._images import ImageInput
 from fnet.models._mlp import MLP
@@ -13,6 +14,7 @@ from fnet.models._mobilenet import MobileNetV2
 from fnet.models._model import Model
 from fnet.models._resnet import ResNet, ResNet9
 from fnet.models._rnn import LSTMClassifier, LSTMLanguageModel
+from fnet.models._roberta import Roberta
 from fnet.models._rope import LinearScaling, Llama3Scaling
 from fnet.models._tree import TreeLSTM, Trees, pack_trees
 from fnet.models._vit import ViT
@@ -24,9 +26,9 @@ from fnet.models.text._tokenizers import ByteTokenizer, CharTokenizer, HuggingFa
 from fnet.models.text._wordpiece import WordPiece
 
 __all__ = [
-    "CNN", "GPT", "MLP", "AlexNet", "Beams", "Bert", "ByteTokenizer", "CharTokenizer", "Decoder", "Encoded",
-    "Generated", "HuggingFaceTokenizer", "ImageInput", "LSTMClassifier", "LSTMLanguageModel", "LinearScaling",
-    "Llama3Scaling", "LlamaBPE", "MobileNetV2", "Model", "ResNet", "ResNet9", "TreeLSTM", "Trees", "ViT", "WordPiece",
-    "beam_search", "generate", "pack_trees", "padded", "pretrained", "read_tokenizer", "sentence_embedding", "stream",
-    "stream_text", "unstack",
+    "CNN", "GPT", "MLP", "AlexNet", "Beams", "Bert", "ByteTokenizer", "CharTokenizer", "Decoder", "DistilBert",
+    "Encoded", "Generated", "HuggingFaceTokenizer", "ImageInput", "LSTMClassifier", "LSTMLanguageModel",
+    "LinearScaling", "Llama3Scaling", "LlamaBPE", "MobileNetV2", "Model", "ResNet", "ResNet9", "Roberta",
+    "TreeLSTM", "Trees", "ViT", "WordPiece", "beam_search", "generate", "pack_trees", "padded", "pretrained",
+    "read_tokenizer", "sentence_embedding", "stream", "stream_text", "unstack",
 ]

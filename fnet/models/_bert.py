@@ -1,7 +1,9 @@
-"""BERT, an encoder of text, and sentence embeddings computed with it."""
+"""BERT, an encoder of text, with the heads of its tasks, and sentence embeddings computed with it."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
 from dataclasses import KW_ONLY
 from typing import ClassVar, NamedTuple
 
@@ -13,19 +15,22 @@ from fnet import layers as nn
 from fnet.layers._sizes import at_most
 from fnet.models._blocks import Blocks
 from fnet.models._model import Model
-from fnet.models.weights._config import Must, Use, transformers
-from fnet.models.weights._weight_names import Names, Spare, torch
+from fnet.models.weights._config import Fields, Must, Use, transformers
+from fnet.models.weights._labels import labels
+from fnet.models.weights._weight_names import Names, Rule, Spare, Tied, torch
+
+HEADS = "masked_lm", "sequence", "tokens", "questions", "next_sentence"
 
 
 class Encoded(NamedTuple):
-    """The output of `Bert`, registered with `jax.export` as "fnet.models.Encoded".
+    """The output of an encoder, registered with `jax.export` as "fnet.models.Encoded".
 
     An exported program that returns it can be deserialized only after `import fnet.models`. To read the program
     without fnet, export a function that returns a dict: `lambda params, tokens: model(params, tokens)._asdict()`.
 
     Attributes:
         hidden: [batch, time, width], the features of each token.
-        pooled: [batch, width], the features of the first token after the pooler.
+        pooled: [batch, width], the features of the first token after the pooler. None: the model has no pooler.
 
     >>> model = models.Bert(vocab_size=8, depth=1, heads=2, width=4, hidden=8, context=8)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
@@ -35,10 +40,14 @@ class Encoded(NamedTuple):
     """
 
     hidden: jax.Array
-    pooled: jax.Array
+    pooled: jax.Array | None
 
 
 export.register_namedtuple_serialization(Encoded, serialized_name="fnet.models.Encoded")
+
+
+def gelu(x):
+    return jax.nn.gelu(x, approximate=False)
 
 
 @nn.layer
@@ -46,8 +55,7 @@ def bert_block(scope, x, lengths=None, *, heads, hidden, dropout, epsilon):     
     norm, drop = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout)
     y = nn.Attention(heads, dropout=dropout)(scope["attention"], x, lengths=lengths)
     x = norm(scope["norm1"], x + drop(scope["drop1"], y))
-    y = nn.Dense(hidden, axes=("embed", "mlp"))(scope["fc"], x)                                  # [batch, time, hidden]
-    y = jax.nn.gelu(y, approximate=False)
+    y = gelu(nn.Dense(hidden, axes=("embed", "mlp"))(scope["fc"], x))                            # [batch, time, hidden]
     y = nn.Dense(x.shape[-1], axes=("mlp", "embed"))(scope["proj"], y)
     return norm(scope["norm2"], x + drop(scope["drop2"], y))
 
@@ -59,6 +67,58 @@ def _rules(ours, theirs):
     norms = {"norm1": "attention.output.LayerNorm", "norm2": "output.LayerNorm"}
     return (*(torch.dense(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in dense.items()),
             *(torch.norm(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in norms.items()))
+
+
+ENCODER = (
+    torch.embed("embed/words", "embeddings.word_embeddings"),
+    torch.embed("embed/positions", "embeddings.position_embeddings"),
+    torch.embed("embed/segments", "embeddings.token_type_embeddings"),
+    torch.norm("embed/norm", "embeddings.LayerNorm"), torch.dense("pooler", "pooler.dense"),
+    _rules("blocks", "encoder.layer.{i}"), _rules("blocks/{i}", "encoder.layer.{i}"),
+    Spare("embeddings.position_ids"), Spare("pooler.dense.weight"), Spare("pooler.dense.bias"),
+)
+ALIASES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tuple:
+    """Rules for the heads: keys of the masked LM's layers, and keys that files have beside the encoder."""
+    words = (torch.dense("masked_lm/dense", dense), torch.norm("masked_lm/norm", norm), Rule("masked_lm/bias", bias),
+             Tied(f"{logits}.weight", "embed/words/embedding"), Tied(f"{logits}.bias", "masked_lm/bias"))
+    spare = [f"{key}.{leaf}" for key in (dense, norm, logits, "classifier", "qa_outputs", *others)
+             for leaf in ("weight", "bias")]
+    return (words, torch.dense("head", "classifier"), torch.dense("questions", "qa_outputs"),
+            *map(Spare, [bias, *spare]))
+
+
+def architectures(prefix: str, without: str = "Model") -> dict:
+    """{transformers' class: fields}; ... is a field that config.json determines."""
+    return {
+        f"{prefix}{without}": dict(head=None), f"{prefix}ForMaskedLM": dict(head="masked_lm"),
+        f"{prefix}ForSequenceClassification": dict(head="sequence", classes=...),
+        f"{prefix}ForTokenClassification": dict(head="tokens", classes=...),
+        f"{prefix}ForQuestionAnswering": dict(head="questions"),
+    }
+
+
+def tied(value, config):
+    """`tie_word_embeddings`, which affects the masked LM alone."""
+    names = config.get("architectures")
+    if value is not True and isinstance(names, list) and any(str(name).endswith("ForMaskedLM") for name in names):
+        raise ValueError("expected True for a masked LM")
+    if not isinstance(value, bool):
+        raise ValueError("expected True or False")
+    return {}
+
+
+COMMON = {
+    "hidden_size": Use("width", 768), "num_hidden_layers": Use("depth", 12), "num_attention_heads": Use("heads", 12),
+    "intermediate_size": Use("hidden", 3072), "type_vocab_size": Use("segments", 2),
+    "layer_norm_eps": Use("epsilon", 1e-12), "hidden_act": Must(("gelu", "gelu_python")),
+    "position_embedding_type": Must(("absolute",)), "tie_word_embeddings": Fields(tied, write=lambda model: True),
+}
+IRRELEVANT = "hidden_dropout_prob attention_probs_dropout_prob classifier_dropout output_past"
+BERT = {**architectures("Bert"), "BertForPreTraining": dict(head="masked_lm"),
+        "BertForNextSentencePrediction": dict(head="next_sentence")}
 
 
 class Bert(Model):
@@ -76,7 +136,13 @@ class Bert(Model):
         hidden: features within the MLP.
         context: maximum length of a text in tokens.
         segments: number of segments.
-        dropout: dropout rate of embeddings, attention weights and residual branches.
+        head: what follows the encoder. None: nothing. "masked_lm": logits of the words, with the table of embeddings.
+            "sequence": classes of a text, from the pooler. "tokens": classes of each token. "questions": logits for
+            the start and the end of an answer. "next_sentence": logits for whether the second segment continues the
+            first, or is random.
+        classes: number of logits of the heads "sequence" and "tokens".
+        pooler: whether a model without a head has a pooler.
+        dropout: dropout rate of embeddings, attention weights and residual branches, and before the head.
         epsilon: epsilon of the norms.
         stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
 
@@ -85,7 +151,8 @@ class Bert(Model):
         lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
         segment: integers [batch, time], less than `segments`. Default: 0.
 
-    Output: `Encoded`.
+    Output: `Encoded` without a head, else logits: [batch, time, vocab_size] of a masked LM, [batch, classes] of a
+    sequence, [batch, time, classes] of tokens, [batch, time, 2] of questions, [batch, 2] of the next sentence.
 
         words = models.WordPiece.read("vocab.txt")
         tokens, lengths = models.padded([words.encode("A cat."), words.encode("Dogs and cats.")])
@@ -102,36 +169,28 @@ class Bert(Model):
     PRESETS: ClassVar = {
         "bert-base-uncased": dict(vocab_size=30522, width=768, depth=12, heads=12, hidden=3072),
         "bert-large-uncased": dict(vocab_size=30522, width=1024, depth=24, heads=16, hidden=4096),
+        "bert-base-cased": dict(vocab_size=28996, width=768, depth=12, heads=12, hidden=3072),
         "minilm-l6": dict(vocab_size=30522, width=384, depth=6, heads=12, hidden=1536),
         "minilm-l12": dict(vocab_size=30522, width=384, depth=12, heads=12, hidden=1536),
     }
     NAMES: ClassVar = {
-        "huggingface": Names((
-            torch.embed("embed/words", "embeddings.word_embeddings"),
-            torch.embed("embed/positions", "embeddings.position_embeddings"),
-            torch.embed("embed/segments", "embeddings.token_type_embeddings"),
-            torch.norm("embed/norm", "embeddings.LayerNorm"), torch.dense("pooler", "pooler.dense"),
-            _rules("blocks", "encoder.layer.{i}"), _rules("blocks/{i}", "encoder.layer.{i}"),
-            Spare("embeddings.position_ids"),
-        ), prefixes=("", "bert."), config={"epsilon": 1e-12}, metadata={"format": "pt"}),
+        "huggingface": Names(
+            ENCODER, prefixes=("", "bert."), config={"epsilon": 1e-12}, metadata={"format": "pt"}, aliases=ALIASES,
+            heads=(torch.dense("next_sentence", "cls.seq_relationship"), heads_of(
+                "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder",
+                "cls.predictions.bias", "cls.seq_relationship"))),
     }
     CONFIGS: ClassVar = {
         "bert": transformers({
-            "vocab_size": Use("vocab_size", 30522), "hidden_size": Use("width", 768),
-            "num_hidden_layers": Use("depth", 12), "num_attention_heads": Use("heads", 12),
-            "intermediate_size": Use("hidden", 3072), "max_position_embeddings": Use("context", 512),
-            "type_vocab_size": Use("segments", 2), "layer_norm_eps": Use("epsilon", 1e-12),
-            "hidden_act": Must(("gelu", "gelu_python")), "position_embedding_type": Must(("absolute",)),
-        }, architectures=("BertModel", "BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction",
-                          "BertForSequenceClassification", "BertForMultipleChoice", "BertForTokenClassification",
-                          "BertForQuestionAnswering"),
-            irrelevant="hidden_dropout_prob attention_probs_dropout_prob classifier_dropout tie_word_embeddings "
-                       "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
-                       "pooler_size_per_head pooler_type"),
+            "vocab_size": Use("vocab_size", 30522), "max_position_embeddings": Use("context", 512), **COMMON,
+            **labels(BERT),
+        }, architectures=BERT, irrelevant=f"{IRRELEVANT} directionality pooler_fc_size pooler_num_attention_heads "
+                                          "pooler_num_fc_layers pooler_size_per_head pooler_type"),
     }
     HUB: ClassVar = {
         "bert-base-uncased": ("google-bert/bert-base-uncased",),
         "bert-large-uncased": ("google-bert/bert-large-uncased",),
+        "bert-base-cased": ("google-bert/bert-base-cased",),
         "minilm-l6": ("sentence-transformers/all-MiniLM-L6-v2",),
         "minilm-l12": ("sentence-transformers/all-MiniLM-L12-v2",),
     }
@@ -144,30 +203,80 @@ class Bert(Model):
     _: KW_ONLY
     context: int = 512
     segments: int = 2
+    head: str | None = None
+    classes: int | None = None
+    pooler: bool = True
     dropout: float = 0.0
     epsilon: float = 1e-12
     stacked: bool = True
 
     def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None,
-                segment: jax.Array | None = None) -> jax.Array:
-        x = self._embedded(scope["embed"], jnp.asarray(tokens), segment)         # [batch, time, width]
+                segment: jax.Array | None = None) -> Encoded | jax.Array:
+        self._check()
+        tokens, embed = jnp.asarray(tokens), scope["embed"]
+        table, words = nn.Embed(self.vocab_size, self.width), embed["words"]
+        x = table(words, tokens) + self._places(embed, tokens, segment)                        # [batch, time, width]
+        x = nn.LayerNorm(epsilon=self.epsilon)(embed["norm"], x)
         x = nn.Dropout(self.dropout)(scope["drop"], x)
         block = bert_block(heads=self.heads, hidden=self.hidden, dropout=self.dropout, epsilon=self.epsilon)
         x = Blocks(block, self.depth, self.stacked)(scope["blocks"], x, lengths=lengths)
-        return Encoded(x, jnp.tanh(nn.Dense(self.width)(scope["pooler"], x[:, 0])))
+        if self.head is None:
+            return Encoded(x, self._pooled(scope, x) if self.pooler else None)
+        if self.head == "masked_lm":
+            at = scope["masked_lm"]
+            x = gelu(nn.Dense(self.width)(at["dense"], x))
+            x = nn.LayerNorm(epsilon=self.epsilon)(at["norm"], x)
+            x = table.attend(words, x)                                                    # [batch, time, vocab_size]
+            bias = at.param("bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",))
+            return x + bias.astype(x.dtype)[None, None]
+        return self._logits(scope, x)
 
-    def _embedded(self, scope, tokens, segment):
-        if tokens.ndim != 2 or not at_most("Bert", tokens.shape[1], self.context):
-            raise ValueError(f"Bert: expected tokens [batch, time] with time <= context={self.context}; got shape "
+    def _logits(self, scope, x):
+        """The logits of the heads other than the masked LM."""
+        if self.head in ("sequence", "next_sentence"):
+            x = self._pooled(scope, x)
+        x = nn.Dropout(self.dropout)(scope["head_drop"], x)
+        name = "head" if self.head in ("sequence", "tokens") else self.head
+        return nn.Dense(self.classes or 2)(scope[name], x)
+
+    def _check(self):
+        if self.depth < 1:
+            raise ValueError(f"{type(self).__name__}: depth must be at least 1; got {self.depth}")
+        if self.head is not None and self.head not in HEADS:
+            raise ValueError(f"{type(self).__name__}: head must be None or one of {', '.join(HEADS)}; "
+                             f"got {self.head!r}")
+        if (self.head in ("sequence", "tokens")) != (self.classes is not None):
+            raise ValueError(f"{type(self).__name__}: the heads 'sequence' and 'tokens' need classes, and no other "
+                             f"head has them; got head={self.head!r} with classes={self.classes}")
+
+    def _pooled(self, scope, x):
+        return jnp.tanh(nn.Dense(self.width)(scope["pooler"], x[:, 0]))
+
+    def _places(self, scope, tokens, segment):
+        """The vectors of segments and positions, which are added to those of the tokens."""
+        who = type(self).__name__
+        if tokens.ndim != 2 or not at_most(who, tokens.shape[1], self.context):
+            raise ValueError(f"{who}: expected tokens [batch, time] with time <= context={self.context}; got shape "
                              f"{tokens.shape}")
-        if segment is not None and jnp.shape(segment) != tokens.shape:
-            raise ValueError(f"Bert: segment must have the shape of tokens, {tokens.shape}; got {jnp.shape(segment)}")
-        order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]               # [1, time]
-        segment = jnp.zeros_like(order) if segment is None else segment
-        x = nn.Embed(self.vocab_size, self.width)(scope["words"], tokens)
-        x = x + nn.Embed(self.segments, self.width)(scope["segments"], segment)
-        x = x + nn.Embed(self.context, self.width)(scope["positions"], order)
-        return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
+        if segment is not None and (jnp.shape(segment) != tokens.shape or not self.segments):
+            raise ValueError(f"{who}: segment must have the shape of tokens, {tokens.shape}; got {jnp.shape(segment)}"
+                             if self.segments else f"{who}: expected no segment, because this model has none")
+        order = self._positions(tokens)
+        y = nn.Embed(self._rows(), self.width)(scope["positions"], order)
+        if self.segments:
+            segment = jnp.zeros((1, tokens.shape[1]), jnp.int32) if segment is None else segment
+            y = nn.Embed(self.segments, self.width)(scope["segments"], segment) + y
+        return y
+
+    def _positions(self, tokens):
+        return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]                              # [1, time]
+
+    def _rows(self):
+        return self.context
+
+    def of_keys(self, keys: Collection[str]) -> Bert:
+        held = any(key.endswith("pooler.dense.weight") for key in keys)
+        return dataclasses.replace(self, pooler=held) if self.head is None else self
 
     def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, self.context), jnp.int32)

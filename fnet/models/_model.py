@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -49,6 +49,13 @@ class Model(nn.Layer):
             raise ValueError(f"{cls.__name__} has no preset {name!r}" + (f"; did you mean {near[0]!r}?" if near else
                              f"; it has {', '.join(cls.PRESETS) or 'none'}"))
         return cls(**{**cls.PRESETS[name], **changes})
+
+    def of_keys(self, keys: Collection[str]) -> Model:
+        """Returns the model for a file of weights with these keys, which determine what config.json does not.
+
+        `pretrained.load(folder)` calls it. Default: the model itself.
+        """
+        return self
 
     def example(self) -> jax.ShapeDtypeStruct:
         """Returns shape and dtype of an input of the published size and batch 1: `model.spec(model.example())`."""

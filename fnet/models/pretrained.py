@@ -109,7 +109,7 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
 
 def _load(model, path, dtype, names, check_config):
     """`(params, state)` of a model from an existing path."""
-    tensors = _tensors.read(path)
+    tensors = _match.renamed(model, _tensors.read(path))
     kinds, leaves = _match.leaves_of(model)
     config = _config.check(model, tensors.path.parent) if check_config else None
     name, key_map = _match.detect_names(model, leaves, tensors, names)
@@ -173,15 +173,16 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     if like is not None:
         like = find(like)
         source_folder = like if like.is_dir() else None
-        source = _tensors.read(like)
+        source = _match.renamed(model, _tensors.read(like))
         names, key_map = _match.detect_names(model, leaves, source, names)
     else:
         source = None
         names = _match.names_to_write(model) if names is None else names
         rules = _match.rules_of(model, names)
-        key_map = _key_map.key_map(rules, rules.prefixes[0], leaves, _match.who(model, names))
+        prefix = _key_map.prefix_to_write(rules, leaves)
+        key_map = _key_map.key_map(rules, prefix, leaves, _match.who(model, names))
     rules, path = _match.rules_of(model, names), Path(path).expanduser()
-    _match.check_config(model, names, path)
+    _match.check_config(model, names, path, _match.described(model, names))
     kind = ".bin" if rules.header else ".safetensors"
     folder = path if path.is_dir() or not path.suffix else None
     if folder is not None:
@@ -243,7 +244,8 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
     Raises:
         ValueError: the file contains no arrays of this model.
     """
-    return _match.detect_names(model, _match.leaves_of(model)[1], _tensors.read(find(path)), None)[0]
+    return _match.detect_names(model, _match.leaves_of(model)[1],
+                               _match.renamed(model, _tensors.read(find(path))), None)[0]
 
 
 def find(name: str | os.PathLike) -> Path:
@@ -273,7 +275,8 @@ def _of_folder(path):
         from fnet.models import Decoder
 
         return Decoder.of_model_bin(header)
-    return _config.model(path if path.is_dir() else path.parent, _classes())
+    model = _config.model(path if path.is_dir() else path.parent, _classes())
+    return model.of_keys(_match.renamed(model, _tensors.read(path)).arrays)
 
 
 def _class_of(name):
@@ -291,7 +294,8 @@ def _class_of(name):
 def _variant(cls, name, path, changes):
     """The preset with the fields that the weights at `path` require."""
     made = cls.preset(name, **changes)
-    names, _ = _match.detect_names(made, _match.leaves_of(made)[1], _tensors.read(path), None)
+    names, _ = _match.detect_names(made, _match.leaves_of(made)[1],
+                                   _match.renamed(made, _tensors.read(path)), None)
     return dataclasses.replace(made, **{**made.NAMES[names].config, **changes})
 
 

@@ -105,5 +105,6 @@ SMALL = models.Decoder(64, 32, 2, 4, 2, 48, context=64)
 CONFIG = LLAMA | {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
                   "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
 ENCODER = models.Bert(64, 32, 2, 4, 48, context=64)
-ENCODER_CONFIG = BERT | {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-                         "intermediate_size": 48, "max_position_embeddings": 64}
+ENCODER_CONFIG = BERT | {
+    "architectures": ["BertModel"], "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64}

@@ -46,8 +46,16 @@ PUBLISHED = {
     (models.Decoder, "llama3-8b"): 8_030_261_248,
     (models.Bert, "bert-base-uncased"): 109_482_240,
     (models.Bert, "bert-large-uncased"): 335_141_888,
+    (models.Bert, "bert-base-cased"): 108_310_272,
     (models.Bert, "minilm-l6"): 22_713_216,
     (models.Bert, "minilm-l12"): 33_360_000,
+    (models.Roberta, "roberta-base"): 124_645_632,     # transformers' RobertaModel and DistilBertModel
+    (models.Roberta, "roberta-large"): 355_359_744,
+    (models.Roberta, "distilroberta-base"): 82_118_400,
+    (models.Roberta, "xlm-roberta-base"): 278_043_648,
+    (models.Roberta, "xlm-roberta-large"): 559_890_432,
+    (models.DistilBert, "distilbert-base-uncased"): 66_362_880,
+    (models.DistilBert, "distilbert-base-cased"): 65_190_912,
     (models.LSTMLanguageModel, "zaremba-small"): 4_651_600,      # 20 and 66 million in the paper, without biases' twins
     (models.LSTMLanguageModel, "zaremba-medium"): 19_775_200,
     (models.LSTMLanguageModel, "zaremba-large"): 66_022_000,

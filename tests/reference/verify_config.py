@@ -81,9 +81,7 @@ OTHERS = {
     "qwen2": ("Qwen2ForCausalLM", FAMILIES["llama"], {}),
     "granite": ("GraniteForCausalLM", FAMILIES["llama"], dict(residual_multiplier=0.5)),
     "olmo": ("OlmoForCausalLM", FAMILIES["llama"], {}),
-    "roberta": ("RobertaModel", FAMILIES["bert"], {}),
     "electra": ("ElectraModel", FAMILIES["bert"], dict(embedding_size=32)),
-    "xlm-roberta": ("XLMRobertaModel", FAMILIES["bert"], {}),
     "deit": ("DeiTForImageClassification", FAMILIES["vit"], {}),
 }
 

@@ -77,11 +77,13 @@ class Fields:
         absent: as in `Use`.
         write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP for none;
             raises ValueError if config.json cannot describe this model. Default: nothing is written.
+        partial: whether a model may have None for these fields: a model without the head that config.json describes.
     """
 
     read: Callable[[Any, Mapping], dict[str, Any]]
     absent: Any = SKIP
     write: Callable[[Any], Any] | None = None
+    partial: bool = False
 
     def wanted(self, value, config) -> dict[str, Any]:
         return self.read(value, config)
@@ -283,7 +285,7 @@ def fits(entry, model, want, have):
     """Whether a model's field has the value that config.json sets."""
     if getattr(entry, "default", None) is not None:
         want, have = (entry.default(model) if value is None else value for value in (want, have))
-    if same(want, have):
+    if same(want, have) or (have is None and getattr(entry, "partial", False)):
         return True
     return getattr(entry, "shorter", False) and _comparable(want, have) and have < want
 
@@ -318,23 +320,36 @@ IRRELEVANT = frozenset("""
 """.split())
 
 
-def transformers(fields: Mapping, *, architectures: tuple[str, ...], irrelevant: str = "", **options) -> Config:
+def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str, Mapping], irrelevant: str = "",
+                 **options) -> Config:
     """A table for transformers' config.json: the fields of one family, and those common to all families.
 
     Args:
         fields: the family's.
-        architectures: the classes whose files the model reads.
+        architectures: the classes whose files the model reads; a mapping gives the fields of the model for each class,
+            such as its head.
         irrelevant: more fields that have no effect on the forward pass, separated by spaces.
         options: of `Config`.
     """
     def architecture(value, config):
         if not (value is None or (isinstance(value, list) and all(each in architectures for each in value))):
             raise ValueError(f"expected one of {', '.join(architectures)}")
-        return {}
+        kinds = [{field: x for field, x in heads[each].items() if x is not ...} for each in value or ()]
+        if any(kind != kinds[0] for kind in kinds):
+            raise ValueError("expected classes with the same head")
+        return kinds[0] if kinds else {}
+
+    def written(model):
+        fitting = (name for name, kind in heads.items()
+                   if all(getattr(model, field) == value for field, value in kind.items() if value is not ...))
+        name = next(fitting, None)
+        return SKIP if name is None else [name]
+
+    heads = architectures if isinstance(architectures, Mapping) else {name: {} for name in architectures}
 
     common = {
-        "model_type": Fields(lambda value, config: {}), "architectures": Fields(
-            architecture, write=lambda model: [architectures[0]]),
+        "model_type": Fields(lambda value, config: {}),
+        "architectures": Fields(architecture, write=written, partial=True),
         "is_encoder_decoder": Must((False,)), "is_decoder": Must((False,)), "add_cross_attention": Must((False,)),
         "cross_attention_hidden_size": Must((None,)), "tie_encoder_decoder": Must((False,)),
         "pruned_heads": Must(({}, None)), "quantization_config": Must((None,)),

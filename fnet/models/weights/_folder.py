@@ -24,7 +24,7 @@ BESIDE = (
     "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "special_tokens_map.json",
     "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "preprocessor_config.json",
 )
-_FREE = ("dropout", "stacked")    # fields of models that config.json does not describe
+_FREE = ("dropout", "stacked", "pooler")    # fields of models that config.json does not describe
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -70,6 +70,8 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
         if all(_config.fits(entries.get(field.name), model, getattr(restored, field.name), getattr(model, field.name))
                for field in dataclasses.fields(model) if field.name not in _FREE):
             copied = {name: like[name] for name in like if name in table.irrelevant and kind == _config.kind_of(like)}
+            if config.get("id2label") and len(like.get("id2label") or ()) == len(config["id2label"]):
+                config["id2label"] = like["id2label"]
             return ({} if kind == "timm" else {"model_type": kind}) | copied | config
     return None
 

@@ -61,17 +61,17 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
         ValueError: an array has no rule, or two arrays have the same key.
     """
     reads, beside, taken = [], [], set()
-    for rule in names.flat():
+    for rule, start in [*((rule, prefix) for rule in names.flat()), *((rule, "") for rule in names.flat_heads())]:
         if rule.ours is None:
-            beside.append(Entry(rule, (), (), (), (prefix + rule.theirs,)))
+            beside.append(Entry(rule, (), (), (), (start + rule.theirs,)))
             continue
         for place in _places(rule, leaves, who):
             if not isinstance(rule, Rule):
-                beside.append(_entry(rule, prefix, *place))
+                beside.append(_entry(rule, start, *place))
             elif place[0][0] not in taken:
                 taken.update(place[0])
-                reads.append(_entry(rule, prefix, *place))
-                beside += [_entry(spare, prefix, *place) for spare in rule.beside]
+                reads.append(_entry(rule, start, *place))
+                beside += [_entry(spare, start, *place) for spare in rule.beside]
     lacking = [path for path in leaves if path not in taken]
     if lacking:
         raise ValueError(f"{who}: no rule matches {', '.join(map(repr, lacking[:4]))}"
@@ -86,6 +86,12 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
         beside += [entry._replace(rule=rule, keys=tuple(key.removeprefix(prefix) for key in entry.keys))
                    for entry, rule in zip(beside, bare)]
     return KeyMap(reads, [entry for entry in beside if owners.keys().isdisjoint(entry.keys)])
+
+
+def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
+    """The prefix of the keys that `save` writes for a model with these arrays."""
+    headed = any(True for rule in names.flat_heads() if isinstance(rule, Rule) for _ in _places(rule, leaves, ""))
+    return names.prefixes[-1 if headed else 0]
 
 
 def _places(rule, leaves, who):

@@ -21,6 +21,20 @@ def _known(model):
     return known
 
 
+def renamed(model, tensors):
+    """The tensors with the names of older files (`Names.aliases`) replaced by those of today."""
+    aliases = {old: new for names in _known(model).values() for old, new in names.aliases.items()}
+    if not aliases:
+        return tensors
+
+    def now(key):
+        old = next((old for old in aliases if key.endswith(old)), None)
+        new = key if old is None else key.removesuffix(old) + aliases[old]
+        return key if new in tensors.arrays else new
+
+    return tensors._replace(arrays={now(key): array for key, array in tensors.arrays.items()})
+
+
 def rules_of(model, name):
     known = _known(model)
     if name not in known:
@@ -84,11 +98,18 @@ def _differs(model, rules):
 
 def names_to_write(model):
     known = _known(model)
+    if len(known) == 1:
+        return next(iter(known))
     fitting = [name for name in known if not _differs(model, known[name])]
     if len(fitting) != 1:
         raise ValueError(f"pretrained.save: select the names to write for this {type(model).__name__}: names="
                          f"{' or '.join(map(repr, fitting or known))}")
     return fitting[0]
+
+
+def described(model, name):
+    """The fields of the model that a config.json beside files with these names sets."""
+    return {field for config in model.CONFIGS.values() if name in config.names for field in config.compared()}
 
 
 def check_config(model, name, path, compared=()):

@@ -129,7 +129,9 @@ class Names:
     Args:
         rules: `Rule`, `Spare` and `Tied`, in any nesting of tuples. The first rule that matches a path is used. Rules
             may refer to paths that some configurations do not have.
-        prefixes: possible prefixes of all keys; `save` writes the first.
+        prefixes: possible prefixes of the keys; `save` writes the first, or the last for a model with a head.
+        heads: rules whose keys have no prefix, as those of a task's head beside an encoder.
+        aliases: {end of a key in older files: end of the key now}.
         config: the fields of the model that these weights require but no shape determines, such as BatchNorm's
             epsilon.
         metadata: the metadata that `save` writes into the file.
@@ -141,6 +143,8 @@ class Names:
 
     rules: tuple
     prefixes: tuple[str, ...] = ("",)
+    heads: tuple = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     image: ImageInput | None = None
@@ -148,6 +152,9 @@ class Names:
 
     def flat(self) -> list:
         return list(_flat(self.rules))
+
+    def flat_heads(self) -> list:
+        return list(_flat(self.heads))
 
 
 class Words:

@@ -1,0 +1,84 @@
+"""DistilBERT: a BERT of half the depth, without segments and pooler."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+from typing import ClassVar
+
+import jax
+
+from fnet import layers as nn
+from fnet.models._bert import ALIASES, Bert, architectures, heads_of, tied
+from fnet.models.weights._config import Fields, Must, Use, transformers
+from fnet.models.weights._labels import labels
+from fnet.models.weights._weight_names import Names, torch
+
+_KINDS = architectures("DistilBert")
+
+
+def _rules(ours, theirs):
+    dense = {"attention/query": "attention.q_lin", "attention/key": "attention.k_lin",
+             "attention/value": "attention.v_lin", "attention/out": "attention.out_lin", "fc": "ffn.lin1",
+             "proj": "ffn.lin2"}
+    norms = {"norm1": "sa_layer_norm", "norm2": "output_layer_norm"}
+    return (*(torch.dense(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in dense.items()),
+            *(torch.norm(f"{ours}/{mine}", f"{theirs}.{name}") for mine, name in norms.items()))
+
+
+class DistilBert(Bert):
+    """DistilBERT: the encoder of `Bert` with half the blocks, distilled from BERT, without segments and pooler.
+
+    Args:
+        vocab_size, width, depth, heads, hidden, context, classes, dropout, epsilon, stacked: as in `Bert`.
+        head: as in `Bert`, except "next_sentence". Before the classes of a sequence is a dense layer with ReLU.
+
+    Inputs, output: as in `Bert`, without `segment`.
+
+    Source: Sanh et al. (2019), DistilBERT, a distilled version of BERT: smaller, faster, cheaper and lighter.
+
+    >>> model = models.DistilBert.preset("distilbert-base-uncased")
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    66362880
+    """
+
+    PRESETS: ClassVar = {
+        "distilbert-base-uncased": dict(vocab_size=30522, width=768, depth=6, heads=12, hidden=3072),
+        "distilbert-base-cased": dict(vocab_size=28996, width=768, depth=6, heads=12, hidden=3072),
+    }
+    NAMES: ClassVar = {
+        "huggingface": Names((
+            torch.embed("embed/words", "embeddings.word_embeddings"),
+            torch.embed("embed/positions", "embeddings.position_embeddings"),
+            torch.norm("embed/norm", "embeddings.LayerNorm"),
+            _rules("blocks", "transformer.layer.{i}"), _rules("blocks/{i}", "transformer.layer.{i}"),
+        ), prefixes=("", "distilbert."), metadata={"format": "pt"}, aliases=ALIASES,
+            heads=(torch.dense("dense", "pre_classifier"), heads_of(
+                "vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias", "pre_classifier"))),
+    }
+    CONFIGS: ClassVar = {
+        "distilbert": transformers({
+            "vocab_size": Use("vocab_size", 30522), "dim": Use("width", 768), "n_layers": Use("depth", 6),
+            "n_heads": Use("heads", 12), "hidden_dim": Use("hidden", 3072), "activation": Must(("gelu",)),
+            "max_position_embeddings": Use("context", 512), "hidden_size": Use("width"),
+            "num_hidden_layers": Use("depth"), "num_attention_heads": Use("heads"),
+            "tie_word_embeddings": Fields(tied, write=lambda model: True), **labels(_KINDS),
+        }, architectures=_KINDS, irrelevant="dropout attention_dropout qa_dropout seq_classif_dropout tie_weights_ "
+                                            "sinusoidal_pos_embds output_past"),
+    }
+    HUB: ClassVar = {name: (f"distilbert/{name}",) for name in PRESETS}
+
+    _: KW_ONLY
+    segments: int = 0
+    pooler: bool = False
+
+    def _check(self):
+        super()._check()
+        if self.head == "next_sentence" or self.segments or self.pooler:
+            raise ValueError("DistilBert: expected another head than 'next_sentence', segments=0 and pooler=False; got "
+                             f"head={self.head!r}, segments={self.segments}, pooler={self.pooler}")
+
+    def _logits(self, scope, x):
+        if self.head != "sequence":
+            return super()._logits(scope, x)
+        x = jax.nn.relu(nn.Dense(self.width)(scope["dense"], x[:, 0]))
+        return nn.Dense(self.classes)(scope["head"], nn.Dropout(self.dropout)(scope["head_drop"], x))

@@ -1,0 +1,120 @@
+"""Encoders and vision models from a folder with config.json, against the outputs of transformers and timm.
+
+The outputs are in tests/reference/encoders.npz; tests/reference/make_encoder_fixtures.py wrote them.
+"""
+
+import functools
+import json
+import pathlib
+import sys
+
+import drawn
+import jax
+import numpy as np
+import pytest
+from checks import sampled
+from safetensors.numpy import load_file, save_file
+
+from fnet import models
+from fnet.models import pretrained
+
+REFERENCE = pathlib.Path(__file__).parents[1] / "reference"
+sys.path.insert(0, str(REFERENCE))
+import encoder_families as families  # noqa: E402
+
+
+@functools.cache
+def reference():
+    with np.load(REFERENCE / "encoders.npz") as arrays:
+        return dict(arrays)
+
+
+CASES = sorted({key.rpartition("/")[0] for key in reference()})
+QUICK = ["bert/BertForMaskedLM",
+         "roberta/RobertaForSequenceClassification", "distilbert/DistilBertForQuestionAnswering"]
+
+
+def written(case, folder, **changes):
+    """The folder that transformers or timm writes, with changed fields of config.json; returns its weights."""
+    held = reference()
+    weights = drawn.weights(json.loads(str(held[f"{case}/shapes"])))
+    assert drawn.checksum(weights) == held[f"{case}/checksum"], "this NumPy draws other numbers: make it again"
+    config = json.loads(str(held[f"{case}/config"])) | changes
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return weights, config
+
+
+def outputs(case):
+    held = reference()
+    return [held[f"{case}/output{i}"] for i in range(9) if f"{case}/output{i}" in held]
+
+
+@pytest.mark.parametrize("case", sampled(CASES, QUICK))
+def test_outputs_and_the_way_back(case, tmp_path):
+    weights, config = written(case, tmp_path)
+    inputs = families.inputs_of(config)
+    model, params, state = pretrained.load(tmp_path)
+    assert families.difference(families.ours(model, params, state, inputs), outputs(case), inputs) < 1e-5
+    back = load_file(pretrained.save(model, params, state, tmp_path / "back.safetensors", like=tmp_path))
+    assert back.keys() == weights.keys()
+    assert all(np.array_equal(back[key], array) for key, array in weights.items())
+
+
+def test_gamma_and_beta_of_old_files(tmp_path):
+    weights, _ = written("bert/BertForMaskedLM", tmp_path)
+    old = {key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): array
+           for key, array in weights.items()}
+    save_file(old | {"cls.seq_relationship.weight": np.zeros((2, 32)), "bert.pooler.dense.weight": np.zeros((32, 32)),
+                     "cls.predictions.decoder.weight": weights["bert.embeddings.word_embeddings.weight"]},
+              tmp_path / "old.safetensors")
+    model, params, _ = pretrained.load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    same, again, _ = pretrained.load(tmp_path)
+    assert same == model and model.head == "masked_lm"
+    assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(again)))
+
+
+def test_an_encoder_reads_the_file_of_a_model_with_a_head(tmp_path):
+    written("bert/BertForMaskedLM", tmp_path)
+    _, params, _ = pretrained.load(tmp_path)
+    encoder = models.Bert(69, 32, 2, 4, 48, context=24, pooler=False)
+    held, _ = pretrained.load(encoder, tmp_path)
+    assert np.array_equal(held["blocks"]["fc"]["kernel"], params["blocks"]["fc"]["kernel"])
+    with pytest.raises(ValueError, match=r"'pooler.dense.weight' is missing|pooler/kernel"):
+        pretrained.load(models.Bert(69, 32, 2, 4, 48, context=24), tmp_path)
+
+
+@pytest.mark.parametrize(("case", "change", "text"), [
+    ("bert/BertForSequenceClassification", dict(architectures=["BertForMultipleChoice"]), "expected one of BertModel"),
+    ("bert/BertForSequenceClassification", dict(num_labels=4), "expected as many labels in id2label as num_labels"),
+    ("bert/BertForSequenceClassification", dict(id2label=["a", "b", "c"]), "expected an object of labels in id2label"),
+    ("bert/BertForSequenceClassification", dict(id2label={"0": "a"}), "expected shape"),
+    ("bert/BertForMaskedLM", dict(tie_word_embeddings=False), "'tie_word_embeddings' is False, expected True for"),
+    ("bert/BertForMaskedLM", dict(num_hidden_layers=0), "Bert: depth must be at least 1; got 0"),
+    ("bert/BertForMaskedLM", dict(architectures=["BertForMaskedLM", "BertModel"]), "classes with the same head"),
+    ("roberta/RobertaForMaskedLM", dict(pad_token_id=None), "expected integers for max_position_embeddings"),
+    ("distilbert/DistilBertForMaskedLM", dict(activation="relu"), "'activation' is 'relu', expected 'gelu'"),
+])
+def test_other_configurations(case, change, text, tmp_path):
+    written(case, tmp_path, **change)
+    with pytest.raises(ValueError, match=text):
+        pretrained.load(tmp_path)
+
+
+@pytest.mark.parametrize(("model", "text"), [
+    (models.Bert(9, 8, 1, 2, 8, context=4, head="words"), "head must be None or one of masked_lm, sequence"),
+    (models.Bert(9, 8, 1, 2, 8, context=4, head="sequence"), "the heads 'sequence' and 'tokens' need classes"),
+    (models.Bert(9, 8, 1, 2, 8, context=4, head="questions", classes=2), "and no other head has them"),
+    (models.Roberta(9, 8, 1, 2, 8, context=4, head="next_sentence"), "Roberta: expected another head"),
+    (models.DistilBert(9, 8, 1, 2, 8, context=4, segments=2), "segments=0 and pooler=False; got head=None, segments=2"),
+])
+def test_fields_of_encoders(model, text):
+    with pytest.raises(ValueError, match=text):
+        model.spec(model.example())
+
+
+def test_segments_of_a_model_without_them():
+    model = models.DistilBert(9, 8, 1, 2, 8, context=4)
+    with pytest.raises(ValueError, match="expected no segment, because this model has none"):
+        model.spec(model.example(), segment=np.zeros((1, 4), np.int32))

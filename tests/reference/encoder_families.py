@@ -1,0 +1,144 @@
+"""Encoders and vision models of transformers and timm with small configurations: for verify_encoders.py, which compares
+fnet with them, and for make_encoder_fixtures.py, which writes what some of them compute.
+
+A case is (class of transformers or architecture of timm, fields of its configuration). Weights are drawn from their
+keys (tests/drawn.py).
+"""
+
+import contextlib
+import io
+import json
+import pathlib
+import sys
+
+import numpy as np
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+import drawn  # noqa: E402
+
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+TEXT = SIZES | dict(vocab_size=69, max_position_embeddings=24)
+DISTIL = dict(vocab_size=69, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=24)
+OTHER = dict(num_hidden_layers=3, num_attention_heads=2, intermediate_size=40)
+TASKS = ("Model", {}), ("ForMaskedLM", {}), ("ForSequenceClassification", dict(num_labels=3)), (
+    "ForTokenClassification", dict(num_labels=5)), ("ForQuestionAnswering", {})
+
+
+def tasks(prefix, options, *more):
+    return [*((f"{prefix}{task}", options | classes) for task, classes in TASKS), *more]
+
+
+CASES = {    # family: the cases that have to be equal
+    "bert": tasks("Bert", TEXT, ("BertForNextSentencePrediction", TEXT), ("BertModel", TEXT | OTHER),
+                  ("BertModel", TEXT | dict(layer_norm_eps=1e-3, type_vocab_size=3)),
+                  ("BertForSequenceClassification", TEXT)),
+    "roberta": tasks("Roberta", TEXT, ("RobertaModel", TEXT | OTHER | dict(pad_token_id=4, type_vocab_size=1)),
+                     ("RobertaForMaskedLM", TEXT | dict(layer_norm_eps=1e-5))),
+    "xlm-roberta": tasks("XLMRoberta", TEXT | dict(type_vocab_size=1)),
+    "camembert": tasks("Camembert", TEXT)[:3],
+    "distilbert": tasks("DistilBert", DISTIL, ("DistilBertModel", DISTIL | dict(n_layers=3, n_heads=2, hidden_dim=40)),
+                        ("DistilBertModel", DISTIL | dict(sinusoidal_pos_embds=True))),
+}
+ALTERED = {    # family: (case, the fields of config.json to alter, one at a time). Each is equal, or an error
+    "bert": (("BertForMaskedLM", TEXT), [
+        dict(num_attention_heads=2), dict(layer_norm_eps=0.1), dict(hidden_act="relu"), dict(hidden_act="gelu_new"),
+        dict(is_decoder=True), dict(tie_word_embeddings=False), dict(hidden_dropout_prob=0.5), dict(pad_token_id=5),
+        dict(chunk_size_feed_forward=4), dict(classifier_dropout=0.3), dict(type_vocab_size=1),
+        dict(num_hidden_layers=0)]),
+    "roberta": (("RobertaForSequenceClassification", TEXT), [
+        dict(pad_token_id=0), dict(pad_token_id=3), dict(num_labels=7), dict(num_labels=1), dict(hidden_act="silu"),
+        dict(problem_type="regression"), dict(layer_norm_eps=1e-2), dict(tie_word_embeddings=False)]),
+    "distilbert": (("DistilBertForSequenceClassification", DISTIL), [
+        dict(activation="relu"), dict(n_heads=8), dict(seq_classif_dropout=0.7), dict(num_labels=4),
+        dict(tie_word_embeddings=False)]),
+}
+REFUSED = [("BertForMultipleChoice", TEXT), ("BertLMHeadModel", TEXT | dict(is_decoder=True)),
+           ("RobertaForMultipleChoice", TEXT), ("XLMRobertaXLModel", TEXT)]
+
+
+def made(name, options, folder):
+    """Writes a folder with drawn weights; returns the model that reads it back, and the shapes of its arrays."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    transformers.logging.set_verbosity_error()
+    cls, file = getattr(transformers, name), pathlib.Path(folder) / "model.safetensors"
+    with contextlib.redirect_stderr(io.StringIO()):
+        cls(cls.config_class(**options)).save_pretrained(folder)
+        shapes = {key: list(value.shape) for key, value in load_file(file).items()}
+        save_file({key: torch.from_numpy(value) for key, value in drawn.weights(shapes).items()}, file,
+                  {"format": "pt"})
+        return loaded(name, folder), shapes
+
+
+def loaded(name, folder):
+    import transformers
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        model, notes = getattr(transformers, name).from_pretrained(
+            folder, output_loading_info=True, attn_implementation="eager")
+    assert not any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), notes
+    return model.eval()
+
+
+def inputs_of(config):
+    """{input of transformers' model: array}."""
+    rng = np.random.default_rng(0)
+    lengths, time = np.array([12, 5, 9]), 12
+    tokens = rng.integers(6, config["vocab_size"], (3, time))
+    real = np.arange(time)[None] < lengths[:, None]
+    padding = config.get("pad_token_id") or 0
+    inputs = dict(input_ids=np.where(real, tokens, padding), attention_mask=real.astype(np.int64))
+    if config["model_type"] == "bert" and config["type_vocab_size"] > 1:
+        inputs["token_type_ids"] = (np.arange(time) >= 4).astype(np.int64)[None].repeat(3, 0)
+    return inputs
+
+
+def outputs(model, inputs, double=True):
+    """The outputs of transformers' model that fnet's has, as one array each. Padded tokens are left out."""
+    import torch
+
+    model = model.double() if double else model
+    with torch.no_grad():
+        out = model(**{key: torch.from_numpy(np.asarray(value)) for key, value in inputs.items()})
+    if "start_logits" in out:
+        found = [torch.stack([out.start_logits, out.end_logits], -1)]
+    elif "logits" in out:
+        found = [out.logits]
+    else:
+        found = [out[name] for name in ("last_hidden_state", "pooler_output") if out.get(name) is not None]
+    return [value.numpy() for value in found]
+
+
+def ours(model, params, state, inputs):
+    """fnet's outputs for the same inputs."""
+    import jax
+
+    def call(params, state, *x, **options):
+        out = model(params, *x, state=state, **options)[0]
+        return [each for each in out if each is not None] if isinstance(out, tuple) else [out]
+
+    tokens, lengths = inputs["input_ids"].astype(np.int32), inputs["attention_mask"].sum(1).astype(np.int32)
+    options = {"segment": inputs["token_type_ids"].astype(np.int32)} if "token_type_ids" in inputs else {}
+    return [np.asarray(each) for each in jax.jit(call)(params, state, tokens, lengths, **options)]
+
+
+def difference(got, want, inputs):
+    """The largest difference of valid values, relative to the largest value of each output."""
+    worst = 0.0
+    if len(got) != len(want):
+        return float("inf")
+    for a, b in zip(got, want):
+        if a.shape != b.shape:
+            return float("inf")
+        if "attention_mask" in inputs and a.ndim == 3:
+            real = inputs["attention_mask"].astype(bool)
+            a, b = a[real], b[real]
+        worst = max(worst, float(np.abs(a - b).max() / np.abs(b).max()))
+    return worst
+
+
+def config_of(folder):
+    return json.loads((pathlib.Path(folder) / "config.json").read_text())
