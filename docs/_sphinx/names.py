@@ -6,7 +6,7 @@ import inspect
 import jax
 
 PACKAGES = ("layers", "transforms", "training", "parallel", "models", "models.pretrained", "hardware", "introspect",
-            "compress", "export", "report", "search")
+            "compress", "export", "report", "search", "search.federated")
 
 
 def by_package() -> dict[str, list[str]]:

@@ -5,8 +5,9 @@
     state = tr.fit(step_n, state, batches, steps=1000)
 """
 
+from fnet.search import federated
 from fnet.search._memory import Fits, fits
 from fnet.search._methods import Methods
 from fnet.search._population import Population, each_member, member, population, take
 
-__all__ = ["Fits", "Methods", "Population", "each_member", "fits", "member", "population", "take"]
+__all__ = ["Fits", "Methods", "Population", "each_member", "federated", "fits", "member", "population", "take"]

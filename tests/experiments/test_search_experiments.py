@@ -32,3 +32,20 @@ def test_svrg_converges_where_sgd_stalls(tmp_path):
 def test_svrg_names_a_wrong_flag(tmp_path):
     assert "--methods=adam: use svrg, sgd" in run("svrg.py", "--methods=adam", code=2)
     assert "--batch_size=0: expected a number in [1, 569]" in run("svrg.py", "--batch_size=0", code=2)
+
+
+def test_federated_averaging_learns_digits_and_resumes(tmp_path):
+    pytest.importorskip("sklearn")
+    flags = ["--dataset=digits", "--model=mlp", "--clients=10", "--sampled=5", "--epochs=2", f"--workdir={tmp_path}"]
+    first = run("federated.py", *flags, "--split=sorted", "--rounds=2")
+    assert "sorted split: 10 clients" in first
+    more = run("federated.py", *flags, "--split=sorted", "--rounds=6")
+    assert "resumed at step 2" in more
+    assert float(re.search(r"test accuracy (\S+) after 6 rounds", more)[1]) > 0.5
+    assert (tmp_path / "federated.png").stat().st_size > 5000
+
+
+def test_federated_names_a_wrong_flag(tmp_path):
+    assert "--sampled=20: expected at most --clients=10" in run(
+        "federated.py", "--clients=10", "--sampled=20", f"--workdir={tmp_path}", code=2)
+    assert "--noise=1.0: give --clip" in run("federated.py", "--noise=1", f"--workdir={tmp_path}", code=2)

@@ -1,0 +1,353 @@
+"""Federated averaging: clients train on data of their own, and a server combines what they learned.
+
+    from fnet.search import federated
+
+    data = federated.clients(parts)                        # a tree of arrays for each client, of any length
+    local = federated.local(loss, optax.sgd(0.1))
+    round = federated.fedavg(local, data, server=optax.sgd(1.0), sampled=10, epochs=5, batch_size=10)
+    state = federated.init(jax.random.key(0), params, optax.sgd(1.0))
+    state = tr.fit(round, state, federated.no_batches, steps=20)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+
+from fnet import _jax
+from fnet import transforms as ft
+from fnet.search._population import Population, population
+from fnet.training import Mean
+from fnet.training._metrics import as_metrics
+
+__all__ = ["Clients", "FederatedState", "Local", "clients", "fedavg", "init", "local", "no_batches"]
+
+
+@struct.dataclass
+class FederatedState:
+    """The state of the server, a state for `tr.fit`. One step is one round.
+
+    Fields:
+      step: int32 scalar, the number of rounds.
+      params: the parameters of the server.
+      opt_state: the state of the server's optimizer.
+      key: the key from which clients, orders and dropouts of each round are drawn.
+      bytes: float32 scalar, the bytes sent to clients and back so far.
+
+    >>> state = search.federated.init(jax.random.key(0), {"w": jnp.zeros(3)}, optax.sgd(1.0))
+    >>> int(state.step), float(state.bytes)
+    (0, 0.0)
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    key: jax.Array
+    bytes: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Clients:
+    """The data of clients, padded to the same length.
+
+    Attributes:
+      data: a tree of arrays [clients, longest, ...].
+      sizes: [clients] int32, the number of examples of each client.
+
+    >>> search.federated.clients([{"x": np.zeros((3, 2))}, {"x": np.ones((5, 2))}]).sizes.tolist()
+    [3, 5]
+    """
+
+    data: Any
+    sizes: np.ndarray
+
+
+def clients(parts: Sequence[Any]) -> Clients:
+    """Combines the data of clients, which may have different numbers of examples.
+
+    Args:
+      parts: for each client a tree of arrays whose first axes are equal.
+
+    Raises:
+      ValueError: there is no client, a client has no examples, or its arrays have different lengths.
+
+    >>> data = clients([np.arange(2), np.arange(3)])
+    >>> data.data.tolist()
+    [[0, 1, 0], [0, 1, 2]]
+    """
+    if not parts:
+        raise ValueError("clients: expected the data of at least one client; got none")
+    sizes = []
+    for i, part in enumerate(parts):
+        lengths = {np.shape(leaf)[0] for leaf in jax.tree.leaves(part)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"clients: client {i} has arrays of {sorted(lengths)} examples; expected the same number "
+                             "for each, at least 1")
+        sizes.append(lengths.pop())
+    longest = max(sizes)
+    pad = lambda x: np.concatenate([x, np.zeros((longest - len(x), *np.shape(x)[1:]), np.asarray(x).dtype)])
+    return Clients(jax.tree.map(lambda *each: np.stack([pad(np.asarray(x)) for x in each]), *parts),
+                   np.asarray(sizes, np.int32))
+
+
+def init(key: jax.Array, params: Any, server: optax.GradientTransformation) -> FederatedState:
+    """The state before the first round.
+
+    Args:
+      key: a random key.
+      params: the initial parameters.
+      server: the server's optimizer, as for `fedavg`.
+
+    >>> int(search.federated.init(jax.random.key(0), jnp.zeros(2), optax.sgd(1.0)).step)
+    0
+    """
+    return FederatedState(jnp.zeros((), jnp.int32), params, server.init(params), key, jnp.zeros((), jnp.float32))
+
+
+def no_batches(step: int) -> np.ndarray:
+    """The batches of a round, which is empty: clients have data of their own.
+
+    >>> search.federated.no_batches(0).shape
+    (0,)
+    """
+    return np.zeros(0, np.float32)
+
+
+class Local(NamedTuple):
+    """The local training of a client.
+
+    Attributes:
+      init: `init(params) -> carry`, with the parameters as `carry[0]`.
+      step: `step(carry, batch, weight, key, server) -> (carry, metrics)`, one update. `weight` [batch] is 0 for
+        padding, `server` are the parameters of the server.
+
+    >>> def step(carry, batch, weight, key, server):
+    ...     return (carry[0] - 0.5 * ((carry[0] - batch) * weight).sum() / weight.sum(),), {}
+    >>> local = search.federated.Local(lambda params: (params,), step)
+    """
+
+    init: Callable
+    step: Callable
+
+
+def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: float = 0.0, clip: float | None = None,
+          noise: float = 0.0) -> Local:
+    """Returns the local training of a client with an Optax optimizer, whose state begins anew in each round.
+
+    Args:
+      loss: `loss(params, batch, weight, key) -> scalar`, the mean over the examples with weight 1.
+      optimizer: the local optimizer, usually `optax.sgd(rate)`.
+      proximal: mu of FedProx, which adds mu / 2 |w - w_server|^2 to the loss.
+      clip: with a number, differential privacy: the gradient of each example is clipped to this norm, and noise is
+        added to their sum (`optax.contrib.differentially_private_aggregate`). It protects the examples of a client from
+        the server. fnet does not compute the privacy budget.
+      noise: the standard deviation of the noise, as a multiple of `clip`.
+
+    Raises:
+      ValueError: a number is negative, or there is noise without clip.
+
+    >>> loss = lambda w, batch, weight, key: ((w - batch) ** 2 * weight).sum() / weight.sum()
+    >>> private = search.federated.local(loss, optax.sgd(0.1), clip=1.0, noise=0.5)
+    """
+    if proximal < 0 or noise < 0 or (clip is not None and clip <= 0):
+        raise ValueError(f"local: expected proximal >= 0, clip > 0 and noise >= 0; got {proximal}, {clip} and {noise}")
+    if noise and clip is None:
+        raise ValueError(f"local(noise={noise}): noise needs clip=, the largest norm of the gradient of an example")
+
+    def private(params, batch, weight, key):
+        one = jnp.ones(1, weight.dtype)
+        keys = jax.random.split(key)
+        values, grads = ft.per_example(lambda w, row: jax.value_and_grad(loss)(w, row, one, keys[0]))(params, batch)
+        each = lambda g: g * weight.reshape(-1, *[1] * (g.ndim - 1)).astype(g.dtype)      # padding is 0
+        aggregate = optax.contrib.differentially_private_aggregate(clip, noise, key=keys[1])
+        mean, _ = aggregate.update(jax.tree.map(each, grads), aggregate.init(params))
+        scale = len(weight) / jnp.maximum(weight.sum(), 1)
+        return (values * weight).sum() / jnp.maximum(weight.sum(), 1), jax.tree.map(
+            lambda g: g * scale.astype(g.dtype), mean)
+
+    def step(carry, batch, weight, key, server):
+        params, opt_state = carry
+        if clip is None:
+            value, grads = jax.value_and_grad(loss)(params, batch, weight, key)
+        else:
+            value, grads = private(params, batch, weight, key)
+        if proximal:
+            grads = jax.tree.map(lambda g, w, s: g + proximal * (w - s), grads, params, server)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+        return (params, opt_state), {"loss": Mean(value.astype(jnp.float32) * weight.sum(), weight.sum())}
+
+    return Local(lambda params: (params, optimizer.init(params)), step)
+
+
+def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.GradientTransformation, sampled: int,
+           epochs: int = 1, batch_size: int | None = None, dropout: float = 0.0, method: str = "auto",
+           devices: Sequence[jax.Device] | None = None) -> Callable:
+    """Returns one round of federated averaging, a step for `tr.fit`.
+
+    A round draws clients without replacement and gives each the parameters w of the server. The clients make their
+    local epochs as a `search.population`. The server's optimizer receives the mean of the differences, weighted with
+    the numbers of examples n_k:
+
+        delta = sum_k n_k (w_k - w) / sum_k n_k,        w = w + server.update(-delta)
+
+    The server's optimizer selects the algorithm: `optax.sgd(1.0)` is FedAvg, `optax.sgd(1.0, momentum=0.9)` FedAvgM,
+    `optax.adam(...)` FedAdam. FedProx is `local(..., proximal=mu)`. Any transformation of the mean difference can be
+    chained. With one epoch and `batch_size=None`, a round on all clients is FedSGD: a step on one large batch.
+
+    Args:
+      local_step: the result of `local`, a `Local`, or a function `(params, batch, weight, key) -> (params, metrics)`.
+      data: the data of all clients.
+      server: an Optax optimizer of the mean difference.
+      sampled: the number of clients in a round.
+      epochs: local passes over the data of a client, each in an order of its own.
+      batch_size: examples in a local batch; None: all of a client.
+      dropout: the probability that a client receives the parameters and does not answer. If no client answers, the
+        parameters do not change. A client whose loss is not finite does not answer either.
+      method, devices: how the clients of a round run, as for `population`.
+
+    Returns:
+      `round(state, batch) -> (state, metrics)`; the batch is ignored. The metrics are those of the local steps, and
+      "answers" and "megabytes", the clients that answered and the size of the parameters sent in both directions.
+
+    Raises:
+      ValueError: a number is out of range.
+
+    Source: McMahan et al. (2017), Communication-Efficient Learning of Deep Networks from Decentralized Data; Li et al.
+    (2020), Federated Optimization in Heterogeneous Networks; Reddi et al. (2021), Adaptive Federated Optimization.
+
+    >>> def local_step(w, batch, weight, key):
+    ...     return w - 0.5 * ((w - batch) * weight).sum() / weight.sum(), {}
+    >>> data = search.federated.clients([np.zeros(3, np.float32), np.full(1, 4, np.float32)])
+    >>> round = search.federated.fedavg(local_step, data, server=optax.sgd(1.0), sampled=2)
+    >>> state, metrics = round(search.federated.init(jax.random.key(0), jnp.float32(0), optax.sgd(1.0)))
+    >>> float(state.params)                        # the clients reach 0 and 2; they have 3 examples and 1
+    0.5
+    """
+    total = len(data.sizes)
+    for name, value, high in (("sampled", sampled, total), ("epochs", epochs, 10**6),
+                              ("batch_size", batch_size or 1, 10**9)):
+        if not 1 <= value <= high:
+            raise ValueError(f"fedavg({name}={value}): expected a number from 1 to {high}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"fedavg(dropout={dropout}): expected a probability in [0, 1)")
+    if devices is not None and sampled % len(devices):
+        raise ValueError(f"fedavg: {sampled} clients cannot be divided evenly among {len(devices)} devices")
+    if not isinstance(local_step, Local):
+        plain = local_step
+
+        def wrapped(carry, batch, weight, key, server):
+            params, metrics = plain(carry[0], batch, weight, key)
+            return (params,), metrics
+
+        local_step = Local(lambda params: (params,), wrapped)
+    return Round(local_step, data, server, sampled, epochs, batch_size, dropout, method, devices)
+
+
+class Round:
+    """One round. It runs one compiled program for each local step, because loops over convolutions are slow on a CPU.
+
+    Attributes:
+      plain: the round as one traceable function.
+      separate: True: `tr.fit` does not compile the round itself.
+    """
+
+    separate = True
+
+    def __init__(self, local, data, server, sampled, epochs, batch_size, dropout, method, devices):
+        self._local, self._server, self._sampled, self._dropout = local, server, sampled, dropout
+        self._data = jax.tree.map(jnp.asarray, data.data), jnp.asarray(data.sizes)
+        self._longest = int(data.sizes.max())
+        self._batch = min(batch_size or self._longest, self._longest)
+        self._per_epoch = -(-self._longest // self._batch)
+        self._steps = epochs * self._per_epoch
+        self._step = population(lambda key, hyper: (), self._member, method=method, devices=devices)[1]
+        self._begin_jit, self._end_jit = jax.jit(self._begin), jax.jit(self._end)
+        self.__name__ = "round"
+
+    def __call__(self, state: FederatedState, batch: Any = None) -> tuple[FederatedState, dict[str, Any]]:
+        if not _jax.outermost() or jax.config.jax_disable_jit:
+            return self.plain(state, batch)
+        clients, answers = self._begin_jit(state, self._data)
+        seen = []
+        for at in range(self._steps):
+            clients, metrics = self._step(clients, (np.int32(at), *self._data))
+            seen.append(metrics)
+        sums = jax.tree.map(lambda *each: sum(x.sum() for x in each), *seen)
+        return self._end_jit(state, clients, answers, sums, self._data[1])
+
+    def plain(self, state, batch=None):
+        clients, answers = self._begin(state, self._data)
+
+        def step(clients, at):
+            return self._step.plain(clients, (at, *self._data))
+
+        clients, metrics = jax.lax.scan(step, clients, jnp.arange(self._steps, dtype=jnp.int32))
+        return self._end(state, clients, answers, jax.tree.map(lambda x: x.sum(), metrics), self._data[1])
+
+    def prepare(self, state: FederatedState, batch: Any = None, known: Any = None) -> dict[str, Any]:
+        """Chooses how the clients run, as the step of a population does."""
+        return self._step.prepare(self._begin_jit(state, self._data)[0], (np.int32(0), *self._data), known)
+
+    def explained(self, state: FederatedState, batch: Any = None) -> Any:
+        """For `ft.explain`."""
+        return self._step.explained(self._begin_jit(state, self._data)[0], (np.int32(0), *self._data))
+
+    def _begin(self, state, data):
+        """The drawn clients as a population, and which of them answer."""
+        keys = jax.random.split(jax.random.fold_in(state.key, state.step), 3)
+        drawn = jax.random.permutation(keys[0], len(data[1]))[:self._sampled]
+        answers = jax.random.uniform(keys[1], (self._sampled,)) >= self._dropout
+        each = lambda x: jnp.broadcast_to(x, (self._sampled, *jnp.shape(x)))
+        hyper = {"client": drawn, "key": jax.random.split(keys[2], self._sampled), "server": jax.tree.map(
+            each, state.params)}
+        members = jax.vmap(lambda server: self._local.init(server))(hyper["server"])
+        return Population(jnp.zeros((), jnp.int32), members, hyper, jnp.zeros(self._sampled, bool)), answers
+
+    def _member(self, carry, batch, hyper):
+        """A local step of one client."""
+        (at, data, sizes), client, longest = batch, hyper["client"], self._longest
+        size, order_key = sizes[client], jax.random.fold_in(hyper["key"], at // self._per_epoch)
+        draws = jax.random.uniform(order_key, (longest,))
+        order = jnp.argsort(jnp.where(jnp.arange(longest, dtype=jnp.int32) < size, draws, 2.0))    # padding is last
+        places = (at % self._per_epoch) * self._batch + jnp.arange(self._batch, dtype=jnp.int32)
+        weight = (places < size).astype(jnp.float32)
+        rows = order[jnp.minimum(places, longest - 1)]
+        mine = jax.tree.map(lambda x: x[client, rows], data)
+        key = jax.random.fold_in(jax.random.fold_in(hyper["key"], self._per_epoch + 1), at)
+        new, metrics = self._local.step(carry, mine, weight, key, hyper["server"])
+        some = weight.any()                                # a small client has fewer batches than the largest one
+        keep = lambda a, b: jnp.where(some, a, b)
+        metrics = jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), as_metrics(metrics))
+        return jax.tree.map(keep, new, carry), metrics
+
+    def _end(self, state, clients, answers, metrics, sizes):
+        answers = answers & ~clients.diverged
+        weights = jnp.where(answers, sizes[clients.hyper["client"]], 0).astype(jnp.float32)
+        total = weights.sum()
+
+        def mean(after, before):
+            share = (weights / jnp.maximum(total, 1)).astype(after.dtype)
+            rows = lambda x: x.reshape(-1, *[1] * before.ndim)
+            change = jnp.where(rows(answers), after - before[None], 0)      # a client that diverged is NaN
+            return -(rows(share) * change).sum(0)
+
+        grads = jax.tree.map(mean, clients.members[0], state.params)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = self._server.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(total > 0, a, b), new, old)
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
+        sent = (len(answers) + answers.sum().astype(jnp.float32)) * size
+        metrics = {name: Mean(x.total, x.count) for name, x in metrics.items()}
+        return state.replace(step=state.step + 1, params=kept(params, state.params),
+                             opt_state=kept(opt_state, state.opt_state), bytes=state.bytes + sent), metrics | {
+            "answers": answers.sum().astype(jnp.float32), "megabytes": sent / 1e6}
