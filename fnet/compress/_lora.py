@@ -28,6 +28,12 @@ class LowRank(ImplicitArray):
         b: [*lead, rank, out], zeros at first.
         scale: alpha / rank.
         inputs: the number of `in` axes.
+
+    >>> params = compress.lora(jax.random.key(0), {"kernel": jnp.ones((8, 4))}, {"kernel": 2}, alpha=4)
+    >>> params["kernel"].a.shape, params["kernel"].b.shape, params["kernel"].scale
+    ((8, 2), (2, 4), 2.0)
+    >>> bool((params["kernel"].materialize() == 1).all())    # b is zero
+    True
     """
 
     base: Any

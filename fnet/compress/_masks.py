@@ -22,6 +22,12 @@ class PruneState(NamedTuple):
         count: the number of updates so far, int32.
         masks: the tree of parameters with a boolean array in place of each pruned one (False: the value is zero), and
             `optax.MaskedNode()` in place of the others.
+
+    >>> optimizer = compress.prune({"kernel": 0.5}, end=10)
+    >>> params = {"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
+    >>> state = optimizer.init(params)
+    >>> state.masks["kernel"].tolist()
+    [[True, True], [True, True]]
     """
 
     count: Any
@@ -60,7 +66,6 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
     Source: Zhu and Gupta (2017), To prune, or not to prune, equation 1.
 
     >>> import optax
-    >>> from fnet import compress
     >>> tx = optax.chain(optax.sgd(0.0), compress.prune({"kernel": 0.5}, end=0))
     >>> params = {"kernel": jnp.array([[3.0, -1.0], [0.5, 2.0]])}
     >>> updates, state = tx.update(params, tx.init(params), params)

@@ -34,6 +34,10 @@ class Quantized(ImplicitArray):
         axes: the contracted axes, counted from the end (negative).
         dtype: of the values.
         inputs: None, or the scale of the other operand, of length 1 on all axes but those of a stack.
+
+    >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
+    >>> params["kernel"].codes.dtype, params["kernel"].scale.shape, params["kernel"].shape
+    (dtype('int8'), (1, 4), (64, 4))
     """
 
     codes: Any
@@ -187,7 +191,6 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
             needs statistics that are missing, or products contract a parameter over other axes than `axes`.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
-    >>> from fnet import compress
     >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.ones(2)}
     >>> params = compress.quantize(params, {"kernel": compress.Int8()})
     >>> params["kernel"].codes.tolist()
@@ -296,7 +299,6 @@ def _axes(path, w, format) -> tuple[int, ...]:
 def materialize(params: Any) -> Any:
     """The tree with the arrays that implicit arrays represent.
 
-    >>> from fnet import compress
     >>> params = compress.quantize({"kernel": jnp.eye(2)}, {"kernel": compress.Int8()})
     >>> compress.materialize(params)["kernel"].tolist()
     [[1.0, 0.0], [0.0, 1.0]]
@@ -307,7 +309,6 @@ def materialize(params: Any) -> Any:
 def size(params: Any) -> int:
     """The bytes of all arrays in a tree, including those of implicit arrays.
 
-    >>> from fnet import compress
     >>> params = {"kernel": jnp.zeros((4, 8))}
     >>> compress.size(params), compress.size(compress.quantize(params, {"kernel": compress.Int8()}))
     (128, 64)

@@ -44,6 +44,11 @@ class ShrinkReport:
         parameters, flops: their number before and after.
         seconds: the time at the chip's roofline before and after; None without `seconds=`.
         chip: the name of that chip, or "".
+
+    >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
+    >>> shrunk = compress.shrink(model, model.init(jax.random.key(0), x)[0], x, fraction=0.5)
+    >>> shrunk.report.parameters
+    (50, 26)
     """
 
     axes: tuple[Axes, ...]
@@ -78,6 +83,11 @@ class Shrunk:
         params, state: arrays without the removed indices; `state` is None if there was none.
         model: the original model with other fields, if it computes the same as `f`; or None.
         report: what was removed and what could not be removed.
+
+    >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
+    >>> shrunk = compress.shrink(model, model.init(jax.random.key(0), x)[0], x, fraction=0.5)
+    >>> shrunk.f(shrunk.params, jnp.ones((5, 3))).shape, shrunk.params["0"]["kernel"].shape
+    ((5, 2), (3, 4))
     """
 
     f: Callable
@@ -136,7 +146,6 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
     Source: Li et al. (2017), Pruning Filters for Efficient ConvNets; Molchanov et al. (2017), Pruning Convolutional
     Neural Networks for Resource Efficient Inference; Fang et al. (2023), DepGraph.
 
-    >>> from fnet import compress
     >>> params = {"in": jnp.array([[1.0, 2.0, 0.5, 3.0]]), "out": jnp.ones((4, 1))}
     >>> f = lambda params, x: jax.nn.relu(x @ params["in"]) @ params["out"]
     >>> shrunk = compress.shrink(f, params, jnp.ones((8, 1)), fraction=0.5)

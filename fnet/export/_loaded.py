@@ -45,6 +45,14 @@ def load(path, *, verify=True, check=False, kernels=False):
     Raises:
         BundleError: the file is damaged, is not a bundle, or does not pass the check.
         OSError: the file cannot be read.
+
+    >>> import tempfile
+    >>> model = nn.Dense(3)
+    >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export.program(model, params, state, x=export.spec("b, 4")).save(f"{folder}/dense.fnet")
+    ...     export.load(f"{folder}/dense.fnet", check=True)(np.ones((2, 4), np.float32)).shape
+    (2, 3)
     """
     bundle = Bundle(reader.Archive(path, verify), kernels)
     if check:
@@ -66,6 +74,15 @@ class Bundle:
         entries: the names of the entry points.
         labels: the names of the classes, or None.
         read_until: the ISO date until which JAX guarantees to read the programs.
+
+    >>> import tempfile
+    >>> model = nn.Dense(3)
+    >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export.program(model, params, state, x=export.spec("b, 4")).save(f"{folder}/dense.fnet")
+    ...     bundle = export.load(f"{folder}/dense.fnet")
+    ...     bundle.entries, bundle(np.ones((5, 4), np.float32)).shape
+    (('predict',), (5, 3))
     """
 
     def __init__(self, archive, kernels=False):

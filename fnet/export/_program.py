@@ -60,6 +60,12 @@ class Program:
     Attributes:
         entries: {name: `Entry`}, the entry points.
         weights: {name: array}. Names begin with params/, state/ or constants/.
+
+    >>> model = nn.Dense(3)
+    >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
+    >>> program = export.program(model, params, state, x=export.spec("b, 4"))
+    >>> sorted(program.weights), list(program.entries)
+    (['params/bias', 'params/kernel'], ['predict'])
     """
 
     def __init__(self, entries: dict[str, Entry], weights: dict[str, Any], trees: tuple):
@@ -191,7 +197,6 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
         TypeError: an input has no type, or f cannot be called with these inputs.
         ValueError: two weights have the same name.
 
-    >>> from fnet import export
     >>> f = lambda params, x: x @ params["kernel"]
     >>> export.program(f, {"kernel": jnp.ones((3, 2))}, x=export.spec("b, 3")).entries["predict"].output
     {'dtype': 'float32', 'shape': ['b', 2]}

@@ -28,6 +28,15 @@ def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> N
 
     Raises:
         BundleError: the file is damaged, a program has no stable form, or a new program computes something else.
+
+    >>> import tempfile
+    >>> model = nn.Dense(3)
+    >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export.program(model, params, state, x=export.spec("b, 4")).save(f"{folder}/dense.fnet")
+    ...     export.renew(f"{folder}/dense.fnet", f"{folder}/new.fnet")
+    ...     export.load(f"{folder}/new.fnet")(np.ones((2, 4), np.float32)).shape
+    (2, 3)
     """
     bundle = _loaded.load(path)
     manifest = bundle.manifest

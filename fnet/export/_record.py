@@ -46,6 +46,12 @@ def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | No
 
     Raises:
         TypeError: the model is not one of `fnet.models`, or a field cannot be written as JSON.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export.record(folder, models.MLP((8, 3)), x=export.spec("b, 4"), labels=["a", "b", "c"])
+    ...     export.read_record(folder).labels
+    ['a', 'b', 'c']
     """
     kind, folder = type(model), Path(workdir)
     if getattr(importlib.import_module(_PACKAGE), kind.__name__, None) is not kind:
@@ -74,6 +80,12 @@ def read_record(workdir: str | os.PathLike) -> Record:
     Raises:
         FileNotFoundError: the folder has none.
         ValueError: it is not valid.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export.record(folder, models.MLP((8, 3)), x=export.spec("b, 4"))
+    ...     export.read_record(folder).model
+    MLP(widths=(8, 3)...)
     """
     path = Path(workdir) / RECORD
     if not path.exists():

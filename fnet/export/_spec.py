@@ -14,7 +14,11 @@ from jax import export
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The type of an input; see `spec`."""
+    """The type of an input; see `spec`.
+
+    >>> export.spec("b, 28, 28, 1")
+    Spec(shape='b, 28, 28, 1', dtype='float32', where=())
+    """
 
     shape: str
     dtype: str
@@ -45,7 +49,6 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
     Raises:
         ValueError: the shape, dtype or a constraint is not valid.
 
-    >>> from fnet import export
     >>> export.spec("b, t", "int32", where="t <= 64")
     Spec(shape='b, t', dtype='int32', where=('t <= 64',))
     """
@@ -64,6 +67,8 @@ def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
         where: constraints on the variables, as of `spec`.
 
         cache = export.spec_of(lambda b: model.cache(jax.ShapeDtypeStruct((b, 64), jnp.int32)))
+
+    >>> caches = export.spec_of(lambda b: {"keys": jnp.zeros((b, 8))}, where="b <= 16")
     """
     return SpecOf(function, (where,) if isinstance(where, str) else tuple(where))
 

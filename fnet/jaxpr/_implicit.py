@@ -46,6 +46,10 @@ class ImplicitArray:
         shape, dtype: those of the array that it represents.
         beside: {field: another field}: fields with one number for each block of values of the other, such as scales.
             `parallel.plan` splits them along the same axes.
+
+    >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
+    >>> isinstance(params["kernel"], compress.ImplicitArray), params["kernel"].materialize().shape
+    (True, (64, 4))
     """
 
     beside: ClassVar[Mapping[str, str]] = {}

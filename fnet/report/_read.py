@@ -39,6 +39,12 @@ class Run:
         plan: the comparison of strategies, as `parallel.Plan.explain` prints it, or "".
         profiles: {steps, such as "100-105": rows of `introspect.profile`}.
         notes: files and values that could not be used.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = report.read(folder)
+    >>> run.metrics
+    {}
     """
 
     path: Path
@@ -77,6 +83,12 @@ def read(folder: str | os.PathLike) -> Run:
 
     Raises:
         ValueError: it is not a local folder.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(folder, "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\\n')
+    ...     report.read(folder).metrics["train/loss"]
+    ([1], [0.5])
     """
     path = Path(folder)
     if "://" in str(folder) or re.match(r"(s3|gs|az|memory):/", str(folder)):

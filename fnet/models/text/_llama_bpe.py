@@ -37,6 +37,12 @@ class LlamaBPE:
 
     Source: Karpathy's llama2.c, run.c (encode, decode) and tokenizer.py; Sennrich, Haddow and Birch (2016), Neural
     Machine Translation of Rare Words with Subword Units; Kudo and Richardson (2018), SentencePiece.
+
+    >>> pieces = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % byte for byte in range(256))]
+    >>> pieces += [b" ", b"a", b"b", b" a", b"ab"]
+    >>> words = models.LlamaBPE(pieces, [0.0] * 262 + [-2.0, -1.0])
+    >>> [pieces[token] for token in words.encode("ab")], words.decode(words.encode("ab"))
+    ([b'<s>', b' ', b'ab'], 'ab')
     """
 
     stop = (_BEGIN, _END)
