@@ -9,8 +9,8 @@
 
 The defaults are those of McMahan et al. (2017), table 2: 100 clients, a tenth of them in each round, five local
 epochs, batches of 10. In the sorted split, the images are sorted by label and cut into 200 shards, and each client has
-two: most clients have two digits. The folder receives the files of `fit` and federated.png, the test accuracy by round. The same
-command resumes a run that was interrupted.
+two: most clients have two digits. The folder receives the files of `fit` and federated.png, the test accuracy by round.
+The same command resumes a run that was interrupted.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Many trainings at once: populations on one device.
+"""Many trainings at once: populations on one device, searches for hyperparameters, federated averaging.
 
     init_n, step_n = search.population(init, step)
     state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
@@ -6,8 +6,14 @@
 """
 
 from fnet.search import federated
+from fnet.search._halving import Halving, halving, hyperband
 from fnet.search._memory import Fits, fits
 from fnet.search._methods import Methods
+from fnet.search._pbt import evolve, pbt
 from fnet.search._population import Population, each_member, member, population, take
+from fnet.search._programs import Bayesian, Cost, cost, feasible
+from fnet.search._space import Choice, Integer, LogUniform, Space, Uniform, sobol
 
-__all__ = ["Fits", "Methods", "Population", "each_member", "federated", "fits", "member", "population", "take"]
+__all__ = ["Bayesian", "Choice", "Cost", "Fits", "Halving", "Integer", "LogUniform", "Methods", "Population", "Space",
+           "Uniform", "cost", "each_member", "evolve", "feasible", "federated", "fits", "halving", "hyperband",
+           "member", "pbt", "population", "sobol", "take"]

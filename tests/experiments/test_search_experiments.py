@@ -49,3 +49,13 @@ def test_federated_names_a_wrong_flag(tmp_path):
     assert "--sampled=20: expected at most --clients=10" in run(
         "federated.py", "--clients=10", "--sampled=20", f"--workdir={tmp_path}", code=2)
     assert "--noise=1.0: give --clip" in run("federated.py", "--noise=1", f"--workdir={tmp_path}", code=2)
+
+
+def test_searches_have_the_same_budget(tmp_path):
+    pytest.importorskip("sklearn")
+    shown = run("hyperparameters.py", "--members=4", "--steps=18", "--seeds=1", "--width=8", f"--workdir={tmp_path}")
+    used = {name: int(n) for name, n in re.findall(r"seed 0, (\w+): .* (\d+) steps", shown)}
+    assert used["random"] == used["sobol"] == used["pbt"] == 72 and 60 <= used["halving"] <= 72
+    assert (tmp_path / "hyperparameters.png").stat().st_size > 5000
+    assert len((tmp_path / "results.csv").read_text().splitlines()) == 5
+    assert "--methods=grid: use random" in run("hyperparameters.py", "--methods=grid", code=2)

@@ -1,0 +1,183 @@
+"""Random search, successive halving and population-based training with the same budget, over several seeds.
+
+    python experiments/hyperparameters.py                                   # digits
+    python experiments/hyperparameters.py --dataset=fashion_mnist --examples=10000 --seeds=2
+
+All of them train MLPs with dropout by momentum. Step size, weight decay, dropout and label smoothing are searched. The
+budget is the number of steps of all members together: --members x --steps. Random search trains --members to the end.
+Halving starts with more members and drops two thirds of them after each rung. Population-based training has --members.
+The accuracy on a validation part selects a member; the reported accuracy is that of the selected member on the test
+set. The folder receives results.csv and hyperparameters.png.
+"""
+
+import csv
+
+import _common as common
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+
+from fnet import layers as nn
+from fnet import search
+from fnet import training as tr
+
+SPACE = search.Space(learning_rate=search.LogUniform(1e-4, 1.0), weight_decay=search.LogUniform(1e-6, 1e-1),
+                     dropout=search.Uniform(0.0, 0.8), label_smoothing=search.Uniform(0.0, 0.3))
+METHODS = ("random", "sobol", "halving", "pbt")
+
+
+class Network(nn.Layer):
+    width: int
+    classes: int = 10
+
+    def forward(self, scope, x, rate):                     # [batch, features]
+        for name in ("hidden1", "hidden2"):
+            x = jax.nn.relu(nn.Dense(self.width)(scope[name], x))
+            x = nn.Dropout()(scope[f"{name}_drop"], x, rate=rate)
+        return nn.Dense(self.classes)(scope["head"], x)
+
+
+class Problem:
+    """A population of networks on one data set: (init_n, step_n), batches, and accuracies of all members."""
+
+    def __init__(self, data, seed, *, width, batch_size, examples, method):
+        flat = lambda images: images.reshape(len(images), -1).astype(np.float32) / 255
+        train = {"x": flat(data.train_images)[:examples or None], "y": data.train_labels[:examples or None]}
+        train, held = tr.split(train, 0.2, seed=seed)
+        self.validation = jnp.asarray(held["x"]), jnp.asarray(held["y"])
+        self.test = jnp.asarray(flat(data.test_images)), jnp.asarray(data.test_labels)
+        self.batches = tr.Batches(train, batch_size=batch_size, seed=seed)
+        self.model = model = Network(width)
+
+        def tx(hyper):
+            return optax.chain(optax.add_decayed_weights(hyper["weight_decay"], tr.decays),
+                               optax.sgd(hyper["learning_rate"], momentum=0.9))
+
+        def init(key, hyper):
+            params, _ = model.init(key, train["x"][:1], rate=0.0)
+            return tr.TrainState.create(params, tx(hyper))
+
+        def step(state, batch, hyper):
+            key = jax.random.fold_in(jax.random.key(seed), state.step)
+            targets = optax.smooth_labels(jax.nn.one_hot(batch["y"], 10), hyper["label_smoothing"])
+
+            def loss(params):
+                logits = model(params, batch["x"], rate=hyper["dropout"], key=key, train=True)
+                return optax.softmax_cross_entropy(logits, targets).mean()
+
+            value, grads = jax.value_and_grad(loss)(state.params)
+            return state.apply(tx(hyper), grads), {"loss": value}
+
+        self.init_n, self.step_n = search.population(init, step, method=method)
+        self._accuracies = jax.jit(self._measure)
+
+    def _measure(self, members, x, y):
+        correct = jax.vmap(lambda member: self.model(member.params, x, rate=0.0).argmax(-1) == y)(members)
+        return correct.mean(1)
+
+    def score(self, state):
+        """The validation accuracy of each member; on a tie, the one with the smaller index is the best."""
+        return self._accuracies(state.members, *self.validation)
+
+    def test_accuracy(self, state, scores):
+        best = int(np.argmax(np.where(np.asarray(state.diverged), -1, np.asarray(scores))))
+        return float(self._accuracies(state.members, *self.test)[best])
+
+
+def run(method, problem, seed, *, members, steps):
+    """Returns (validation accuracy, test accuracy, steps of all members) of the selected member."""
+    key, fit = jax.random.key(seed), {"steps": steps, "log_every": steps}
+    if method in ("random", "sobol"):
+        points = SPACE.random(members, seed=seed) if method == "random" else SPACE.sobol(members, seed=seed)
+        state, used = tr.fit(problem.step_n, problem.init_n(key, SPACE.arrays(points)), problem.batches,
+                             **fit), members * steps
+    elif method == "halving":
+        first = max(1, steps // 9)                         # rungs of 1/9, 1/3 and all steps
+        count = members
+        while _halving_steps(count + 3, first, steps) <= members * steps:
+            count += 3
+        found = search.halving(problem.init_n, problem.step_n, SPACE.arrays(SPACE.random(count, seed=seed)),
+                               problem.batches, problem.score, steps=steps, first=first, key=key, log_every=steps)
+        state, used = found.state, found.member_steps
+    else:
+        step = search.pbt(problem.step_n, problem.score, SPACE, interval=max(1, steps // 10), seed=seed)
+        points = SPACE.arrays(SPACE.random(members, seed=seed))
+        state, used = tr.fit(step, problem.init_n(key, points), problem.batches, **fit), members * steps
+    scores = problem.score(state)
+    return float(np.nanmax(scores)), problem.test_accuracy(state, scores), used
+
+
+def _halving_steps(count, first, steps):
+    total, at, length = 0, 0, first
+    while True:
+        total += count * (length - at)
+        if length == steps:
+            return total
+        count, at, length = max(1, count // 3), length, min(3 * length, steps)
+
+
+def plot(results, path, title):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    for i, values in enumerate(results.values()):
+        errors = [100 * (1 - test) for _, test, _ in values]
+        axis.plot([i] * len(errors), errors, "o", alpha=0.5)
+        axis.errorbar(i + 0.15, np.mean(errors), np.std(errors), fmt="_", color="black", capsize=4)
+    axis.set_xticks(range(len(results)), list(results))
+    axis.set(ylabel="test error, %", title=title)
+    figure.savefig(path)
+
+
+def define_flags():
+    flags.DEFINE_enum("dataset", "digits", ["digits", "fashion_mnist", "mnist"], "the data")
+    flags.DEFINE_string("data_dir", None, "where its files are, or go")
+    flags.DEFINE_string("workdir", "runs/hyperparameters", "folder of results.csv and hyperparameters.png")
+    flags.DEFINE_list("methods", list(METHODS), f"which of {', '.join(METHODS)}")
+    flags.DEFINE_integer("members", 12, "members of random search and of population-based training")
+    flags.DEFINE_integer("steps", 600, "steps of a member")
+    flags.DEFINE_integer("seeds", 5, "number of repetitions")
+    flags.DEFINE_integer("width", 64, "units of a hidden layer")
+    flags.DEFINE_integer("batch_size", 64, "examples in a batch")
+    flags.DEFINE_integer("examples", 0, "use the first training examples only; 0 for all")
+    flags.DEFINE_enum("members_by", "vmap", ["auto", "vmap", "loop"], "how members run")
+
+
+def main(argv):
+    common.no_arguments(argv, "--methods=random,pbt")
+    given = flags.FLAGS
+    for name, within in (("members", "[2, 10000]"), ("steps", "[1, 10000000]"), ("seeds", "[1, 1000]"),
+                         ("width", "[1, 8192]"), ("batch_size", "[1, 65536]"), ("examples", "[0, 10000000]")):
+        tr.flags.check_within(name, given[name].value, within)
+    if wrong := set(given.methods) - set(METHODS):
+        raise tr.ConfigError(f"--methods={','.join(sorted(wrong))}: use {', '.join(METHODS)}")
+    common.needs("matplotlib")
+    workdir = common.user_path("workdir", given.workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    data = tr.datasets.load(given.dataset, given.data_dir, announce=print)
+    results = {name: [] for name in given.methods}
+    for seed in range(given.seeds):
+        problem = Problem(data, seed, width=given.width, batch_size=given.batch_size, examples=given.examples,
+                          method=given.members_by)
+        for name in given.methods:
+            results[name].append(run(name, problem, seed, members=given.members, steps=given.steps))
+            print(f"seed {seed}, {name}: validation {results[name][-1][0]:.4f}, test {results[name][-1][1]:.4f}, "
+                  f"{results[name][-1][2]:,} steps", flush=True)
+    for name, values in results.items():
+        test = [each[1] for each in values]
+        print(f"{name:8} validation {np.mean([each[0] for each in values]):.4f}, test accuracy {np.mean(test):.4f} "
+              f"± {np.std(test):.4f} over {len(test)} seeds")
+    with open(workdir / "results.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["method", "seed", "validation", "test", "member_steps"])
+        rows.writerows([name, seed, *each] for name, values in results.items() for seed, each in enumerate(values))
+    plot(results, workdir / "hyperparameters.png", f"{given.dataset}: {given.members} x {given.steps} steps")
+    print(f"{workdir}: hyperparameters.png, results.csv")
+
+
+if __name__ == "__main__":
+    define_flags()
+    common.run(main)

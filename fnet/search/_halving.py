@@ -1,0 +1,139 @@
+"""Successive halving and Hyperband: bad members are dropped early."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fnet import training as tr
+from fnet.search._population import Population, members_of, take
+from fnet.search._space import Space
+
+
+@dataclasses.dataclass(frozen=True)
+class Halving:
+    """The result of `halving`. `str()` is a table.
+
+    Attributes:
+      state: the members that were trained to the end, best first.
+      scores: their scores, [m].
+      indices: their indices in the hyperparameters that were given, [m].
+      rungs: (members, steps, best score) of each rung.
+      member_steps: the number of steps of all members, the budget that was used.
+
+    >>> print(search.Halving(None, np.array([0.9]), np.array([3]), ((4, 10, 0.8), (1, 40, 0.9)), 70))
+    members  steps  best score
+          4     10         0.8
+          1     40         0.9
+    """
+
+    state: Population
+    scores: np.ndarray
+    indices: np.ndarray
+    rungs: tuple[tuple[int, int, float], ...]
+    member_steps: int
+
+    def __str__(self):
+        rows = [f"{n:7}  {steps:5}  {score:10.4g}" for n, steps, score in self.rungs]
+        return "\n".join(["members  steps  best score", *rows])
+
+
+def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, score: Callable, *, steps: int,
+            first: int, eta: int = 3, key: jax.Array, workdir: str | os.PathLike | None = None,
+            **options: Any) -> Halving:
+    """Successive halving: all members make a few steps, the best 1 / eta of them continue eta times as long, and so on.
+
+    Args:
+      init_n, step_n: of `population`.
+      hyper: the hyperparameters of the first rung, leaves [n].
+      batches: as for `tr.fit`.
+      score: `score(state) -> [n]` of a population; larger is better, NaN is the worst.
+      steps: the number of steps of the last rung.
+      first: the number of steps of the first rung.
+      eta: the factor between rungs.
+      key: for `init_n`.
+      workdir: a folder for the checkpoints of each rung, from which an interrupted search continues.
+      options: of `tr.fit`, such as progress and log_every.
+
+    Returns:
+      A `Halving`.
+
+    Raises:
+      ValueError: a number is out of range.
+
+    Source: Jamieson and Talwalkar (2016), Non-stochastic Best Arm Identification and Hyperparameter Optimization.
+
+    >>> init_n, step_n = search.population(lambda key, h: {"w": h["w"]},
+    ...     lambda s, b, h: ({"w": s["w"] * 0.5}, {}), method="vmap")
+    >>> found = search.halving(init_n, step_n, {"w": jnp.arange(9.0)}, lambda i: jnp.zeros(()),
+    ...     lambda state: -state.members["w"], steps=9, first=1, key=jax.random.key(0))
+    >>> found.indices.tolist(), found.member_steps
+    ([0], 21)
+    """
+    if not 1 <= first <= steps or eta < 2:
+        raise ValueError(f"halving: expected 1 <= first <= steps and eta >= 2; got first={first}, steps={steps}, "
+                         f"eta={eta}")
+    n, at, used = members_of(hyper), 0, 0
+    state, indices, rungs = init_n(key, hyper), np.arange(n), []
+    lengths = [first]
+    while lengths[-1] < steps:
+        lengths.append(min(lengths[-1] * eta, steps))
+    for rung, length in enumerate(lengths):
+        folder = None if workdir is None else f"{os.fspath(workdir)}/rung{rung}"
+        extra = {} if folder is None else {"config": {"members": indices.tolist()}}
+        state = tr.fit(step_n, state, batches, steps=length, workdir=folder, **extra, **options)
+        used, at = used + len(indices) * (length - at), length
+        scores = np.asarray(score(state), np.float64)
+        scores = np.where(np.isnan(scores) | np.asarray(state.diverged), -np.inf, scores)
+        order = np.argsort(-scores, kind="stable")
+        rungs.append((len(indices), length, float(scores[order[0]])))
+        kept = order if rung == len(lengths) - 1 else order[:max(1, len(order) // eta)]
+        state, indices, scores = take(state, kept), indices[kept], scores[kept]
+    return Halving(state, scores, indices, tuple(rungs), used)
+
+
+def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callable, score: Callable, *, steps: int,
+              eta: int = 3, seed: int = 0, most: int | None = None, fixed: Mapping[str, Any] | None = None,
+              workdir: str | os.PathLike | None = None, **options: Any) -> list[Halving]:
+    """Hyperband: successive halving with several first rungs, from many members and few steps to few and all steps.
+
+    Args:
+      init_n, step_n, batches, score, steps, eta, options: as for `halving`.
+      space: the hyperparameters, numbers; each bracket draws random points.
+      seed: of the points and of the members.
+      most: the number of brackets; None: as many as a first rung of one step allows.
+      fixed: further hyperparameters, the same for all members.
+      workdir: a folder with a folder for each bracket.
+
+    Returns:
+      A `Halving` for each bracket. The best member is the first one of the bracket with the best score.
+
+    Source: Li et al. (2018), Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization.
+
+    >>> init_n, step_n = search.population(lambda key, h: {"w": h["w"]},
+    ...     lambda s, b, h: ({"w": s["w"] * 0.5}, {}), method="vmap")
+    >>> found = search.hyperband(init_n, step_n, search.Space(w=search.Uniform(0, 1)), lambda i: jnp.zeros(()),
+    ...     lambda state: -state.members["w"], steps=9)
+    >>> [bracket.rungs[0][:2] for bracket in found]
+    [(9, 1), (5, 3), (3, 9)]
+    """
+    top = int(math.log(steps, eta) + 1e-9) if steps >= 1 and eta >= 2 else -1
+    if top < 0:
+        raise ValueError(f"hyperband: expected steps >= 1 and eta >= 2; got {steps} and {eta}")
+    top = top if most is None else min(top, most - 1)
+    results = []
+    for bracket in range(top, -1, -1):
+        n = math.ceil((top + 1) / (bracket + 1) * eta**bracket)
+        points = space.arrays(space.random(n, seed=seed * 1000 + bracket))
+        points |= {name: np.full(n, value) for name, value in (fixed or {}).items()}
+        folder = None if workdir is None else f"{os.fspath(workdir)}/bracket{bracket}"
+        key = jax.random.fold_in(jax.random.key(seed), bracket)
+        results.append(halving(init_n, step_n, points, batches, score, steps=steps, first=max(1, steps // eta**bracket),
+                               eta=eta, key=key, workdir=folder, **options))
+    return results

@@ -1,0 +1,146 @@
+"""Population-based training: good members replace bad ones, and their hyperparameters change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fnet.search._population import Population, take
+from fnet.search._space import Choice, LogUniform, Space
+
+
+def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, fraction: float = 0.2,
+           factors: tuple[float, float] = (0.8, 1.2), resample: float = 0.25) -> Population:
+    """One generation of population-based training (PBT).
+
+    Truncation: the worst members, a `fraction` of all, become copies of members drawn from the best ones, with
+    parameters, optimizer state and hyperparameters. Then each hyperparameter of a copy is drawn anew from the space
+    with probability `resample`, and otherwise multiplied by one of the two factors and limited to its range. Members
+    that diverged count as the worst.
+
+    Args:
+      state: a population, whose `hyper` is a dict.
+      scores: [n], larger is better; NaN is the worst.
+      space: the ranges of the hyperparameters that change. Other hyperparameters, such as seeds, are kept.
+      key: a random key, another one for each generation.
+      fraction: of the members that are replaced, in (0, 0.5].
+      factors: of the perturbation.
+      resample: the probability of a new value.
+
+    Raises:
+      ValueError: a hyperparameter of the space is not in the population or cannot be perturbed, or a number is out of
+        range.
+
+    Source: Jaderberg et al. (2017), Population Based Training of Neural Networks.
+
+    >>> init_n, step_n = search.population(lambda key, h: {"w": h["rate"]}, lambda s, b, h: (s, {}))
+    >>> state = init_n(jax.random.key(0), {"rate": jnp.array([0.1, 0.2, 0.3, 0.4, 0.5])})
+    >>> space = search.Space(rate=search.LogUniform(0.01, 1))
+    >>> state = search.evolve(state, jnp.array([5, 4, 3, 2, 1]), space, jax.random.key(1))
+    >>> print(state.members["w"].round(2))         # the last one is a copy of the first
+    [0.1 0.2 0.3 0.4 0.1]
+    """
+    n = len(state.diverged)
+    count = max(1, round(fraction * n))
+    if not 0 < fraction <= 0.5 or not 0 <= resample <= 1 or n < 2:
+        raise ValueError(f"evolve: expected at least 2 members, fraction in (0, 0.5] and resample in [0, 1]; got {n} "
+                         f"members, {fraction} and {resample}")
+    for name, kind in space.items():
+        if name not in state.hyper or isinstance(kind, Choice):
+            raise ValueError(f"evolve: '{name}' is not a numeric hyperparameter of the population, which has "
+                             f"{', '.join(state.hyper)}")
+    scores = jnp.asarray(scores).astype(jnp.float32)
+    scores = jnp.where(jnp.isnan(scores) | state.diverged, -jnp.inf, scores)
+    order = jnp.argsort(-scores)                           # best first
+    keys = jax.random.split(key, 2 + len(space))
+    parents = order[jax.random.randint(keys[0], (count,), 0, count)]
+    rows = jnp.arange(n, dtype=order.dtype).at[order[n - count:]].set(parents)
+    new = jnp.zeros(n, bool).at[order[n - count:]].set(True)
+    state, hyper = take(state, rows), {}
+    for (name, kind), each in zip(space.items(), keys[2:]):
+        draws = jax.random.uniform(each, (3, n))
+        old = state.hyper[name]
+        low, high = float(kind.low), float(kind.high)
+        anew = low * (high / low) ** draws[0] if isinstance(kind, LogUniform) else low + draws[0] * (high - low)
+        changed = old.astype(jnp.float32) * jnp.where(draws[1] < 0.5, *factors)
+        value = jnp.clip(jnp.where(draws[2] < resample, anew, changed), low, high)
+        value = jnp.round(value) if jnp.issubdtype(old.dtype, jnp.integer) else value
+        hyper[name] = jnp.where(new, value.astype(old.dtype), old)
+    return state.replace(hyper={**state.hyper, **hyper})
+
+
+def pbt(step_n: Callable, score: Callable, space: Space, *, interval: int, seed: int = 0, **options: Any) -> Callable:
+    """Returns a step for `tr.fit` that trains a population and calls `evolve` every `interval` steps.
+
+        step = search.pbt(step_n, lambda state: accuracy(state), space, interval=200)
+        state = tr.fit(step, init_n(key, hyper), batches, steps=2000, workdir="runs/pbt")
+
+    A generation is a function of the state alone, so a run that is interrupted within a generation, or between its end
+    and the next one, continues bit for bit.
+
+    Args:
+      step_n: the step of `population`.
+      score: `score(state) -> [n]`, a jax function of the whole population, larger is better, for example the accuracy
+        on validation data. It is called at the end of a generation.
+      space: as for `evolve`.
+      interval: steps of a generation.
+      seed: of parents and perturbations.
+      options: those of `evolve`.
+
+    Raises:
+      ValueError: interval is less than 1.
+
+    >>> init_n, step_n = search.population(lambda key, h: {"w": jnp.zeros(())},
+    ...     lambda s, b, h: ({"w": s["w"] + h["rate"]}, {}), method="vmap")
+    >>> step = search.pbt(step_n, lambda state: state.members["w"], search.Space(rate=search.Uniform(0, 1)), interval=2)
+    >>> state = init_n(jax.random.key(0), {"rate": jnp.linspace(0.1, 0.5, 5)})
+    >>> for i in range(4):
+    ...     state, _ = step(state, 0)
+    >>> bool(state.members["w"].min() > 0.4)    # the worst one would have 0.4
+    True
+    """
+    if interval < 1:
+        raise ValueError(f"pbt(interval={interval}): expected at least 1 step")
+    return PBT(step_n, score, space, interval, seed, options)
+
+
+class PBT:
+    """The step of `pbt`, with the interface of the step of `population`."""
+
+    def __init__(self, step_n, score, space, interval, seed, options):
+        self._step, self._interval = step_n, interval
+        self.__name__ = "pbt"
+
+        def generation(state):
+            key = jax.random.fold_in(jax.random.key(seed), state.step)
+            return evolve(state, score(state), space, key, **options)
+
+        self._generation = jax.jit(generation)
+        self._evolve = generation
+
+    @property
+    def separate(self) -> bool:
+        """True: the generation is a program of its own, whatever the method of the members."""
+        return True
+
+    def plain(self, state, batch):
+        new, metrics = self._step.plain(state, batch)
+        return jax.lax.cond(new.step % self._interval == 0, self._evolve, lambda same: same, new), metrics
+
+    def prepare(self, state, batch, known=None):
+        """Chooses the method of the members."""
+        return self._step.prepare(state, batch, known)
+
+    def explained(self, state, batch):
+        """For `ft.explain`."""
+        return self._step.explained(state, batch)
+
+    def __call__(self, state, batch):
+        if isinstance(state.step, jax.core.Tracer):
+            return self.plain(state, batch)
+        ends = (int(state.step) + 1) % self._interval == 0
+        state, metrics = self._step(state, batch)
+        return self._generation(state) if ends else state, metrics

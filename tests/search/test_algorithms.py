@@ -1,0 +1,218 @@
+"""Spaces, halving, population-based training, constraints and Bayesian optimization."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fnet import search
+from fnet import training as tr
+
+
+def quadratic(method="vmap"):
+    """Members that minimize (w - 3)^2 with momentum; the state of the optimizer matters."""
+    tx = lambda hyper: optax.sgd(hyper["rate"], momentum=0.9)
+    init = lambda key, hyper: tr.TrainState.create({"w": jax.random.normal(key, (2,))}, tx(hyper))
+
+    def step(state, batch, hyper):
+        value, grads = jax.value_and_grad(lambda p: ((p["w"] - 3 - batch) ** 2).sum())(state.params)
+        return state.apply(tx(hyper), grads), {"loss": value}
+
+    return search.population(init, step, method=method)
+
+
+def score(state):
+    return -((state.members.params["w"] - 3) ** 2).sum(1)
+
+
+def noise(i):
+    return jnp.asarray(np.random.default_rng(i).normal(0, 0.1), jnp.float32)
+
+
+def equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 7, 21])
+def test_sobol_equals_scipy(dimensions):
+    qmc = pytest.importorskip("scipy.stats").qmc
+    want = qmc.Sobol(dimensions, scramble=False, bits=30).random(256)
+    np.testing.assert_array_equal(search.sobol(256, dimensions), want)
+    np.testing.assert_array_equal(search.sobol(100, dimensions, start=56), want[56:156])
+
+
+def test_shifted_sobol_points_are_spread_evenly():
+    points = search.sobol(64, 3, seed=1)
+    assert all(sorted(np.floor(64 * points[:, i])) == list(range(64)) for i in range(3))
+    assert not np.array_equal(points, search.sobol(64, 3, seed=2))
+
+
+def test_spaces(tmp_path):
+    space = search.Space(rate=search.LogUniform(1e-4, 1), depth=search.Integer(1, 4), decay=search.Uniform(0, 0.1),
+                         name=search.Choice(("adam", "sgd", None)))
+    points = space.random(500, seed=0)
+    assert points[:3] == space.random(3, seed=0) and points != space.random(500, seed=1)
+    assert np.mean([p["rate"] < 1e-2 for p in points]) == pytest.approx(0.5, abs=0.07)
+    assert {p["depth"] for p in points} == {1, 2, 3, 4} and {p["name"] for p in points} == {"adam", "sgd", None}
+    (tmp_path / "space.json").write_text(json.dumps(space.json()))
+    assert search.Space.read(tmp_path / "space.json") == space
+    numbers = search.Space(rate=space["rate"], depth=space["depth"])
+    arrays = numbers.arrays(points[:8])
+    assert arrays["rate"].dtype == np.float32 and arrays["depth"].dtype == np.int32
+    with pytest.raises(TypeError, match="'name' is not a number"):
+        space.arrays(points)
+
+
+@pytest.mark.parametrize("content, error", [
+    ({}, "expected an object"), ([1], "expected an object"), ({"a": 3}, "'a' is 3; expected one of uniform"),
+    ({"a": {"normal": [0, 1]}}, "expected one of uniform"), ({"a": {"uniform": [1, 0]}}, r"'a' needs \[low, high\]"),
+    ({"a": {"log_uniform": [0, 1]}}, "needs low > 0"), ({"a": {"integer": [0.5, 1]}}, "needs integers"),
+    ({"a": {"choice": []}}, "needs a list of values"), ({"a": {"uniform": [0, True]}}, r"'a' needs \[low, high\]")])
+def test_wrong_spaces(content, error, tmp_path):
+    (tmp_path / "space.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=error):
+        search.Space.read(tmp_path / "space.json")
+
+
+def test_sobol_errors():
+    with pytest.raises(ValueError, match=r"sobol\(dimensions=22\): expected 1 to 21"):
+        search.sobol(4, 22)
+
+
+def test_a_copy_carries_parameters_optimizer_and_hyperparameters():
+    init_n, step_n = quadratic()
+    state = init_n(jax.random.key(0), {"rate": jnp.linspace(0.01, 0.1, 10), "seed": jnp.arange(10)})
+    for i in range(3):
+        state, _ = step_n(state, noise(i))
+    space = search.Space(rate=search.LogUniform(0.001, 0.11))
+    scores = jnp.arange(10.0).at[9].set(jnp.nan)           # members 0 and 9 are the worst, 7 and 8 the best
+    new = search.evolve(state, scores, space, jax.random.key(1))
+    parents = [int(i) for i in new.hyper["seed"][np.array([0, 9])]]
+    assert set(parents) <= {7, 8} and new.hyper["seed"][1:9].tolist() == list(range(1, 9))
+    equal(search.take(new, [0, 9]).members, search.take(state, parents).members)
+    equal(search.take(new, range(1, 9)), search.take(state, range(1, 9)))
+    for child, parent in zip((0, 9), parents):
+        ratio = float(new.hyper["rate"][child] / state.hyper["rate"][parent])
+        assert 0.001 <= new.hyper["rate"][child] <= 0.11 and ratio != 1
+
+
+def test_perturbation_and_resampling():
+    init_n, _ = quadratic()
+    state = init_n(jax.random.key(0), {"rate": jnp.full(200, 0.1)})
+    space = search.Space(rate=search.LogUniform(0.001, 1.0))
+    scores = jnp.arange(200.0)
+    moved = search.evolve(state, scores, space, jax.random.key(0), fraction=0.5, resample=0.0).hyper["rate"][:100]
+    assert sorted(set(np.round(moved.tolist(), 4))) == [0.08, 0.12] and 20 < (moved > 0.1).sum() < 80
+    anew = search.evolve(state, scores, space, jax.random.key(0), fraction=0.5, resample=1.0).hyper["rate"][:100]
+    assert 30 < (anew < 10**-1.5).sum() < 70 and len(set(anew.tolist())) == 100
+
+
+@pytest.mark.parametrize("steps", [3, 4, 6])
+@pytest.mark.parametrize("method", ["vmap", "loop"])
+def test_pbt_resumes_bit_by_bit(method, steps, tmp_path):
+    """Interrupted in the middle of a generation, at its end, and in the next one; a generation has 4 steps."""
+    space = search.Space(rate=search.LogUniform(0.001, 0.1))
+
+    def train(folder, steps):
+        init_n, step_n = quadratic(method)
+        step = search.pbt(step_n, score, space, interval=4)
+        state = init_n(jax.random.key(0), {"rate": jnp.linspace(0.001, 0.1, 6)})
+        return tr.fit(step, state, noise, steps=steps, workdir=tmp_path / folder, config={}, tensorboard=False)
+
+    whole = train("whole", 10)
+    train("parts", steps)
+    equal(train("parts", 10), whole)
+    init_n, step_n = quadratic(method)
+    assert not np.array_equal(whole.hyper["rate"], jnp.linspace(0.001, 0.1, 6))
+    step, state = search.pbt(step_n, score, space, interval=4), init_n(jax.random.key(0), {
+        "rate": jnp.linspace(0.001, 0.1, 6)})
+    for i in range(10):
+        state, _ = step(state, noise(i))
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(whole)):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_halving_keeps_the_best_and_counts_steps(tmp_path):
+    init_n, step_n = quadratic()
+    hyper = {"rate": jnp.logspace(-5, -1.5, 9)}
+    found = search.halving(init_n, step_n, hyper, noise, score, steps=18, first=2, key=jax.random.key(0),
+                           workdir=tmp_path, tensorboard=False)
+    assert [rung[:2] for rung in found.rungs] == [(9, 2), (3, 6), (1, 18)]
+    assert found.member_steps == 9 * 2 + 3 * 4 + 1 * 12
+    want = init_n(jax.random.key(0), hyper)
+    for i in range(18):
+        want, _ = step_n(want, noise(i))
+    np.testing.assert_allclose(search.member(found.state, 0).params["w"],
+                               search.member(want, int(found.indices[0])).params["w"], rtol=1e-5)
+    assert "members  steps" in str(found)
+    again = search.halving(init_n, step_n, hyper, noise, score, steps=18, first=2, key=jax.random.key(0),
+                           workdir=tmp_path, tensorboard=False)      # reads the checkpoints of the rungs
+    assert again.indices.tolist() == found.indices.tolist() and len(tr.read_metrics(tmp_path / "rung2")) == 1
+    equal(again.state, found.state)
+
+
+def test_hyperband_has_brackets():
+    init_n, step_n = quadratic()
+    found = search.hyperband(init_n, step_n, search.Space(rate=search.LogUniform(1e-5, 0.03)), noise, score, steps=9)
+    assert [bracket.rungs[0][:2] for bracket in found] == [(9, 1), (5, 3), (3, 9)]
+    assert all(len(bracket.scores) >= 1 and bracket.rungs[-1][1] == 9 for bracket in found)
+
+
+def test_constraints_on_separate_programs():
+    space = search.Space(width=search.Integer(8, 512), depth=search.Integer(1, 3))
+
+    def program(point):
+        def f(x):
+            for _ in range(point["depth"]):
+                x = x @ jnp.ones((point["width"], point["width"]))
+            return x
+        return f, (jax.ShapeDtypeStruct((4, point["width"]), jnp.float32),)
+
+    points = space.sobol(8, seed=0)
+    limit = 2 * 4 * 256**2
+    found = search.feasible(points, program, flops=limit)
+    want = [p for p in points if 8 * p["width"] ** 2 * p["depth"] <= limit]
+    assert [point for point, _ in found] == want and 0 < len(want) < 8
+    assert all(spent.basis == "measured" and spent.seconds > 0 and spent.bytes > 0 for _, spent in found)
+    assert search.feasible(points, program, seconds=1e-12) == []
+    assert len(search.feasible(points, program, seconds=1.0, chip="T4")) == 8
+    with pytest.raises(ValueError, match="at least one of flops="):
+        search.feasible(points, program)
+
+
+def test_bayesian_optimization_by_optuna():
+    pytest.importorskip("optuna")
+    space = search.Space(x=search.Uniform(-10, 10), kind=search.Choice(("a", "b")), n=search.Integer(1, 3))
+    goal = lambda p: -(p["x"] - 2) ** 2 - 5 * (p["kind"] == "a")
+
+    def run(seed):
+        bayesian, seen = search.Bayesian(space, seed=seed), []
+        for _ in range(10):
+            points = bayesian.ask(4)
+            seen += points
+            bayesian.tell(points, [goal(p) for p in points])
+        return seen, bayesian.best
+
+    seen, (point, value) = run(0)
+    assert value == max(map(goal, seen)) and value > -1 and point["kind"] == "b"
+    assert run(0)[0] == seen
+    other = search.Bayesian(space)
+    other.tell(seen, [*map(goal, seen[:-1]), float("nan")])      # of an earlier run; the last one failed
+    assert other.best[1] == max(map(goal, seen[:-1]))
+
+
+def test_errors():
+    init_n, step_n = quadratic()
+    state = init_n(jax.random.key(0), {"rate": jnp.ones(4)})
+    with pytest.raises(ValueError, match="'width' is not a numeric hyperparameter of the population, which has rate"):
+        search.evolve(state, jnp.ones(4), search.Space(width=search.Uniform(0, 1)), jax.random.key(0))
+    with pytest.raises(ValueError, match="at least 2 members"):
+        search.evolve(state, jnp.ones(4), search.Space(), jax.random.key(0), fraction=0.7)
+    with pytest.raises(ValueError, match=r"pbt\(interval=0\)"):
+        search.pbt(step_n, score, search.Space(), interval=0)
+    with pytest.raises(ValueError, match="1 <= first <= steps"):
+        search.halving(init_n, step_n, {"rate": jnp.ones(4)}, noise, score, steps=2, first=3, key=jax.random.key(0))
