@@ -37,6 +37,8 @@ MODELS = {
     "ResNet9": (models.ResNet9(classes=3, width=4), IMAGES, {"b": (2, 3), "h": (32, 41), "w": (35, 32)}),
     "MobileNetV2": (models.MobileNetV2(classes=3, width=0.25), IMAGES, {"b": (2, 3), "h": (32, 41), "w": (35, 32)}),
     "ViT": (models.ViT(8, 2, 2, classes=3, patch=4, size=8), ("b, 8, 8, 3", ()), {"b": (2, 3)}),
+    "DeiT": (models.DeiT(8, 2, 2, classes=3, patch=4, size=8), ("b, 8, 8, 3", ()), {"b": (2, 3)}),
+    "DINOv2": (models.DINOv2(8, 2, 2, hidden=8, gated=True, patch=4, size=8), ("b, 8, 8, 3", ()), {"b": (2, 3)}),
     "AlexNet": (models.AlexNet(classes=3, width=2, hidden=8), ("b, 224, 224, 3", ()), {"b": (1, 2)}),
 }
 RAGGED = "GPT", "Decoder", "Bert", "Roberta", "DistilBert", "LSTMLanguageModel", "LSTMClassifier"    # with lengths

@@ -6,6 +6,8 @@ from fnet.models._bert import Bert, Encoded, sentence_embedding
 from fnet.models._blocks import unstack
 from fnet.models._cnn import CNN
 from fnet.models._decoder import Decoder
+from fnet.models._deit import DeiT
+from fnet.models._dinov2 import DINOv2
 from fnet.models._distilbert import DistilBert
 from fnet.models._gpt import GPT
 from fnet.models._images import ImageInput
@@ -26,9 +28,44 @@ from fnet.models.text._tokenizers import ByteTokenizer, CharTokenizer, HuggingFa
 from fnet.models.text._wordpiece import WordPiece
 
 __all__ = [
-    "CNN", "GPT", "MLP", "AlexNet", "Beams", "Bert", "ByteTokenizer", "CharTokenizer", "Decoder", "DistilBert",
-    "Encoded", "Generated", "HuggingFaceTokenizer", "ImageInput", "LSTMClassifier", "LSTMLanguageModel",
-    "LinearScaling", "Llama3Scaling", "LlamaBPE", "MobileNetV2", "Model", "ResNet", "ResNet9", "Roberta",
-    "TreeLSTM", "Trees", "ViT", "WordPiece", "beam_search", "generate", "pack_trees", "padded", "pretrained",
-    "read_tokenizer", "sentence_embedding", "stream", "stream_text", "unstack",
+    "CNN",
+    "GPT",
+    "MLP",
+    "AlexNet",
+    "Beams",
+    "Bert",
+    "ByteTokenizer",
+    "CharTokenizer",
+    "DINOv2",
+    "Decoder",
+    "DeiT",
+    "DistilBert",
+    "Encoded",
+    "Generated",
+    "HuggingFaceTokenizer",
+    "ImageInput",
+    "LSTMClassifier",
+    "LSTMLanguageModel",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LlamaBPE",
+    "MobileNetV2",
+    "Model",
+    "ResNet",
+    "ResNet9",
+    "Roberta",
+    "TreeLSTM",
+    "Trees",
+    "ViT",
+    "WordPiece",
+    "beam_search",
+    "generate",
+    "pack_trees",
+    "padded",
+    "pretrained",
+    "read_tokenizer",
+    "sentence_embedding",
+    "stream",
+    "stream_text",
+    "unstack",
 ]

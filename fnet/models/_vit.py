@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
+from collections.abc import Collection
 from dataclasses import KW_ONLY
 from typing import ClassVar
 
@@ -12,9 +14,11 @@ import jax.numpy as jnp
 from jax.nn import initializers
 
 from fnet import layers as nn
+from fnet.models._bert import Encoded
 from fnet.models._images import AUGREG, TORCHVISION, ImageInput
 from fnet.models._model import Model
 from fnet.models.weights._config import Fields, Must, Use, timm, transformers
+from fnet.models.weights._labels import labels
 from fnet.models.weights._weight_names import DENSE, Names, Rule, Spare, torch
 
 gelu = functools.partial(jax.nn.gelu, approximate=False)
@@ -33,7 +37,7 @@ def encoder_block(scope, x, *, heads, hidden, dropout, epsilon):            # [b
     return x + drop(scope["drop3"], nn.Dense(x.shape[-1], axes=("mlp", "embed"))(scope["fc2"], y))
 
 
-def _fused(weight, bias):
+def fused(weight, bias):
     """Rules for query, key and value as one array of the file."""
     parts = [tuple(f"blocks/attention/{name}/{leaf}" for name in QKV) for leaf in ("kernel", "bias")]
     return Rule(parts[0], weight, DENSE), Rule(parts[1], bias)
@@ -43,22 +47,12 @@ _TIMM = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "la
 
 
 def _architecture(name):
-    """The fields of timm's vit_small_patch16_224 and similar names."""
-    found = re.fullmatch("vit_(tiny|small|base|large)_patch([0-9]{1,3})_([0-9]{1,4})", name)
+    """The fields of timm's vit_small_patch16_224, deit_small_patch16_224 and similar names."""
+    found = re.fullmatch("(?:vit|deit)_(tiny|small|base|large)_patch([0-9]{1,3})_([0-9]{1,4})", name)
     if found is None:
         return None
     width, depth, heads = _TIMM[found[1]]
     return dict(width=width, depth=depth, heads=heads, patch=int(found[2]), size=int(found[3]))
-
-
-def _labels(classes):
-    return {str(number): f"LABEL_{number}" for number in range(classes)}
-
-
-def _classes(value, config):
-    if not isinstance(value, dict):
-        raise ValueError("expected {number: label}")
-    return {"classes": len(value)}
 
 
 def _architecture_of(model):
@@ -68,6 +62,55 @@ def _architecture_of(model):
     return f"vit_{size}_patch{model.patch}_{model.size}"
 
 
+ENCODER = (    # transformers' keys
+    Rule("class_token", "embeddings.cls_token"),
+    Rule("position", "embeddings.position_embeddings"),
+    torch.conv("patches", "embeddings.patch_embeddings.projection"),
+    torch.norm("blocks/norm1", "encoder.layer.{i}.layernorm_before"),
+    *(torch.dense(f"blocks/attention/{name}", f"encoder.layer.{{i}}.attention.attention.{name}") for name in QKV),
+    torch.dense("blocks/attention/out", "encoder.layer.{i}.attention.output.dense"),
+    torch.norm("blocks/norm2", "encoder.layer.{i}.layernorm_after"),
+    torch.dense("blocks/fc1", "encoder.layer.{i}.intermediate.dense"),
+    torch.dense("blocks/fc2", "encoder.layer.{i}.output.dense"),
+    torch.norm("norm", "layernorm"),
+)
+HALF = ImageInput(resize=None, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+
+
+def sizes(intermediate=True):
+    """The fields of config.json that ViT and models derived from it share."""
+    hidden = {"intermediate_size": Use("hidden", 3072, lambda model: 4 * model.width)} if intermediate else {}
+    return hidden | {
+        "hidden_size": Use("width", 768), "num_hidden_layers": Use("depth", 12),
+        "num_attention_heads": Use("heads", 12), "layer_norm_eps": Use("epsilon", 1e-12),
+        "image_size": Use("size", 224, square=True), "patch_size": Use("patch", 16, square=True),
+        "num_channels": Must((3,)), "qkv_bias": Must((True,)), "hidden_act": Must(("gelu", "gelu_python")),
+    }
+
+
+def pooled_size(value, config):
+    """`pooler_output_size`, which affects models with a pooler alone."""
+    if "pooler_output_size" in config and value not in (None, config.get("hidden_size", 768)) and _bare(config):
+        raise ValueError("expected the value of hidden_size, or null")
+    return {}
+
+
+def pooled_act(value, config):
+    if value != "tanh" and _bare(config):
+        raise ValueError("expected 'tanh'")
+    return {}
+
+
+def _bare(config):
+    names = config.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith("Model") for name in names)
+
+
+POOLER = {"pooler_output_size": Fields(pooled_size), "pooler_act": Fields(pooled_act)}
+IRRELEVANT = "hidden_dropout_prob attention_probs_dropout_prob encoder_stride"
+_KINDS = {"ViTForImageClassification": dict(classes=...), "ViTModel": dict(classes=None)}
+
+
 class ViT(Model):
     """A vision transformer: patches, a class token, learned positions, a transformer's encoder, and a dense layer.
 
@@ -75,14 +118,15 @@ class ViT(Model):
         width: features of a token.
         depth: number of blocks.
         heads: attention heads; they must divide the width.
-        classes: number of logits.
+        classes: number of logits. None: no last layer; the output is `Encoded`.
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels, for which positions are learned.
         hidden: features between a block's two dense layers. Default: four times the width.
+        pooler: whether a model without classes has a pooler, a dense layer with tanh on the class token.
         dropout: dropout rate after the positions, after attention and in the dense layers.
         epsilon: epsilon of the norms.
 
-    Input: [batch, size, size, 3]. Output: [batch, classes].
+    Input: [batch, size, size, 3]. Output: [batch, classes], or `Encoded` of all tokens.
 
     Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. Ti and S: Touvron et al. (2021),
     Training data-efficient image transformers, table 1.
@@ -111,7 +155,7 @@ class ViT(Model):
             Rule("position", "encoder.pos_embedding"),
             torch.conv("patches", "conv_proj"),
             torch.norm("blocks/norm1", "encoder.layers.encoder_layer_{i}.ln_1"),
-            _fused("encoder.layers.encoder_layer_{i}.self_attention.in_proj_weight",
+            fused("encoder.layers.encoder_layer_{i}.self_attention.in_proj_weight",
                    "encoder.layers.encoder_layer_{i}.self_attention.in_proj_bias"),
             torch.dense("blocks/attention/out", "encoder.layers.encoder_layer_{i}.self_attention.out_proj"),
             torch.norm("blocks/norm2", "encoder.layers.encoder_layer_{i}.ln_2"),
@@ -125,7 +169,7 @@ class ViT(Model):
             Rule("position", "pos_embed"),
             torch.conv("patches", "patch_embed.proj"),
             torch.norm("blocks/norm1", "blocks.{i}.norm1"),
-            _fused("blocks.{i}.attn.qkv.weight", "blocks.{i}.attn.qkv.bias"),
+            fused("blocks.{i}.attn.qkv.weight", "blocks.{i}.attn.qkv.bias"),
             torch.dense("blocks/attention/out", "blocks.{i}.attn.proj"),
             torch.norm("blocks/norm2", "blocks.{i}.norm2"),
             torch.dense("blocks/fc1", "blocks.{i}.mlp.fc1"),
@@ -133,70 +177,80 @@ class ViT(Model):
             torch.norm("norm", "norm"),
             torch.dense("head", "head"),
         ), config={"epsilon": 1e-6}, metadata={"format": "pt"}, image=AUGREG),
-        "huggingface": Names((
-            Rule("class_token", "vit.embeddings.cls_token"),
-            Rule("position", "vit.embeddings.position_embeddings"),
-            torch.conv("patches", "vit.embeddings.patch_embeddings.projection"),
-            torch.norm("blocks/norm1", "vit.encoder.layer.{i}.layernorm_before"),
-            *(torch.dense(f"blocks/attention/{name}", f"vit.encoder.layer.{{i}}.attention.attention.{name}")
-              for name in QKV),
-            torch.dense("blocks/attention/out", "vit.encoder.layer.{i}.attention.output.dense"),
-            torch.norm("blocks/norm2", "vit.encoder.layer.{i}.layernorm_after"),
-            torch.dense("blocks/fc1", "vit.encoder.layer.{i}.intermediate.dense"),
-            torch.dense("blocks/fc2", "vit.encoder.layer.{i}.output.dense"),
-            torch.norm("norm", "vit.layernorm"),
-            torch.dense("head", "classifier"),
-            Spare("vit.pooler.dense.weight"), Spare("vit.pooler.dense.bias"),
-        ), config={"epsilon": 1e-12}, metadata={"format": "pt"},
-            image=ImageInput(resize=None, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))),
+        "huggingface": Names((ENCODER, torch.dense("pooler", "pooler.dense"), Spare("pooler.dense.weight"),
+                              Spare("pooler.dense.bias")), prefixes=("", "vit."),
+                             heads=(torch.dense("head", "classifier"), Spare("classifier.weight"),
+                                    Spare("classifier.bias")),
+                             config={"epsilon": 1e-12}, metadata={"format": "pt"}, image=HALF),
     }
 
     CONFIGS: ClassVar = {
-        "vit": transformers({
-            "hidden_size": Use("width", 768), "num_hidden_layers": Use("depth", 12),
-            "num_attention_heads": Use("heads", 12), "layer_norm_eps": Use("epsilon", 1e-12),
-            "intermediate_size": Use("hidden", 3072, lambda model: 4 * model.width),
-            "image_size": Use("size", 224, square=True), "patch_size": Use("patch", 16, square=True),
-            "num_channels": Must((3,)), "qkv_bias": Must((True,)), "hidden_act": Must(("gelu", "gelu_python")),
-            "id2label": Fields(_classes, lambda config: _labels(config.get("num_labels", 2)),
-                               write=lambda model: _labels(model.classes)),
-        }, architectures=("ViTForImageClassification",),
-            irrelevant="hidden_dropout_prob attention_probs_dropout_prob encoder_stride pooler_act pooler_output_size"),
-        "timm": timm(_architecture, "token", "vit_{tiny, small, base, large}_patchP_S, such as vit_base_patch16_224",
-                     write=_architecture_of),
+        "vit": transformers({**sizes(), **POOLER, **labels(_KINDS, "ViTForImageClassification")}, architectures=_KINDS,
+                            irrelevant=IRRELEVANT),
+        "timm": timm(_architecture, "token", "{vit, deit}_{tiny, small, base, large}_patchP_S, such as "
+                     "vit_base_patch16_224", write=_architecture_of),
     }
 
     width: int
     depth: int
     heads: int
     _: KW_ONLY
-    classes: int = 1000
+    classes: int | None = 1000
     patch: int = 16
     size: int = 224
     hidden: int | None = None
+    pooler: bool = False
     dropout: float = 0.0
     epsilon: float = 1e-6
 
-    def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
+    def forward(self, scope: nn.Scope, x: jax.Array) -> Encoded | jax.Array:
+        if self.classes is None:
+            x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x))
+            return Encoded(x, self._pooled(scope, x) if self.pooler else None)
         return nn.Dense(self.classes)(scope["head"], self.features(scope, x))
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
         """Computes the input of the last layer, the class token: [batch, width]."""
-        if x.ndim != 4 or x.shape[1:3] != (self.size, self.size) or self.size % self.patch:
-            raise ValueError(f"ViT: expected images [batch, {self.size}, {self.size}, channels], with a size that is a "
-                             f"multiple of patch={self.patch}; got {x.shape}")
+        return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x)[:, 0])
+
+    def _encoded(self, scope, x):
+        """The tokens after all blocks: [batch, tokens, width]."""
+        self._check(x)
         width = self.width
         x = nn.Conv(width, self.patch, self.patch, padding="VALID")(scope["patches"], x)
+        grid = x.shape[1:3]
         x = x.reshape(x.shape[0], -1, width)                                    # [batch, patches, width]
-        token = scope.param("class_token", (1, 1, width), initializers.zeros, (None, None, "embed")).astype(x.dtype)
-        x = jnp.concatenate([jnp.broadcast_to(token, (x.shape[0], 1, width)), x], 1)    # [batch, tokens, width]
-        x = x + scope.param("position", (1, *x.shape[1:]), small, (None, None, "embed")).astype(x.dtype)
+        tokens = [scope.param(name, (1, 1, width), initializers.zeros, (None, None, "embed")).astype(x.dtype)
+                  for name in self._tokens()]
+        x = jnp.concatenate([*(jnp.broadcast_to(token, (x.shape[0], 1, width)) for token in tokens), x], 1)
+        count = len(tokens) + (self.size // self.patch) ** 2
+        position = scope.param("position", (1, count, width), small, (None, None, "embed")).astype(x.dtype)
+        x = x + self._positions(position, grid)                                 # [batch, tokens, width]
         x = nn.Dropout(self.dropout)(scope["drop"], x)
-        block = encoder_block(heads=self.heads, hidden=self.hidden or 4 * width, dropout=self.dropout,
-                              epsilon=self.epsilon)
-        x = nn.Stack(block, self.depth)(scope["blocks"], x)
-        return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x[:, 0])
+        return nn.Stack(self._block(), self.depth)(scope["blocks"], x)
+
+    def _check(self, x):
+        if x.ndim != 4 or x.shape[1:3] != (self.size, self.size) or self.size % self.patch:
+            raise ValueError(f"{type(self).__name__}: expected images [batch, {self.size}, {self.size}, channels], "
+                             f"with a size that is a multiple of patch={self.patch}; got {x.shape}")
+
+    def _tokens(self):
+        return ("class_token",)
+
+    def _positions(self, position, grid):
+        return position
+
+    def _block(self):
+        return encoder_block(heads=self.heads, hidden=self.hidden or 4 * self.width, dropout=self.dropout,
+                             epsilon=self.epsilon)
+
+    def _pooled(self, scope, x):
+        return jnp.tanh(nn.Dense(self.width)(scope["pooler"], x[:, 0]))
+
+    def of_keys(self, keys: Collection[str]) -> ViT:
+        held = any(key.endswith("pooler.dense.weight") for key in keys)
+        return dataclasses.replace(self, pooler=held) if self.classes is None else self
 
     def example(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, self.size, self.size, 3), jnp.float32)

@@ -45,6 +45,13 @@ PUBLISHED = {    # parameters: torchvision's pages, and timm's for Ti and S
     (models.ViT, "vit_s_16"): 22_050_664,
     (models.ViT, "vit_b_16"): 86_567_656,
     (models.ViT, "vit_b_32"): 88_224_232,
+    (models.DeiT, "deit_ti_16_distilled"): 5_910_800,        # timm's
+    (models.DeiT, "deit_s_16_distilled"): 22_436_432,
+    (models.DeiT, "deit_b_16_distilled"): 87_338_192,
+    (models.DINOv2, "dinov2_s_14"): 22_056_192,              # transformers' Dinov2Model, without its mask token
+    (models.DINOv2, "dinov2_b_14"): 86_579_712,
+    (models.DINOv2, "dinov2_l_14"): 304_367_616,
+    (models.DINOv2, "dinov2_g_14"): 1_136_479_232,
 }
 
 

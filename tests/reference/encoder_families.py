@@ -20,6 +20,8 @@ import drawn  # noqa: E402
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 TEXT = SIZES | dict(vocab_size=69, max_position_embeddings=24)
 DISTIL = dict(vocab_size=69, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=24)
+IMAGE = SIZES | dict(image_size=32, patch_size=8)
+DINO = {key: IMAGE[key] for key in IMAGE if key != "intermediate_size"}
 OTHER = dict(num_hidden_layers=3, num_attention_heads=2, intermediate_size=40)
 TASKS = ("Model", {}), ("ForMaskedLM", {}), ("ForSequenceClassification", dict(num_labels=3)), (
     "ForTokenClassification", dict(num_labels=5)), ("ForQuestionAnswering", {})
@@ -39,6 +41,13 @@ CASES = {    # family: the cases that have to be equal
     "camembert": tasks("Camembert", TEXT)[:3],
     "distilbert": tasks("DistilBert", DISTIL, ("DistilBertModel", DISTIL | dict(n_layers=3, n_heads=2, hidden_dim=40)),
                         ("DistilBertModel", DISTIL | dict(sinusoidal_pos_embds=True))),
+    "vit": [("ViTModel", IMAGE), ("ViTForImageClassification", IMAGE | dict(num_labels=5)),
+            ("ViTForImageClassification", IMAGE | OTHER | dict(image_size=40, layer_norm_eps=1e-3))],
+    "deit": [("DeiTModel", IMAGE), ("DeiTForImageClassification", IMAGE | dict(num_labels=5)),
+             ("DeiTForImageClassificationWithTeacher", IMAGE | OTHER | dict(num_labels=4))],
+    "dinov2": [("Dinov2Model", DINO), ("Dinov2ForImageClassification", DINO | dict(num_labels=5)),
+               ("Dinov2Model", DINO | dict(use_swiglu_ffn=True, mlp_ratio=3, image_size=40)),
+               ("Dinov2Model", DINO | dict(layer_norm_eps=1e-3, num_attention_heads=2))],
 }
 ALTERED = {    # family: (case, the fields of config.json to alter, one at a time). Each is equal, or an error
     "bert": (("BertForMaskedLM", TEXT), [
@@ -52,9 +61,17 @@ ALTERED = {    # family: (case, the fields of config.json to alter, one at a tim
     "distilbert": (("DistilBertForSequenceClassification", DISTIL), [
         dict(activation="relu"), dict(n_heads=8), dict(seq_classif_dropout=0.7), dict(num_labels=4),
         dict(tie_word_embeddings=False)]),
+    "vit": (("ViTModel", IMAGE), [dict(pooler_act="relu"), dict(pooler_output_size=16), dict(qkv_bias=False),
+                                  dict(encoder_stride=8), dict(image_size=[32, 48]), dict(num_attention_heads=2)]),
+    "deit": (("DeiTForImageClassificationWithTeacher", IMAGE), [
+        dict(pooler_act="relu"), dict(hidden_act="relu"), dict(num_labels=3), dict(num_channels=1)]),
+    "dinov2": (("Dinov2ForImageClassification", DINO), [
+        dict(mlp_ratio=2), dict(use_swiglu_ffn=True), dict(layerscale_value=0.1), dict(hidden_act="relu"),
+        dict(qkv_bias=False), dict(use_mask_token=False), dict(drop_path_rate=0.3)]),
 }
 REFUSED = [("BertForMultipleChoice", TEXT), ("BertLMHeadModel", TEXT | dict(is_decoder=True)),
-           ("RobertaForMultipleChoice", TEXT), ("XLMRobertaXLModel", TEXT)]
+           ("RobertaForMultipleChoice", TEXT), ("XLMRobertaXLModel", TEXT),
+           ("ViTForMaskedImageModeling", IMAGE | dict(encoder_stride=8)), ("DeiTForMaskedImageModeling", IMAGE)]
 
 
 def made(name, options, folder):
@@ -86,6 +103,10 @@ def loaded(name, folder):
 def inputs_of(config):
     """{input of transformers' model: array}."""
     rng = np.random.default_rng(0)
+    if "image_size" in config:
+        size = config["image_size"]
+        height, width = size if isinstance(size, list) else (size, size)
+        return dict(pixel_values=rng.standard_normal((2, config.get("num_channels", 3), height, width), np.float32))
     lengths, time = np.array([12, 5, 9]), 12
     tokens = rng.integers(6, config["vocab_size"], (3, time))
     real = np.arange(time)[None] < lengths[:, None]
@@ -100,9 +121,10 @@ def outputs(model, inputs, double=True):
     """The outputs of transformers' model that fnet's has, as one array each. Padded tokens are left out."""
     import torch
 
-    model = model.double() if double else model
+    model, real = (model.double(), torch.float64) if double else (model, torch.float32)
+    values = {key: torch.from_numpy(np.asarray(value)) for key, value in inputs.items()}
     with torch.no_grad():
-        out = model(**{key: torch.from_numpy(np.asarray(value)) for key, value in inputs.items()})
+        out = model(**{key: value.to(real) if value.is_floating_point() else value for key, value in values.items()})
     if "start_logits" in out:
         found = [torch.stack([out.start_logits, out.end_logits], -1)]
     elif "logits" in out:
@@ -120,6 +142,9 @@ def ours(model, params, state, inputs):
         out = model(params, *x, state=state, **options)[0]
         return [each for each in out if each is not None] if isinstance(out, tuple) else [out]
 
+    if "pixel_values" in inputs:
+        pixels = inputs["pixel_values"].transpose(0, 2, 3, 1)
+        return [np.asarray(each) for each in jax.jit(call)(params, state, pixels)]
     tokens, lengths = inputs["input_ids"].astype(np.int32), inputs["attention_mask"].sum(1).astype(np.int32)
     options = {"segment": inputs["token_type_ids"].astype(np.int32)} if "token_type_ids" in inputs else {}
     return [np.asarray(each) for each in jax.jit(call)(params, state, tokens, lengths, **options)]

@@ -24,6 +24,9 @@ def main():
                 inputs = families.inputs_of(config)
                 for i, value in enumerate(families.outputs(model, inputs)):
                     arrays[f"{family}/{name}/output{i}"] = value.astype(np.float32)
+                if name == "Dinov2Model":
+                    wide = families.inputs_of(config | dict(image_size=[40, 56]))
+                    arrays["interpolated"] = families.outputs(model, wide)[0].astype(np.float32)
             arrays[f"{family}/{name}/config"] = np.array(json.dumps(config))
             arrays[f"{family}/{name}/shapes"] = np.array(json.dumps(shapes))
             arrays[f"{family}/{name}/checksum"] = np.array(families.drawn.checksum(families.drawn.weights(shapes)))

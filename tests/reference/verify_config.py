@@ -82,7 +82,7 @@ OTHERS = {
     "granite": ("GraniteForCausalLM", FAMILIES["llama"], dict(residual_multiplier=0.5)),
     "olmo": ("OlmoForCausalLM", FAMILIES["llama"], {}),
     "electra": ("ElectraModel", FAMILIES["bert"], dict(embedding_size=32)),
-    "deit": ("DeiTForImageClassification", FAMILIES["vit"], {}),
+    
 }
 
 

@@ -38,6 +38,8 @@ class Use:
     def wanted(self, value, config) -> dict[str, Any]:
         if self.square and isinstance(value, list) and len(value) == 2 and same(*value):
             value = value[0]
+        if self.square and isinstance(value, list):
+            raise ValueError("expected a number, or two equal ones")
         return {self.field: value}
 
     def written(self, model) -> Any:
@@ -341,7 +343,8 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
 
     def written(model):
         fitting = (name for name, kind in heads.items()
-                   if all(getattr(model, field) == value for field, value in kind.items() if value is not ...))
+                   if all(getattr(model, field) is not None if value is ... else getattr(model, field) == value
+                          for field, value in kind.items()))
         name = next(fitting, None)
         return SKIP if name is None else [name]
 

@@ -7,27 +7,27 @@ from collections.abc import Mapping
 from fnet.models.weights._config import SKIP, Fields
 
 
-def labels(heads: Mapping[str, Mapping], field: str = "classes") -> dict[str, Fields]:
+def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str, Fields]:
     """The fields of transformers' config.json for the number of classes, `id2label` and `num_labels`.
 
     Args:
-        heads: the architectures, with the fields of the model for each; those whose `field` is ... have classes.
-        field: the model's field.
+        heads: the architectures, with the fields of the model for each; those whose `classes` is ... have classes.
+        default: the architecture where config.json has none.
     """
     def read(value, config):
-        names = config.get("architectures")
-        if not isinstance(names, list) or not any(heads.get(name, {}).get(field, None) is ... for name in names
-                                                  if isinstance(name, str)):
+        names = config.get("architectures") or [default]
+        names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        if not any(heads.get(name, {}).get("classes", None) is ... for name in names):
             return {}
         count, labels = config.get("num_labels", config.get("_num_labels")), config.get("id2label")
         if not (labels is None or isinstance(labels, dict)) or isinstance(count, bool | float | str | list | dict):
             raise ValueError("expected an object of labels in id2label, and a number in num_labels")
         if labels is not None and count is not None and len(labels) != count:
             raise ValueError(f"expected as many labels in id2label as num_labels; got {len(labels)} and {count}")
-        return {field: (2 if count is None else count) if labels is None else len(labels)}
+        return {"classes": (2 if count is None else count) if labels is None else len(labels)}
 
     def write(model):
-        count = getattr(model, field)
+        count = model.classes
         return SKIP if count is None else {str(i): f"LABEL_{i}" for i in range(count)}
 
     return {"id2label": Fields(read, None, write, True), "num_labels": Fields(read, partial=True),
