@@ -42,6 +42,7 @@ from fnet.jaxpr._equations import (
     selects_largest,
 )
 from fnet.jaxpr._flatten import flatten, inlined
+from fnet.jaxpr._fold import Fold, Folder
 from fnet.jaxpr._frames import Frame, Op, read
 from fnet.jaxpr._implicit import Convolution, ImplicitArray, implicit_dot, is_implicit, materialize
 from fnet.jaxpr._implicit_rules import ImplicitInterpreter, Use
@@ -68,13 +69,13 @@ from fnet.jaxpr._values import Value, bind, plain, restore
 from fnet.jaxpr._wrapping import Compiled, wraps
 
 __all__ = ["ACTIVATIONS", "BILINEAR", "BLOCK", "CALLS", "CONVOLUTION", "DOT", "INLINED", "POINTWISE", "Compiled",
-           "Convolution", "Description", "Evaluator", "Frame", "ImplicitArray", "ImplicitInterpreter", "Inside",
-           "Inspector", "Interpreter", "Level", "Op", "Producer", "Scope", "Site", "TiedProgram", "Traced", "Traits",
-           "Unsupported", "Use", "Value", "batch_axes", "before", "bind", "bodies", "boxed", "call_name", "cost",
-           "describe", "description", "donated", "equations", "explicit", "find_sites", "flatten", "has_shardings",
-           "implicit_dot", "inline", "inlined", "is_array", "is_implicit", "is_tag", "kept_bits", "lookup_mode",
-           "marks", "materialize", "may_differ", "mutable", "nbytes", "new_dtype", "observe", "opened", "permutation",
-           "plain", "pooling_window", "producers", "product", "random_bits", "read", "remaining_indices", "restore",
-           "results_boxed", "rewrite", "scan", "scope_of_operation", "scopes_in", "selects_largest", "stable",
-           "stable_size", "statics", "tag", "tagging", "touched", "traits", "unboxed", "unrolled", "unsupported",
-           "wraps"]
+           "Convolution", "Description", "Evaluator", "Fold", "Folder", "Frame", "ImplicitArray",
+           "ImplicitInterpreter", "Inside", "Inspector", "Interpreter", "Level", "Op", "Producer", "Scope", "Site",
+           "TiedProgram", "Traced", "Traits", "Unsupported", "Use", "Value", "batch_axes", "before", "bind", "bodies",
+           "boxed", "call_name", "cost", "describe", "description", "donated", "equations", "explicit", "find_sites",
+           "flatten", "has_shardings", "implicit_dot", "inline", "inlined", "is_array", "is_implicit", "is_tag",
+           "kept_bits", "lookup_mode", "marks", "materialize", "may_differ", "mutable", "nbytes", "new_dtype",
+           "observe", "opened", "permutation", "plain", "pooling_window", "producers", "product", "random_bits",
+           "read", "remaining_indices", "restore", "results_boxed", "rewrite", "scan", "scope_of_operation",
+           "scopes_in", "selects_largest", "stable", "stable_size", "statics", "tag", "tagging", "touched", "traits",
+           "unboxed", "unrolled", "unsupported", "wraps"]

@@ -22,6 +22,7 @@ from fnet.transforms._autocast import autocast, full_precision
 from fnet.transforms._capture import SiteInfo, Sites, capture, capture_cotangents, intervene, sites
 from fnet.transforms._derivatives import hvp, per_example
 from fnet.transforms._explain import explain
+from fnet.transforms._fold import fold
 from fnet.transforms._implicit import use_implicit_arrays
 from fnet.transforms._loss_scale import LossScaleState, loss_scale, loss_scale_state, scaled_value_and_grad
 from fnet.transforms._microbatch import microbatch
@@ -30,10 +31,8 @@ from fnet.transforms._pmap import pmap, replicate, shard, unreplicate
 from fnet.transforms._rematerialize import rematerialize
 from fnet.transforms._tune import tune
 
-__all__ = [
-    "LossScaleState", "SiteInfo", "Sites", "autocast", "capture", "capture_cotangents", "checkpoint", "custom_jvp",
-    "custom_vjp", "explain", "full_precision", "grad", "hessian", "hvp", "intervene", "jacobian", "jit", "loss_scale",
-    "loss_scale_state", "microbatch", "name_scopes", "per_example", "pmap", "rematerialize", "replicate", "rewrite",
-    "scaled_value_and_grad", "shard", "sites", "tag", "tune", "unreplicate", "use_implicit_arrays",
-    "value_and_grad", "vmap",
-]
+__all__ = ["LossScaleState", "SiteInfo", "Sites", "autocast", "capture", "capture_cotangents", "checkpoint",
+           "custom_jvp", "custom_vjp", "explain", "fold", "full_precision", "grad", "hessian", "hvp", "intervene",
+           "jacobian", "jit", "loss_scale", "loss_scale_state", "microbatch", "name_scopes", "per_example", "pmap",
+           "rematerialize", "replicate", "rewrite", "scaled_value_and_grad", "shard", "sites", "tag", "tune",
+           "unreplicate", "use_implicit_arrays", "value_and_grad", "vmap"]

@@ -1,0 +1,209 @@
+"""Constant folding: what depends on constants alone is computed once, and affine maps are moved into products."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fnet import _jax
+from fnet.jaxpr._equations import CONVOLUTION, DOT, product
+from fnet.jaxpr._flatten import inlined
+from fnet.jaxpr._primitives import POINTWISE
+from fnet.jaxpr._scopes import TOP, in_jaxpr
+
+
+class Fold(NamedTuple):
+    """A product into which an affine map of its result was folded: its scope, its primitive, the folded primitives."""
+
+    path: str
+    primitive: str
+    folded: tuple[str, ...]
+
+
+@dataclasses.dataclass
+class _Known:
+    """A value that depends on constants alone. `small` has length 1 on axes along which it is broadcast to `shape`."""
+
+    small: Any
+    shape: tuple
+
+    def array(self):
+        return self.small if self.small.shape == self.shape else jnp.broadcast_to(self.small, self.shape)
+
+
+@dataclasses.dataclass
+class _Pending:
+    """The result of a product with a known kernel, times `scale` plus `shift`, which is not yet computed.
+
+    `scale` and `shift` have the result's rank, with length 1 on all axes but those of the kernel, or are None.
+    """
+
+    eqn: Any
+    at: Any
+    operands: list
+    kernel: int             # which operand is the kernel
+    axes: dict              # {axis of the result: axis of the kernel}
+    scale: Any = None
+    shift: Any = None
+    folded: tuple = ()
+
+    def result(self):
+        operands = list(self.operands)
+        if self.scale is not None:
+            with jax.ensure_compile_time_eval():
+                operands[self.kernel] = operands[self.kernel] * self._in_kernel(operands[self.kernel])
+        (y,) = _jax.bind_again(self.eqn, operands)
+        if self.shift is None:
+            return y
+        return y + jnp.broadcast_to(self.shift, y.shape)
+
+    def _in_kernel(self, kernel):
+        """`scale` with the kernel's axes."""
+        shape = [1] * kernel.ndim
+        for axis, ours in self.axes.items():
+            shape[ours] = self.scale.shape[axis]
+        order = sorted(self.axes, key=self.axes.get)
+        moved = jnp.transpose(self.scale, (*order, *(i for i in range(self.scale.ndim) if i not in self.axes)))
+        return moved.reshape(shape)
+
+
+class Folder:
+    """Evaluates a closed jaxpr with folded constants.
+
+    Attributes:
+        folds: the products that absorbed an affine map, one `Fold` for each.
+    """
+
+    def __init__(self):
+        self.folds: list[Fold] = []
+
+    def __call__(self, closed: Any, arrays: list) -> list:
+        closed = inlined(closed)
+        jaxpr = closed.jaxpr
+        uses = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal))
+        uses.update(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal))
+        env = {v: _Known(x, jnp.shape(x)) if _concrete(x) else x for v, x in zip(jaxpr.constvars, closed.consts)}
+        env.update(zip(jaxpr.invars, arrays))
+        scope_of, names = in_jaxpr(jaxpr, TOP), _jax.current_names()
+
+        def read(v):
+            return _Known(jnp.asarray(v.val), ()) if isinstance(v, _jax.Literal) else env[v]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(v) for v in eqn.invars]
+            with _jax.equation_context(eqn, names):
+                outputs = self._equation(eqn, scope_of(eqn), inputs)
+            for v, y in zip(eqn.outvars, outputs):
+                env[v] = self._computed(y) if isinstance(y, _Pending) and uses[v] != 1 else y
+        return [self._computed(read(v)) for v in jaxpr.outvars]
+
+    def _equation(self, eqn, at, inputs):
+        if all(isinstance(x, _Known) for x in inputs) and not eqn.effects:
+            return _evaluated(eqn, inputs)
+        if product(eqn) is not None:
+            inputs = [self._computed(x) if isinstance(x, _Pending) else x for x in inputs]
+        pending = _pending(eqn, at, inputs) or _absorbed(eqn, inputs)
+        if pending is not None:
+            return [pending]
+        return _jax.bind_again(eqn, [self._computed(x) for x in inputs])
+
+    def _computed(self, x):
+        """The array of a value."""
+        if isinstance(x, _Known):
+            return x.array()
+        if not isinstance(x, _Pending):
+            return x
+        if x.scale is not None or len(x.folded) > 1:    # a bias alone is no gain
+            self.folds.append(Fold(x.at.path, x.eqn.primitive.name, x.folded))
+        return x.result()
+
+
+def _concrete(x):
+    return not isinstance(x, jax.core.Tracer | jax.Ref)
+
+
+def _evaluated(eqn, inputs):
+    """The outputs of an equation of known inputs, computed now."""
+    with jax.ensure_compile_time_eval():
+        shape = getattr(eqn.outvars[0].aval, "shape", ())
+        if eqn.primitive.name == "broadcast_in_dim" and all(isinstance(n, int) for n in shape):
+            (x, *_), axes = inputs, eqn.params["broadcast_dimensions"]
+            small = [1] * len(shape)
+            for ours, axis in enumerate(axes):
+                small[axis] = x.small.shape[ours]
+            return [_Known(jnp.reshape(x.small, small), tuple(shape))]
+        if eqn.primitive.name in POINTWISE and all(x.shape == tuple(shape) for x in inputs):
+            common = jnp.broadcast_shapes(*(x.small.shape for x in inputs))
+            arrays = [jnp.broadcast_to(x.small, common) for x in inputs]
+            return [_Known(y, tuple(shape)) for y in _jax.bind_again(eqn, arrays)]
+        outputs = _jax.bind_again(eqn, [x.array() for x in inputs])
+        return [_Known(y, jnp.shape(y)) for y in outputs]
+
+
+def _pending(eqn, at, inputs):
+    """A product with one known operand in float32 or wider, to be computed later; None for other equations."""
+    made = product(eqn)
+    if made is None or made.op is not eqn.primitive or len(eqn.outvars) != 1:
+        return None
+    known = [i for i, x in enumerate(inputs) if isinstance(x, _Known)]
+    wide = (jnp.float32, jnp.float64)
+    if len(known) != 1 or any(v.aval.dtype not in wide for v in (*eqn.invars, *eqn.outvars)):
+        return None
+    (kernel,) = known
+    if made.op is CONVOLUTION and kernel == 1 and made.groups[1] == 1:
+        axes = {made.dimensions.out_spec[1]: made.dimensions.rhs_spec[0]}
+    elif made.op is DOT:
+        (contracted, batch), rank = made.dimensions, len(eqn.outvars[0].aval.shape)
+        free = [i for i in range(len(inputs[kernel].shape)) if i not in (*contracted[kernel], *batch[kernel])]
+        first = len(batch[0]) if kernel == 0 else rank - len(free)
+        axes = {first + i: axis for i, axis in enumerate(free)}
+    else:
+        return None
+    with jax.ensure_compile_time_eval():
+        operands = [x.array() if isinstance(x, _Known) else x for x in inputs]
+    return _Pending(eqn, at, operands, kernel, axes)
+
+
+def _absorbed(eqn, inputs):
+    """A pending product that has absorbed an elementwise operation with a known operand; None if it cannot."""
+    name = eqn.primitive.name
+    which = [i for i, x in enumerate(inputs) if isinstance(x, _Pending)]
+    if len(which) != 1 or eqn.outvars[0].aval.dtype != inputs[which[0]].eqn.outvars[0].aval.dtype:
+        return None
+    old, i = inputs[which[0]], which[0]
+    if name in ("copy", "convert_element_type"):
+        return old
+    y = eqn.outvars[0].aval
+    with jax.ensure_compile_time_eval():
+        if name == "neg":
+            name, change = "mul", jnp.full((1,) * y.ndim, -1, y.dtype)
+        elif name in ("add", "sub", "mul", "div") and isinstance(inputs[1 - i], _Known):
+            change = _along(inputs[1 - i], old, y.ndim)
+        else:
+            return None
+        if change is None or (name == "div" and i == 1):
+            return None
+        scale, shift = old.scale, old.shift
+        if name == "sub":           # y - c = y + (-c);  c - y = -y + c
+            change = -change if i == 0 else change
+            if i == 1:
+                minus = jnp.full((1,) * y.ndim, -1, y.dtype)
+                scale, shift = minus if scale is None else -scale, None if shift is None else -shift
+        if name in ("add", "sub"):
+            shift = change if shift is None else shift + change
+        else:
+            change = 1 / change if name == "div" else change
+            scale, shift = change if scale is None else scale * change, None if shift is None else shift * change
+    return dataclasses.replace(old, scale=scale, shift=shift, folded=(*old.folded, eqn.primitive.name))
+
+
+def _along(known, pending, rank):
+    """A known operand with length 1 on all axes but those of the kernel; None if it varies along another axis."""
+    small = known.small if known.small.ndim == rank else jnp.reshape(known.small, (1,) * rank)
+    if any(n != 1 and axis not in pending.axes for axis, n in enumerate(small.shape)):
+        return None
+    return small
