@@ -9,6 +9,7 @@
     fnet serve FILE         exported models over HTTP
     fnet report runs/digits                          learning curves, predictions, configuration: one HTML file
     fnet plan module:function --devices v5e:16x16    shardings, transfers, memory and cost of a training step
+    fnet sweep SCRIPT --space space.json --budget 30m    a search for hyperparameters that survives kills
     fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    a training step on several chips, side by side
 """
 
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from fnet import _cli_bundle, _cli_compare, _cli_export, _cli_plan, _cli_report, _cli_serve
+from fnet import _cli_bundle, _cli_compare, _cli_export, _cli_plan, _cli_report, _cli_serve, _cli_sweep
 from fnet.hardware._chip import Chip, si
 
 _WIDTH = 100      # columns of output to a pipe or a file
@@ -53,11 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     _cli_serve.define(commands)
     _cli_compare.define(commands)
     _cli_report.define(commands)
+    _cli_sweep.define(commands)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:      # closed, as in fnet chips >&-
             setattr(sys, name, open(os.devnull, "w"))
+    argv, flags = _cli_sweep.separate(sys.argv[1:] if argv is None else argv)
     try:
         args = parser.parse_args(argv)
+        args.flags = flags
         code = _run(parser, args)
         sys.stdout.flush()
         return code
@@ -98,6 +102,8 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         return _cli_compare.run(args)
     if args.command == "report":
         return _cli_report.run(args)
+    if args.command == "sweep":
+        return _cli_sweep.run(args)
     parser.print_help()
     return 0
 

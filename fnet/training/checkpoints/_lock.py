@@ -67,6 +67,10 @@ class Lock:
 
     kept = holds                                           # nobody has to be asked
 
+    def fileno(self) -> int:
+        """For `subprocess`'s pass_fds: then the lock is held until this process and that one have ended."""
+        return self._file.fileno()
+
     def release(self) -> None:
         _HELD.discard(self)
         self._file.close()

@@ -1,0 +1,68 @@
+"""`fnet sweep SCRIPT --space FILE`: a search for the hyperparameters of an experiment."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_DESCRIPTION = __doc__ + """
+
+SCRIPT is an experiment with absl flags and --workdir, whose run writes metrics.jsonl, as all experiments of fnet do.
+The space is a JSON file:
+
+    {"learning_rate": {"log_uniform": [0.001, 1]}, "width": {"integer": [8, 64]},
+     "optimizer": {"choice": ["adam", "nesterov"]}, "dropout": {"uniform": [0, 0.5]}}
+
+Each trial has a folder with its flags, output, result and run. The same command continues a sweep: trials that were
+interrupted or killed resume from their checkpoints. Several workers, also on other machines that share the folder, may
+run the same command; each trial runs once. Further flags of the script follow after --.
+
+    fnet sweep experiments/image_classification.py --space space.json --budget 30m -- --epochs=10 --early_stop=5
+"""
+
+
+def define(commands: Any) -> None:
+    """Adds the subcommand."""
+    parser = commands.add_parser("sweep", help="search for the hyperparameters of an experiment",
+                                 description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", help="the experiment")
+    parser.add_argument("--space", required=True, help="JSON file with the hyperparameters and their ranges")
+    parser.add_argument("--budget", default="30m", help="time for this worker: 90s, 30m, 2h (default: %(default)s)")
+    parser.add_argument("--trials", type=int, help="largest number of trials of the sweep")
+    parser.add_argument("--workdir", default="runs/sweep", help="folder of the sweep (default: %(default)s)")
+    parser.add_argument("--metric", help="the metric that decides, such as validation/accuracy, which is the default "
+                        "if the run logs it; otherwise the accuracy or loss of validation or test data")
+    parser.add_argument("--mode", choices=["max", "min"], help="default: min for losses and errors")
+    parser.add_argument("--sampler", choices=["sobol", "random", "bayesian"], default="sobol",
+                        help="bayesian needs fnet[search] (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampler")
+    parser.add_argument("--workers", type=int, default=1, help="processes on this machine (default: %(default)s)")
+    parser.epilog = "-- FLAG ...: flags of the script for all trials"
+
+
+def run(args: argparse.Namespace) -> int:
+    from fnet.search import _sweep
+
+    if args.workers < 1 or (args.trials is not None and args.trials < 1):
+        raise ValueError(f"expected at least one worker and one trial; got {args.workers} and {args.trials}")
+    return _sweep.run(args.script, args.space, args.workdir, seconds=budget(args.budget), trials=args.trials,
+                      metric=args.metric, mode=args.mode, sampler=args.sampler, seed=args.seed, flags=args.flags,
+                      workers=args.workers)
+
+
+def separate(argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+    """(the arguments of `fnet sweep`, the flags of the script after --)."""
+    if "sweep" not in argv or "--" not in argv:
+        return argv, []
+    at = list(argv).index("--")
+    return argv[:at], list(argv[at + 1:])
+
+
+def budget(text: str) -> float:
+    """Seconds of a duration such as 30m."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    if not match or float(match[1]) == 0:
+        raise ValueError(f"--budget={text}: expected a time such as 90s, 30m or 2h")
+    return float(match[1]) * {"s": 1, "": 1, "m": 60, "h": 3600}[match[2]]

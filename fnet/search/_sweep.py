@@ -1,0 +1,306 @@
+"""Sweeps: trials of an experiment in processes of their own, with locks that survive killed workers.
+
+    FOLDER/sweep.json              script, space, metric, sampler, flags
+    FOLDER/trials/0000/trial.json  the hyperparameters
+    FOLDER/trials/0000/run/        the run's folder
+    FOLDER/trials/0000/result.json the status and the value, written last
+    FOLDER/index.html              the table and plots
+
+A worker holds the lock of a trial (`flock`) and passes it to the process of the trial. If the worker is killed, the
+lock is free as soon as that process has ended, too. Then another worker continues the trial from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fnet.search import _sweep_page
+from fnet.search._space import Space
+from fnet.training import read_metrics
+from fnet.training.checkpoints._lock import Lock, Locked
+
+_ATTEMPTS = 3      # of a trial whose process is killed
+_STARTUP = 8       # trials by Sobol points before Bayesian optimization
+_METRICS = ("validation/accuracy", "validation/loss", "test/accuracy", "test/loss", "train/loss")
+
+
+class Trial:
+    """A folder of a trial.
+
+    Attributes:
+      index: the number of the trial.
+      params: its hyperparameters.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.index = folder, int(folder.name)
+        self.params = json.loads((folder / "trial.json").read_text())["params"]
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """{"status": "finished" or "failed", "value", "seconds", "reason"}, or None before the end."""
+        try:
+            return json.loads((self.folder / "result.json").read_text())
+        except FileNotFoundError:
+            return None
+
+
+class Sweep:
+    """The folder of a sweep.
+
+    Args:
+      folder: created if necessary.
+      settings: what determines the trials, compared with those that the sweep was started with.
+
+    Raises:
+      ValueError: the folder has a sweep with other settings.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]):
+        self.folder, self.settings = folder, settings
+        self.space = Space.read(settings["space"])
+        (folder / "trials").mkdir(parents=True, exist_ok=True)
+        path = folder / "sweep.json"
+        with self.planning():
+            if path.exists():
+                before = json.loads(path.read_text())
+                changed = [f"{name} was {before.get(name)!r}, is {value!r}" for name, value in settings.items()
+                           if before.get(name) != value]
+                if changed:
+                    raise ValueError(f"{folder} has a sweep with other settings ({'; '.join(changed)[:400]}): use the "
+                                     "old ones, or another --workdir")
+            else:
+                _write(path, settings)
+
+    @contextlib.contextmanager
+    def planning(self):
+        """The lock under which trials are created."""
+        while True:
+            try:
+                lock = Lock(self.folder)
+                break
+            except Locked:
+                time.sleep(0.05)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def trials(self) -> list[Trial]:
+        """All trials, by index."""
+        return [Trial(path) for path in sorted((self.folder / "trials").iterdir()) if (path / "trial.json").exists()]
+
+    def claim(self, most: int | None) -> tuple[Trial, Lock] | None:
+        """An interrupted trial that no process holds, or a new one; None if there are `most` already."""
+        with self.planning():
+            trials = self.trials()
+            for trial in trials:
+                if trial.result is None and (lock := _lock(trial.folder)) is not None:
+                    if trial.result is None:               # it may have ended before the lock was taken
+                        return trial, lock
+                    lock.release()
+            if most is not None and len(trials) >= most:
+                return None
+            folder = self.folder / "trials" / f"{len(trials):04d}"
+            folder.mkdir(exist_ok=True)
+            _write(folder / "trial.json", {"params": self.point(len(trials), trials)})
+            return Trial(folder), Lock(folder)
+
+    def point(self, index: int, trials: Sequence[Trial]) -> dict[str, Any]:
+        """The hyperparameters of a new trial."""
+        from fnet.search._programs import Bayesian
+        from fnet.search._space import sobol
+
+        kind, seed = self.settings["sampler"], self.settings["seed"]
+        if kind == "random":
+            return self.space.random(index + 1, seed=seed)[-1]
+        if kind == "bayesian" and index >= _STARTUP:
+            model = Bayesian(self.space, seed=seed + index)
+            ended = [(trial.params, result["value"]) for trial in trials
+                     if (result := trial.result) and result["value"] is not None]
+            sign = -1.0 if any(r["mode"] == "min" for t in trials if (r := t.result) and "mode" in r) else 1.0
+            model.tell([params for params, _ in ended], [sign * value for _, value in ended])
+            return model.ask()[0]
+        return self.space.at(sobol(1, len(self.space), seed=seed, start=index)[0])
+
+    def command(self, params: Mapping[str, Any], workdir: str | os.PathLike) -> list[str]:
+        """The command of a trial."""
+        return [sys.executable, self.settings["script"], *self.settings["flags"],
+                *(flag for name, value in params.items() for flag in _flag(name, value)),
+                f"--workdir={os.fspath(workdir)}"]
+
+    def outcome(self, trial: Trial, code: int, seconds: float) -> dict[str, Any] | None:
+        """The result of a trial whose process has ended; None if it was interrupted and is to be continued."""
+        ended = {"seconds": seconds, "value": None}
+        output = (trial.folder / "output.txt").read_text(errors="replace").strip()
+        if code != 0:
+            lines = [line for line in output.splitlines() if line.strip()]
+            return ended | {"status": "failed", "reason": f"exit code {code}: {lines[-1][:300] if lines else ''}"}
+        if not _finished(trial.folder / "run"):
+            return None
+        values = {name: value for row in read_metrics(trial.folder / "run") for name, value in row.items()
+                  if value is not None}
+        name = self.settings["metric"] or next((each for each in _METRICS if each in values), None)
+        if name not in values:
+            known = ", ".join(sorted(values)[:20])
+            return ended | {"status": "failed", "reason": f"the run has no metric {name}; it has {known or 'none'}"}
+        mode = self.settings["mode"] or ("min" if re.search("loss|error", name) else "max")
+        return ended | {"status": "finished", "value": values[name], "metric": name, "mode": mode}
+
+
+def run(script: str, space: str, workdir: str, *, seconds: float, trials: int | None, metric: str | None,
+        mode: str | None, sampler: str, seed: int, flags: Sequence[str], workers: int = 1) -> int:
+    """Runs trials until the time or the number of trials is used up; returns the exit code."""
+    if not Path(script).is_file():
+        raise ValueError(f"{script}: no such file; expected an experiment")
+    settings = {"script": os.path.abspath(script), "space": Space.read(space).json(), "metric": metric, "mode": mode,
+                "sampler": sampler, "seed": seed, "flags": list(flags)}
+    if sampler == "bayesian":
+        from fnet.search._programs import Bayesian
+
+        Bayesian(Space.read(space))                        # raises an error if Optuna is missing
+    sweep = Sweep(Path(workdir), settings)
+    others = []
+    if workers > 1:
+        again = [sys.executable, "-m", "fnet.cli", "sweep", script, "--space", space, "--workdir", workdir, "--budget",
+                 f"{seconds}s", "--sampler", sampler, "--seed", str(seed)]
+        again += [part for name, value in (("trials", trials), ("metric", metric), ("mode", mode)) if value is not None
+                  for part in (f"--{name}", str(value))]
+        others = [subprocess.Popen([*again, "--", *flags], stdout=subprocess.DEVNULL) for _ in range(workers - 1)]
+    signals = {}
+
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    if hasattr(signal, "SIGTERM"):
+        signals[signal.SIGTERM] = signal.signal(signal.SIGTERM, stop)
+    try:
+        _work(sweep, time.monotonic() + seconds, trials)
+        for other in others:
+            other.wait()
+    except KeyboardInterrupt:
+        for other in others:
+            other.terminate()
+        print(f"interrupted; the same command continues {workdir}", file=sys.stderr)
+        return 130
+    finally:
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+        best = _report(sweep)
+    return 0 if best is not None else 1
+
+
+def _work(sweep, deadline, most):
+    while time.monotonic() < deadline:
+        claimed = sweep.claim(most)
+        if claimed is None:
+            return
+        trial, lock = claimed
+        try:
+            result = _execute(sweep, trial, lock, deadline)
+        finally:
+            lock.release()
+        if result is None:
+            continue
+        shown = f"{result['metric']} {result['value']:.4g}" if result["status"] == "finished" else result["reason"]
+        print(f"trial {trial.index}: {shown}  ({_said(trial.params)})", flush=True)
+        _sweep_page.write(sweep)
+        ended = [each.result for each in sweep.trials() if each.result]
+        if len(ended) >= 3 and all(each["status"] == "failed" for each in ended):
+            raise ValueError(f"the first {len(ended)} trials failed; the last one: {ended[-1]['reason']}")
+
+
+def _execute(sweep, trial, lock, deadline):
+    """Runs a trial to its end. None: it was interrupted and remains open."""
+    began, attempts = time.monotonic(), 0
+    while True:
+        with open(trial.folder / "output.txt", "ab") as output:
+            process = subprocess.Popen(sweep.command(trial.params, trial.folder / "run"), stdout=output, stderr=output,
+                                       stdin=subprocess.DEVNULL, pass_fds=(lock.fileno(),))
+        try:
+            code = process.wait(timeout=max(deadline - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            _stop(process)
+            return None
+        except KeyboardInterrupt:
+            _stop(process)
+            raise
+        attempts += 1
+        if code < 0 and attempts < _ATTEMPTS:              # killed: it resumes from its checkpoint
+            continue
+        result = sweep.outcome(trial, code, time.monotonic() - began)
+        if result is not None or attempts >= _ATTEMPTS:
+            result = result or {"status": "failed", "value": None, "reason": "it was interrupted several times",
+                                "seconds": time.monotonic() - began}
+            _write(trial.folder / "result.json", result)
+            return result
+
+
+def _stop(process):
+    """SIGTERM: `fit` saves the last step. SIGKILL for a process that does not end."""
+    process.terminate()
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _finished(workdir) -> bool:
+    """Whether the last `fit` of a run was not interrupted; True for a run without events."""
+    try:
+        lines = (workdir / "events.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return True
+    ends = [line for line in lines if '"finished at step' in line or '"ended by' in line]
+    return bool(ends) and '"finished at step' in ends[-1]
+
+
+def _report(sweep) -> Trial | None:
+    """Writes the page and prints the best configuration as a command."""
+    path = _sweep_page.write(sweep)
+    best = _sweep_page.best(sweep.trials())
+    print(f"{path}: {len(sweep.trials())} trials")
+    if best is not None:
+        command = sweep.command(best.params, "runs/best")
+        print(f"best: trial {best.index}, {best.result['metric']} {best.result['value']:.6g}")
+        print(shlex.join(["python", *command[1:]]))
+    return best
+
+
+def _lock(folder) -> Lock | None:
+    try:
+        return Lock(folder)
+    except Locked:
+        return None
+
+
+def _flag(name, value) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no{name}"]
+    return [f"--{name}={value}"]
+
+
+def _said(params) -> str:
+    return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                     for name, value in params.items())
+
+
+def _write(path, content) -> None:
+    """Atomic: another worker never reads a part."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(new, path)

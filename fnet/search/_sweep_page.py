@@ -1,0 +1,126 @@
+"""The page of a sweep: table, parallel coordinates and importance, in one HTML file without scripts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;color:#222}
+table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}
+.scroll{overflow-x:auto}.best{background:#e6f2e6}.failed{color:#a33}svg{width:100%;height:auto}
+pre{background:#f4f4f4;padding:.7em;overflow-x:auto}"""
+
+
+def best(trials: Sequence[Any]) -> Any:
+    """The finished trial with the best value, or None."""
+    ended = [trial for trial in trials if trial.result and trial.result["status"] == "finished"]
+    sign = lambda trial: -1 if trial.result["mode"] == "min" else 1
+    return max(ended, key=lambda trial: (sign(trial) * trial.result["value"], -trial.index), default=None)
+
+
+def importance(points: Sequence[Mapping[str, Any]], values: Sequence[float], space: Mapping[str, Any]
+               ) -> dict[str, float]:
+    """The share of the variance of the values that each hyperparameter explains alone, from 0 to 1.
+
+    The trials are divided into up to four groups by the hyperparameter. The share is the variance of the means of the
+    groups, less what chance would explain (the adjusted R^2 of a one-way analysis of variance, at least 0).
+    """
+    values = np.asarray(values, float)
+    shares = {}
+    for name, kind in space.items():
+        places = np.array([kind.where(point[name]) for point in points])
+        if len(set(places)) <= 4:
+            groups = np.unique(places, return_inverse=True)[1]
+        else:
+            ranks = np.argsort(np.argsort(places, kind="stable"))
+            groups = ranks * 4 // len(ranks)
+        total, count = ((values - values.mean()) ** 2).sum(), len(set(groups))
+        if total == 0 or count < 2 or len(values) <= count:
+            shares[name] = 0.0
+            continue
+        within = sum(((values[groups == g] - values[groups == g].mean()) ** 2).sum() for g in set(groups))
+        adjusted = 1 - within / (len(values) - count) / (total / (len(values) - 1))
+        shares[name] = float(max(adjusted, 0.0))
+    return shares
+
+
+def write(sweep: Any) -> Path:
+    """Writes index.html in the folder of the sweep."""
+    path = sweep.folder / "index.html"
+    new = path.with_name(f".index.html.{os.getpid()}")
+    new.write_text(page(sweep.trials(), sweep.space, sweep.settings), encoding="utf-8")
+    os.replace(new, path)
+    return path
+
+
+def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """The HTML text."""
+    ended = [trial for trial in trials if trial.result and trial.result["status"] == "finished"]
+    top, names = best(trials), list(space)
+    metric = ended[0].result["metric"] if ended else settings["metric"] or "value"
+    parts = [f"<h1>Sweep of {escape(Path(settings['script']).name)}</h1>",
+             f"<p>{len(trials)} trials, {len(ended)} finished; {escape(metric)}; sampler "
+             f"{escape(settings['sampler'])}."]
+    if top is not None:
+        parts.append(f"<p>Best: trial {top.index} with {escape(metric)} {top.result['value']:.6g}.")
+    if len(ended) > 1:
+        parts += ["<h2>Parallel coordinates</h2>", _coordinates(ended, space, metric)]
+        shares = importance([t.params for t in ended], [t.result["value"] for t in ended], space)
+        parts += ["<h2>Importance</h2><p>The share of the variance that each hyperparameter explains alone.",
+                  _bars(shares)]
+    parts.append("<h2>Trials</h2><div class=scroll><table><tr>" + "".join(
+        f"<th>{escape(name)}</th>" for name in ("trial", metric, *names, "seconds", "status")) + "</tr>")
+    order = lambda t: (t is not top, not (t.result and t.result["status"] == "finished"), t.index)
+    for trial in sorted(trials, key=order):
+        result = trial.result or {"status": "open", "value": None, "seconds": None}
+        number = lambda x: "" if x is None else f"{x:.5g}" if isinstance(x, float) else str(x)
+        status = result["status"] + (f": {result['reason']}" if "reason" in result else "")
+        cells = [trial.index, number(result["value"]), *(number(trial.params[name]) for name in names),
+                 number(result["seconds"]), status]
+        kind = "best" if trial is top else "failed" if result["status"] == "failed" else ""
+        parts.append(f"<tr class='{kind}'>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
+    parts.append("</table></div>")
+    return (f"<!doctype html><html lang=en><meta charset=utf-8><title>fnet sweep</title><style>{_STYLE}</style>"
+            + "\n".join(parts) + "</html>\n")
+
+
+def _coordinates(trials, space, metric) -> str:
+    width, height, names = 900, 320, [*space, metric]
+    values = np.array([t.result["value"] for t in trials], float)
+    spread = np.ptp(values) or 1.0
+    sign = -1 if trials[0].result["mode"] == "min" else 1
+    xs = np.linspace(60, width - 60, len(names))
+    lines = []
+    for trial, value in sorted(zip(trials, values), key=lambda pair: sign * pair[1]):
+        share = (value - values.min()) / spread
+        good = share if sign > 0 else 1 - share
+        ys = [height - 40 - (height - 80) * place for place in (
+            *(space[name].where(trial.params[name]) for name in space), share)]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys))
+        lines.append(f'<polyline points="{points}" fill="none" stroke="hsl({240 * (1 - good):.0f},70%,45%)" '
+                     f'stroke-opacity="0.7"><title>trial {trial.index}: {value:.5g}</title></polyline>')
+    for x, name in zip(xs, names):
+        if name in space:
+            low, high = space[name].at(0.0), space[name].at(1 - 1e-12)
+        else:
+            low, high = float(values.min()), float(values.max())
+        label = lambda v: escape(f"{v:.4g}" if isinstance(v, float) else str(v))
+        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="40" y2="{height - 40}" stroke="#666"/>'
+                     f'<text x="{x:.1f}" y="16" text-anchor="middle" font-size="13">{escape(name)}</text>'
+                     f'<text x="{x:.1f}" y="33" text-anchor="middle" font-size="11">{label(high)}</text>'
+                     f'<text x="{x:.1f}" y="{height - 22}" text-anchor="middle" font-size="11">{label(low)}</text>')
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="parallel coordinates">{"".join(lines)}</svg>'
+
+
+def _bars(shares) -> str:
+    rows = sorted(shares.items(), key=lambda pair: -pair[1])
+    marks = [f'<text x="150" y="{22 * i + 15}" text-anchor="end" font-size="13">{escape(name)}</text>'
+             f'<rect x="160" y="{22 * i + 3}" width="{600 * share:.1f}" height="15" fill="#4a7ab5"/>'
+             f'<text x="{165 + 600 * share:.1f}" y="{22 * i + 15}" font-size="12">{share:.0%}</text>'
+             for i, (name, share) in enumerate(rows)]
+    return f'<svg viewBox="0 0 900 {22 * len(rows) + 4}" role="img" aria-label="importance">{"".join(marks)}</svg>'

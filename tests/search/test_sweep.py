@@ -1,0 +1,170 @@
+"""Sweeps: workers that are killed, trials that are killed, the page and the command line."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fnet import _cli_sweep, search
+from fnet.cli import main
+from fnet.search import _sweep, _sweep_page
+
+# An experiment without fnet, which is quick: it logs each step, resumes after the last one, and says when it begins.
+SCRIPT = """
+import json, os, signal, sys, time
+given = dict(arg[2:].split("=", 1) for arg in sys.argv[1:])
+folder = given["workdir"]
+os.makedirs(folder, exist_ok=True)
+path = os.path.join(folder, "metrics.jsonl")
+note = lambda text: open(os.path.join(folder, "events.jsonl"), "a").write(json.dumps({"step": 0, "text": text}) + "\\n")
+done = len(open(path).readlines()) if os.path.exists(path) else 0
+def stop(*_):
+    note("ended by Interrupted: SIGTERM")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+if float(given["x"]) > 0.9 and "strict" in given:
+    sys.exit("error: --x is too large")
+for step in range(done, int(given.get("steps", 5))):
+    time.sleep(float(given.get("pause", 0.01)))
+    with open(path, "a") as file:
+        file.write(json.dumps({"step": step + 1, "validation/accuracy": 1 - (float(given["x"]) - 0.3) ** 2}) + "\\n")
+note("finished at step 5")
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    space = {"x": {"uniform": [0, 1]}, "kind": {"choice": ["a", "<b>"]}}
+    (tmp_path / "space.json").write_text(json.dumps(space))
+    return tmp_path
+
+
+def command(files, *flags, trials=6, script=()):
+    return ["sweep", str(files / "script.py"), "--space", str(files / "space.json"), "--workdir", str(files / "sweep"),
+            "--budget", "60s", "--trials", str(trials), *flags, "--", *script]
+
+
+def results(files):
+    return [trial.result for trial in _trials(files)]
+
+
+def _trials(files):
+    return [_sweep.Trial(path) for path in sorted((files / "sweep" / "trials").iterdir())]
+
+
+def steps(files):
+    return [[json.loads(line)["step"] for line in (trial.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+            for trial in _trials(files)]
+
+
+def test_a_sweep_finds_the_best_and_prints_its_command(files, capsys):
+    assert main(command(files, trials=8)) == 0
+    shown = capsys.readouterr().out
+    assert all(result["status"] == "finished" for result in results(files)) and len(results(files)) == 8
+    best = min(_trials(files), key=lambda trial: abs(trial.params["x"] - 0.3))
+    assert f"best: trial {best.index}, validation/accuracy" in shown
+    line = next(line for line in shown.splitlines() if line.startswith("python "))
+    assert f"--x={best.params['x']}" in shlex.split(line) and "--workdir=runs/best" in line
+    page = (files / "sweep" / "index.html").read_text()
+    assert page.count("<polyline") == 8 and "Importance" in page and "&lt;b&gt;" in page and "<b>" not in page
+    assert not re.search(r"https?:|<script|src=|<link|url\(", page)
+    assert main(command(files, trials=8)) == 0             # again: nothing is run
+    assert steps(files) == [[1, 2, 3, 4, 5]] * 8
+
+
+def test_two_workers_of_which_one_is_killed(files):
+    """Nothing is lost, and nothing is run twice: each step of each trial is logged once."""
+    run = [sys.executable, "-m", "fnet.cli", *command(files, trials=6, script=["--pause=0.15"])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    first, second = (subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                     for _ in range(2))
+    logs = lambda: list((files / "sweep").glob("trials/*/run/metrics.jsonl"))
+    deadline = time.monotonic() + 120
+    while len(logs()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.kill()                                           # the process of its trial goes on, and holds the lock
+    shown = second.communicate(timeout=120)[0]
+    first.communicate()
+    assert second.returncode == 0, shown
+    assert [result["status"] for result in results(files)] == ["finished"] * 6
+    assert steps(files) == [[1, 2, 3, 4, 5]] * 6
+
+
+def test_a_killed_trial_continues(files):
+    run = [sys.executable, "-m", "fnet.cli", *command(files, trials=1, script=["--pause=0.3"])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    worker = subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    path, deadline = files / "sweep" / "trials" / "0000" / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children = pathlib.Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    shown = worker.communicate(timeout=120)[0]
+    assert children and worker.returncode == 0, shown
+    assert steps(files) == [[1, 2, 3, 4, 5]] and results(files)[0]["status"] == "finished"
+
+
+def test_the_budget_interrupts_a_trial_and_the_next_call_continues_it(files, capsys):
+    slow = command(files, trials=1, script=["--pause=1"])
+    slow[slow.index("60s")] = "3s"
+    assert main(slow) == 1                                 # no trial has finished
+    assert results(files) == [None] and 1 <= len(steps(files)[0]) < 5
+    slow[slow.index("3s")] = "60s"
+    assert main(slow) == 0
+    assert steps(files) == [[1, 2, 3, 4, 5]]
+
+
+def test_failures_are_recorded_and_do_not_stop_a_sweep(files, capsys):
+    assert main(command(files, trials=8, script=["--strict=1"])) == 0
+    failed = [(t.params["x"], t.result["reason"]) for t in _trials(files) if t.result["status"] == "failed"]
+    assert failed and all(x > 0.9 and "exit code 1: error: --x is too large" in reason for x, reason in failed)
+
+
+def test_a_sweep_whose_trials_all_fail_stops(files, capsys):
+    (files / "space.json").write_text(json.dumps({"x": {"uniform": [0.95, 1]}}))
+    assert main(command(files, script=["--strict=1"])) == 2
+    assert "the first 3 trials failed; the last one: exit code 1" in capsys.readouterr().err
+    assert len(results(files)) == 3
+
+
+def test_other_settings_and_wrong_flags(files, capsys):
+    assert main(command(files, trials=1)) == 0
+    assert main(command(files, "--seed", "1", trials=1)) == 2
+    assert "seed was 0, is 1" in capsys.readouterr().err
+    wrong = command(files)
+    wrong[wrong.index("60s")] = "soon"
+    assert main(wrong) == 2 and "--budget=soon: expected a time" in capsys.readouterr().err
+    assert main(["sweep", "missing.py", "--space", str(files / "space.json")]) == 2
+    assert "missing.py: no such file" in capsys.readouterr().err
+    assert _cli_sweep.budget("1.5h") == 5400 and _cli_sweep.budget("90") == 90
+
+
+def test_a_metric_that_the_run_does_not_log(files, capsys):
+    assert main(command(files, "--metric", "test/f1", trials=1)) == 1
+    assert "the run has no metric test/f1; it has step, validation/accuracy" in results(files)[0]["reason"]
+
+
+@pytest.mark.parametrize("sampler", ["random", "bayesian"])
+def test_samplers(files, sampler):
+    if sampler == "bayesian":
+        pytest.importorskip("optuna")
+    assert main(command(files, "--sampler", sampler, trials=10, script=["--steps=1", "--pause=0"])) == 0
+    assert len({trial.params["x"] for trial in _trials(files)}) == 10
+
+
+def test_importance():
+    space = search.Space(a=search.Uniform(0, 1), b=search.Uniform(0, 1), c=search.Choice(("x", "y")))
+    points = space.sobol(64, seed=0)
+    shares = _sweep_page.importance(points, [p["a"] ** 2 for p in points], space)
+    assert shares["a"] > 0.8 and shares["b"] < 0.1 and shares["c"] < 0.1
+    only = _sweep_page.importance(points, [float(p["c"] == "x") for p in points], space)
+    assert only["c"] == pytest.approx(1)
