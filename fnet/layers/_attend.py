@@ -25,7 +25,8 @@ from fnet.layers._sizes import sized
 
 def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, mask: jax.Array | None = None,
                           lengths: jax.Array | None = None, starts: jax.Array | None = None, causal: bool = False,
-                          window: int | None = None, scale: float | None = None) -> jax.Array:
+                          window: int | None = None, scale: float | None = None,
+                          softcap: float | None = None) -> jax.Array:
     """Scaled dot-product attention.
 
         out[t, h] = sum_s softmax_s(scale query[t, h] . key[s, g] + mask[t, s]) value[s, g],  g = h // (heads / groups)
@@ -50,6 +51,7 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
         window: with `causal`, a query attends to the last `window` keys, including the one at its own position.
             Otherwise it attends to keys less than `window` positions away (Beltagy et al., 2020). None: no limit.
         scale: factor of the logits; None: 1 / sqrt(d).
+        softcap: limits the scaled logits to softcap * tanh(logits / softcap), as in Gemma 2; None: no limit.
 
     Returns:
         [b, t, h, d] in the query's dtype; 0 for a query that attends to no key. The softmax is computed in float32, or
@@ -75,16 +77,20 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
                                                                                    (starts, "starts")))
     if window is not None and window < 1:
         raise ValueError(f"dot_product_attention: window must be >= 1; got {window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"dot_product_attention: softcap must be above 0; got {softcap}")
     return attend(query, key, value, mask=mask, lengths=lengths, starts=starts, causal=causal, window=window,
-                  scale=scale)
+                  scale=scale, softcap=softcap)
 
 
-def attend(query, key, value, *, mask=None, lengths=None, starts=None, causal, window, scale=None) -> jax.Array:
+def attend(query, key, value, *, mask=None, lengths=None, starts=None, causal, window, scale=None,
+           softcap=None) -> jax.Array:
     """`dot_product_attention` of validated arguments, with a mask of four axes."""
     where = {"mask": mask, "lengths": lengths, "starts": starts}
     given = tuple(name for name, x in where.items() if x is not None)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    form = Form(bool(causal), window, scale, given, jax.config.jax_default_matmul_precision)
+    form = Form(bool(causal), window, scale, given, jax.config.jax_default_matmul_precision,
+                None if softcap is None else float(softcap))
     _jax.kernels.tell_devices(attention_p, backward_p)
     arrays = _jax.vary_alike(query, key, value, *(where[name] for name in given))
     return attention_p.bind(*arrays, form=form, compute=query.dtype, outs=(query.dtype,), residuals=False)[0]

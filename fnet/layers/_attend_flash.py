@@ -42,6 +42,8 @@ def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole
         return "XLA cannot partition a kernel"
     if form.precision is not None:
         return f"a kernel has no precision {form.precision!r}"
+    if form.softcap is not None:
+        return "a kernel does not limit the logits (softcap)"
     if "starts" in form.given:
         return "a kernel does not support a different first query in each example"
     if not t or not s:

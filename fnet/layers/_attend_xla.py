@@ -22,7 +22,7 @@ class Form:
     """The kind of an attention: everything except its arrays.
 
     Attributes:
-        causal, window, scale: as in `dot_product_attention`.
+        causal, window, scale, softcap: as in `dot_product_attention`.
         given: which of "mask", "lengths" and "starts" follow query, key and value, in this order.
         precision: of the products, as in `jax.default_matmul_precision`; None: the platform's default.
     """
@@ -32,6 +32,7 @@ class Form:
     scale: float
     given: tuple[str, ...] = ()
     precision: Any = None
+    softcap: float | None = None
 
     def blind(self, t: int, s: int) -> bool:
         """Whether some query may attend to no key. Different symbolic sizes are compared in either order."""
@@ -205,7 +206,10 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
         mean = (weights * cotangent).sum(-1, keepdims=True)
         if not early:
             mean = mean * inverse[:, :, rows, None]
-        cotangent = _grouped(weights * (cotangent - mean) * form.scale, g)
+        cotangent = weights * (cotangent - mean)
+        if form.softcap is not None:    # hidden logits have weight 0
+            cotangent = cotangent * (1 - jnp.square(jnp.clip(logits / form.softcap, -1, 1)))
+        cotangent = _grouped(cotangent * form.scale, g)
         of_q.append(products.mix(cotangent, k[:, :, keys]).reshape(b, g, h // g, -1, d))
         pad = ((0, 0), (0, 0), (at.low, s - at.high), (0, 0))
         of_k.append(jnp.pad(products.sums(cotangent, _merged(q[:, :, :, rows])), pad))
@@ -260,6 +264,8 @@ def _logits(form, products, at, q, k, where):
     b, g, r, t, _ = q.shape
     shape = b, g * r, at.stop - at.start, at.high - at.low
     logits = products.rows(_merged(q[:, :, :, at.start:at.stop]), k[:, :, at.low:at.high]).reshape(shape) * form.scale
+    if form.softcap is not None:
+        logits = form.softcap * jnp.tanh(logits / form.softcap)
     mask = seen(form, at, (t, k.shape[2]), where)
     return logits if mask is None else jnp.where(mask, logits, jnp.finfo(logits.dtype).min), mask
 

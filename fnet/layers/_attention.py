@@ -30,12 +30,20 @@ class Rotary:
     A `Rotary` is called as `rotary(x, positions)` with x [batch, time, heads, head_dim] and positions [batch, time].
     The result has the shape and dtype of x. Angles are computed in float32.
 
+    With `scaling`, models whose context was extended after training have other angles (`models.Llama3Scaling`). It is
+    a function of the angles per position, float32 [head_dim / 2] in NumPy, and may have these attributes: `amplitude`,
+    a factor of the rotated features; `by_length`, if True, the function has a second argument, the numbers of tokens
+    of the examples [batch], and returns [batch, head_dim / 2]. An `Attention` then caches keys before rotation, and
+    rotates all cached keys according to the present length. (Cached keys and values of deeper layers still depend on
+    the angles with which they were computed.)
+
     Args:
         base: the slowest pair completes one rotation in about 2 pi base positions. Default 10,000.
         interleaved: whether the pairs are (0, 1), (2, 3), ... as in the paper and llama2.c. By default they are
             (i, i + head_dim / 2), as in GPT-NeoX and in Hugging Face's Llama.
-        scaling: a function of the angles per position, float32 [head_dim / 2] in NumPy, for models whose context was
-            extended after training (`models.Llama3Scaling`). None: unchanged.
+        scaling: as described above. None: unchanged.
+        features: number of features that are rotated, the first of each head; head_dim is replaced by this number
+            above. Default: all.
 
     Source: Su et al. (2021), RoFormer, eq. 34.
 
@@ -48,15 +56,31 @@ class Rotary:
     _: KW_ONLY
     interleaved: bool = False
     scaling: Callable | None = None
+    features: int | None = None
 
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        dim = x.shape[-1]
-        if dim % 2:
-            raise ValueError(f"Rotary: head_dim must be even; got {dim}")
+    @property
+    def by_length(self) -> bool:
+        """Whether the angles depend on the length of the text."""
+        return getattr(self.scaling, "by_length", False)
+
+    def __call__(self, x: jax.Array, positions: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        dim = x.shape[-1] if self.features is None else self.features
+        if dim % 2 or not 0 < dim <= x.shape[-1]:
+            raise ValueError(f"Rotary: head_dim must be even; got {dim}" if self.features is None else
+                             f"Rotary: features must be even, from 2 to head_dim={x.shape[-1]}; got {dim}")
+        if dim < x.shape[-1]:
+            head, rest = x[..., :dim], x[..., dim:]
+            return jnp.concatenate([dataclasses.replace(self, features=None)(head, positions, lengths), rest], -1)
         rates = np.float32(self.base) ** (-np.arange(0, dim, 2, dtype=np.float32) / dim)
-        rates = rates if self.scaling is None else self.scaling(rates)
-        angles = lax.expand_dims(positions.astype(jnp.float32), (2, 3)) * rates[None, None, None]    # [b, t, 1, dim/2]
+        if self.by_length:
+            lengths = positions.max(1) + 1 if lengths is None else lengths
+            rates = lax.expand_dims(self.scaling(rates, lengths), (1, 2))                        # [b, 1, 1, dim/2]
+        else:
+            rates = (rates if self.scaling is None else self.scaling(rates))[None, None, None]
+        angles = lax.expand_dims(positions.astype(jnp.float32), (2, 3)) * rates                  # [b, t, 1, dim/2]
         sin, cos = jnp.sin(angles), jnp.cos(angles)
+        if (amplitude := getattr(self.scaling, "amplitude", 1.0)) != 1:
+            sin, cos = sin * amplitude, cos * amplitude
         y = wide(x)
         pairs = y.reshape(*y.shape[:-1], dim // 2, 2) if self.interleaved else y.reshape(*y.shape[:-1], 2, dim // 2)
         axis = -1 if self.interleaved else -2
@@ -82,7 +106,13 @@ class Attention(Layer):
         rotary: a `Rotary` for queries and keys. Default None.
         window: with `causal`, a query attends to the last `window` keys, including the one at its own position.
             Otherwise it attends to keys less than `window` positions away (Beltagy et al., 2020). Default None: all.
+        scale: factor of the logits. Default: 1 / sqrt(head_dim).
+        softcap: limits the scaled logits to softcap * tanh(logits / softcap), as in Gemma 2. Default None.
+        qk_norm: a norm of queries and keys, before their rotation: `nn.RMSNorm()`. Default None.
+        norm_heads: whether `qk_norm` normalizes each head, as in Qwen 3, or all heads at once, as in OLMo 2. Default
+            True.
         use_bias: whether the four projections have a bias. Default True.
+        out_bias: whether the output projection has a bias. Default: use_bias.
         dropout: the dropout rate of the attention weights. Default 0.
         kernel_init: initializer of the projections' kernels.
         out_init: initializer of the output projection's kernel. Default: kernel_init.
@@ -98,7 +128,8 @@ class Attention(Layer):
     Output: [b, t, f] in the dtype of x. For a query that attends to no key, the output projection receives 0. The
     softmax is computed in float32, or float64 for float64 inputs.
 
-    Parameters: query/kernel [f, h d], key/kernel and value/kernel [f, g d], out/kernel [h d, f], and biases.
+    Parameters: query/kernel [f, h d], key/kernel and value/kernel [f, g d], out/kernel [h d, f], and biases. With
+    `qk_norm`, query_norm/scale and key_norm/scale.
     State of kind "cache", from `model.cache(x)`: cached_key and cached_value [b, g, max_length, d], index [b].
 
     With a cache in `state`, the keys and values of x are appended to it, and every query attends to the cached keys of
@@ -121,7 +152,12 @@ class Attention(Layer):
     causal: bool = False
     rotary: Rotary | None = None
     window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    qk_norm: Layer | None = None
+    norm_heads: bool = True
     use_bias: bool = True
+    out_bias: bool | None = None
     dropout: float = 0.0
     kernel_init: Callable = lecun_normal
     out_init: Callable | None = None
@@ -132,8 +168,8 @@ class Attention(Layer):
         source = x if context is None else floating(context, scope, "Attention")
         groups, dim = self._sizes(scope, x, source)
         lengths = self._lengths(scope, lengths, x)
-        q = self._project(scope, "query", x, self.heads, dim)            # [b, t, h, d]
-        k = self._project(scope, "key", source, groups, dim)             # [b, s, g, d]
+        q = self._project(scope, "query", x, self.heads, dim, self.qk_norm)            # [b, t, h, d]
+        k = self._project(scope, "key", source, groups, dim, self.qk_norm)             # [b, s, g, d]
         v = self._project(scope, "value", source, groups, dim)
         cache = self._cache(scope, k) if self.causal and context is None else None
         start = jnp.zeros(x.shape[0], jnp.int32) if cache is None else cache[2]
@@ -142,21 +178,31 @@ class Attention(Layer):
             if context is not None:
                 raise ValueError(f"Attention at {scope}: rotary= needs self-attention; call it without context=")
             turn = order if positions is None else self._positions(scope, positions, x)
-            q, k = self.rotary(q, turn), self.rotary(k, turn)
+            if late := self.rotary.by_length and cache is not None:    # the keys are rotated after the cache
+                if positions is not None:
+                    raise ValueError(f"Attention at {scope}: positions= with a cache needs a rotary= whose scaling "
+                                     "does not depend on the length")
+            texts = None if positions is not None or (lengths is None and not late) else (
+                start + (x.shape[1] if lengths is None else lengths.astype(jnp.int32)))
+            q, k = self.rotary(q, turn, texts), k if late else self.rotary(k, turn, texts)
         if cache is not None:
             k, v, fits = self._append(scope, cache, k, v, lengths)
             lengths = None
+            if self.rotary is not None and late:
+                k = self.rotary(k, jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32)[None], k.shape[:2]), texts)
         if mask is not None:
             mask = mask_of(mask, (x.shape[0], self.heads, x.shape[1], k.shape[1]), f"Attention at {scope}: mask")
         where = {"mask": mask, "lengths": lengths, "starts": None if cache is None else start}
         if self.dropout and scope.train:
             y = self._dropped(scope, q, k, v, where)
         else:
-            y = attend(q, k, v, **where, causal=self.causal, window=self.window)             # [b, t, h, d]
+            y = attend(q, k, v, **where, causal=self.causal, window=self.window, scale=self.scale,
+                       softcap=self.softcap)                             # [b, t, h, d]
         if cache is not None:
             y = jnp.where(fits[:, None, None, None], y, jnp.nan)
         y = y.reshape(*x.shape[:2], self.heads * dim)
-        return Dense(x.shape[-1], use_bias=self.use_bias, kernel_init=self.out_init or self.kernel_init,
+        bias = self.use_bias if self.out_bias is None else self.out_bias
+        return Dense(x.shape[-1], use_bias=bias, kernel_init=self.out_init or self.kernel_init,
                      axes=("heads", "embed"))(scope["out"], y)
 
     def _sizes(self, scope, x, source):
@@ -172,14 +218,17 @@ class Attention(Layer):
         if self.window is not None and self.window < 1:
             raise ValueError(f"Attention at {scope}: window must be >= 1; got {self.window}")
         dim = self.head_dim or x.shape[-1] // self.heads
-        if self.rotary is not None and dim % 2:
+        if self.rotary is not None and self.rotary.features is None and dim % 2:
             raise ValueError(f"Attention at {scope}: head_dim must be even for rotary=; got {dim}")
         return groups, dim
 
-    def _project(self, scope, name, x, heads, dim):
+    def _project(self, scope, name, x, heads, dim, norm=None):
         y = Dense(heads * dim, use_bias=self.use_bias, kernel_init=self.kernel_init,
                   axes=("embed", "heads"))(scope[name], x)
-        return y.reshape(*x.shape[:2], heads, dim)
+        if norm is not None and not self.norm_heads:
+            y = norm(scope[f"{name}_norm"], y)
+        y = y.reshape(*x.shape[:2], heads, dim)
+        return norm(scope[f"{name}_norm"], y) if norm is not None and self.norm_heads else y
 
     def _lengths(self, scope, lengths, x):
         if lengths is None:
@@ -230,13 +279,16 @@ class Attention(Layer):
         b, t, heads, dim = q.shape
         groups, s = k.shape[2], k.shape[1]
         where = {name: x for name, x in where.items() if x is not None}
-        form = Form(self.causal, self.window, 1 / math.sqrt(dim), tuple(where))
+        scale = 1 / math.sqrt(dim) if self.scale is None else self.scale
+        form = Form(self.causal, self.window, scale, tuple(where), softcap=self.softcap)
         mask = seen(form, Span(0, t, 0, s), (t, s), where.values())
         q = q.reshape(b, t, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4).reshape(b, groups, -1, dim)
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)          # [b, g, s, d]
         batch = (0, 1), (0, 1)
         logits = lax.dot_general(q, k, (((3,), (3,)), batch), preferred_element_type=wide(q).dtype)
         logits = logits.reshape(b, heads, t, s) * form.scale
+        if form.softcap is not None:
+            logits = form.softcap * jnp.tanh(logits / form.softcap)
         if mask is not None:
             logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
         weights = jax.nn.softmax(logits)

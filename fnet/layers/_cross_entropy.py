@@ -15,7 +15,7 @@ POSITIONS = 64    # the minimum length of a chunk: for a batch that is divided a
 
 
 def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, bias: jax.Array | None = None,
-                         chunk_size: int | None = None) -> jax.Array:
+                         softcap: float | None = None, chunk_size: int | None = None) -> jax.Array:
     """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in chunks of positions.
 
     Logits [batch, time, vocab_size] are the largest array in a training step of a language model: 6.6 GB for 32 texts
@@ -31,6 +31,7 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
         kernel: [features, vocab_size], cast to the dtype of x. For tied embeddings, pass `embedding.T`.
         labels: [..., time], integers in 0 .. vocab_size - 1. For other values the loss is NaN.
         bias: [vocab_size], or None.
+        softcap: limits the logits to softcap * tanh(logits / softcap), as in Gemma 2. Default: no limit.
         chunk_size: positions of the time axis in a chunk. By default, as many as have 2^29 logits, but at least 64. If
             one chunk contains all positions, no logits are recomputed. While `jax.export` traces symbolic sizes, the
             default is the whole axis, so set chunk_size for a large vocabulary.
@@ -58,7 +59,7 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     kernel = kernel.astype(x.dtype)
     bias = None if bias is None else jnp.asarray(bias).astype(jnp.float32)
     if chunk_size is None or (sized(time) and chunk_size >= time):
-        return _losses(x, kernel, labels, bias)
+        return _losses(x, kernel, labels, bias, softcap)
     count = _count(time, chunk_size) if sized(time) else -(-time // chunk_size)
     size = -(-time // count) if sized(time) else chunk_size
     padding = count * size - time
@@ -67,16 +68,19 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     axis = x.ndim - 2
     chunks = (jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, x.shape[-1]), axis, 0),
               jnp.moveaxis(labels.reshape(*labels.shape[:axis], count, size), axis, 0))
-    chunk = jax.checkpoint(lambda x, labels: _losses(x, kernel, labels, bias), prevent_cse=False)    # scan prevents CSE
+    chunk = jax.checkpoint(lambda x, labels: _losses(x, kernel, labels, bias, softcap),
+                           prevent_cse=False)    # scan prevents CSE
     losses = lax.map(lambda pair: chunk(*pair), chunks)                        # [count, ..., size]
     losses = jnp.moveaxis(losses, 0, axis).reshape(*labels.shape[:-1], count * size)
     return lax.slice_in_dim(losses, 0, time, axis=axis)
 
 
-def _losses(x, kernel, labels, bias):
+def _losses(x, kernel, labels, bias, softcap):
     logits = lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     if bias is not None:
         logits = logits + lax.expand_dims(bias, range(logits.ndim - 1))
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     # A comparison fused into the sum instead of a gather, because the gradient of a gather is a scatter.
     tokens = lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     chosen = jnp.where(tokens == labels[..., None], logits, 0).sum(-1)

@@ -73,9 +73,10 @@ class Embed(Layer):
         return linear(x, self._table(scope).T)
 
     @method
-    def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array) -> jax.Array:
+    def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
         """Computes the losses [...] in nats of tied logits for x [..., time, features]: `nn.linear_cross_entropy`."""
-        return linear_cross_entropy(floating(x, scope, "Embed.cross_entropy"), self._table(scope).T, labels)
+        x = floating(x, scope, "Embed.cross_entropy")
+        return linear_cross_entropy(x, self._table(scope).T, labels, softcap=softcap)
 
     def _table(self, scope):
         return scope.param("embedding", (self.vocab_size, self.features), self.embedding_init, ("vocab", "embed"))

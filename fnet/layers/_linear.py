@@ -51,11 +51,11 @@ class Dense(Layer):
         return linear(x, kernel) if bias is None else affine(x, kernel, bias)
 
     @method
-    def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array) -> jax.Array:
+    def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
         """Computes losses [...] in nats with the outputs for x [..., time, in] as logits: `nn.linear_cross_entropy`."""
         x = floating(x, scope, "Dense.cross_entropy")
         kernel, bias = self._params(scope, x)
-        return linear_cross_entropy(x, kernel, labels, bias=bias)
+        return linear_cross_entropy(x, kernel, labels, bias=bias, softcap=softcap)
 
     def _params(self, scope, x):
         kernel = scope.param("kernel", (*x.shape[-1:], self.features), self.kernel_init, self.axes)

@@ -15,6 +15,7 @@ from fnet.layers._core import Layer
 from fnet.layers._linear import align, floating, ones, wide, zeros
 from fnet.layers._scope import Scope
 
+constant = functools.cache(jax.nn.initializers.constant)    # equal options give the same object
 
 class LayerNorm(Layer):
     """Normalizes each position to mean 0 and variance 1 over the last axis, then scales and shifts.
@@ -51,12 +52,13 @@ class LayerNorm(Layer):
 class RMSNorm(Layer):
     """Normalizes each position to root mean square 1 over the last axis, then scales.
 
-        y = x / sqrt(mean(x²) + epsilon) * scale
+        y = x / sqrt(mean(x²) + epsilon) * (offset + scale)
 
     Args:
         epsilon: added to the mean square. Default 1e-6.
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default False.
+        offset: added to scale, whose initial value is 1 - offset. Default 0; 1 in Gemma.
 
     Input and output: [..., features], floating point.
 
@@ -74,10 +76,14 @@ class RMSNorm(Layer):
     epsilon: float = 1e-6
     use_scale: bool = True
     use_bias: bool = False
+    offset: float = 0.0
 
     def forward(self, scope: Scope, x: jax.Array) -> jax.Array:
         x = floating(x, scope, "RMSNorm")
-        return _normalize(x, *_affine(self, scope, x.shape[-1:]), epsilon=self.epsilon, center=False)
+        scale, bias = _affine(self, scope, x.shape[-1:], constant(1 - self.offset) if self.offset else ones)
+        if scale is not None and self.offset:
+            scale = self.offset + wide(scale)
+        return _normalize(x, scale, bias, epsilon=self.epsilon, center=False)
 
 
 class GroupNorm(Layer):

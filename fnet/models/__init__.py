@@ -17,7 +17,7 @@ from fnet.models._model import Model
 from fnet.models._resnet import ResNet, ResNet9
 from fnet.models._rnn import LSTMClassifier, LSTMLanguageModel
 from fnet.models._roberta import Roberta
-from fnet.models._rope import LinearScaling, Llama3Scaling
+from fnet.models._rope import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from fnet.models._tree import TreeLSTM, Trees, pack_trees
 from fnet.models._vit import ViT
 from fnet.models.text._beam import Beams, beam_search
@@ -40,6 +40,7 @@ __all__ = [
     "Decoder",
     "DeiT",
     "DistilBert",
+    "DynamicScaling",
     "Encoded",
     "Generated",
     "HuggingFaceTokenizer",
@@ -49,6 +50,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LlamaBPE",
+    "LongScaling",
     "MobileNetV2",
     "Model",
     "ResNet",
@@ -58,6 +60,7 @@ __all__ = [
     "Trees",
     "ViT",
     "WordPiece",
+    "YarnScaling",
     "beam_search",
     "generate",
     "pack_trees",

@@ -1,7 +1,8 @@
-"""Decoders of text with rotary positions, RMSNorm, SwiGLU and grouped-query attention; published sizes."""
+"""Decoders of text with rotary positions: Llama, Mistral, Qwen, Gemma, Phi-3, SmolLM, OLMo 2, GPT-NeoX."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY
@@ -13,77 +14,84 @@ import jax.numpy as jnp
 
 from fnet import layers as nn
 from fnet.models._blocks import Blocks
+from fnet.models._decoder_configs import CONFIGS
+from fnet.models._decoder_names import NAMES
 from fnet.models._model import LanguageModel
-from fnet.models._rope import ROPE
 from fnet.models.weights import _llama2c
-from fnet.models.weights._config import Must, Use, transformers
-from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule, Spare, Tied, torch
+
+ACTIVATIONS: dict[str, Callable] = {
+    "silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=False), "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
 
 
 @nn.layer
-def decoder_block(scope, x, lengths=None, *, heads, kv_heads, head_dim, hidden, rotary, window, epsilon):
-    norm = nn.RMSNorm(epsilon=epsilon)                                     # [batch, time, width]
-    attention = nn.Attention(heads, kv_heads=kv_heads, head_dim=head_dim, causal=True, rotary=rotary, window=window,
-                             use_bias=False)
-    x = x + attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths)
-    y = norm(scope["norm2"], x)
-    gate, up = (nn.Dense(hidden, use_bias=False, axes=("embed", "mlp"))(scope[name], y) for name in ("gate", "up"))
-    return x + nn.Dense(x.shape[-1], use_bias=False, axes=("mlp", "embed"))(scope["down"], jax.nn.silu(gate) * up)
+def decoder_mlp(scope, x, *, hidden, activation, gated, use_bias):
+    act, width = ACTIVATIONS[activation], x.shape[-1]                      # [batch, time, width]
+    up = nn.Dense(hidden, use_bias=use_bias, axes=("embed", "mlp"))
+    gate = act(up(scope["gate"], x)) if gated else None
+    y = up(scope["up"], x)
+    y = act(y) if gate is None else gate * y
+    return nn.Dense(width, use_bias=use_bias, axes=("mlp", "embed"))(scope["down"], y)
 
 
-def _block(ours, keys):
-    """The arrays of a block: query, key, value, out, gate, down and up as [out, in], then the two norms."""
-    kernels = (*(f"attention/{name}" for name in ("query", "key", "value", "out")), "gate", "down", "up")
-    paths = (*(f"{ours}/{name}/kernel" for name in kernels), f"{ours}/norm1/scale", f"{ours}/norm2/scale")
-    return tuple(Rule(path, key, DENSE if path.endswith("kernel") else SAME) for path, key in zip(paths, keys))
+@nn.layer
+def decoder_block(scope, x, lengths=None, kind=0, *, attentions, mlp, norm, pre_norm, post_norm, parallel):
+    """Attention and MLP with residual connections. `attentions` has one layer for each kind of block."""
+    def branch(f, x, number):
+        y = norm(scope[f"norm{number}"], x) if pre_norm else x
+        y = f(y)
+        return norm(scope[f"post_norm{number}"], y) if post_norm else y
 
-
-def _header(model):
-    return _llama2c.Header(model.width, model.hidden, model.depth, model.heads, model.kv_heads, model.vocab_size,
-                           model.context, model.tied)
-
-
-_HUGGING_FACE = tuple(f"model.layers.{{i}}.{part}.weight" for part in (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj",
-    "mlp.up_proj", "input_layernorm", "post_attention_layernorm"))
-_CONFIG = {
-    "vocab_size": Use("vocab_size", 32000), "hidden_size": Use("width", 4096), "num_hidden_layers": Use("depth", 32),
-    "num_attention_heads": Use("heads", 32), "num_key_value_heads": Use("kv_heads", None, lambda model: model.heads),
-    "head_dim": Use("head_dim", None, lambda model: model.width // model.heads),
-    "intermediate_size": Use("hidden", 11008), "rms_norm_eps": Use("epsilon", 1e-6),
-    "max_position_embeddings": Use("context", 2048, shorter=True), "tie_word_embeddings": Use("tied", False),
-    **ROPE, "hidden_act": Must(("silu", "swish")), "attention_bias": Must((False,)), "mlp_bias": Must((False,)),
-}
-_MISTRAL = _CONFIG | {
-    "num_key_value_heads": Use("kv_heads", 8, lambda model: model.heads), "intermediate_size": Use("hidden", 14336),
-    "max_position_embeddings": Use("context", 131072, shorter=True), "sliding_window": Use("window", 4096),
-}
-_LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_weight")
+    attended = branch(lambda y: attentions[kind](scope["attention"], y, lengths=lengths), x, 1)
+    if parallel:
+        return x + attended + branch(lambda y: mlp.forward(scope, y), x, 2)
+    x = x + attended
+    return x + branch(lambda y: mlp.forward(scope, y), x, 2)
 
 
 class Decoder(LanguageModel):
-    """A decoder of text: Llama 1 to 3.1, Mistral 7B, and the small models of llama2.c.
+    """A decoder of text with rotary positions: Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3, SmolLM 2 and 3, OLMo
+    2, GPT-NeoX and Pythia, and the small models of llama2.c.
 
-    Rotary positions; blocks of causal grouped-query attention and a SwiGLU, `down(silu(gate(x)) * up(x))`, with an
-    RMSNorm before each and a residual connection; no biases.
+    Blocks of causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`, with an RMSNorm before each and
+    a residual connection. The defaults are those of Llama; the options after `stacked` are those of other families.
+    `window`, `rotary_base` and `rope_scaling` may be tuples, with one value for each block: ("window", None) for blocks
+    with a window that alternate with blocks without. A tuple that is shorter than the depth is repeated.
 
     Args:
         vocab_size: number of tokens.
         width: features of a token.
         depth: number of blocks.
-        heads: attention heads; they must divide the width.
+        heads: attention heads; they must divide the width, unless `head_dim` is set.
         kv_heads: key/value heads. Each serves heads / kv_heads query heads.
         hidden: features between gate, up and down.
         context: maximum length of a text in tokens.
-        rotary_base: base of the rotary embedding.
+        rotary_base: base of the rotary embedding; in a tuple, None for a block without positions (SmolLM 3).
         interleaved: which features the rotary embedding pairs: (0, 1), (2, 3), ... as in the weights of Meta and
             llama2.c, or (i, i + head_dim / 2) as in those of Hugging Face.
         tied: whether the logits are computed with the embedding table.
         epsilon: epsilon of the norms.
         head_dim: features of a head. Default: width / heads.
         window: a query attends to this many of the last tokens, including its own, as in Mistral 7B v0.1. Default: all.
-        rope_scaling: `LinearScaling` or `Llama3Scaling`, for models whose context was extended after training.
-        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
+        rope_scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `DynamicScaling` or `LongScaling`, for models
+            whose context was extended after training.
+        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`. If they alternate, it is one scan over
+            their periods.
+        rotary_dim: number of features of each head that are rotated, the first ones (Phi-3, GPT-NeoX). Default: all.
+        qkv_bias, out_bias, mlp_bias: whether the projections of the attention, its output, and the MLP have biases
+            (Qwen 2, GPT-NeoX).
+        qk_norm: the norm of queries and keys: "head" (Qwen 3, Gemma 3), "all" heads at once (OLMo 2), or None.
+        query_scalar: scores are divided by its square root. Default: head_dim.
+        attention_softcap, logit_softcap: limit scores and logits to softcap * tanh(x / softcap) (Gemma 2).
+        activation: of the MLP: "silu", "gelu", "gelu_tanh" (Gemma) or "relu".
+        gated: whether the MLP has a gate; otherwise it is `down(activation(up(x)))` (GPT-NeoX).
+        layer_norm: whether the norms are LayerNorms with bias (GPT-NeoX).
+        norm_offset: offset of the RMSNorms' scales, 1 in Gemma.
+        pre_norm, post_norm: whether there are norms before, and after, attention and MLP (Gemma 2 and 3 have both,
+            OLMo 2 those after).
+        parallel: whether attention and MLP have the same input (GPT-NeoX).
+        scale_embeddings: whether the embeddings are multiplied by sqrt(width) (Gemma).
 
     Inputs:
         tokens: integers [batch, time].
@@ -94,7 +102,9 @@ class Decoder(LanguageModel):
 
     Source: Touvron et al. (2023), LLaMA: Open and Efficient Foundation Language Models. Grouped queries: Llama 2.
     Grattafiori et al. (2024), The Llama 3 Herd of Models. SwiGLU: Shazeer (2020), GLU Variants Improve Transformer.
-    Sizes of the stories models: Karpathy's llama2.c.
+    Gemma Team (2024, 2025), Gemma 2 and Gemma 3. Yang et al. (2025), Qwen3 Technical Report. Abdin et al. (2024),
+    Phi-3 Technical Report. Walsh et al. (2024), 2 OLMo 2 Furious. Black et al. (2022), GPT-NeoX-20B. Biderman et al.
+    (2023), Pythia. Sizes of the stories models: Karpathy's llama2.c.
 
     >>> model = models.Decoder.preset("stories260k")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -116,27 +126,8 @@ class Decoder(LanguageModel):
         "llama3-8b": dict(vocab_size=128256, width=4096, depth=32, heads=32, kv_heads=8, hidden=14336, context=8192,
                           rotary_base=500000.0),
     }
-    NAMES: ClassVar = {
-        "huggingface": Names((
-            torch.embed("embed", "model.embed_tokens"), torch.dense("head", "lm_head"),
-            _block("blocks", _HUGGING_FACE), _block("blocks/{i}", _HUGGING_FACE),
-            Rule("norm/scale", "model.norm.weight"), Tied("lm_head.weight", "embed/embedding"),
-            Spare("model.layers.{i}.self_attn.rotary_emb.inv_freq", "blocks/norm1/scale"),
-            Spare("model.layers.{i}.self_attn.rotary_emb.inv_freq", "blocks/{i}/norm1/scale"),
-        ), config={"interleaved": False}, metadata={"format": "pt"}),
-        "llama2c": Names((                  # stacked, as in fnet
-            Rule("embed/embedding", "token_embedding_table"), Rule("head/kernel", "wcls", DENSE),
-            _block("blocks", _LLAMA2C), Rule("norm/scale", "rms_final_weight"),
-            Spare("freq_cis_real"), Spare("freq_cis_imag"),
-        ), config={"interleaved": True, "rotary_base": 10000.0, "epsilon": 1e-5, "head_dim": None, "window": None,
-                   "rope_scaling": None}, header=_header),
-    }
-    CONFIGS: ClassVar = {
-        "llama": transformers(
-            _CONFIG | {"sliding_window": Must((None,))}, architectures=("LlamaForCausalLM",),
-            irrelevant="attention_dropout is_llama_config", names=("huggingface", "llama2c")),
-        "mistral": transformers(_MISTRAL, architectures=("MistralForCausalLM",), irrelevant="attention_dropout"),
-    }
+    NAMES: ClassVar = NAMES
+    CONFIGS: ClassVar = CONFIGS
     HUB: ClassVar = {
         "smollm-135m": ("HuggingFaceTB/SmolLM-135M",), "tinyllama-1.1b": ("TinyLlama/TinyLlama-1.1B-Chat-v1.0",),
         "llama2-7b": ("meta-llama/Llama-2-7b-hf",), "llama3-8b": ("meta-llama/Meta-Llama-3-8B",),
@@ -150,25 +141,73 @@ class Decoder(LanguageModel):
     hidden: int
     _: KW_ONLY
     context: int = 2048
-    rotary_base: float = 10000.0
+    rotary_base: float | tuple[float | None, ...] = 10000.0
     interleaved: bool = False
     tied: bool = False
     epsilon: float = 1e-5
     head_dim: int | None = None
-    window: int | None = None
-    rope_scaling: Callable | None = None
+    window: int | tuple[int | None, ...] | None = None
+    rope_scaling: Callable | tuple[Callable | None, ...] | None = None
     stacked: bool = True
+    rotary_dim: int | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str | None = None
+    query_scalar: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    activation: str = "silu"
+    gated: bool = True
+    layer_norm: bool = False
+    norm_offset: float = 0.0
+    pre_norm: bool = True
+    post_norm: bool = False
+    parallel: bool = False
+    scale_embeddings: bool = False
+
+    def __post_init__(self):
+        for field, values in ("activation", tuple(ACTIVATIONS)), ("qk_norm", ("head", "all", None)):
+            if getattr(self, field) not in values:
+                raise ValueError(f"Decoder: {field} must be {' or '.join(map(repr, values))}; got "
+                                 f"{getattr(self, field)!r}")
 
     def _body(self, scope, tokens, lengths):                               # [batch, time]
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
-        rotary = nn.Rotary(self.rotary_base, interleaved=self.interleaved, scaling=self.rope_scaling)
-        block = decoder_block(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, hidden=self.hidden,
-                            rotary=rotary, window=self.window, epsilon=self.epsilon)
-        x = Blocks(block, self.depth, self.stacked)(scope["blocks"], embed(at, tokens), lengths=lengths)
-        x = nn.RMSNorm(epsilon=self.epsilon)(scope["norm"], x)             # [batch, time, width]
+        x = embed(at, tokens)                                              # [batch, time, width]
+        if self.scale_embeddings:
+            x = x * jnp.asarray(math.sqrt(self.width), x.dtype)
+        x = self._blocks()(scope["blocks"], x, lengths=lengths)
+        x = self._norm()(scope["norm"], x)
         if self.tied:
             return embed, at, x
         return nn.Dense(self.vocab_size, use_bias=False, axes=("embed", "vocab")), scope["head"], x
+
+    def _blocks(self):
+        layers = [tuple(value[number % len(value)] if isinstance(value, tuple) else value for value in (
+            self.window, self.rotary_base, self.rope_scaling)) for number in range(self.depth)]
+        kinds = tuple(dict.fromkeys(layers))
+        block = decoder_block(attentions=tuple(self._attention(*kind) for kind in kinds), mlp=self._mlp(),
+                              norm=self._norm(), pre_norm=self.pre_norm, post_norm=self.post_norm,
+                              parallel=self.parallel)
+        return Blocks(block, self.depth, self.stacked, tuple(map(kinds.index, layers)) if len(kinds) > 1 else ())
+
+    def _attention(self, window, base, scaling):
+        rotary = None if base is None else nn.Rotary(base, interleaved=self.interleaved, scaling=scaling,
+                                                     features=self.rotary_dim)
+        return nn.Attention(
+            self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, causal=True, rotary=rotary, window=window,
+            scale=None if self.query_scalar is None else self.query_scalar ** -0.5, softcap=self.attention_softcap,
+            qk_norm=None if self.qk_norm is None else self._norm(), norm_heads=self.qk_norm != "all",
+            use_bias=self.qkv_bias, out_bias=self.out_bias)
+
+    def _mlp(self):
+        return decoder_mlp(hidden=self.hidden, activation=self.activation, gated=self.gated, use_bias=self.mlp_bias)
+
+    def _norm(self):
+        if self.layer_norm:
+            return nn.LayerNorm(epsilon=self.epsilon)
+        return nn.RMSNorm(epsilon=self.epsilon, offset=self.norm_offset)
 
     @classmethod
     def of_model_bin(cls, path: str | os.PathLike) -> Decoder:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from fnet import layers as nn
 from fnet.models.weights._config import Config
@@ -68,11 +69,13 @@ class LanguageModel(Model):
 
     def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None) -> Any:
         head, at, x = self._body(scope, tokens, lengths)
-        return head.attend(at, x) if isinstance(head, nn.Embed) else head(at, x)
+        logits = head.attend(at, x) if isinstance(head, nn.Embed) else head(at, x)
+        softcap = getattr(self, "logit_softcap", None)
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
     @nn.method
     def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
         """Computes the losses [batch, time] in nats of labels [batch, time], the next tokens. The logits are never all
         in memory (`nn.linear_cross_entropy`), for large vocabularies."""
         head, at, x = self._body(scope, tokens, lengths)
-        return head.cross_entropy(at, x, labels)
+        return head.cross_entropy(at, x, labels, getattr(self, "logit_softcap", None))

@@ -1,13 +1,14 @@
-"""Rotary positions for texts longer than those of the original training: scalings, and their fields in config.json."""
+"""Rotary positions for texts longer than those of the original training."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-
-from fnet.models.weights._config import SKIP, Fields, Must, Use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,66 +74,130 @@ class Llama3Scaling:
         return (rates * (kept + (1 - kept) / self.factor)).astype(rates.dtype)
 
 
-KINDS = {
-    "default": (lambda: None, ()),
-    "linear": (LinearScaling, ("factor",)),
-    "llama3": (Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
-}
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's scaling of rotary positions.
 
+    Slow pairs of features are divided by the factor, fast ones do not change, and those in between are interpolated
+    linearly by their number. The rotated features are multiplied by an amplitude.
 
-def _scaling(value):
-    """Returns the scaling that a `rope_scaling` or `rope_parameters` of config.json describes.
+    Args:
+        factor: the factor, > 0.
+        original_context: maximum length in tokens of the texts in the original training.
+        beta_fast, beta_slow: numbers of rotations within the original context of the slowest pair that does not
+            change, and of the fastest pair that is divided by the factor.
+        amplitude: factor of the rotated queries and keys. Default: 0.1 ln(factor) + 1 if the factor is above 1.
+        truncate: whether the range of interpolated pairs starts and ends at whole numbers.
 
-    Raises:
-        ValueError: fnet does not support it.
+    Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models, section 3.
+
+    >>> import numpy as np
+    >>> from fnet import models
+    >>> models.YarnScaling(4.0, original_context=2048)(np.array([1.0, 0.1, 0.01, 1e-3])).round(5).tolist()
+    [1.0, 0.1, 0.00625, 0.00025]
     """
-    kind, other = (value.get(name) for name in ("rope_type", "type"))
-    kind = kind if kind is not None else "default" if other is None else other
-    if str(kind) not in KINDS or other not in (None, kind):
-        raise ValueError(f"expected the rope_type {' or '.join(map(repr, KINDS))}")
-    make, wanted = KINDS[kind]
-    if set(value) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"} != set(wanted):
-        raise ValueError(f"expected the fields {', '.join(wanted) or 'rope_theta and rope_type'} for the rope_type "
-                         f"{kind!r}")
-    numbers = [value[name] for name in wanted]
-    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
-        raise ValueError("expected numbers")
-    if value.get("partial_rotary_factor") not in (None, 1):
-        raise ValueError("expected a partial_rotary_factor of 1")
-    return make(*numbers)
+
+    factor: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    amplitude: float | None = None    # type: ignore[assignment]
+    truncate: bool = True
+
+    def __post_init__(self):
+        if not (self.factor > 0 and self.original_context > 0 and self.beta_fast > 0 and self.beta_slow > 0):
+            raise ValueError(f"YarnScaling: expected numbers above 0, got {self}")
+        if self.amplitude is None:
+            object.__setattr__(self, "amplitude", growth(self.factor))
+
+    def __call__(self, rates: np.ndarray) -> np.ndarray:
+        if len(rates) < 2:
+            raise ValueError("YarnScaling: expected at least 4 rotated features, got 2")
+        step = -math.log(rates[-1]) / (len(rates) - 1)    # rates[i] = exp(-i step)
+        low, high = (math.log(self.original_context / (turns * 2 * math.pi)) / step
+                     for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * len(rates) - 1)
+        slow = np.clip((np.arange(len(rates)) - low) / (high - low or 0.001), 0, 1)
+        return (rates * (1 - slow + slow / self.factor)).astype(rates.dtype)
 
 
-def _fields(value, config):
-    if value is not None and not isinstance(value, dict):
-        raise ValueError("expected an object or null")
-    if not value:
-        return {} if config.get("rope_parameters") else {"rope_scaling": None}
-    base = {"rotary_base": value["rope_theta"]} if "rope_theta" in value else {}
-    return {"rope_scaling": _scaling(value), **base}
+def growth(factor: float, strength: float = 1.0) -> float:
+    """YaRN's amplitude for a factor."""
+    return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 
-def _written(model):
-    """The `rope_scaling` of config.json for a model: the inverse of `_scaling`."""
-    scaling = model.rope_scaling
-    if scaling is None:
-        return SKIP
-    for kind, (make, wanted) in KINDS.items():
-        if type(scaling) is make:
-            return {"rope_type": kind, **dict(zip(wanted, dataclasses.astuple(scaling)))}
-    raise ValueError(f"expected a scaling of fnet.models, got {scaling!r}")
+@dataclasses.dataclass(frozen=True)
+class DynamicScaling:
+    """Rotary positions with a base that grows with the text, if it is longer than the original context.
+
+    The lengths are those of each example, so examples of one batch are independent.
+
+    Args:
+        factor: the factor, > 0.
+        original_context: maximum length in tokens of the texts in the original training.
+
+    Source: bloc97 and emozilla (2023), NTK-aware and dynamically scaled RoPE.
+
+    >>> import numpy as np
+    >>> from fnet import models
+    >>> rates = models.DynamicScaling(2.0, original_context=8)(np.float32([1.0, 0.5]), jnp.array([8, 16]))
+    >>> np.round(np.asarray(rates, float), 4).tolist()
+    [[1.0, 0.5], [1.0, 0.1667]]
+    """
+
+    factor: float
+    original_context: int
+    by_length: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if not (self.factor > 0 and self.original_context > 0):
+            raise ValueError(f"DynamicScaling: expected factor > 0 and original_context > 0, got {self}")
+
+    def __call__(self, rates: np.ndarray, lengths: jax.Array) -> jax.Array:
+        if len(rates) < 2:
+            raise ValueError("DynamicScaling: expected at least 4 rotated features, got 2")
+        longer = jnp.maximum(lengths.astype(jnp.float32) / self.original_context, 1)
+        base = (self.factor * longer - (self.factor - 1))[:, None]
+        powers = -np.arange(len(rates), dtype=np.float32) / (len(rates) - 1)
+        return rates[None] * base ** powers[None]
 
 
-def _base(config):
-    """The default rope_theta, if config.json has none."""
-    inner = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
-    return SKIP if any(isinstance(each, dict) and "rope_theta" in each for each in inner) else 10000.0
+@dataclasses.dataclass(frozen=True)
+class LongScaling:
+    """LongRoPE's scaling of rotary positions, as in Phi-3: a divisor for each pair of features.
 
+    There is one list of divisors for texts within the original context and one for longer texts. The lengths are those
+    of each example, so examples of one batch are independent. The rotated features are multiplied by an amplitude.
 
-# rope_theta and rope_scaling. transformers 5 and later has both in rope_parameters.
-ROPE = {
-    "rope_theta": Use("rotary_base", _base),
-    "rope_scaling": Fields(_fields, lambda config: SKIP if config.get("rope_parameters") else None, _written),
-    "rope_parameters": Fields(lambda value, config: _fields(value, config) if value else {}),
-    "rope_interleaved": Must((False,)),
-    "partial_rotary_factor": Must((1.0, None)),
-}
+    Args:
+        short, long: the divisors, one for each pair of rotated features.
+        original_context: maximum length in tokens of the texts in the original training.
+        amplitude: factor of the rotated queries and keys.
+
+    Source: Ding et al. (2024), LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens.
+
+    >>> import numpy as np
+    >>> from fnet import models
+    >>> scaling = models.LongScaling((1.0, 1.0), (1.0, 4.0), original_context=8)
+    >>> scaling(np.float32([1.0, 0.5]), jnp.array([8, 9])).tolist()
+    [[1.0, 0.5], [1.0, 0.125]]
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context: int
+    amplitude: float = 1.0
+    by_length: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if not (self.original_context > 0 and all(each > 0 for each in (*self.short, *self.long))):
+            raise ValueError(f"LongScaling: expected numbers above 0, got {self}")
+
+    def __call__(self, rates: np.ndarray, lengths: jax.Array) -> jax.Array:
+        if not len(self.short) == len(self.long) == len(rates):
+            raise ValueError(f"LongScaling: expected {len(rates)} divisors, one for each pair of rotated features, got "
+                             f"{len(self.short)} and {len(self.long)}")
+        short, long = (rates / np.float32(divisors) for divisors in (self.short, self.long))
+        return jnp.where((lengths > self.original_context)[:, None], long[None], short[None])

@@ -121,7 +121,7 @@ def test_float32(name):
     ({"lengths": jnp.array([4, 60])}, {"key_value_seq_lengths": jnp.array([4, 60])})])
 def test_is_jax_nn_s(options, theirs):
     q, k, v = normal(2, 66, 4, 8), normal(2, 66, 2, 8), normal(2, 66, 2, 8, seed=1)
-    close(dot_product_attention(q, k, v, **options), jax.nn.dot_product_attention(q, k, v, **theirs))
+    close(dot_product_attention(q, k, v, **options), jax.dot_product_attention(q, k, v, **theirs))
 
 
 def test_jacobians_forward_and_reverse_agree():
@@ -325,3 +325,25 @@ def test_errors_say_what_is_needed(call, error, text):
     with pytest.raises(error) as raised:
         call()
     assert str(raised.value) == text
+
+
+def test_softcap():
+    """Values and gradients of limited logits, with hidden keys, against the plain formula."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, y = (3 * jax.random.normal(key, (2, 9, heads, 4)) for key, heads in zip(keys, (4, 2, 2, 4)))
+
+    def plain(q, k, v):
+        k, v = (jnp.repeat(x, 2, 2) for x in (k, v))
+        logits = 1.5 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) * 0.7 / 1.5)
+        order = jnp.arange(9)
+        seen = (order[:, None] >= order[None]) & (order[:, None] - order[None] < 4)
+        weights = jax.nn.softmax(jnp.where(seen[None, None], logits, -jnp.inf))
+        return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+    limited = lambda q, k, v: dot_product_attention(q, k, v, causal=True, window=4, scale=0.7, softcap=1.5)
+    for f, g in ((limited, plain), *((jax.grad(lambda *x, f=f: (f(*x) * y).sum(), i), jax.grad(
+            lambda *x: (plain(*x) * y).sum(), i)) for i in range(3) for f in (limited,))):
+        want = g(q, k, v)
+        assert jnp.abs(jax.jit(f)(q, k, v) - want).max() <= 1e-5 * jnp.abs(want).max()
+    with pytest.raises(ValueError, match="softcap must be above 0; got 0"):
+        dot_product_attention(q, k, v, softcap=0)

@@ -36,7 +36,7 @@ def test_load_compares(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     pretrained.load(SMALL, tmp_path)
     written(tmp_path, CONFIG | {"mlp_bias": True})
-    with pytest.raises(ValueError, match="'mlp_bias' is True, expected False"):
+    with pytest.raises(ValueError, match="'mlp_bias' is True, the model has mlp_bias=False"):
         pretrained.load(SMALL, tmp_path)
 
 
@@ -65,8 +65,8 @@ def test_a_folder_without_a_known_model(tmp_path):
     written(tmp_path, {"model_type": "lama"})
     with pytest.raises(ValueError, match="'model_type' is 'lama', which fnet does not support; did you mean 'llama'"):
         pretrained.load(tmp_path)
-    written(tmp_path, CONFIG | {"mlp_bias": True})
-    with pytest.raises(ValueError, match=r"describes a \w+ that fnet does not support: 'mlp_bias' is True"):
+    written(tmp_path, CONFIG | {"mlp_bias": 1})
+    with pytest.raises(ValueError, match=r"describes a \w+ that fnet does not support: 'mlp_bias' is 1, expected true"):
         pretrained.load(tmp_path)
     written(tmp_path, {"architecture": "resnet9000"})
     with pytest.raises(ValueError, match="'architecture' is 'resnet9000', expected"):

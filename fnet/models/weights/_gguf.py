@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet.compress import Int4, Int8, Quantized
-from fnet.models._decoder import Decoder, _block
+from fnet.models._decoder import Decoder
+from fnet.models._decoder_names import block
 from fnet.models._rope import LinearScaling
 from fnet.models.weights import _hub, _key_map, _match
 from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule
@@ -18,7 +19,7 @@ from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule
 _BLOCK = tuple(f"blk.{{i}}.{part}.weight" for part in (
     "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down", "ffn_up", "attn_norm", "ffn_norm"))
 _NAMES = Names((Rule("embed/embedding", "token_embd.weight", SAME), Rule("head/kernel", "output.weight", DENSE),
-                Rule("norm/scale", "output_norm.weight"), *_block("blocks", _BLOCK)))
+                Rule("norm/scale", "output_norm.weight"), *block("blocks", _BLOCK)))
 _FIELDS = {"block_count": "depth", "embedding_length": "width", "feed_forward_length": "hidden",
            "context_length": "context", "attention.head_count": "heads", "attention.head_count_kv": "kv_heads",
            "attention.layer_norm_rms_epsilon": "epsilon", "rope.freq_base": "rotary_base",

@@ -39,7 +39,7 @@ def rules_of(model, name):
     known = _known(model)
     if name not in known:
         raise ValueError(f"{type(model).__name__} has no names {name!r}; it has {', '.join(known)}")
-    return known[name]
+    return known[name].of(model)
 
 
 def who(model, name):
@@ -100,7 +100,7 @@ def names_to_write(model):
     known = _known(model)
     if len(known) == 1:
         return next(iter(known))
-    fitting = [name for name in known if not _differs(model, known[name])]
+    fitting = [name for name in known if not known[name].only_named and not _differs(model, known[name])]
     if len(fitting) != 1:
         raise ValueError(f"pretrained.save: select the names to write for this {type(model).__name__}: names="
                          f"{' or '.join(map(repr, fitting or known))}")

@@ -54,6 +54,27 @@ def flattened(height: int, width: int) -> Layout:
     return Layout(f"flattened {height} x {width}", ours, theirs)
 
 
+def interleaved(heads: int) -> Layout:
+    """Query, key and value in one array, interleaved by head as in GPT-NeoX: [heads 3 head_dim, in] or a bias in the
+    file, [in, 3 heads head_dim] in fnet.
+
+    >>> interleaved(4).ours(np.ones((4 * 3 * 8, 32))).shape
+    (32, 96)
+    """
+
+    def ours(array):
+        array = array.reshape(heads, 3, -1, *array.shape[1:]).swapaxes(0, 1)
+        array = array.reshape(-1, *array.shape[3:])
+        return _swap(array) if array.ndim > 1 else array
+
+    def theirs(array):
+        array = _swap(array) if array.ndim > 1 else array
+        array = array.reshape(3, heads, -1, *array.shape[1:]).swapaxes(0, 1)
+        return array.reshape(-1, *array.shape[3:])
+
+    return Layout(f"interleaved by {heads} heads", ours, theirs)
+
+
 SAME = Layout("same", lambda array: array, lambda array: array)
 DENSE = Layout("dense", _swap, _swap)                                        # [out, in]
 CONV = Layout("conv", lambda array: np.moveaxis(array, (0, 1), (-1, -2)),    # [out, in, *window]
@@ -128,7 +149,8 @@ class Names:
 
     Args:
         rules: `Rule`, `Spare` and `Tied`, in any nesting of tuples. The first rule that matches a path is used. Rules
-            may refer to paths that some configurations do not have.
+            may refer to paths that some configurations do not have. Or a function of the model that returns the rules,
+            if a layout depends on the model.
         prefixes: possible prefixes of the keys; `save` writes the first, or the last for a model with a head.
         heads: rules whose keys have no prefix, as those of a task's head beside an encoder.
         aliases: {end of a key in older files: end of the key now}.
@@ -137,11 +159,12 @@ class Names:
         metadata: the metadata that `save` writes into the file.
         image: the preprocessing of photos with which these weights were trained.
         header: for llama2.c's model.bin, a function from the model to the header. None: the file is safetensors.
+        only_named: whether `save` writes these names only if they are selected with `names=` or `like=`.
 
     >>> names = models.pretrained.Names((models.pretrained.torch.dense("head", "fc"),), metadata={"format": "pt"})
     """
 
-    rules: tuple
+    rules: tuple | Callable[[Any], tuple]
     prefixes: tuple[str, ...] = ("",)
     heads: tuple = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -149,6 +172,11 @@ class Names:
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     image: ImageInput | None = None
     header: Callable | None = None
+    only_named: bool = False
+
+    def of(self, model: Any) -> Names:
+        """These names with the rules for a model."""
+        return dataclasses.replace(self, rules=self.rules(model)) if callable(self.rules) else self
 
     def flat(self) -> list:
         return list(_flat(self.rules))

@@ -1,0 +1,319 @@
+"""config.json of the families of decoders: which of transformers' fields set which field of a Decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fnet.models._rope_config import FULL, SLIDING, collapsed, layers, number, rope, scaling, whole, windows, written
+from fnet.models.weights._config import SKIP, Config, Fields, Must, Use, transformers
+
+PLAIN = dict(window=None, rotary_dim=None, rope_scaling=None, qkv_bias=False, out_bias=False, mlp_bias=False,
+             qk_norm=None, query_scalar=None, attention_softcap=None, logit_softcap=None, activation="silu", gated=True,
+             layer_norm=False, norm_offset=0.0, pre_norm=True, post_norm=False, parallel=False, scale_embeddings=False)
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
+               "gelu_new": "gelu_tanh", "relu": "relu"}
+GATED = "gelu_pytorch_tanh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Count(Use):
+    """A `Use` of a whole number above 0, or null if there is a default."""
+
+    def wanted(self, value, config) -> dict[str, Any]:
+        return super().wanted(value if value is None and self.default else whole(value), config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Number(Use):
+    """A `Use` of a number above 0, or null if `null`."""
+
+    null: bool = False
+
+    def wanted(self, value, config) -> dict[str, Any]:
+        return super().wanted(value if value is None and self.null else number(value), config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag(Use):
+    """A `Use` of true or false."""
+
+    def wanted(self, value, config) -> dict[str, Any]:
+        return super().wanted(flag(value), config)
+
+
+def flag(value):
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value
+
+
+def activation(absent):
+    def read(value, config):
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise ValueError(f"expected {' or '.join(map(repr, ACTIVATIONS))}")
+        return {"activation": ACTIVATIONS[value]}
+
+    return Fields(read, absent, lambda model: next(
+        name for name, ours in ACTIVATIONS.items() if ours == model.activation))
+
+
+def biases(absent=False):
+    return Fields(lambda value, config: dict.fromkeys(("qkv_bias", "out_bias"), flag(value)), absent,
+                  lambda model: model.qkv_bias)
+
+
+def read_by_others(check):
+    """A field that other fields read; its value is checked only."""
+    return Fields(lambda value, config: (check(value), {})[1])
+
+
+def sizes(vocab_size, width, depth, heads, hidden, context, epsilon=1e-6, tied=False):
+    return {
+        "vocab_size": Count("vocab_size", vocab_size), "hidden_size": Count("width", width),
+        "num_hidden_layers": Count("depth", depth), "num_attention_heads": Count("heads", heads),
+        "intermediate_size": Count("hidden", hidden), "rms_norm_eps": Number("epsilon", epsilon),
+        "max_position_embeddings": Count("context", context, shorter=True), "tie_word_embeddings": Flag("tied", tied),
+        "rope_interleaved": Must((False,)),
+    }
+
+
+def kv_heads(absent=None):
+    return Count("kv_heads", absent, lambda model: model.heads)
+
+
+def head_dim(absent=None):
+    return Count("head_dim", absent, (lambda model: model.width // model.heads) if absent is None else None)
+
+
+def family(fields, architecture, *, irrelevant="", names=("huggingface",), sets="", **constants) -> Config:
+    """A table whose `model_type` sets the fields of Decoder that no other field sets.
+
+    Args:
+        fields: the fields of config.json.
+        architecture: the class of transformers.
+        irrelevant, names: as in `transformers`.
+        sets: the fields of Decoder that an entry of `fields` sets that is not a `Use`, separated by spaces.
+        constants: values of this family that differ from those of Llama.
+    """
+    taken = {entry.field for entry in fields.values() if isinstance(entry, Use)} | set(sets.split())
+    values = {name: value for name, value in (PLAIN | constants).items() if name not in taken}
+    return transformers({"model_type": Fields(lambda value, config: values, ""), **fields}, names=names,
+                        architectures=(architecture,), irrelevant=f"attention_dropout auto_map {irrelevant}")
+
+
+# Llama, Mistral.
+LLAMA = sizes(32000, 4096, 32, 32, 11008, 2048) | {
+    "num_key_value_heads": kv_heads(), "head_dim": head_dim(), "hidden_act": activation("silu"),
+    "attention_bias": biases(), "mlp_bias": Flag("mlp_bias", False), "sliding_window": Must((None,)),
+    **rope(context=2048),
+}
+_ROPE = "rotary_base rope_scaling rotary_dim"
+_WINDOW = Count("window", 4096, lambda model: None)
+MISTRAL = sizes(32000, 4096, 32, 32, 14336, 131072) | {
+    "num_key_value_heads": kv_heads(8), "head_dim": head_dim(), "hidden_act": activation("silu"),
+    "sliding_window": _WINDOW, "attention_bias": Must((False,)), "mlp_bias": Must((False,)),
+    **rope(context=131072),
+}
+
+
+# Qwen 2 and 3: the layers from max_window_layers on have windows.
+def _qwen_types(config, window, depth):
+    first = config.get("max_window_layers", 28)
+    return [SLIDING if window is not None and i >= whole(first, 0) else FULL for i in range(whole(depth))]
+
+
+QWEN2 = sizes(151936, 4096, 32, 32, 22016, 32768) | {
+    "num_key_value_heads": kv_heads(32), "head_dim": head_dim(), "hidden_act": activation("silu"),
+    "use_sliding_window": Fields(lambda value, config: (flag(value), {})[1], write=lambda model: any(
+        layers(model, model.window))),
+    "max_window_layers": read_by_others(lambda value: whole(value, 0)), "attention_bias": Must((True,)),
+    **windows(32, 4096, _qwen_types, lambda config: config.get("use_sliding_window", False)), **rope(context=32768),
+}
+QWEN3 = QWEN2 | {"head_dim": head_dim(128), "attention_bias": biases()}
+
+
+# Gemma 1, 2, 3.
+def _gemma_gelu(value, config):
+    if value not in (GATED, "gelu", None):
+        raise ValueError(f"expected {GATED!r}")
+    return {}
+
+
+def _query_scalar(absent):
+    return Number("query_scalar", absent)
+
+
+def _gemma2_types(config, window, depth):
+    return [FULL if i % 2 else SLIDING for i in range(whole(depth))]
+
+
+def _gemma3_types(config, window, depth):
+    pattern = whole(config.get("sliding_window_pattern", 6))
+    return [SLIDING if (i + 1) % pattern else FULL for i in range(whole(depth))]
+
+
+GEMMA = sizes(256000, 3072, 28, 16, 24576, 8192, tied=True) | {
+    "num_key_value_heads": kv_heads(16), "head_dim": head_dim(256), "attention_bias": biases(),
+    # transformers reads "gelu" as its approximation, as the first files meant.
+    "hidden_act": Fields(lambda value, config: activation(GATED).read(GATED if value == "gelu" else value, config),
+                         GATED, lambda model: activation(GATED).write(model)),
+    "hidden_activation": Fields(_gemma_gelu), "use_bidirectional_attention": Must((None, False)),
+    **rope(context=8192),
+}
+GEMMA2 = sizes(256000, 2304, 26, 8, 9216, 8192, tied=True) | {
+    "num_key_value_heads": kv_heads(4), "head_dim": head_dim(256), "attention_bias": biases(),
+    "hidden_activation": activation(GATED), "hidden_act": Fields(_gemma_gelu),
+    "use_bidirectional_attention": Must((None, False)), "query_pre_attn_scalar": _query_scalar(256),
+    "final_logit_softcapping": Number("logit_softcap", 30.0, null=True),
+    "attn_logit_softcapping": Number("attention_softcap", 50.0, null=True),
+    **windows(26, 4096, _gemma2_types), **rope(context=8192),
+}
+
+
+def _gemma3_rope(config):
+    """`rope_parameters` as transformers derives them from older fields."""
+    held = config.get("rope_parameters") or {}
+    full = {"rope_theta": config.get("rope_theta", 1e6), **(held.get("full_attention") or {"rope_type": "default"}),
+            **(config.get("rope_scaling") or {})}
+    local = {"rope_theta": config.get("rope_local_base_freq", 1e4),
+             **(held.get("sliding_attention") or {"rope_type": "default"})}
+    return {FULL: full, SLIDING: local}
+
+
+def _gemma3_bases(value, config):
+    held = config.get("rope_parameters")
+    if not isinstance(value, dict) or (held and set(held) - {FULL, SLIDING}):
+        raise ValueError(f"expected an object with {FULL!r} and {SLIDING!r}")
+    for each in (*(held or {}).values(), config.get("rope_scaling")):
+        if each is not None and not isinstance(each, dict):
+            raise ValueError("expected objects")
+    merged = _gemma3_rope(config)
+    for each in merged.values():
+        if each.get("partial_rotary_factor", 1) != 1:
+            raise ValueError("expected a partial_rotary_factor of 1")
+    types = GEMMA3["layer_types"]
+    kinds = config.get("layer_types") or types.absent(config)
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= {FULL, SLIDING}:
+        return {}    # an error of layer_types
+    scalings = {name: scaling(each, config, 131072) for name, each in merged.items() if name in kinds}
+    return {"rotary_base": collapsed(number(merged[kind]["rope_theta"], "a rope_theta above 0") for kind in kinds),
+            "rope_scaling": collapsed(scalings[kind] for kind in kinds)}
+
+
+def _gemma3_written(model):
+    values = zip(*(layers(model, each) for each in (model.window, model.rotary_base, model.rope_scaling)))
+    kinds = {SLIDING if window else FULL: (base, scale) for window, base, scale in values}
+    return {kind: written(model, *pair) for kind, pair in kinds.items()}
+
+
+def _gemma3_scaling(value, config):
+    if value is not None and not isinstance(value, dict):
+        raise ValueError("expected an object or null")
+    scaling(_gemma3_rope(config)[FULL], config, 131072)
+    return {}
+
+
+GEMMA3: dict[str, Any] = sizes(262208, 2304, 26, 8, 9216, 131072, tied=True) | {
+    "num_key_value_heads": kv_heads(4), "head_dim": head_dim(256), "attention_bias": biases(),
+    "hidden_activation": activation(GATED), "hidden_act": Fields(_gemma_gelu),
+    "use_bidirectional_attention": Must((None, False)), "query_pre_attn_scalar": _query_scalar(256),
+    "final_logit_softcapping": Number("logit_softcap", None, null=True),
+    "attn_logit_softcapping": Must((None,)),    # transformers reads but does not apply it
+    "sliding_window_pattern": read_by_others(whole), **windows(26, 4096, _gemma3_types),
+    "rope_theta": read_by_others(number), "rope_local_base_freq": read_by_others(number),
+    "rope_scaling": Fields(_gemma3_scaling),
+    "rope_parameters": Fields(_gemma3_bases, _gemma3_rope, _gemma3_written),
+}
+
+# Phi-3.
+PHI3 = sizes(32064, 3072, 32, 32, 8192, 4096, epsilon=1e-5) | {
+    "num_key_value_heads": kv_heads(), "head_dim": head_dim(), "hidden_act": activation("silu"),
+    "sliding_window": Count("window", None, lambda model: None), "attention_bias": Must((False,)),
+    "mlp_bias": Must((False,)), "lm_head_bias": Must((False,)),
+    "original_max_position_embeddings": Fields(
+        lambda value, config: (whole(value), {})[1],
+        write=lambda model: getattr(model.rope_scaling, "original_context", SKIP)),
+    **rope(context=4096, turns=True, long=("su", "yarn"), original=4096),
+}
+
+
+# SmolLM3: layers without positions.
+def _no_rope(config):
+    """1 for each layer with positions, 0 for others."""
+    held, depth = config.get("no_rope_layers"), whole(config.get("num_hidden_layers", 36))
+    if held is None:
+        interval = whole(config.get("no_rope_layer_interval", 4))
+        return [int((i + 1) % interval != 0) for i in range(depth)]
+    if not isinstance(held, list) or len(held) < depth or not all(
+            isinstance(each, int) and each in (0, 1) for each in held):
+        raise ValueError(f"expected at least {depth} times 0 or 1")
+    return held[:depth]
+
+
+def _smollm3_types(config, window, depth):
+    return [SLIDING if window is not None and not each else FULL for each in _no_rope(config)]
+
+
+def _positions(config, base):
+    try:
+        return collapsed(base if each else None for each in _no_rope(config))
+    except ValueError:
+        return base    # an error of no_rope_layers
+
+
+def _any_rope(value, config):
+    if not any(_no_rope(config)):
+        raise ValueError("expected a 1, a layer with positions")
+    return {}
+
+
+SMOLLM3 = sizes(128256, 2048, 36, 16, 11008, 32768, tied=True) | {
+    "num_key_value_heads": kv_heads(4), "head_dim": head_dim(), "hidden_act": activation("silu"),
+    "attention_bias": biases(), "mlp_bias": Flag("mlp_bias", False),
+    "use_sliding_window": QWEN2["use_sliding_window"],
+    "no_rope_layers": Fields(_any_rope, _no_rope, lambda model: [
+        int(base is not None) for base in layers(model, model.rotary_base)]),
+    "no_rope_layer_interval": read_by_others(whole),
+    **windows(36, None, _smollm3_types, lambda config: config.get("use_sliding_window", False)),
+    **rope(2000000.0, context=32768, spread=_positions),
+}
+
+# OLMo 2.
+OLMO2 = sizes(50304, 4096, 32, 32, 11008, 2048, epsilon=1e-5) | {
+    "num_key_value_heads": kv_heads(), "head_dim": head_dim(), "hidden_act": activation("silu"),
+    "attention_bias": biases(), **rope(context=2048),
+}
+
+# GPT-NeoX, Pythia.
+GPT_NEOX: dict[str, Any] = sizes(50432, 6144, 44, 64, 24576, 2048) | {
+    "layer_norm_eps": Number("epsilon", 1e-5), "hidden_act": activation("gelu"), "attention_bias": biases(True),
+    "use_parallel_residual": Flag("parallel", True),
+    "num_attention_heads": Fields(lambda value, config: dict.fromkeys(("heads", "kv_heads"), whole(value)), 64,
+                                  lambda model: model.heads),
+    **rope(partial=0.25, context=2048, names=("rotary_emb_base", "rotary_pct"), turns=True),
+}
+del GPT_NEOX["rms_norm_eps"]
+
+_HEADS = f"{_ROPE} activation"
+_BIASED = f"{_HEADS} qkv_bias out_bias"
+_GEMMA = dict(norm_offset=1.0, scale_embeddings=True)
+CONFIGS = {
+    "llama": family(LLAMA, "LlamaForCausalLM", irrelevant="is_llama_config", names=("huggingface", "llama2c"),
+                    sets=_BIASED),
+    "mistral": family(MISTRAL, "MistralForCausalLM", sets=_HEADS),
+    "qwen2": family(QWEN2, "Qwen2ForCausalLM", sets=f"{_HEADS} window", qkv_bias=True),
+    "qwen3": family(QWEN3, "Qwen3ForCausalLM", sets=f"{_BIASED} window", qk_norm="head"),
+    "gemma": family(GEMMA, "GemmaForCausalLM", sets=_BIASED, **_GEMMA),
+    "gemma2": family(GEMMA2, "Gemma2ForCausalLM", irrelevant="cache_implementation", sets=f"{_BIASED} window",
+                     post_norm=True, **_GEMMA),
+    "gemma3_text": family(GEMMA3, "Gemma3ForCausalLM", irrelevant="cache_implementation _sliding_window_pattern",
+                          sets=f"{_BIASED} window", qk_norm="head", post_norm=True, **_GEMMA),
+    "phi3": family(PHI3, "Phi3ForCausalLM", irrelevant="resid_pdrop embd_pdrop", names=("phi3", "huggingface"),
+                   sets=_HEADS),
+    "smollm3": family(SMOLLM3, "SmolLM3ForCausalLM", sets=f"{_BIASED} window"),
+    "olmo2": family(OLMO2, "Olmo2ForCausalLM", sets=_BIASED, qk_norm="all", pre_norm=False, post_norm=True),
+    "gpt_neox": family(GPT_NEOX, "GPTNeoXForCausalLM", irrelevant="hidden_dropout classifier_dropout",
+                       names=("gpt_neox",), sets=f"{_BIASED} heads kv_heads", layer_norm=True, gated=False,
+                       mlp_bias=True),
+}

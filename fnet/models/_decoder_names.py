@@ -1,0 +1,107 @@
+"""The names of a Decoder's arrays in the files of transformers, llama2.c and llama.cpp."""
+
+from __future__ import annotations
+
+from fnet.models.weights import _llama2c
+from fnet.models.weights._weight_names import DENSE, SAME, Names, Rule, Spare, Tied, interleaved, torch
+
+KERNELS = (*(f"attention/{name}" for name in ("query", "key", "value", "out")), "gate", "down", "up")
+LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_weight")
+
+
+def block(ours, keys):
+    """The arrays of a Llama's block: query, key, value, out, gate, down and up as [out, in], then the two norms."""
+    paths = (*(f"{ours}/{name}/kernel" for name in KERNELS), f"{ours}/norm1/scale", f"{ours}/norm2/scale")
+    return tuple(Rule(path, key, DENSE if path.endswith("kernel") else SAME) for path, key in zip(paths, keys))
+
+
+def both(rules):
+    """The rules of stacked and of separate blocks."""
+    return rules("blocks"), rules("blocks/{i}")
+
+
+def header(model):
+    return _llama2c.Header(model.width, model.hidden, model.depth, model.heads, model.kv_heads, model.vocab_size,
+                           model.context, model.tied)
+
+
+def ends(block_rules):
+    """The rules of blocks, and those of the arrays before and after them."""
+    rates = "model.layers.{i}.self_attn.rotary_emb.inv_freq"
+    return (torch.embed("embed", "model.embed_tokens"), torch.dense("head", "lm_head"), both(block_rules),
+            torch.norm("norm", "model.norm"), Tied("lm_head.weight", "embed/embedding"),
+            both(lambda ours: Spare(rates, f"{ours}/attention/query/kernel")))
+
+
+def norms(model, ours, theirs):
+    """The norms of a block. In files with norms after attention and MLP, post_attention_layernorm is one of these."""
+    second = "pre_feedforward_layernorm" if model.post_norm else "post_attention_layernorm"
+    return (torch.norm(f"{ours}/norm1", f"{theirs}.input_layernorm"), torch.norm(f"{ours}/norm2", f"{theirs}.{second}"),
+            torch.norm(f"{ours}/post_norm1", f"{theirs}.post_attention_layernorm"),
+            torch.norm(f"{ours}/post_norm2", f"{theirs}.post_feedforward_layernorm"))
+
+
+def huggingface(model):
+    def rules(ours, theirs="model.layers.{i}"):
+        attention, theirs_attention = f"{ours}/attention", f"{theirs}.self_attn"
+        return (*(torch.dense(f"{attention}/{mine}", f"{theirs_attention}.{name}_proj") for mine, name in (
+                    ("query", "q"), ("key", "k"), ("value", "v"), ("out", "o"))),
+                *(torch.dense(f"{ours}/{name}", f"{theirs}.mlp.{name}_proj") for name in ("gate", "up", "down")),
+                *(torch.norm(f"{attention}/{mine}_norm", f"{theirs_attention}.{name}_norm") for mine, name in (
+                    ("query", "q"), ("key", "k"))), norms(model, ours, theirs))
+
+    return ends(rules)
+
+
+def phi3(model):
+    """Query, key and value in one matrix, gate and up in another."""
+    def rules(ours, theirs="model.layers.{i}"):
+        fused = tuple(f"{ours}/attention/{name}/kernel" for name in ("query", "key", "value"))
+        return (Rule(fused, f"{theirs}.self_attn.qkv_proj.weight", DENSE),
+                Rule((f"{ours}/gate/kernel", f"{ours}/up/kernel"), f"{theirs}.mlp.gate_up_proj.weight", DENSE),
+                torch.dense(f"{ours}/attention/out", f"{theirs}.self_attn.o_proj"),
+                torch.dense(f"{ours}/down", f"{theirs}.mlp.down_proj"), norms(model, ours, theirs))
+
+    return ends(rules)
+
+
+def gpt_neox(model):
+    """Query, key and value in one matrix, interleaved by head."""
+    layout = interleaved(model.heads)
+
+    def rules(ours, theirs="gpt_neox.layers.{i}"):
+        fused = [Rule(tuple(f"{ours}/attention/{name}/{mine}" for name in ("query", "key", "value")),
+                      f"{theirs}.attention.query_key_value.{key}", layout)
+                 for mine, key in (("kernel", "weight"), ("bias", "bias"))]
+        spare = (Spare(f"{theirs}.attention.{name}", f"{ours}/norm1/scale")
+                 for name in ("bias", "masked_bias", "rotary_emb.inv_freq"))
+        return (*fused, torch.dense(f"{ours}/attention/out", f"{theirs}.attention.dense"),
+                torch.dense(f"{ours}/up", f"{theirs}.mlp.dense_h_to_4h"),
+                torch.dense(f"{ours}/down", f"{theirs}.mlp.dense_4h_to_h"),
+                torch.norm(f"{ours}/norm1", f"{theirs}.input_layernorm"),
+                torch.norm(f"{ours}/norm2", f"{theirs}.post_attention_layernorm"), *spare)
+
+    return (torch.embed("embed", "gpt_neox.embed_in"), torch.dense("head", "embed_out"), both(rules),
+            torch.norm("norm", "gpt_neox.final_layer_norm"), Tied("embed_out.weight", "embed/embedding"))
+
+
+def llama2c(model):
+    return (Rule("embed/embedding", "token_embedding_table"), Rule("head/kernel", "wcls", DENSE),
+            block("blocks", LLAMA2C), Rule("norm/scale", "rms_final_weight"),    # stacked, as in fnet
+            Spare("freq_cis_real"), Spare("freq_cis_imag"))
+
+
+def _plain(**others):
+    return dict(gated=True, layer_norm=False, parallel=False) | others
+
+
+_PYTORCH = {"format": "pt"}
+NAMES = {
+    "huggingface": Names(huggingface, config=_plain(interleaved=False), metadata=_PYTORCH),
+    "phi3": Names(phi3, config=_plain(interleaved=False), metadata=_PYTORCH, only_named=True),
+    "gpt_neox": Names(gpt_neox, config={"interleaved": False, "gated": False, "layer_norm": True}, metadata=_PYTORCH),
+    "llama2c": Names(llama2c, config=_plain(
+        interleaved=True, rotary_base=10000.0, epsilon=1e-5, head_dim=None, window=None, rope_scaling=None,
+        activation="silu", norm_offset=0.0, scale_embeddings=False, query_scalar=None, attention_softcap=None,
+        logit_softcap=None, rotary_dim=None), header=header),
+}

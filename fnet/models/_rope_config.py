@@ -1,0 +1,256 @@
+"""The fields of config.json that describe rotary positions and windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fnet.models import _rope
+from fnet.models.weights._config import SKIP, Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+def number(value, what="a number above 0"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"expected {what}")
+    return value
+
+
+def whole(value, least=1):
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"expected a whole number of at least {least}")
+    return value
+
+
+def collapsed(values):
+    """A value for each layer as a field of Decoder: one value if all are equal, otherwise the shortest period."""
+    values = tuple(values)
+    period = next(n for n in range(1, len(values) + 1) if all(
+        value == values[i % n] for i, value in enumerate(values)))
+    return values[0] if period == 1 else values[:period]
+
+
+def scaling(value, config, context, long=()):
+    """Returns the scaling that a `rope_scaling` or `rope_parameters` of config.json describes.
+
+    Args:
+        value: the field.
+        config: config.json.
+        context: `max_position_embeddings` if config.json has none.
+        long: other names of longrope.
+
+    Raises:
+        ValueError: fnet does not support it.
+    """
+    kind, other = (value.get(name) for name in ("rope_type", "type"))
+    kind = kind if kind is not None else "default" if other is None else other
+    if other not in (None, kind) or not isinstance(kind, str) or kind not in {*_KINDS, *long}:
+        raise ValueError(f"expected the rope_type {' or '.join(map(repr, _KINDS))}")
+    make, required, optional = _KINDS["longrope" if kind in long else kind]
+    names = set(value) - COMMON
+    if not set(required) <= names <= {*required, *optional}:
+        raise ValueError(f"expected the fields {', '.join(required) or 'rope_theta and rope_type'} for the rope_type "
+                         f"{kind!r}" + (f", and possibly {', '.join(optional)}" if optional else ""))
+    longest = whole(config.get("max_position_embeddings", context))
+    given = {name: each for name, each in value.items() if name in {*required, *optional} and each is not None}
+    for name, each in given.items():
+        if name not in ("short_factor", "long_factor", "truncate"):
+            number(each, f"numbers above 0, such as {name}")
+    if missing := set(required) - set(given):
+        raise ValueError(f"expected numbers, such as {min(missing)}")
+    return make({"original_max_position_embeddings": longest, **given}, longest)
+
+
+def _yarn(given, longest):
+    amplitude = given.get("attention_factor")
+    if amplitude is None and "mscale" in given and "mscale_all_dim" in given:
+        amplitude = (_rope.growth(given["factor"], given["mscale"])
+                     / _rope.growth(given["factor"], given["mscale_all_dim"]))
+    if not isinstance(given.get("truncate", True), bool):
+        raise ValueError("expected true or false as truncate")
+    return _rope.YarnScaling(given["factor"], given["original_max_position_embeddings"], given.get("beta_fast", 32.0),
+                             given.get("beta_slow", 1.0), amplitude, given.get("truncate", True))
+
+
+def _long(given, longest):
+    original = given["original_max_position_embeddings"]
+    factor, amplitude = given.get("factor", longest / original), given.get("attention_factor")
+    if original < 2:
+        raise ValueError("expected original_max_position_embeddings above 1")
+    if amplitude is None:
+        amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    for name in "short_factor", "long_factor":
+        if not isinstance(given[name], list):
+            raise ValueError(f"expected a list of numbers as {name}")
+        for each in given[name]:
+            number(each, f"numbers above 0 in {name}")
+    return _rope.LongScaling(tuple(given["short_factor"]), tuple(given["long_factor"]), original, amplitude)
+
+
+_ORIGINAL = ("original_max_position_embeddings",)
+_KINDS = {
+    "default": (lambda given, longest: None, (), ()),
+    "linear": (lambda given, longest: _rope.LinearScaling(given["factor"]), ("factor",), ()),
+    "dynamic": (lambda given, longest: _rope.DynamicScaling(given["factor"], longest), ("factor",), ()),
+    "llama3": (lambda given, longest: _rope.Llama3Scaling(
+        given["factor"], given["low_freq_factor"], given["high_freq_factor"],
+        given["original_max_position_embeddings"]), ("factor", "low_freq_factor", "high_freq_factor"), _ORIGINAL),
+    "yarn": (_yarn, ("factor",), (*_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+                                  "truncate")),
+    "longrope": (_long, ("short_factor", "long_factor"), (*_ORIGINAL, "factor", "attention_factor")),
+}
+
+
+def written(model, base, scale, partial=None) -> dict[str, Any]:
+    """`rope_parameters` of transformers for a base and a scaling."""
+    fields: dict[str, Any] = {"rope_theta": base, **({} if partial is None else {"partial_rotary_factor": partial})}
+    match scale:
+        case None:
+            return {"rope_type": "default", **fields}
+        case _rope.LinearScaling():
+            return {"rope_type": "linear", "factor": scale.factor, **fields}
+        case _rope.DynamicScaling() if scale.original_context == model.context:
+            return {"rope_type": "dynamic", "factor": scale.factor, **fields}
+        case _rope.Llama3Scaling():
+            return {"rope_type": "llama3", "factor": scale.factor, "low_freq_factor": scale.low_freq_factor,
+                    "high_freq_factor": scale.high_freq_factor,
+                    "original_max_position_embeddings": scale.original_context, **fields}
+        case _rope.YarnScaling():
+            return {"rope_type": "yarn", "factor": scale.factor, "beta_fast": scale.beta_fast,
+                    "beta_slow": scale.beta_slow, "attention_factor": scale.amplitude, "truncate": scale.truncate,
+                    "original_max_position_embeddings": scale.original_context, **fields}
+        case _rope.LongScaling():
+            return {"rope_type": "longrope", "short_factor": list(scale.short), "long_factor": list(scale.long),
+                    "attention_factor": scale.amplitude,
+                    "original_max_position_embeddings": scale.original_context, **fields}
+    raise ValueError(f"config.json has no form for rope_scaling={scale!r}")
+
+
+def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_rotary_factor"), turns=False, long=(),
+         spread: Callable = lambda config, base: base, original: int | None = None) -> dict[str, Fields]:
+    """The fields of rotary positions: a base, its scaling, and the part of each head that is rotated.
+
+    transformers before version 5 writes `rope_theta` and `rope_scaling`, later versions write both in
+    `rope_parameters`. If a config.json has both, `rope_scaling` is used, as in transformers.
+
+    Args:
+        theta, partial: the base and the part of a head that is rotated, if config.json has none.
+        context: `max_position_embeddings` if config.json has none.
+        names: the fields of the base and of the part outside `rope_parameters`.
+        turns: whether the family supports parts of a head.
+        long: other names of the rope_type longrope.
+        spread: (config, base) -> `rotary_base`, for families with layers without positions.
+        original: `original_max_position_embeddings` if config.json has none, for families that have this field outside
+            `rope_parameters`.
+    """
+    def inner(config) -> Mapping[str, Any]:
+        value = config.get("rope_scaling") or config.get("rope_parameters")
+        return value if isinstance(value, dict) else {}
+
+    def outside(name, value, config):
+        """Whether a field outside `rope_parameters` is used; if both are present, they must be equal."""
+        held = inner(config).get(name, value)
+        if held != value:
+            raise ValueError(f"expected {held!r}, the {name} in rope_parameters or rope_scaling")
+        return name not in inner(config)
+
+    def base(value, config):
+        used = outside("rope_theta", number(value), config)
+        return {"rotary_base": spread(config, value)} if used else {}
+
+    def part(value, config):
+        if not outside("partial_rotary_factor", value, config):
+            return {}
+        return {"rotary_dim": _rotated(1.0 if value is None else value, config, turns)}
+
+    def both(value, config):
+        if not isinstance(value, dict):
+            raise ValueError("expected an object or null")
+        if original is not None and value.get("rope_type", value.get("type")) in ("longrope", *long):
+            value = {**value, "original_max_position_embeddings":
+                     config.get("original_max_position_embeddings", original)}
+        fields = {"rope_scaling": scaling(value, config, context, long)}
+        if "rope_theta" in value:
+            fields["rotary_base"] = spread(config, number(value["rope_theta"], "a rope_theta above 0"))
+        if "partial_rotary_factor" in value:
+            fields["rotary_dim"] = _rotated(value["partial_rotary_factor"], config, turns)
+        return fields
+
+    def older(value, config):
+        return both(value, config) if value else {} if config.get("rope_parameters") else {"rope_scaling": None}
+
+    def newer(value, config):
+        return both(value, config) if value and not config.get("rope_scaling") else {}
+
+    def write(model):
+        bases = model.rotary_base if isinstance(model.rotary_base, tuple) else (model.rotary_base,)
+        head_dim = model.head_dim or model.width // model.heads
+        ratio = None if not turns else 1.0 if model.rotary_dim is None else model.rotary_dim / head_dim
+        return written(model, next(each for each in bases if each is not None), model.rope_scaling, ratio)
+
+    return {
+        names[0]: Fields(base, lambda config: SKIP if "rope_theta" in inner(config) else theta),
+        names[1]: Fields(part, lambda config: SKIP if "partial_rotary_factor" in inner(config) else partial),
+        "rope_scaling": Fields(older, lambda config: SKIP if config.get("rope_parameters") else None),
+        "rope_parameters": Fields(newer, write=write),
+    }
+
+
+def _rotated(part, config, turns):
+    """The number of rotated features of a head; None for all."""
+    part = number(1.0 if part is None else part, "a partial_rotary_factor from 0 to 1")
+    if part > 1 or (part != 1 and not turns):
+        raise ValueError("expected a partial_rotary_factor " + ("from 0 to 1" if turns else "of 1"))
+    if part == 1:
+        return None
+    head_dim = config.get("head_dim") or whole(config.get("hidden_size")) // whole(config.get("num_attention_heads"))
+    rotated = int(head_dim * part)
+    if rotated < 2 or rotated % 2:
+        raise ValueError(f"expected a partial_rotary_factor that rotates an even number of the {head_dim} features")
+    return None if rotated == head_dim else rotated
+
+
+def layer_types(value, config, depth):
+    """A `layer_types` that has one of two types for each layer."""
+    depth = config.get("num_hidden_layers", depth)
+    if not isinstance(value, list) or len(value) != depth or not all(each in (FULL, SLIDING) for each in value):
+        raise ValueError(f"expected {depth} times {FULL!r} or {SLIDING!r}")
+    return value
+
+
+def windows(depth, size, derived: Callable, used: Callable = lambda config: True) -> dict[str, Fields]:
+    """The fields of windows that some layers have.
+
+    Args:
+        depth, size: `num_hidden_layers` and `sliding_window` if config.json has none.
+        derived: function of config.json, the window and the depth: `layer_types` if config.json has none.
+        used: whether config.json uses windows.
+    """
+    def window(config):
+        return config.get("sliding_window", size) if used(config) else None
+
+    def types(value, config):
+        held, value = window(config), layer_types(absent(config) if value is None else value, config, depth)
+        if held is None and SLIDING in value:
+            raise ValueError("expected no sliding_attention without sliding_window (and use_sliding_window)")
+        return {"window": collapsed(held if each == SLIDING else None for each in value)}
+
+    def absent(config):
+        return derived(config, window(config), config.get("num_hidden_layers", depth))
+
+    def write(model):
+        return [SLIDING if each else FULL for each in layers(model, model.window)]
+
+    return {
+        "layer_types": Fields(types, absent, write=write),
+        "sliding_window": Fields(lambda value, config: {} if value is None else (whole(value), {})[1],
+                                 write=lambda model: next(filter(None, layers(model, model.window)), None)),
+    }
+
+
+def layers(model, value):
+    """The value of a field of Decoder for each layer."""
+    return [value[i % len(value)] if isinstance(value, tuple) else value for i in range(model.depth)]
