@@ -17,6 +17,7 @@ if os.environ.setdefault("FNET_TEST_COMPILER", "fast") == "fast":
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["HF_HUB_OFFLINE"] = "1"    # no test asks a hub other than its own
 os.environ.setdefault("FNET_PROBE", "0")    # no test waits for, or depends on, what this CPU measures
 
 

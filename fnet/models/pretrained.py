@@ -46,34 +46,42 @@ from fnet.models.weights._weight_names import (
 
 __all__ = [
     "CONV", "DENSE", "DEPTHWISE", "SAME", "Layout", "Names", "Rule", "Spare", "Tied", "find", "flattened", "keras",
-    "load", "load_adapter", "load_gguf", "model", "names_of", "save", "save_adapter", "torch",
+    "load", "load_adapter", "load_gguf", "model", "names_of", "revision", "save", "save_adapter", "torch",
 ]
 
 
 def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None, *, dtype=None,
-         names: str | None = None, check_config: bool = True) -> tuple:
+         names: str | None = None, check_config: bool = True, revision: str | None = None) -> tuple:
     """Reads pretrained weights: `(params, state)` of a model, or `(model, params, state)` of a folder or preset.
+
+    A repository of Hugging Face's hub that is in no cache is downloaded into Hugging Face's own
+    (`pip install 'fnet[hub]'`): config.json, generation_config.json, the files of the tokenizer and *.safetensors,
+    never pickles or code. A file is continued after an interrupted connection, complete files are kept, and
+    checksums are compared. HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
 
     If the folder contains a config.json (of transformers or timm), its fields determine the model. A given model is
     compared with it: every field must have the model's value or be known to have no effect on the forward pass.
 
     Args:
         model: the model whose weights to read. Or, for `(model, params, state)`: a folder with a config.json, a
-            model.bin of llama2.c, a repository of Hugging Face's hub in its cache ("HuggingFaceTB/SmolLM-135M"), or
-            the name of a preset ("resnet50").
+            model.bin of llama2.c, a repository of Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a
+            preset ("resnet50").
         path: the weights of a given model or preset: a safetensors file, a folder with one (or with shards and their
-            index), llama2.c's model.bin, the name of a folder in ~/.cache/fnet, or a repository of Hugging Face's hub
-            in its cache. Default for a preset: its name.
+            index), llama2.c's model.bin, the name of a folder in ~/.cache/fnet, or a repository of Hugging Face's hub.
+            Default for a preset: its name.
         dtype: the dtype to which floating-point arrays are cast. Default: those of the file.
         names: the framework whose names the file has, one of the model's `NAMES`. Default: detected from the keys.
         check_config: whether to compare a config.json with the model.
+        revision: a branch, tag or commit of the repository. Default: what is in the cache, or "main". `revision(name)`
+            returns the commit.
 
     Returns:
         `(params, state)` for a model, `(model, params, state)` for a folder or a preset. Params and state have the
         structure of `model.init`, with `jax.Array`s. State is `{}` if the model has none.
 
     Raises:
-        FileNotFoundError: the weights are not on this disk. The message names the download.
+        FileNotFoundError: the weights are not on this disk and cannot be downloaded. The message names the download.
+        OSError: a download was interrupted (the next call continues it), or its checksum differs.
         ValueError: the file is damaged or not a file of weights; keys are missing, unexpected or have another shape;
             fields of config.json differ from the model or are unknown; the file is for another configuration.
         TypeError: `dtype` is not a floating-point dtype, or the file's dtypes do not suit parameters.
@@ -89,16 +97,16 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
         if path is None:
             raise TypeError(f"pretrained.load: pass the path of the weights for this {type(model).__name__}, a file, "
                             "a folder or a name; only a folder and the name of a preset imply them")
-        return _load(model, find(path), dtype, names, check_config)
+        return _load(model, find(path, revision=revision), dtype, names, check_config)
     if isinstance(model, str) and any(model in cls.PRESETS for cls in _classes()):
-        path = find(model if path is None else path)
+        path = find(model if path is None else path, revision=revision)
         model = _variant(_class_of(model), model, path, {})
     elif path is not None:
         raise ValueError(f"pretrained.load: expected a model or the name of a preset before the path, got {model!r}; "
                          "a folder with a config.json is loaded without a second argument")
     else:
         try:
-            path = find(model)
+            path = find(model, revision=revision)
         except FileNotFoundError:
             if isinstance(model, str) and model.isidentifier():
                 _class_of(model)        # raises, with the presets of similar names
@@ -248,11 +256,14 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
                                _match.renamed(model, _tensors.read(find(path))), None)[0]
 
 
-def find(name: str | os.PathLike) -> Path:
+def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
     """Returns the path of the weights that `load` would read: a path, the name of a preset, or a repository.
 
+    A repository that is in no cache is downloaded, as by `load`.
+
     Raises:
-        FileNotFoundError: they are not on this disk. The message lists the places searched, and what to download.
+        FileNotFoundError: they are not on this disk and cannot be downloaded. The message lists the places searched,
+            and what to download.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +272,19 @@ def find(name: str | os.PathLike) -> Path:
     True
     """
     held = [cls.HUB.get(name, ()) for cls in _classes() if name in cls.PRESETS]
-    return _hub.find(name, held[0] if held else ())
+    return _hub.find(name, held[0] if held else (), revision)
+
+
+def revision(name: str | os.PathLike) -> str | None:
+    """Returns the commit of weights from Hugging Face's hub, by path or name as in `find`; None for other weights.
+
+        path = pretrained.find("HuggingFaceTB/SmolLM2-135M")
+        pretrained.revision(path)      # pass it as load(..., revision=) to read the same weights later
+
+    >>> models.pretrained.revision("/cache/models--org--name/snapshots/93efa2f097d58c2a74874c7e644dbc9b0cee75a2")
+    '93efa2f097d58c2a74874c7e644dbc9b0cee75a2'
+    """
+    return _hub.commit(Path(name)) or _hub.commit(find(name))
 
 
 def _of_folder(path):

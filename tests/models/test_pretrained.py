@@ -317,8 +317,8 @@ def test_a_name_finds_a_cache_and_the_model_of_its_weights(small_is_published, t
 
 def test_a_name_that_is_not_on_this_disk(small_is_published, tmp_path):
     refused(FileNotFoundError, r"the weights 'small' are not on this disk: no such path, nothing in .*own/small, no "
-            r"someone/small in Hugging Face's cache, .*hub: download it with 'hf download someone/small', or copy "
-            r"its files to .*own/small; or write its model.safetensors in Python \(import torchvision, .*"
+            r"someone/small in Hugging Face's cache, .*hub \(.*\): download it with 'hf download someone/small', or "
+            r"copy its files to .*own/small; or write its model.safetensors in Python \(import torchvision, .*"
             r"get_model\('small', weights='IMAGENET1K_V1'\).*\) and put it into .*own/small$", "small")
     refused(FileNotFoundError, "download it with 'hf download small_deep'", "small_deep")
     refused(FileNotFoundError, "download it with 'hf download some/repository'", TORCH, "some/repository")

@@ -109,13 +109,18 @@ def write_config(folder: Path, config: Mapping, params: Mapping) -> None:
     write_json(folder / CONFIG, config)
 
 
+def is_beside(name: str) -> bool:
+    """Whether a file of this name is for generation, a tokenizer or preprocessing."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in BESIDE)
+
+
 def copy_beside(source: Path, folder: Path) -> None:
     """Copies the files for generation, tokenizers and preprocessing."""
     if source.resolve() == folder.resolve():
         return
     for path in sorted(each for each in source.rglob("*") if each.is_file()):
         name = path.relative_to(source).as_posix()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in BESIDE):
+        if is_beside(name):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
 

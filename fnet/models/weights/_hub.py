@@ -1,10 +1,12 @@
-"""Finds weights on this disk, in fnet's cache and in Hugging Face's cache. Nothing is downloaded."""
+"""Finds weights on this disk, in fnet's cache and in Hugging Face's cache; else downloads them into the latter."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+
+from fnet.models.weights import _download
 
 _TORCHVISION = ("write its model.safetensors in Python (import torchvision, safetensors.torch; safetensors.torch."
                 "save_file(torchvision.models.get_model({!r}, weights='IMAGENET1K_V1').state_dict(), "
@@ -38,42 +40,70 @@ def hugging_face() -> Path:
     return _expanded(os.environ.get("HF_HOME") or f"{base}/huggingface") / "hub"
 
 
-def find(name: str | os.PathLike, repositories: tuple[str, ...] = ()) -> Path:
-    """Returns the file or folder with this name.
+def find(name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: str | None = None) -> Path:
+    """Returns the file or folder with this name. A repository that is in no cache is downloaded.
 
     Args:
-        name: a path, the name of a folder in fnet's cache, or a repository of Hugging Face's hub in its cache
+        name: a path, the name of a folder in fnet's cache, or a repository of Hugging Face's hub
             ("sentence-transformers/all-MiniLM-L6-v2").
         repositories: where the weights are published, as in `Model.HUB`.
+        revision: a branch, tag or commit of the repository. Default: what is in the cache, or "main".
 
     Raises:
-        FileNotFoundError: it is not on this disk. The message lists the places searched, and what to download.
+        FileNotFoundError: it is not on this disk and cannot be downloaded. The message lists the places searched, and
+            what to download.
+        OSError, ValueError: as `_download.download`.
     """
     path = _expanded(name)
-    if path.exists():
+    if path.exists() and revision is None:
         return path
     if not isinstance(name, str) or not _REPOSITORY.fullmatch(name):
+        if path.exists():
+            raise ValueError(f"{path}: a revision can be given for a repository of Hugging Face's hub, not for a path")
         raise FileNotFoundError(f"{path}: no such file or folder")
     own = cache() / name
-    if own.is_dir() and any(own.iterdir()):
+    if own.is_dir() and any(own.iterdir()) and revision is None:
         return own
     hub = [each for each in repositories or (name,) if ":" not in each]
+    partial = None
     for repository in hub:
-        if snapshot := _snapshot(repository):
-            return snapshot
-    ways = [f"download it with 'hf download {each}', or copy its files to {own}" for each in hub[:1]]
+        if snapshot := _snapshot(repository, revision):
+            if _download.complete(snapshot):
+                return snapshot
+            partial = partial or snapshot
+    remote = [each for each in hub if "/" in each and not each.endswith((".safetensors", ".bin"))]
+    reason = _download.unavailable() if remote else None
+    if remote and reason is None:
+        try:
+            return _download.download(remote[0], revision, hugging_face())
+        except ConnectionError as error:
+            reason = str(error)
+    if partial is not None:
+        return partial    # without weights: loading says what it lacks
+    option = "" if revision is None else f" --revision {revision}"
+    ways = [f"download it with 'hf download {each}{option}', or copy its files to {own}" for each in hub[:1]]
     ways += [_TORCHVISION.format(each.partition(":")[2], own) for each in repositories if ":" in each]
     raise FileNotFoundError(
         f"the weights {name!r} are not on this disk: no such path, nothing in {own}"
         + (f", no {' or '.join(hub)} in Hugging Face's cache, {hugging_face()}" if hub else "")
-        + f": {'; or '.join(ways)}")
+        + (f" ({reason})" if reason else "") + f": {'; or '.join(ways)}")
 
 
-def _snapshot(repository: str) -> Path | None:
-    """The snapshot of a repository in Hugging Face's cache: that of its main branch, or the newest."""
-    folder = hugging_face() / f"models--{repository.replace('/', '--')}"
-    main = folder / "refs" / "main"
-    if main.is_file() and (found := folder / "snapshots" / main.read_text().strip()).is_dir():
+def commit(path: Path) -> str | None:
+    """The commit of a path in Hugging Face's cache; None for other paths."""
+    for folder in (path, *path.parents):
+        if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
+            return folder.name
+    return None
+
+
+def _snapshot(repository: str, revision: str | None) -> Path | None:
+    """The snapshot of a repository in Hugging Face's cache: that of the revision; by default main's, or the newest."""
+    snapshots = _download.snapshots(hugging_face(), repository)
+    if revision is not None and (snapshots / revision).is_dir():
+        return snapshots / revision
+    ref = snapshots.parent / "refs" / (revision or "main")
+    if ref.is_file() and (found := snapshots / ref.read_text().strip()).is_dir():
         return found
-    held = [each for each in (folder / "snapshots").glob("*") if each.is_dir()]
+    held = [each for each in snapshots.glob("*") if each.is_dir()] if revision is None else []
     return max(held, key=lambda each: each.stat().st_mtime, default=None)

@@ -137,7 +137,12 @@ def _safetensors(file: Path) -> Tensors:
     return Tensors(file, arrays, metadata)
 
 
-def _shards(index: Path) -> Tensors:
+def shards(index: Path) -> tuple[dict[str, str], list[str]]:
+    """Reads an index of shards: ({key: the shard with it}, the names of the shards).
+
+    Raises:
+        ValueError: the file is not an index.
+    """
     size = index.stat().st_size
     if size > _INDEX:
         raise ValueError(f"{index} is not an index of shards: it has {size:,} bytes, expected at most {_INDEX:,}")
@@ -151,6 +156,11 @@ def _shards(index: Path) -> Tensors:
             raise ValueError("its shards must be files in the same folder")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is not an index of shards: {error or type(error).__name__}") from None
+    return where, names
+
+
+def _shards(index: Path) -> Tensors:
+    where, names = shards(index)
     lacking = [name for name in names if not (index.parent / name).is_file()]
     if lacking:
         raise FileNotFoundError(f"{index} names {len(names)} shards; {', '.join(lacking)} {_is(lacking)} missing")
