@@ -101,10 +101,11 @@ def train(config, workdir, policy, **fit_options):
     def step(state, batch):
         key, dropout = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.step))
         images = standard(augment(key, batch["image"].astype(jnp.float32) / 255))
-        (wanted, _), features = ft.capture(teacher, FEATURES)(snapshot.averaged, images, state=snapshot.state)
+        known, variables = state.state["teacher"], state.state["student"]
+        (wanted, _), features = ft.capture(teacher, FEATURES)(known["params"], images, state=known["state"])
 
         def loss(params):
-            (logits, new), mine = ft.capture(student, FEATURES)(params["student"], images, state=state.state,
+            (logits, new), mine = ft.capture(student, FEATURES)(params["student"], images, state=variables,
                                                                 key=dropout, train=True)
             value = compress.distillation_loss(logits, wanted, batch["label"], temperature=config.temperature,
                                                weight=config.weight).mean()
@@ -117,7 +118,7 @@ def train(config, workdir, policy, **fit_options):
         (value, (logits, new)), grads = gradient(state.opt_state, state.params)
         accuracy = tr.mean(logits.argmax(-1) == batch["label"])
         metrics = {"loss": value, "accuracy": accuracy, "learning_rate": rate(state.step)}
-        return state.apply(tx, grads, state=new), metrics
+        return state.apply(tx, grads, state={**state.state, "student": new}), metrics
 
     def accuracy(model, params, variables, batch):
         images = standard(batch["image"].astype(jnp.float32) / 255)
@@ -125,7 +126,7 @@ def train(config, workdir, policy, **fit_options):
         return tr.mean(logits.argmax(-1) == batch["label"], batch["weight"])
 
     def measure(state, batch):
-        return {"accuracy": accuracy(student, state.params["student"], state.state, batch)}
+        return {"accuracy": accuracy(student, state.params["student"], state.state["student"], batch)}
 
     def init(key):
         one, two = jax.random.split(key)
@@ -134,7 +135,9 @@ def train(config, workdir, policy, **fit_options):
         if config.hidden:
             sizes = [tree["head"]["kernel"].shape[0] for tree in (params["student"], snapshot.params)]
             params["projection"] = jax.random.normal(two, sizes) / math.sqrt(sizes[0])
-        return tr.TrainState.create(params, tx, state=variables)
+        # The teacher is a part of the state, because arrays that a step closes over are constants of its program.
+        known = {"params": snapshot.averaged, "state": snapshot.state}
+        return tr.TrainState.create(params, tx, state={"student": variables, "teacher": known})
 
     evaluate = {"test": tr.evaluator(measure, test_set, batch_size=500)}
     common.check_memory(init, 4 * config.batch_size * math.prod(shape), "--batch_size or --width")
@@ -148,14 +151,15 @@ def train(config, workdir, policy, **fit_options):
     state = tr.fit(step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every, log_every=every,
                    progress=tr.Progress(), config=config, notes={"policy": str(policy)}, **fit_options)
     print(f"trained to step {int(state.step)} in {tr.duration(time.perf_counter() - began)}")
-    score = lambda model, params, variables: tr.evaluator(lambda _, batch: {"accuracy": accuracy(
-        model, params, variables, batch)}, test_set, batch_size=500)(state)["accuracy"]
+    score = lambda model, *arrays: tr.evaluator(lambda arrays, batch: {"accuracy": accuracy(
+        model, *arrays, batch)}, test_set, batch_size=500)(arrays)["accuracy"]
+    known, variables = state.state["teacher"], state.state["student"]
     values = {"accuracy": evaluate["test"](state)["accuracy"], "averaged": None,
-              "teacher": score(teacher, snapshot.averaged, snapshot.state)}
+              "teacher": score(teacher, known["params"], known["state"])}
     if config.swa:
         averaged = tr.averaged_weights(state.opt_state)["student"]
         images = [standard(batches(i)["image"].astype(np.float32) / 255) for i in range(min(steps, 50))]
-        variables = tr.batch_statistics(student, averaged, state.state, images, key=jax.random.key(config.seed))
+        variables = tr.batch_statistics(student, averaged, variables, images, key=jax.random.key(config.seed))
         values["averaged"] = score(student, averaged, variables)
     title = f"{taught.dataset}: test accuracy {values['accuracy']:.4f} of {small:,} parameters"
     tr.plots.curves(tr.read_metrics(workdir), workdir / "curves.png", title=title)

@@ -5,6 +5,8 @@ import json
 import pathlib
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from fnet import hardware as hw
@@ -41,8 +43,21 @@ def test_a_student_learns_from_the_teacher(teacher, tmp_path, capsys):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "config.json").read_text())["hidden"] == 1.0
     assert tr.load(tmp_path).params["projection"].shape == (16, 16)
+    assert set(tr.load(tmp_path).state) == {"student", "teacher"}
     again = distil.train(config, tmp_path, POLICY)
     assert again == pytest.approx(values) and "resumed at step 200" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_the_teacher_is_no_constant_of_the_program(teacher, tmp_path, monkeypatch):
+    def fit(step, state, batches, **_):
+        constants = jax.make_jaxpr(step)(state, batches(0)).consts
+        raise InterruptedError(sum(np.size(constant) for constant in constants))
+
+    monkeypatch.setattr(distil.tr, "fit", fit)
+    with pytest.raises(InterruptedError) as error:
+        distil.train(distil.Config(teacher=str(teacher[0]), precision="float32"), tmp_path, POLICY)
+    assert error.value.args[0] < 100       # mean and standard deviation of the pixels
 
 
 @pytest.mark.exhaustive
