@@ -29,7 +29,9 @@ from fnet.models import pretrained
 
 NAMES = ("minilm", "stories15m", "resnet50")
 MODELS = flags.DEFINE_list("compress_models", list(NAMES), f"some of {', '.join(NAMES)}")
-TIMES = flags.DEFINE_bool("compress_time", True, "measure times at batch 1 and 32")
+TIMES = flags.DEFINE_bool("compress_time", True, "measure times")
+ACCURACY = flags.DEFINE_bool("compress_accuracy", True, "measure the agreement with float32")
+BATCHES = flags.DEFINE_list("compress_batches", ["1", "32"], "batch sizes of the times")
 KERNELS = {
     "minilm": ["blocks/.*"], "stories15m": ["blocks/.*"], "resnet50": ["(?!stem|head).*"],
 }
@@ -115,11 +117,11 @@ def recipes(name, stats, with_gram):
     found = {"float32": lambda params: params, "int8": rounded(Int8()),
              "int8, dynamic activations": rounded(Int8(activations="dynamic")),
              "int8, calibrated activations": rounded(Int8(activations="percentile"), stats=stats),
-             "float8": rounded(Float8())}
+             "float8": rounded(Float8()), "int4, groups of 32": rounded(Int4(32))}
     if with_gram:
         found |= {"int8 and the embedding": lambda params: compress.quantize(
                       rounded(Int8())(params), {"embed.*": Int8(axes=-1)}),
-                  "int4, groups of 32": rounded(Int4(32)), "int4, groups of 32, GPTQ": rounded(Int4(32), stats=stats)}
+                  "int4, groups of 32, GPTQ": rounded(Int4(32), stats=stats)}
         if importlib.util.find_spec("qwix") is not None:
             found["int4, groups of 32, qwix"] = lambda params: _qwix(rounded(Int4(32))(params), params)
     return found
@@ -162,7 +164,7 @@ def table(name):
     trees = {label: change(params) for label, change in recipes(name, stats, text).items()}
     slow, predicted = {}, {}
     if TIMES.value:
-        for n in (1, 32):
+        for n in map(int, BATCHES.value):
             predicted[n] = predictions(f, params, inputs(n), trees)
             runs = {label: functools.partial(jax.jit(implicit), tree) for label, tree in trees.items()}
             slow[n] = ratios(runs, inputs(n))
@@ -170,7 +172,7 @@ def table(name):
           + "".join(f" time, batch {n} | predicted |" for n in slow))
     print("|---" * (3 + 2 * len(slow)) + "|")
     for label, tree in trees.items():
-        print(f"| {label} | {compress.size(tree) / 1e6:.1f} | {measure(implicit, tree)} |"
+        print(f"| {label} | {compress.size(tree) / 1e6:.1f} | {measure(implicit, tree) if ACCURACY.value else ''} |"
               + "".join(f" {slow[n][label]:.2f} | {predicted[n][label]:.2f} |" for n in slow), flush=True)
     pairs = [(slow[n][label], predicted[n][label]) for n in slow for label, tree in trees.items()
              if any(map(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))]

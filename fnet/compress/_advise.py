@@ -20,6 +20,7 @@ from fnet.compress._quantize import Quantized, quantize, size
 from fnet.hardware._chip import si
 from fnet.hardware._probe import timings
 from fnet.hardware._roofline import seconds_text
+from fnet.transforms import use_implicit_arrays
 
 _GAIN = 0.97    # a format is selected up to this fraction of the time
 _ORIGINAL = "original"    # the name of the parameter's own dtype among those of formats
@@ -171,7 +172,7 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
     if measure and not arrays:
         raise ValueError("advise: measure=True needs arrays, got jax.ShapeDtypeStructs; pass arrays, or measure=False")
     measure = arrays and (chip.name, chip.kind) == (here.name, here.kind) if measure is None else measure
-    found = products(f, params, *args)
+    found, f = products(f, params, *args), use_implicit_arrays(f)
     if not found:
         raise ValueError("advise: the function has no product with a kernel or a table among its parameters")
     named = {label(format): format for format in formats}
@@ -271,15 +272,14 @@ def _probed(product: Product, candidates: Mapping[str, Format]) -> dict[str, flo
 
     # In a network, operands come from elementwise operations and results go to others (biases, norms, activations). The
     # rounding of x and the scaling of y fuse with them, and do not read or write their arrays once more.
-    def step(_, operands):
-        x, w = operands
-        return None, jax.nn.relu(product.function(jax.nn.relu(x), w))
-
-    @jax.jit
-    def run(x, w):    # a scan over x, too: the rounding of an invariant x would be moved out of the loop
-        return lax.scan(step, None, (x, w))[1]
-
-    calls = {name: lambda tree=tree: run(x, tree) for name, tree in trees.items()}
+    one = jax.jit(lambda x, w: jax.nn.relu(product.function(jax.nn.relu(x), w)))
+    if product.sliced:    # a scan over x, too: the rounding of an invariant x would be moved out of the loop
+        run = jax.jit(lambda x, w: lax.scan(lambda _, pair: (None, one(*pair)), None, (x, w))[1])
+        calls = {name: lambda tree=tree: run(x, tree) for name, tree in trees.items()}
+    else:
+        pairs = {name: [jax.tree.map(lambda a, i=i: a[i], (x, tree)) for i in range(copies)]
+                 for name, tree in trees.items()}
+        calls = {name: lambda pairs=pairs[name]: [one(*pair) for pair in pairs] for name in trees}
     for call in calls.values():
         jax.block_until_ready(call())
     return {name: sorted(each)[len(each) // 2] / copies for name, each in timings(calls, time.perf_counter).items()}

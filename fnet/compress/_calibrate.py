@@ -155,7 +155,7 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
 
     def observe(path, x):
         number = next(count)
-        return _Observed(jnp.asarray(x), number, jnp.ndim(x), gram) if is_kernel(path, x) else x
+        return _Observed(jnp.asarray(x), number, jnp.ndim(x), gram) if is_kernel(path, x) and not is_implicit(x) else x
 
     observed = tree_map_with_path(observe, params, is_leaf=is_implicit)
     evaluate, compiled, total = use_implicit_arrays(f), {}, {}

@@ -14,7 +14,7 @@ from jax import lax
 
 from fnet.compress._calibrate import InputStatistics
 from fnet.compress._formats import METHODS, Format, Int4, Int8
-from fnet.compress._quantize import Quantized, input_scale, unrounded
+from fnet.compress._quantize import Quantized, checked_stats, input_scale, unrounded
 from fnet.compress._rules import apply_rules
 from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
 
@@ -131,7 +131,7 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
     >>> compress.materialize(compress.convert(params))["kernel"].round(1).tolist()
     [[0.0], [127.0]]
     """
-    stats = stats or {}
+    stats = checked_stats("fake_quantize", stats)
 
     def check(pattern, format):
         if not isinstance(format, Int8 | Int4):

@@ -119,6 +119,9 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise ValueError(f"lora: expected a positive integer as rank for {pattern!r}; got {rank!r}")
 
+    if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float)):
+        raise TypeError(f"lora: expected a number or None as alpha; got {alpha!r}")
+
     def low_rank(path, w, rank):
         inputs = 1 if w.ndim < 4 else w.ndim - 1
         lead = w.ndim - inputs - 1

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
+from fnet.compress._fake import FakeQuantized
 from fnet.compress._rules import is_kernel, matching
+from fnet.jaxpr import is_implicit
 
 if TYPE_CHECKING:
     import optax
@@ -78,15 +80,21 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
         raise ValueError(f"prune: expected 0 <= begin <= end and every >= 1; got begin={begin}, end={end}, "
                          f"every={every}")
 
-    def check(pattern, sparsity):
+    for pattern, sparsity in rules.items() if isinstance(rules, Mapping) else ():
         if not isinstance(sparsity, float) or not 0 < sparsity < 1:
             raise ValueError(f"prune: expected a sparsity between 0 and 1 for {pattern!r}; got {sparsity!r}")
 
     def patterns(params) -> list[str | None]:
-        """The rule of each leaf."""
-        leaves = jax.tree.leaves_with_path(params)
-        paths = [keystr(path, simple=True, separator="/") if is_kernel(path, x) else "" for path, x in leaves]
-        first = matching("prune", rules, list(filter(None, paths)), "kernel or table", check)
+        """The rule of each leaf. Of implicit arrays, only the values of `FakeQuantized` are pruned."""
+        paths = []
+        for path, leaf in jax.tree.leaves_with_path(params, is_implicit):
+            name = keystr(path, simple=True, separator="/") if is_kernel(path, leaf) else ""
+            if is_implicit(leaf):
+                paths += [name if isinstance(leaf, FakeQuantized) and below is leaf.values else ""
+                          for below in jax.tree.leaves(leaf)]
+            else:
+                paths.append(name)
+        first = matching("prune", rules, list(filter(None, paths)), "kernel or table")
         return [first.get(path) for path in paths]
 
     def init(params):

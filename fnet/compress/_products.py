@@ -32,6 +32,7 @@ class Product:
         function: `function(x, w)`, for a plain or an implicit array w.
         convolution: whether it is a convolution.
         count: how often the function computes it: iterations of scans times the size of batches.
+        sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then copies it.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Product:
     function: Callable
     convolution: bool
     count: int = 1
+    sliced: bool = False
 
     @property
     def flops(self) -> int:
@@ -52,7 +54,7 @@ class Product:
     def key(self) -> tuple:
         """Equal for products that compute the same with other values."""
         program = jax.make_jaxpr(self.function)(self.x, self.w)
-        return self.x.shape, str(self.x.dtype), self.w.shape, self.axes, str(program)
+        return self.x.shape, str(self.x.dtype), self.w.shape, self.axes, self.sliced, str(program)
 
 
 class _Log(list):
@@ -92,7 +94,7 @@ def products(f: Callable, params: Any, *args: Any) -> list[Product]:
     Arguments may be `jax.ShapeDtypeStruct`s. Implicit arrays, biases and norms are not listed. A product inside a while
     loop or a branch of cond counts once.
     """
-    log = _Log()
+    log, leaves = _Log(), leaves_by_path(params)
 
     def recorded(path, leaf):
         name = keystr(path, simple=True, separator="/")
@@ -104,7 +106,8 @@ def products(f: Callable, params: Any, *args: Any) -> list[Product]:
         if match := _NAME.fullmatch(site.name):
             product = log[int(match[1])]
             times = math.prod(site.value.shape) // max(product.x.size, 1)
-            found.append(dataclasses.replace(product, count=max(times, 1)))
+            sliced = len(leaves[product.path].shape) > len(product.w.shape)
+            found.append(dataclasses.replace(product, count=max(times, 1), sliced=sliced))
     return found
 
 

@@ -197,7 +197,15 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
     [[0, 25], [64, 76], [127, 127]]
     """
     return apply_rules("quantize", params, recipe, _check, lambda leaf: not is_implicit(leaf),
-                       functools.partial(_quantized, stats or {}))
+                       functools.partial(_quantized, checked_stats("quantize", stats)))
+
+
+def checked_stats(who: str, stats: Any) -> Mapping[str, InputStatistics]:
+    """The statistics; {} for None."""
+    if stats is not None and not isinstance(stats, Mapping):
+        raise TypeError(f"{who}: expected stats from compress.calibrate(...), a mapping by path; got "
+                        f"{type(stats).__name__}")
+    return stats or {}
 
 
 def _check(pattern, format):
@@ -262,6 +270,8 @@ def _searched(array, weights):
 def unrounded(path: str, w: Any, format: Format) -> Quantized:
     """A quantized parameter with the scales of its blocks, max|w| / largest, whose codes are the values in float32."""
     axes = _axes(path, w, format)
+    if not w.size:
+        raise ValueError(f"quantize: {path} has no values, its shape is {tuple(w.shape)}; exclude it from the recipe")
     last, n = axes[-1], w.shape[axes[-1]]
     group = n if format.group is None else format.group
     if n % group:
@@ -291,9 +301,12 @@ def _axes(path, w, format) -> tuple[int, ...]:
     if format.axes is None:
         return (-2,) if w.ndim < 4 else tuple(range(-w.ndim, -1))
     axes = (format.axes,) if isinstance(format.axes, int) else tuple(format.axes)
-    if not axes or any(not -w.ndim <= i < w.ndim for i in axes):
+    if not axes or any(not isinstance(i, int) or not -w.ndim <= i < w.ndim for i in axes):
         raise ValueError(f"quantize: {path} has {w.ndim} axes; got axes={format.axes!r}")
-    return tuple(sorted(i if i < 0 else i - w.ndim for i in axes))
+    negative = sorted({i if i < 0 else i - w.ndim for i in axes})
+    if len(negative) < len(axes):
+        raise ValueError(f"quantize: axes={format.axes!r} name an axis of {path} twice")
+    return tuple(negative)
 
 
 def materialize(params: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,9 +38,11 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
         TypeError: `rules` is not a mapping with strings as keys.
         ValueError: a pattern is not a regular expression, or matches no leaf that is changed.
     """
-    paths = [keystr(path, simple=True, separator="/") for path, leaf in tree_leaves_with_path(params, is_implicit)
-             if is_kernel(path, leaf) and accepts(leaf)]
-    first = matching(who, rules, paths, "kernel or table", check)
+    kernels = [(keystr(path, simple=True, separator="/"), leaf)
+               for path, leaf in tree_leaves_with_path(params, is_implicit) if is_kernel(path, leaf)]
+    paths = [path for path, leaf in kernels if accepts(leaf)]
+    others = {path: type(leaf).__name__ for path, leaf in kernels if not accepts(leaf)}
+    first = matching(who, rules, paths, "kernel or table", check, others)
 
     def apply(path, leaf):
         accepted, path = is_kernel(path, leaf) and accepts(leaf), keystr(path, simple=True, separator="/")
@@ -49,8 +52,12 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
 
 
 def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str,
-             check: Callable = lambda pattern, option: None) -> dict[str, str]:
-    """{path: the first pattern that matches it, or a prefix of it, completely}; raises as `apply_rules`."""
+             check: Callable = lambda pattern, option: None, others: Mapping[str, str] = MappingProxyType({})
+             ) -> dict[str, str]:
+    """{path: the first pattern that matches it, or a prefix of it, completely}; raises as `apply_rules`.
+
+    `others` are {path: kind} of leaves that cannot be changed, for the error.
+    """
     if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
         raise TypeError(f"{who}: expected rules {{pattern: option}}; got {rules!r}")
     first: dict[str, str] = {}
@@ -60,7 +67,12 @@ def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str
             regex = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{who}: the pattern {pattern!r} is not a regular expression ({error})") from None
-        matched = [path for path in paths if any(map(regex.fullmatch, _prefixes(path)))]
+        matches = lambda path, regex=regex: any(map(regex.fullmatch, _prefixes(path)))
+        matched = list(filter(matches, paths))
+        done = next(filter(matches, others), None)
+        if not matched and done is not None:
+            raise ValueError(f"{who}: {done!r}, which the pattern {pattern!r} matches, is a {others[done]} already; "
+                             "remove the pattern, or pass the original parameters")
         if not matched:
             near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
             raise ValueError(f"{who}: the pattern {pattern!r} matches no {what}; nearest: "

@@ -25,6 +25,19 @@ def found(f, params, *args):
     return [(p.path, p.x.shape, p.w.shape, p.axes, p.count) for p in _products.products(f, params, *args)]
 
 
+def test_implicit_arrays_keep_their_form():
+    advice = compress.advise(chain, compress.quantize(W, {"k2": Int8()}), X, chip="TPU v5e")
+    assert [row.path for row in advice.rows] == ["k1", "k3"] and advice.before > 0
+
+
+def test_products_on_slices_of_a_parameter():
+    """Only the layers of a stack are slices, which XLA copies."""
+    params = {"w": jnp.ones((3, 8, 8)), "head": jnp.ones((8, 4))}
+    f = lambda p, x: lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0] @ p["head"]
+    assert [(p.path, p.sliced) for p in _products.products(f, params, jnp.ones((5, 8)))] == [
+        ("w", True), ("head", False)]
+
+
 def test_products_in_scans_batches_and_transposes():
     stack = {"w": jnp.ones((3, 8, 8))}
     assert found(lambda p, x: lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0], stack, jnp.ones((5, 8))) == [

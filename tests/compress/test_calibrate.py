@@ -165,6 +165,8 @@ def test_models():
         f = ft.use_implicit_arrays(model)
         got = f(compress.quantize(params, recipe, stats=stats), tokens)
         assert jnp.abs(got - model(params, tokens)).max() < 0.1 * jnp.abs(got).max()
+    quantized = compress.quantize(params, {"blocks/fc": compress.Int8()})
+    assert set(compress.calibrate(model, quantized, [tokens])) == set(stats) - {"blocks/fc/kernel"}
     flax = linen.Dense(4)
     params = flax.init(jax.random.key(0), X)
     assert set(compress.calibrate(flax.apply, params, [X])) == {"params/kernel"}

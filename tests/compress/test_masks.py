@@ -83,9 +83,19 @@ def test_in_fit_with_checkpoints_a_resumed_run_is_the_same(tmp_path):
     assert whole.params["a"]["bias"].all()
 
 
+def test_of_implicit_arrays_only_values_in_training_are_pruned():
+    fake = compress.fake_quantize(PARAMS, {"a": compress.Int8()})
+    tx = optax.chain(optax.sgd(0.0), compress.prune({"a": 0.5}, end=0))
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, fake), tx.init(fake), fake)
+    kernel = optax.apply_updates(fake, updates)["a"]["kernel"]
+    assert (kernel.values == 0).sum() == 15 and (kernel.step == fake["a"]["kernel"].step).all()
+    with pytest.raises(ValueError, match="the pattern 'a' matches no kernel"):
+        tx.init(compress.quantize(PARAMS, {"a": compress.Int8()}))
+
+
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: compress.prune({"a": 0.5}, begin=3, end=2), "expected 0 <= begin <= end and every >= 1; got begin=3"),
-    (lambda: compress.prune({"a": 2.0}, end=2).init(PARAMS), "a sparsity between 0 and 1 for 'a'; got 2.0"),
+    (lambda: compress.prune({"a": 2.0}, end=2), "a sparsity between 0 and 1 for 'a'; got 2.0"),
     (lambda: compress.prune({"d": 0.5}, end=2).init(PARAMS), "pattern 'd' matches no kernel or table; nearest: 'a/ker"),
     (lambda: compress.prune({"a/bias": 0.5}, end=2).init(PARAMS), "'a/bias' matches no kernel or table"),
     (lambda: compress.prune({"a": 0.5}, end=2).update(PARAMS, None), r"prune: expected the parameters: tx.update\("),
