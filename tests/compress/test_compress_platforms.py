@@ -1,5 +1,6 @@
 """Programs on implicit arrays: lowered for GPUs and TPUs and compiled for TPUs that are not attached (make pods)."""
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -11,6 +12,7 @@ from fnet import compress, models, parallel
 from fnet import layers as nn
 from fnet import training as tr
 from fnet import transforms as ft
+from fnet.compress import _calibrate
 
 X = jnp.ones((4, 32))
 IMAGE = jnp.ones((2, 6, 6, 32))
@@ -19,6 +21,7 @@ FORMATS = {"int8": compress.Int8(), "dynamic": compress.Int8(activations="dynami
            "nf4": compress.NF4(16), "float8": compress.Float8()}
 KINDS = {name: lambda p, format=format: compress.quantize(p, {".*": format}) for name, format in FORMATS.items()}
 KINDS |= {"fake": lambda p: compress.fake_quantize(p, {".*": compress.Int4(16)}),
+          "lora": lambda p: compress.lora(jax.random.key(0), p, {".*": 2}),
           "qlora": lambda p: compress.lora(jax.random.key(0), KINDS["int4"](p), {".*": 2}),
           "calibrated": lambda p: compress.quantize(
               {"w": p["w"]}, {"w": compress.Int8(activations="mse")},
@@ -42,6 +45,21 @@ def test_lowered_for_gpus_and_tpus(kind):
     both = lambda params, x, image: jax.value_and_grad(lambda x: f(params, x, image).sum())(x)
     for platform in ("cuda", "tpu"):
         assert jax.export.export(jax.jit(both), platforms=[platform])(params, X, IMAGE).platforms == (platform,)
+
+
+def test_calibration_is_lowered(monkeypatch):
+    recorded, recorder = [], _calibrate._recorder
+
+    def traced(evaluate, names):
+        f = recorder(evaluate, names)
+        return lambda *args: (recorded.append((f, jax.tree.map(jax.typeof, args))), f(*args))[1]
+
+    monkeypatch.setattr(_calibrate, "_recorder", traced)
+    compress.calibrate(program, PARAMS, [(X, IMAGE)])
+    f, shapes = recorded[0]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+    for platform in ("cuda", "tpu"):
+        assert jax.export.export(jax.jit(f), platforms=[platform])(*shapes).platforms == (platform,)
 
 
 def test_losses_and_averages_are_lowered():
@@ -86,3 +104,66 @@ def test_a_step_on_a_quantized_base_compiles_for_a_slice(base):
     plan = parallel.plan(step, init, batch, devices="v5e:2x2", strategy="fsdp")
     for each in plan.candidates:
         assert each.compiled.arguments == each.arguments and each.compiled.peak
+
+
+def fake_step(model, example):
+    """Quantization-aware training: (init, tx, loss of the trainable parameters)."""
+    stats = compress.calibrate(model, model.init(jax.random.key(0), example)[0], [example])
+    recipe = {"blocks/attention": compress.Int4(32), "blocks": compress.Int8(activations="mse")}
+    init = lambda key: compress.fake_quantize(model.init(key, example)[0], recipe, stats=stats)
+    return init, optax.sgd(0.1), ft.use_implicit_arrays(model.cross_entropy)
+
+
+def prune_step(model, example):
+    tx = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.5}, end=4, jointly=True))
+    return lambda key: model.init(key, example)[0], tx, model.cross_entropy
+
+
+def distil_step(model, example):
+    student = dataclasses.replace(model, width=128, hidden=256)
+
+    def loss(params, x, y):
+        wanted, hidden = ft.capture(model, "norm")(params["teacher"], x)
+        logits, seen = ft.capture(student, "norm")(params["student"], x)
+        difference = compress.hidden_loss(seen, hidden, {"norm": "norm"}, {"norm": params["projection"]})
+        return compress.distillation_loss(logits, wanted, y) + difference
+
+    def init(key):
+        return {"student": student.init(key, example)[0], "teacher": model.init(key, example)[0],
+                "projection": jax.random.normal(key, (128, 256))}
+
+    return init, optax.chain(optax.adamw(1e-3), tr.average_weights(start=2)), loss
+
+
+def shrink_step(model, example):
+    shrunk = compress.shrink(model, model.init(jax.random.key(0), example)[0], example, fraction=0.5)
+
+    def loss(params, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(shrunk.f(params, x), y)
+
+    return lambda key: jax.tree.map(lambda x: jax.random.normal(key, x.shape), shrunk.params), optax.adamw(1e-3), loss
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.__name__) for kind in (
+    fake_step, prune_step, distil_step, shrink_step)])
+def test_training_steps(kind):
+    """Lowered for cuda and tpu, and with libtpu compiled for four chips of a TPU v5e."""
+    model = models.Decoder(512, 256, 2, 4, 2, 512, context=64)
+    initial, tx, losses = kind(model, jnp.ones((2, 64), jnp.int32))
+
+    def step(state, tokens):
+        loss = lambda params: losses(params, tokens[:, :-1], tokens[:, 1:]).mean()
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply(tx, grads), {"loss": value}
+
+    init = lambda key: tr.TrainState.create(initial(key), tx)
+    batch = jax.ShapeDtypeStruct((8, 65), jnp.int32)
+    leaves = lambda key, tokens: jax.tree.leaves(step(init(key), tokens))
+    for platform in ("cuda", "tpu"):
+        exported = jax.export.export(jax.jit(leaves), platforms=[platform])(jax.random.key(0), batch)
+        assert exported.platforms == (platform,)
+    if importlib.util.find_spec("libtpu") is None:
+        return
+    plan = parallel.plan(step, init, batch, devices="v5e:2x2", strategy="fsdp")
+    for each in plan.candidates:
+        assert each.compiled.peak
