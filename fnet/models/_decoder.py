@@ -50,6 +50,13 @@ def decoder_block(scope, x, lengths=None, kind=0, *, attentions, mlp, norm, pre_
     return x + branch(lambda y: mlp.forward(scope, y), x, 2)
 
 
+_GEMMA3 = dict(vocab_size=262144, context=32768, head_dim=256, window=(512,) * 5 + (None,), tied=True, epsilon=1e-6,
+               rotary_base=(1e4,) * 5 + (1e6,), qk_norm="head", query_scalar=256, activation="gelu_tanh",
+               norm_offset=1.0, post_norm=True, scale_embeddings=True)
+_PYTHIA = dict(vocab_size=50304, rotary_dim=16, qkv_bias=True, out_bias=True, mlp_bias=True, activation="gelu",
+               gated=False, layer_norm=True, parallel=True)
+
+
 class Decoder(LanguageModel):
     """A decoder of text with rotary positions: Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3, SmolLM 2 and 3, OLMo
     2, GPT-NeoX and Pythia, and the small models of llama2.c.
@@ -125,10 +132,24 @@ class Decoder(LanguageModel):
         "llama2-7b": dict(vocab_size=32000, width=4096, depth=32, heads=32, kv_heads=32, hidden=11008, context=4096),
         "llama3-8b": dict(vocab_size=128256, width=4096, depth=32, heads=32, kv_heads=8, hidden=14336, context=8192,
                           rotary_base=500000.0),
+        "smollm2-135m": dict(vocab_size=49152, width=576, depth=30, heads=9, kv_heads=3, hidden=1536, context=8192,
+                             rotary_base=100000.0, tied=True),
+        "smollm2-360m": dict(vocab_size=49152, width=960, depth=32, heads=15, kv_heads=5, hidden=2560, context=8192,
+                             rotary_base=100000.0, tied=True),
+        "qwen3-0.6b": dict(vocab_size=151936, width=1024, depth=28, heads=16, kv_heads=8, hidden=3072, context=40960,
+                           rotary_base=1e6, head_dim=128, qk_norm="head", epsilon=1e-6, tied=True),
+        "gemma3-270m": dict(_GEMMA3, width=640, depth=18, heads=4, kv_heads=1, hidden=2048),
+        "gemma3-1b": dict(_GEMMA3, width=1152, depth=26, heads=4, kv_heads=1, hidden=6912),
+        "pythia-70m": dict(_PYTHIA, width=512, depth=6, heads=8, kv_heads=8, hidden=2048),
+        "pythia-160m": dict(_PYTHIA, width=768, depth=12, heads=12, kv_heads=12, hidden=3072),
     }
     NAMES: ClassVar = NAMES
     CONFIGS: ClassVar = CONFIGS
     HUB: ClassVar = {
+        "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M",), "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M",),
+        "qwen3-0.6b": ("Qwen/Qwen3-0.6B",), "gemma3-270m": ("google/gemma-3-270m",),
+        "gemma3-1b": ("google/gemma-3-1b-pt",), "pythia-70m": ("EleutherAI/pythia-70m",),
+        "pythia-160m": ("EleutherAI/pythia-160m",),
         "smollm-135m": ("HuggingFaceTB/SmolLM-135M",), "tinyllama-1.1b": ("TinyLlama/TinyLlama-1.1B-Chat-v1.0",),
         "llama2-7b": ("meta-llama/Llama-2-7b-hf",), "llama3-8b": ("meta-llama/Meta-Llama-3-8B",),
     }
