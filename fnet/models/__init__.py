@@ -5,10 +5,13 @@ from fnet.models._alexnet import AlexNet
 from fnet.models._bert import Bert, Encoded, sentence_embedding
 from fnet.models._blocks import unstack
 from fnet.models._cnn import CNN
+from fnet.models._convnext import ConvNeXt
+from fnet.models._crepe import Crepe
 from fnet.models._decoder import Decoder
 from fnet.models._deit import DeiT
 from fnet.models._dinov2 import DINOv2
 from fnet.models._distilbert import DistilBert
+from fnet.models._efficientnet import EfficientNet
 from fnet.models._gpt import GPT
 from fnet.models._images import ImageInput
 from fnet.models._mlp import MLP
@@ -36,11 +39,14 @@ __all__ = [
     "Bert",
     "ByteTokenizer",
     "CharTokenizer",
+    "ConvNeXt",
+    "Crepe",
     "DINOv2",
     "Decoder",
     "DeiT",
     "DistilBert",
     "DynamicScaling",
+    "EfficientNet",
     "Encoded",
     "Generated",
     "HuggingFaceTokenizer",

