@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +42,29 @@ class ImageInput:
     scale: float = 1 / 255
     order: str = "rgb"
 
+    @classmethod
+    def read(cls, folder: str | os.PathLike) -> ImageInput:
+        """Reads the preprocessing from preprocessor_config.json (transformers) or from timm's config.json.
+
+            prepare = models.ImageInput.read("path/to/folder")
+            x = prepare.normalize(prepare.crop(photo))[None]                        # [1, height, width, 3]
+
+        Raises:
+            FileNotFoundError: the folder has neither.
+            ValueError: a field has a value that `ImageInput` does not support; the message names it.
+        """
+        from fnet.models.weights._json import read
+
+        folder = Path(folder)
+        path = folder / "preprocessor_config.json"
+        if path.is_file():
+            return cls(**_fields_of(path, read(path), _transformers))
+        path = folder / "config.json"
+        config = read(path).get("pretrained_cfg") if path.is_file() else None
+        if not isinstance(config, dict):
+            raise FileNotFoundError(f"{folder} has no preprocessor_config.json, and no config.json with pretrained_cfg")
+        return cls(**_fields_of(path, config, _timm))
+
     def at(self, size: int) -> ImageInput:
         """Returns the preprocessing for another size of the input, with the same fraction of the photo."""
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
@@ -67,3 +94,78 @@ class ImageInput:
 TORCHVISION = ImageInput()
 AUGREG = ImageInput(resize=248, resample="bicubic", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 CAFFE = ImageInput(resample="bicubic", mean=(103.939, 116.779, 123.68), std=(1.0, 1.0, 1.0), scale=1.0, order="bgr")
+
+
+def _fields_of(path: Path, config: Mapping, fields: Callable) -> dict[str, Any]:
+    try:
+        return fields(config)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not describe a preprocessing that fnet supports: {error!r}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} describes a preprocessing that fnet does not support: {error}") from None
+
+
+def _expect(config, supported):
+    for name, values in supported.items():
+        if name in config and not any(config[name] is each or config[name] == each for each in values):
+            raise ValueError(f"{name!r} is {config[name]!r}, expected {' or '.join(map(repr, values))}")
+
+
+def _side(value, name):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name!r} is {value!r}, expected a positive integer")
+    return value
+
+
+def _channels(config, name):
+    value = config[name]
+    if not isinstance(value, list) or len(value) != 3 or any(
+            isinstance(each, bool) or not isinstance(each, int | float) for each in value):
+        raise ValueError(f"{name!r} is {value!r}, expected three numbers")
+    return tuple(map(float, value))
+
+
+def _resample(value):
+    names = {2: "bilinear", 3: "bicubic", "bilinear": "bilinear", "bicubic": "bicubic"}
+    if isinstance(value, bool | float | list | dict) or value not in names:
+        raise ValueError(f"the resampling is {value!r}, expected bilinear (2) or bicubic (3)")
+    return names[value]
+
+
+def _timm(config):
+    _expect(config, {"crop_mode": ("center",), "fixed_input_size": (True, False)})
+    channels, height, width = config["input_size"]
+    if (channels, height) != (3, width):
+        raise ValueError(f"'input_size' is {config['input_size']!r}, expected [3, size, size]")
+    size, part = _side(height, "input_size"), config.get("crop_pct", 0.875)
+    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+        raise ValueError(f"'crop_pct' is {part!r}, expected a number in (0, 1]")
+    return dict(size=size, resize=math.floor(size / part), resample=_resample(config.get("interpolation", "bilinear")),
+                mean=_channels(config, "mean"), std=_channels(config, "std"))
+
+
+def _square(value, name):
+    """The side of a square: a number, or an object with height and width."""
+    if isinstance(value, dict) and value.keys() == {"height", "width"} and value["height"] == value["width"]:
+        value = value["height"]
+    return _side(value, name)
+
+
+def _transformers(config):
+    _expect(config, {"do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_pad": (False, None),
+                     "rescale_offset": (False, None), "include_top": (False, None), "do_convert_rgb": (True, None)})
+    fields = dict(resample=_resample(config.get("resample", 2)), mean=_channels(config, "image_mean"),
+                  std=_channels(config, "image_std"), scale=config.get("rescale_factor", 1 / 255))
+    size, crop = config["size"], config.get("do_center_crop", False)
+    shortest = size.get("shortest_edge") if isinstance(size, dict) else None
+    if "crop_pct" in config and config["crop_pct"] is not None:              # ConvNeXt's
+        side = _side(shortest if shortest is not None else size, "size")
+        part = config["crop_pct"]
+        return fields | dict(size=side, resize=int(side / part) if side < 384 else None)
+    if shortest is not None and not crop:
+        raise ValueError("'size' is the shortest edge, expected do_center_crop true")
+    if shortest is None and not crop:
+        return fields | dict(size=_square(size, "size"), resize=None)
+    if shortest is None:
+        raise ValueError(f"'size' is {size!r} before a crop, expected the shortest_edge")
+    return fields | dict(size=_square(config["crop_size"], "crop_size"), resize=_side(shortest, "size"))
