@@ -4,6 +4,7 @@
     python experiments/generate.py --weights=runs/language_model "MIRANDA."     # what language_model.py trained
     python experiments/generate.py --model=gpt2 --top_k=40 "The answer" "In 1912"      # several prompts at once
     python experiments/generate.py --weights=model.bin                          # llama2.c's, of any size
+    python experiments/generate.py --weights=HuggingFaceTB/SmolLM2-135M "The answer"   # any folder with config.json
 
 The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache;
 where there are none, the message says what to download. The tokenizer lies beside them: tokenizer.bin (llama2.c),
@@ -56,7 +57,12 @@ def main(argv):
         path = pretrained.find(config.weights or config.model)
         folder = path if path.is_dir() else path.parent
         model, words = read(config, folder, path)
-        params, _ = pretrained.load(model, path, dtype=jnp.dtype(config.precision))
+        precision = jnp.dtype(config.precision)
+        if model is None:
+            model, params, _ = pretrained.load(path, dtype=precision)
+            fitting(words, model, words.vocab_size <= model.vocab_size)
+        else:
+            params, _ = pretrained.load(model, path, dtype=precision)
         prompts = argv[1:] or [""]
         starts = [words.encode(prompt) if prompt else begin(words) for prompt in prompts]
         tokens, lengths = models.padded(starts)
@@ -85,7 +91,8 @@ def main(argv):
 
 
 def read(config, folder, path):
-    """(the model, its tokenizer): of a preset, or of a run of language_model.py."""
+    """(the model, its tokenizer): of a preset, or of a run of language_model.py. The model of another folder with a
+    config.json is None."""
     run = None
     if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
         run = tr.load_config(language_model.Config, folder / "config.json")
@@ -98,12 +105,18 @@ def read(config, folder, path):
     file = folder / "model.bin" if path.is_dir() else path
     if file.suffix == ".bin" and file.is_file():
         model = models.Decoder.of_model_bin(file)
+    elif config.weights and path.is_dir() and (path / "config.json").is_file():
+        return None, words
     else:
         model = pretrained.model(config.model, path)
-    if words.vocab_size != model.vocab_size:
+    fitting(words, model, words.vocab_size == model.vocab_size)
+    return model, words
+
+
+def fitting(words, model, fits):
+    if not fits:
         raise ValueError(f"the tokenizer has {words.vocab_size} tokens, the model {model.vocab_size}: use a "
                          "tokenizer and a model of one vocabulary")
-    return model, words
 
 
 def begin(words):

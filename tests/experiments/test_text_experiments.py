@@ -332,3 +332,14 @@ def test_both_forms_of_the_weights_are_one(stories):
     apart, taken = models.unstack(model, params)
     assert not apart.stacked and set(taken["blocks"]) == {"0"}
     same(jax.tree.map(lambda leaf: leaf[None], taken["blocks"]["0"]), params["blocks"])
+
+
+def test_a_folder_with_config_json_continues_a_text(tmp_path):
+    model = models.Decoder(6, 16, 2, 4, 2, 24, context=32, head_dim=8, tied=True)
+    pretrained.save(model, filled(model), {}, tmp_path, names="huggingface")
+    (tmp_path / "characters.json").write_text('"abcdef"')
+    out = finished(start("generate.py", f"--weights={tmp_path}", "--temperature=0", "--max_tokens=6", "ab"))
+    assert "Decoder, " in out.splitlines()[0] and out.splitlines()[2].startswith("ab")
+    (tmp_path / "characters.json").write_text('"abcdefghijk"')
+    error = finished(start("generate.py", f"--weights={tmp_path}", "ab"), code=2)
+    assert "the tokenizer has 11 tokens, the model 6: use a tokenizer and a model of one vocabulary" in error

@@ -283,3 +283,15 @@ def test_a_tokenizer_json(tmp_path, monkeypatch):
     path.write_text('{"a": 1}')
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a usable tokenizer\.json: missing field `model`"):
         models.read_tokenizer(path)
+
+
+def test_stop_tokens_of_generation_config(tmp_path):
+    (tmp_path / "characters.json").write_text('"abcdef"')
+    for ends, stop in (("null", ()), ("3", (3,)), ("[5, 2]", (5, 2)), ("[]", ())):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ends}, "temperature": 0.6}}')
+        assert models.read_tokenizer(tmp_path).stop == stop
+    assert models.CharTokenizer("ab").stop == ()                                # of other tokenizers unchanged
+    for ends in ("true", '"</s>"', "[1.5]", "-1", "[[1]]"):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+        with pytest.raises(ValueError, match=r"generation_config.json: expected tokens as eos_token_id, a number or a"):
+            models.read_tokenizer(tmp_path)

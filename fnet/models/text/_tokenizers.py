@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fnet.models.text import _tokenizer_config
-from fnet.models.weights._config import Config
+from fnet.models.weights._config import Config, read
 from fnet.models.weights._files import MOST, SMALL, contents
 
 # Limits for untrusted files, several times the size of the largest published vocabularies.
@@ -212,7 +212,7 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
 
     Returns:
         A tokenizer with `encode(text) -> int32 [tokens]`, `decode(tokens) -> text`, `vocab_size`, and `stop`, the
-        tokens that end a text.
+        tokens that end a text. The eos_token_id of a generation_config.json in the folder are among these.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -233,10 +233,23 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     if path.is_dir():
         for name, reader in readers.items():
             if (path / name).is_file():
-                return reader(path / name)
+                words = reader(path / name)
+                words.stop = tuple(dict.fromkeys((*words.stop, *_ends(path / "generation_config.json", words))))
+                return words
     elif path.name in readers and path.exists():
         return readers[path.name](path)
     raise FileNotFoundError(f"{path}: no tokenizer found; expected one of {', '.join(readers)}, or a folder with one")
+
+
+def _ends(path, words):
+    """The tokens that end a text by the eos_token_id of a generation_config.json."""
+    if not path.is_file():
+        return ()
+    ends = read(path).get("eos_token_id")
+    ends = () if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(type(token) is int and 0 <= token for token in ends):
+        raise ValueError(f"{path}: expected tokens as eos_token_id, a number or a list of numbers; got {ends!r}")
+    return ends
 
 
 def in_range(tokens, count) -> np.ndarray:
