@@ -247,7 +247,7 @@ def windows(depth, size, derived: Callable, used: Callable = lambda config: True
     return {
         "layer_types": Fields(types, absent, write=write),
         "sliding_window": Fields(lambda value, config: {} if value is None else (whole(value), {})[1],
-                                 write=lambda model: next(filter(None, layers(model, model.window)), None)),
+                                 write=lambda model: next(filter(None, layers(model, model.window)), SKIP)),
     }
 
 

@@ -77,6 +77,13 @@ def test_alternating_blocks(name):
     assert jax.tree.map(lambda x: x.shape, fresh) == jax.tree.map(lambda x: x.shape, spec.params)
 
 
+def test_config_json_without_windows():
+    """Gemma 3 in transformers needs a sliding_window, even if no layer has one."""
+    model = models.Decoder.preset("gemma3-1b", window=None, rotary_base=1e6)
+    config = models.Decoder.CONFIGS["gemma3_text"].write(model)
+    assert set(config["layer_types"]) == {"full_attention"} and "sliding_window" not in config
+
+
 def test_periods():
     assert periods((0, 0, 0, 1, 1)) == [(0, 1, 3), (3, 1, 2)]
     assert periods(((0,) * 5 + (1,)) * 4 + (0, 0)) == [(0, 6, 4), (24, 1, 2)]

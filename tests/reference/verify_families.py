@@ -110,7 +110,7 @@ FAMILIES = {
         {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3})),
     "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", (
         {"hidden_size": 32, "num_attention_heads": 2}, {"hidden_size": 32, "num_attention_heads": 4,
-         "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new",
+         "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_pytorch_tanh",
          **rope("default", partial_rotary_factor=0.5)},
         {"tie_word_embeddings": True, "layer_norm_eps": 1e-3, "hidden_act": "relu",
          **rope("linear", partial_rotary_factor=1.0, factor=2.0)})),
