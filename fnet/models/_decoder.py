@@ -59,7 +59,7 @@ _PYTHIA = dict(vocab_size=50304, rotary_dim=16, qkv_bias=True, out_bias=True, ml
 
 class Decoder(LanguageModel):
     """A decoder of text with rotary positions: Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3, SmolLM 2 and 3, OLMo
-    2, GPT-NeoX and Pythia, and the small models of llama2.c.
+    2, GPT-NeoX and Pythia, Mixtral and Qwen 3 with experts, and the small models of llama2.c.
 
     Blocks of causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`, with an RMSNorm before each and
     a residual connection. The defaults are those of Llama; the options after `stacked` are those of other families.
@@ -99,6 +99,9 @@ class Decoder(LanguageModel):
             OLMo 2 those after).
         parallel: whether attention and MLP have the same input (GPT-NeoX).
         scale_embeddings: whether the embeddings are multiplied by sqrt(width) (Gemma).
+        experts: the number of experts, if the MLP is an `nn.MixtureOfExperts` with `hidden` features in each (Mixtral,
+            Qwen 3). Default: one MLP.
+        experts_per_token, normalize_experts, expert_capacity: `top_k`, `normalize` and `capacity` of that layer.
 
     Inputs:
         tokens: integers [batch, time].
@@ -110,8 +113,8 @@ class Decoder(LanguageModel):
     Source: Touvron et al. (2023), LLaMA: Open and Efficient Foundation Language Models. Grouped queries: Llama 2.
     Grattafiori et al. (2024), The Llama 3 Herd of Models. SwiGLU: Shazeer (2020), GLU Variants Improve Transformer.
     Gemma Team (2024, 2025), Gemma 2 and Gemma 3. Yang et al. (2025), Qwen3 Technical Report. Abdin et al. (2024),
-    Phi-3 Technical Report. Walsh et al. (2024), 2 OLMo 2 Furious. Black et al. (2022), GPT-NeoX-20B. Biderman et al.
-    (2023), Pythia. Sizes of the stories models: Karpathy's llama2.c.
+    Phi-3 Technical Report. Jiang et al. (2024), Mixtral of Experts. Walsh et al. (2024), 2 OLMo 2 Furious. Black et
+    al. (2022), GPT-NeoX-20B. Biderman et al. (2023), Pythia. Sizes of the stories models: Karpathy's llama2.c.
 
     >>> model = models.Decoder.preset("stories260k")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -186,12 +189,19 @@ class Decoder(LanguageModel):
     post_norm: bool = False
     parallel: bool = False
     scale_embeddings: bool = False
+    experts: int | None = None
+    experts_per_token: int = 2
+    normalize_experts: bool = True
+    expert_capacity: float | None = None
 
     def __post_init__(self):
         for field, values in ("activation", tuple(ACTIVATIONS)), ("qk_norm", ("head", "all", None)):
             if getattr(self, field) not in values:
                 raise ValueError(f"Decoder: {field} must be {' or '.join(map(repr, values))}; got "
                                  f"{getattr(self, field)!r}")
+        if self.experts is not None and (self.mlp_bias or not self.gated):
+            raise ValueError("Decoder: experts have a gate and no biases; got "
+                             f"gated={self.gated}, mlp_bias={self.mlp_bias}")
 
     def _body(self, scope, tokens, lengths):                               # [batch, time]
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
@@ -223,6 +233,10 @@ class Decoder(LanguageModel):
             use_bias=self.qkv_bias, out_bias=self.out_bias)
 
     def _mlp(self):
+        if self.experts is not None:
+            return nn.MixtureOfExperts(self.experts, self.hidden, top_k=self.experts_per_token,
+                                       normalize=self.normalize_experts, capacity=self.expert_capacity,
+                                       activation=ACTIVATIONS[self.activation])
         return decoder_mlp(hidden=self.hidden, activation=self.activation, gated=self.gated, use_bias=self.mlp_bias)
 
     def _norm(self):

@@ -10,7 +10,8 @@ from fnet.models.weights._config import SKIP, Config, Fields, Must, Use, transfo
 
 PLAIN = dict(window=None, rotary_dim=None, rope_scaling=None, qkv_bias=False, out_bias=False, mlp_bias=False,
              qk_norm=None, query_scalar=None, attention_softcap=None, logit_softcap=None, activation="silu", gated=True,
-             layer_norm=False, norm_offset=0.0, pre_norm=True, post_norm=False, parallel=False, scale_embeddings=False)
+             layer_norm=False, norm_offset=0.0, pre_norm=True, post_norm=False, parallel=False, scale_embeddings=False,
+             experts=None, experts_per_token=2, normalize_experts=True, expert_capacity=None)
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
                "gelu_new": "gelu_tanh", "relu": "relu"}
 GATED = "gelu_pytorch_tanh"
@@ -131,6 +132,32 @@ QWEN2 = sizes(151936, 4096, 32, 32, 22016, 32768) | {
     **windows(32, 4096, _qwen_types, lambda config: config.get("use_sliding_window", False)), **rope(context=32768),
 }
 QWEN3 = QWEN2 | {"head_dim": head_dim(128), "attention_bias": biases()}
+
+
+# Mixtral, Qwen 3 with experts: each block has experts, and the same window.
+MIXTRAL = sizes(32000, 4096, 32, 32, 14336, 131072, epsilon=1e-5) | {
+    "num_key_value_heads": kv_heads(8), "head_dim": head_dim(), "hidden_act": activation("silu"),
+    "sliding_window": Count("window", None, lambda model: None), "num_local_experts": Count("experts", 8),
+    "num_experts_per_tok": Count("experts_per_token", 2), **rope(1e6, context=131072),
+}
+
+
+def _moe_window(value, config):
+    used = config.get("use_sliding_window", False)
+    return {"window": whole(value) if used and value is not None else None}
+
+
+QWEN3_MOE = sizes(151936, 2048, 24, 32, 768, 32768) | {
+    "num_key_value_heads": kv_heads(4), "head_dim": head_dim(), "hidden_act": activation("silu"),
+    "attention_bias": biases(), "intermediate_size": read_by_others(whole),    # of blocks without experts
+    "moe_intermediate_size": Count("hidden", 768),
+    "num_experts": Count("experts", lambda config: config.get("num_local_experts", 128)),
+    "num_local_experts": Count("experts"), "num_experts_per_tok": Count("experts_per_token", 8),
+    "norm_topk_prob": Flag("normalize_experts", False), "decoder_sparse_step": Must((1,)),
+    "mlp_only_layers": Must(([], None)), "max_window_layers": read_by_others(lambda value: whole(value, 0)),
+    "use_sliding_window": Fields(lambda value, config: (flag(value), {})[1], write=lambda model: bool(model.window)),
+    "sliding_window": Fields(_moe_window, 4096, lambda model: model.window), **rope(context=32768),
+}
 
 
 # Gemma 1, 2, 3.
@@ -297,6 +324,7 @@ del GPT_NEOX["rms_norm_eps"]
 
 _HEADS = f"{_ROPE} activation"
 _BIASED = f"{_HEADS} qkv_bias out_bias"
+_ROUTER = "output_router_logits router_aux_loss_coef router_jitter_noise"
 _GEMMA = dict(norm_offset=1.0, scale_embeddings=True)
 CONFIGS = {
     "llama": family(LLAMA, "LlamaForCausalLM", irrelevant="is_llama_config", names=("huggingface", "llama2c"),
@@ -304,6 +332,8 @@ CONFIGS = {
     "mistral": family(MISTRAL, "MistralForCausalLM", sets=_HEADS),
     "qwen2": family(QWEN2, "Qwen2ForCausalLM", sets=f"{_HEADS} window", qkv_bias=True),
     "qwen3": family(QWEN3, "Qwen3ForCausalLM", sets=f"{_BIASED} window", qk_norm="head"),
+    "mixtral": family(MIXTRAL, "MixtralForCausalLM", irrelevant=_ROUTER, names=("mixtral",), sets=_HEADS),
+    "qwen3_moe": family(QWEN3_MOE, "Qwen3MoeForCausalLM", irrelevant=_ROUTER, sets=f"{_BIASED} window", qk_norm="head"),
     "gemma": family(GEMMA, "GemmaForCausalLM", sets=_BIASED, **_GEMMA),
     "gemma2": family(GEMMA2, "Gemma2ForCausalLM", irrelevant="cache_implementation", sets=f"{_BIASED} window",
                      post_norm=True, **_GEMMA),

@@ -41,14 +41,33 @@ def norms(model, ours, theirs):
             torch.norm(f"{ours}/post_norm2", f"{theirs}.post_feedforward_layernorm"))
 
 
+def experts(ours, theirs, router="mlp.gate", name="mlp.experts.{e}.{}_proj", parts=("gate", "up", "down")):
+    """The router of an MLP with experts, and the kernels of each expert."""
+    kernels = zip(("gate", "up", "down"), parts)
+    return (torch.dense(f"{ours}/router", f"{theirs}.{router}"),
+            *(Rule(f"{ours}/{mine}", f"{theirs}.{name.replace('{}', part)}.weight", DENSE) for mine, part in kernels))
+
+
+def mixtral(model):
+    def rules(ours, theirs="model.layers.{i}"):
+        return (attention(ours, theirs), norms(model, ours, theirs), experts(
+            ours, theirs, "block_sparse_moe.gate", "block_sparse_moe.experts.{e}.{}", ("w1", "w3", "w2")))
+
+    return ends(rules)
+
+
+def attention(ours, theirs):
+    ours, theirs = f"{ours}/attention", f"{theirs}.self_attn"
+    return (*(torch.dense(f"{ours}/{mine}", f"{theirs}.{name}_proj") for mine, name in (
+                ("query", "q"), ("key", "k"), ("value", "v"), ("out", "o"))),
+            *(torch.norm(f"{ours}/{mine}_norm", f"{theirs}.{name}_norm") for mine, name in (
+                ("query", "q"), ("key", "k"))))
+
+
 def huggingface(model):
     def rules(ours, theirs="model.layers.{i}"):
-        attention, theirs_attention = f"{ours}/attention", f"{theirs}.self_attn"
-        return (*(torch.dense(f"{attention}/{mine}", f"{theirs_attention}.{name}_proj") for mine, name in (
-                    ("query", "q"), ("key", "k"), ("value", "v"), ("out", "o"))),
-                *(torch.dense(f"{ours}/{name}", f"{theirs}.mlp.{name}_proj") for name in ("gate", "up", "down")),
-                *(torch.norm(f"{attention}/{mine}_norm", f"{theirs_attention}.{name}_norm") for mine, name in (
-                    ("query", "q"), ("key", "k"))), norms(model, ours, theirs))
+        mlp = (torch.dense(f"{ours}/{name}", f"{theirs}.mlp.{name}_proj") for name in ("gate", "up", "down"))
+        return attention(ours, theirs), *mlp, experts(ours, theirs), norms(model, ours, theirs)
 
     return ends(rules)
 
@@ -99,6 +118,7 @@ _PYTORCH = {"format": "pt"}
 NAMES = {
     "huggingface": Names(huggingface, config=_plain(interleaved=False), metadata=_PYTORCH),
     "phi3": Names(phi3, config=_plain(interleaved=False), metadata=_PYTORCH, only_named=True),
+    "mixtral": Names(mixtral, config=_plain(interleaved=False), metadata=_PYTORCH, only_named=True),
     "gpt_neox": Names(gpt_neox, config={"interleaved": False, "gated": False, "layer_norm": True}, metadata=_PYTORCH),
     "llama2c": Names(llama2c, config=_plain(
         interleaved=True, rotary_base=10000.0, epsilon=1e-5, head_dim=None, window=None, rope_scaling=None,

@@ -15,7 +15,7 @@ import verify_families
 
 FOLDER = pathlib.Path(__file__).parent / "families"
 CASES = {"llama": 5, "mistral": 2, "qwen2": 1, "qwen3": 2, "gemma": 2, "gemma2": 1, "gemma3_text": 1, "phi3": 2,
-         "smollm3": 2, "olmo2": 1, "gpt_neox": 1}
+         "smollm3": 2, "olmo2": 1, "gpt_neox": 1, "mixtral": 1, "qwen3_moe": 1}
 SIZES = {"vocab_size": 32, "hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 20}
 
 if __name__ == "__main__":
@@ -28,7 +28,7 @@ if __name__ == "__main__":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config) + "\n")
         tokens = np.random.default_rng(case).integers(0, SIZES["vocab_size"], (2, 80))
-        model = type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        model = type(model).from_pretrained(folder, dtype=torch.float32, **verify_families.EAGER).eval()
         logits = verify_families.logits(model, tokens)
         np.savez_compressed(folder / "logits.npz", tokens=tokens.astype(np.int8), logits=logits[:, ::8])
         print(f"{name}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes", flush=True)

@@ -24,6 +24,7 @@ from verifying import check, needed
 from fnet import models
 from fnet.models import pretrained
 
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 TOKENS, LENGTHS = 50, (3, 7, 12)
 BOUND = 1e-5
 
@@ -73,6 +74,18 @@ FAMILIES = {
                                                      "tie_word_embeddings": True, **LLAMA3},
         {"num_key_value_heads": 4, "head_dim": 10, "use_sliding_window": True, "sliding_window": 3,
          "max_window_layers": 1, "num_hidden_layers": 4, "rms_norm_eps": 1e-4})),
+    "mixtral": Family("MixtralConfig", "MixtralForCausalLM", (
+        {"num_key_value_heads": 2, "num_local_experts": 4},
+        {"num_key_value_heads": 4, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5,
+         "head_dim": 6},
+        {"num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True,
+         "hidden_act": "gelu", "head_dim": 8, **YARN})),
+    "qwen3_moe": Family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", (
+        {"num_key_value_heads": 2, "moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 3},
+        {"num_key_value_heads": 4, "moe_intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 2,
+         "norm_topk_prob": True, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 10},
+        {"num_key_value_heads": 1, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 4,
+         "use_sliding_window": True, "sliding_window": 6, "rms_norm_eps": 1e-3, **LLAMA3})),
     "gemma": Family("GemmaConfig", "GemmaForCausalLM", (
         {"num_key_value_heads": 1, "head_dim": 12}, {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True},
         {"num_key_value_heads": 2, "head_dim": 16, "hidden_act": "gelu", "tie_word_embeddings": False})),
@@ -132,7 +145,7 @@ def created(family, case, seed):
     fields = random_sizes(np.random.default_rng(seed), family) | dict(
         initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=None) | case
     torch.manual_seed(seed)
-    config = getattr(transformers, family.config)(**fields, attn_implementation="eager")
+    config = getattr(transformers, family.config)(**fields, **EAGER)
     model = getattr(transformers, family.model)(config).eval()
     with torch.no_grad():
         for value in model.parameters():
@@ -169,7 +182,7 @@ def decoder(family, case, seed, folder):
     greedy = all(np.array_equal(text, row) for text, row in zip(texts, np.asarray(out.tokens)))
     back = folder / "back"
     pretrained.save(model, params, state, back, like=folder)
-    again = getattr(transformers, family.model).from_pretrained(back, attn_implementation="eager").eval()
+    again = getattr(transformers, family.model).from_pretrained(back, **EAGER).eval()
     return worst, greedy, np.array_equal(logits(again, tokens), want)
 
 
