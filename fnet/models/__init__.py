@@ -24,6 +24,7 @@ from fnet.models._rope import DynamicScaling, LinearScaling, Llama3Scaling, Long
 from fnet.models._tree import TreeLSTM, Trees, pack_trees
 from fnet.models._vit import ViT
 from fnet.models.text._beam import Beams, beam_search
+from fnet.models.text._chat import ChatTemplate, chat
 from fnet.models.text._generate import Generated, generate, padded
 from fnet.models.text._llama_bpe import LlamaBPE
 from fnet.models.text._stream import stream, stream_text
@@ -39,6 +40,7 @@ __all__ = [
     "Bert",
     "ByteTokenizer",
     "CharTokenizer",
+    "ChatTemplate",
     "ConvNeXt",
     "Crepe",
     "DINOv2",
@@ -68,6 +70,7 @@ __all__ = [
     "WordPiece",
     "YarnScaling",
     "beam_search",
+    "chat",
     "generate",
     "pack_trees",
     "padded",

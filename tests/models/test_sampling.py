@@ -124,6 +124,55 @@ def test_pieces_of_a_text_are_complete_characters_before_the_first_stop_string(t
     assert all(pieces) and not any("\ufffd" in piece for piece in pieces[:-1])
 
 
+class Pieces:
+    """A tokenizer whose tokens are byte strings."""
+
+    stop = ()
+
+    def __init__(self, vocabulary):
+        self.vocabulary = vocabulary
+
+    def encode(self, text):
+        return np.array([0] * len(text), np.int32)
+
+    def decode(self, tokens):
+        return b"".join(self.vocabulary[int(token)] for token in tokens).decode(errors="replace")
+
+
+def first_complete(text, stop):
+    """The text before the stop string that is complete first, found character by character."""
+    for end in range(len(text) + 1):
+        starts = [end - len(each) for each in stop if text[:end].endswith(each)]
+        if starts:
+            return text[:min(starts)]
+    return text
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stop_strings_in_random_tokens(seed, monkeypatch):
+    """Tokens are random cuts of a text, so stop strings and characters of up to four bytes are split."""
+    rng, stopped = np.random.default_rng(seed), 0
+    for _ in range(150):
+        letters = "".join(rng.choice(list("abé€🎭"), 3, replace=False))
+        text = "".join(rng.choice(list(letters), 24))
+        raw = text.encode()
+        if rng.integers(4) == 0:
+            raw = raw[:-1]       # an incomplete character at the end
+        inner = rng.choice(np.arange(1, len(raw)), rng.integers(1, len(raw) - 1), replace=False)
+        cuts = [0, *sorted(inner), len(raw)]
+        words = Pieces([b"a", *(raw[i:j] for i, j in itertools.pairwise(cuts))])
+        stop = ["".join(rng.choice(list(letters), rng.integers(1, 6))) for _ in range(rng.integers(0, 4))]
+        monkeypatch.setattr("fnet.models.text._stream.stream",
+                            lambda *args, **options: iter([[i] for i in range(1, len(cuts))]))  # noqa: B023
+        pieces = list(models.stream_text(None, None, words, "aa", stop=stop, max_tokens=99))
+        whole = raw.decode(errors="replace")
+        want = first_complete(whole, stop)
+        stopped += want != whole
+        assert "".join(pieces) == want, (text, stop, cuts)
+        assert all(pieces) and not any("\ufffd" in piece for piece in pieces[:-1])
+    assert 50 < stopped < 150
+
+
 def test_the_text_of_a_stream_is_that_of_generate():
     words = models.CharTokenizer("abcdefghijklmnopqrst")
     model, params = prepared("gpt")

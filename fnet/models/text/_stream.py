@@ -65,7 +65,7 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
         tokenizer: `models.read_tokenizer` reads it: `encode`, `decode`, and `stop`, the tokens that end a text.
         prompt: the text to continue, at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
-        stop: strings that end the text; the first one and all that follows is not a part of it.
+        stop: strings that end the text. The one that is complete first, and all that follows, is not a part of it.
         options: `max_tokens` and the other options of `generate`, for one text.
 
     Yields:
@@ -80,30 +80,45 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
     >>> len("".join(models.stream_text(model, params, words, "to be", max_tokens=5, temperature=0)))
     5
     """
-    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"stream_text: expected a sequence of strings as stop, none of them empty; got {stop!r}")
-    for name in {"samples", "lengths"} & options.keys():
-        raise TypeError(f"stream_text: {name} is an option of `stream`; stream_text generates one text")
     start = [int(token) for token in tokenizer.encode(prompt)]
+    yield from pieces("stream_text", model, params, tokenizer, start, key, stop, **options)
+
+
+def pieces(caller: str, model, params, tokenizer, start: list[int], key, stop: Sequence[str],
+           **options) -> Iterator[str]:
+    """The text that follows the tokens `start`, in pieces."""
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"{caller}: expected a sequence of strings as stop, none of them empty; got {stop!r}")
+    for name in {"samples", "lengths"} & options.keys():
+        raise TypeError(f"{caller}: {name} is an option of `stream`; {caller} generates one text")
     tokens, sent, begin = list(start), 0, len(tokenizer.decode(start)) if start else 0
     for token, in stream(model, params, [start], key, stop=tokenizer.stop, **options):
         if token < 0:
             break
         tokens.append(int(token))
         text = tokenizer.decode(tokens)[begin:]
-        ends = [at for at in (text.find(each) for each in stop) if at >= 0]
-        if ends:
-            if min(ends) > sent:
-                yield text[sent:min(ends)]
+        complete = text.rstrip("\ufffd")     # the decoding of a part of a character
+        end = _end(complete, stop)
+        if end is not None:
+            if end > sent:
+                yield text[sent:end]
             return
-        safe = len(text.rstrip("\ufffd"))     # the decoding of a part of a character
-        safe -= max((n for each in stop for n in range(1, len(each)) if text[:safe].endswith(each[:n])), default=0)
+        safe = len(complete)
+        safe -= max((n for each in stop for n in range(1, len(each)) if complete.endswith(each[:n])), default=0)
         if safe > sent:
             yield text[sent:safe]
             sent = safe
-    rest = tokenizer.decode(tokens)[begin:][sent:]
-    if rest:
-        yield rest
+    text = tokenizer.decode(tokens)[begin:]
+    end = _end(text, stop)
+    if text[sent:end]:
+        yield text[sent:end]
+
+
+def _end(text: str, stop: Sequence[str]) -> int | None:
+    """Where the stop string begins that is complete first, or None. The result does not depend on how the text is
+    divided into tokens."""
+    ends = [(at + len(each), at) for each in stop if (at := text.find(each)) >= 0]
+    return min(ends)[1] if ends else None
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("room", "capacity", "samples"))

@@ -147,9 +147,10 @@ class HuggingFaceTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
-    def encode(self, text: str) -> np.ndarray:
-        """Converts text to tokens: int32 [tokens]."""
-        return self._run(lambda text: np.array(self._tokenizer.encode(text).ids, np.int32), text)
+    def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
+        """Converts text to tokens: int32 [tokens]; special_tokens: whether with those that the file adds to a text."""
+        more = {} if special_tokens else {"add_special_tokens": False}
+        return self._run(lambda text: np.array(self._tokenizer.encode(text, **more).ids, np.int32), text)
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._run(self._tokenizer.decode, np.asarray(tokens).tolist())
@@ -212,7 +213,8 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
 
     Returns:
         A tokenizer with `encode(text) -> int32 [tokens]`, `decode(tokens) -> text`, `vocab_size`, and `stop`, the
-        tokens that end a text. The eos_token_id of a generation_config.json in the folder are among these.
+        tokens that end a text. The eos_token_id of a generation_config.json in the folder are among these. If `path` is
+        a folder, also with `chat_template`, a `ChatTemplate` or None.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -224,6 +226,7 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     ...     models.read_tokenizer(folder).encode("cab").tolist()
     [2, 0, 1]
     """
+    from fnet.models.text._chat import find
     from fnet.models.text._llama_bpe import LlamaBPE
     from fnet.models.text._wordpiece import WordPiece
 
@@ -235,6 +238,7 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
             if (path / name).is_file():
                 words = reader(path / name)
                 words.stop = tuple(dict.fromkeys((*words.stop, *_ends(path / "generation_config.json", words))))
+                words.chat_template = find(path)
                 return words
     elif path.name in readers and path.exists():
         return readers[path.name](path)

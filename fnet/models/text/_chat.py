@@ -1,0 +1,234 @@
+"""Conversations: the chat template of a folder, and streamed answers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fnet import layers as nn
+from fnet.models.text import _tokenizer_config
+from fnet.models.text._stream import pieces
+from fnet.models.weights._config import read as read_json
+from fnet.models.weights._files import SMALL, contents
+
+_FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
+_REASONING = ("reasoning_content", "thinking", "reasoning")    # names of the same field of a message
+# Classes of transformers without special tokens of their own: an absent bos_token or eos_token does not exist.
+_WITHOUT_TOKENS = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+class ChatTemplate:
+    """The chat template of a model: messages as the text on which the model was trained.
+
+        template = models.ChatTemplate.read(folder)
+        text = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+
+    Templates are programs in the language Jinja (`pip install 'fnet[chat]'`). They run in a sandbox without access to
+    Python, files or the network, and with limits on iterations and on the lengths of texts. As in transformers, they
+    may use loop controls, `raise_exception`, `strftime_now`, `tojson` and `{% generation %}`.
+
+    Args:
+        template: the template, or {name: template}; "default" and "tool_use" are selected automatically.
+        tokens: the variables of special tokens, such as bos_token="<s>".
+
+    >>> template = ChatTemplate("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}",
+    ...                         bos_token="<s>")
+    >>> template.render([{"role": "user", "content": "Hello"}])
+    '<s>[user] Hello'
+    """
+
+    def __init__(self, template: str | Mapping[str, str], **tokens: str):
+        named = {"default": template} if isinstance(template, str) else template
+        if (not isinstance(named, Mapping) or not named
+                or not all(isinstance(each, str) for pair in named.items() for each in pair)):
+            raise ValueError(f"ChatTemplate: expected a template or {{name: template}}, "
+                             f"got {template!r:.200}")
+        self.templates, self.tokens = dict(named), tokens
+        self._path, self._undefined = "ChatTemplate", ()
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike) -> ChatTemplate:
+        """Reads chat_template.jinja and additional_chat_templates of a folder, or chat_template of its
+        tokenizer_config.json, which also contains the special tokens.
+
+        Raises:
+            FileNotFoundError: the folder has no chat template.
+            ValueError: a file is damaged.
+        """
+        folder = Path(folder).expanduser()
+        template = find(folder)
+        if template is None:
+            raise FileNotFoundError(f"{folder}: no chat template found; expected {_FILE}, or chat_template in "
+                                    f"{_tokenizer_config.NAME}; models without one are not trained for conversations")
+        return template
+
+    def render(self, messages: Sequence[Mapping], *, add_generation_prompt: bool = False,
+               tools: Sequence[Mapping] | None = None, documents: Sequence[Mapping] | None = None,
+               name: str | None = None, **variables: Any) -> str:
+        """Renders a conversation.
+
+        Args:
+            messages: the conversation, a list of {"role": "user", "content": "..."}. Templates may support other
+                fields. Values must have the types of JSON.
+            add_generation_prompt: whether to append the text with which an answer begins.
+            tools: JSON schemas of functions that the model may call.
+            documents: {"title": ..., "text": ...} for retrieval.
+            name: which of several templates. Default: "tool_use" if there are tools and such a template, or "default".
+            variables: other variables of the template, such as enable_thinking=False for Qwen3.
+
+        Returns:
+            The text. It contains the special tokens: encode it without adding others.
+
+        Raises:
+            ValueError: the messages have another form, or the template rejects them, fails, or exceeds a limit.
+            ModuleNotFoundError: jinja2 is not installed.
+        """
+        messages = [_with_reasoning(message) for message in _checked(messages)]
+        name, template = self._select(name, tools)
+        try:
+            from fnet.models.text import _sandbox
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError("chat templates need jinja2, which is not installed: pip install 'fnet[chat]'"
+                                      ) from None
+        values = {**self.tokens, **_plain("variables", variables), "messages": messages,
+                  "tools": _plain("tools", tools), "documents": _plain("documents", documents),
+                  "add_generation_prompt": bool(add_generation_prompt)}
+        for token in self._undefined:
+            if token in template and token not in values:
+                raise ValueError(f"{self._path}: the chat template uses {token}, which {_tokenizer_config.NAME} lacks; "
+                                 f"pass {token}=...")
+        where = self._path + (f", chat template {name!r}" if len(self.templates) > 1 else ", chat template")
+        try:
+            return _sandbox.render(template, values)
+        except _sandbox.Rejected as error:
+            raise ValueError(f"{where}: rejects these messages: {error}") from None
+        except Exception as error:    # templates raise exceptions of any type
+            line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+            raise ValueError(f"{where}{line}: {type(error).__name__}: {error}") from None
+
+    def _select(self, name, tools):
+        if name is None:
+            name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            names = " or ".join(map(repr, self.templates))
+            raise ValueError(f"{self._path}: there is no chat template {name!r}; expected name={names}")
+        return name, self.templates[name]
+
+
+def find(folder: Path) -> ChatTemplate | None:
+    """The chat template of a folder, or None."""
+    path = folder / _tokenizer_config.NAME
+    config = read_json(path) if os.path.lexists(path) else {}
+    held = config.get("chat_template")
+    if isinstance(held, list):
+        if not all(isinstance(each, dict) and isinstance(each.get("name"), str)
+                   and isinstance(each.get("template"), str) for each in held):
+            raise ValueError(f'{path}: expected [{{"name": ..., "template": ...}}] as chat_template')
+        held = {each["name"]: each["template"] for each in held}
+    elif not isinstance(held, str | None):
+        raise ValueError(f"{path}: expected a string or a list as chat_template, got {held!r:.80}")
+    if (folder / _FILE).is_file():
+        path, held = folder / _FILE, {"default": contents(folder / _FILE, most=SMALL)}
+        held |= {file.stem: contents(file, most=SMALL) for file in sorted((folder / _FOLDER).glob("*.jinja"))}
+    if not held:
+        return None
+    tokens = {name: _content(config.get(name)) for name in _tokenizer_config.TOKENS}
+    template = ChatTemplate(held, **{name: token for name, token in tokens.items() if token is not None})
+    template._path = str(path)
+    if config.get("tokenizer_class") not in _WITHOUT_TOKENS:
+        template._undefined = tuple(name for name in ("bos_token", "eos_token") if name not in config)
+    return template
+
+
+def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mapping], key: jax.Array | None = None, *,
+         max_tokens: int, template: ChatTemplate | None = None, variables: Mapping[str, Any] | None = None,
+         stop: Sequence[str] = (), **options: Any) -> Iterator[str]:
+    """Answers a conversation, and yields the answer in pieces while it is generated.
+
+        model, params, _ = pretrained.load(folder)
+        words = models.read_tokenizer(folder)
+        messages = [{"role": "user", "content": "Who wrote The Tempest?"}]
+        answer = ""
+        for piece in models.chat(model, params, words, messages, max_tokens=200, temperature=0):
+            print(piece, end="", flush=True)
+            answer += piece
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "When?"}]
+
+    The answer ends with a token of `tokenizer.stop`. Special tokens that are written in a message are read as such
+    tokens, as in transformers: remove them from texts of people who must not imitate other roles.
+
+    Args:
+        model, params: as for `generate`.
+        tokenizer: `models.read_tokenizer(folder)` reads it, with its `chat_template`.
+        messages: the conversation, a list of {"role": "user", "content": "..."}.
+        key: a `jax.random.key`, not needed for temperature 0.
+        max_tokens: the maximum number of tokens of the answer.
+        template: a `ChatTemplate`. Default: that of the tokenizer.
+        variables: other arguments of `ChatTemplate.render`: `tools`, `documents`, or variables of the template.
+        stop: strings that end the answer, as for `stream_text`.
+        options: `temperature` and the other options of `generate`, for one text.
+
+    Yields:
+        Strings, which joined are the answer.
+
+    Raises:
+        ValueError, TypeError: as `generate` and `ChatTemplate.render`, or the tokenizer has no chat template.
+
+    >>> words = models.CharTokenizer("user: be or not to\\n")
+    >>> model = models.GPT(words.vocab_size, width=4, depth=1, heads=1, context=32)
+    >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), int))
+    >>> template = models.ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}")
+    >>> messages = [{"role": "user", "content": "to be or not"}]
+    >>> len("".join(models.chat(model, params, words, messages, template=template, max_tokens=5, temperature=0)))
+    5
+    """
+    template = template or getattr(tokenizer, "chat_template", None)
+    if template is None:
+        raise ValueError("chat: the tokenizer has no chat template; read it with models.read_tokenizer(folder) from a "
+                         "folder that has one, or pass template=models.ChatTemplate(...)")
+    text = template.render(messages, **{"add_generation_prompt": True, **(variables or {})})
+    yield from pieces("chat", model, params, tokenizer, encoded(tokenizer, text), key, stop,
+                      max_tokens=max_tokens, **options)
+
+
+def encoded(tokenizer, text: str) -> list[int]:
+    """The tokens of a rendered template, without those that the tokenizer adds to each text."""
+    more = {"special_tokens": False} if "special_tokens" in inspect.signature(tokenizer.encode).parameters else {}
+    return [int(token) for token in tokenizer.encode(text, **more)]
+
+
+def _checked(messages):
+    expected = 'expected messages [{"role": "user", "content": "..."}, ...]'
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError(f"chat: {expected}, at least one; got {messages!r:.200}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or len(message) < 2:
+            raise ValueError(f"chat: {expected}; message {index} is {message!r:.200}")
+        if not isinstance(message.get("content"), str | list | tuple | None):
+            raise ValueError(f"chat: expected a string as the content of message {index}, "
+                             f"got {message['content']!r:.200}")
+    return _plain("messages", [dict(message) for message in messages])
+
+
+def _plain(name, value):
+    """A copy with the types of JSON alone: templates must not call methods of other objects."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"chat: expected JSON values in {name}: {error}") from None
+
+
+def _with_reasoning(message):
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _content(token):
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
