@@ -1,0 +1,159 @@
+"""Tokens per second of `models.generate` and of transformers' `generate` on PyTorch, with the same random weights.
+
+    python -m benchmarks.generation                      # in .venv-verify, which has PyTorch and transformers
+    python -m benchmarks.generation stories15m --rows=1,16 --rounds=5
+    python -m benchmarks.generation --size=small --peers=fnet      # a rehearsal, without PyTorch
+
+Greedy text of 64 new tokens for prompts of 32 tokens, in float32. fnet saves the weights as a folder that transformers
+reads. Each library has its own process; in each round they generate one after the other. The first call of each shape,
+which compiles, is not counted, and its tokens are compared. The prompt's pass is a part of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+
+from benchmarks._harness import header
+from benchmarks._live import Live, PeerError, serve
+
+# Arguments of models.Decoder.
+MODELS = {
+    "smollm-135m": dict(vocab_size=49152, width=576, depth=30, heads=9, kv_heads=3, hidden=1536, context=2048,
+                        tied=True),
+    "stories15m": dict(vocab_size=32000, width=288, depth=6, heads=6, kv_heads=6, hidden=768, context=256, tied=True),
+}
+SMALL = dict(vocab_size=64, width=16, depth=2, heads=2, kv_heads=2, hidden=24, context=64, tied=True)
+PEERS = ("fnet", "torch")
+
+
+def prompts(rows, length, vocab_size):
+    import numpy as np
+
+    return np.random.default_rng(rows).integers(3, vocab_size, (rows, length)).astype(np.int32)
+
+
+class Fnet:
+    """Answers of fnet's process."""
+
+    def prepare(self, folder, fields):
+        import jax
+
+        from fnet import models
+        from fnet.models import pretrained
+
+        model = models.Decoder(**fields)
+        params, _ = model.init(jax.random.key(0), model.example())
+        pretrained.save(model, params, {}, folder, names="huggingface")
+        model, params, _ = pretrained.load(folder)
+        self.model, self.params = models.unstack(model, params)
+
+    def generate(self, rows, length, new):
+        import jax
+
+        from fnet import models
+
+        out = models.generate(self.model, self.params, prompts(rows, length, self.model.vocab_size), max_tokens=new,
+                              temperature=0)
+        return jax.device_get(out.tokens).tolist()
+
+
+class Torch:
+    """Answers of the process of transformers on PyTorch."""
+
+    def prepare(self, folder, fields):
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        self.network = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.network.generation_config.eos_token_id = None      # texts of equal length
+        self.vocab_size = fields["vocab_size"]
+
+    def generate(self, rows, length, new):
+        import torch
+
+        tokens = torch.tensor(prompts(rows, length, self.vocab_size), dtype=torch.int64)
+        with torch.inference_mode():
+            out = self.network.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new,
+                                        do_sample=False, pad_token_id=0)
+        return out[:, length:].tolist()
+
+
+def peer(name):
+    """The process of one library."""
+    library = {"fnet": Fnet, "torch": Torch}[name]()
+
+    def timed(**details):
+        began = time.perf_counter()
+        library.generate(**details)
+        return time.perf_counter() - began
+
+    serve({"prepare": library.prepare, "generate": library.generate, "time": timed})
+
+
+def measure(live, name, options):
+    """Prints the rows of a model: tokens per second of each peer, and the ratio of fnet to the last peer."""
+    fields = SMALL if options.size == "small" else MODELS[name]
+    length, new = (4, 8) if options.size == "small" else (32, 64)
+    with tempfile.TemporaryDirectory() as folder:
+        for each in live:
+            each.ask("prepare", limit=600, folder=folder, fields=fields)
+    for rows in options.rows:
+        shape = dict(rows=rows, length=length, new=new)
+        texts = [each.ask("generate", limit=600, **shape) for each in live]
+        equal = [sum(a == b for row, other in zip(texts[0], text) for a, b in zip(row, other)) for text in texts]
+        if any(len(row) != new for text in texts for row in text):
+            raise PeerError("a peer generated fewer tokens than the others")
+        seconds = {each.name: [] for each in live}
+        for _ in range(options.rounds):
+            for each in live:
+                seconds[each.name].append(each.ask("time", limit=600, **shape))
+        rates = {peer: [rows * new / value for value in values] for peer, values in seconds.items()}
+        last = live[-1].name
+        ratio = statistics.median(a / b for a, b in zip(rates[live[0].name], rates[last]))
+        cells = [name, str(rows), *(f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+                                    for values in rates.values()), f"{ratio:.2f}", f"{equal[-1] / (rows * new):.0%}"]
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def parser():
+    numbers = lambda text: [int(number) for number in text.split(",")]
+    flags = argparse.ArgumentParser(prog="benchmarks.generation", description="Tokens per second of text generation.")
+    flags.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    flags.add_argument("--rows", type=numbers, default=[1, 4, 16], help="numbers of prompts")
+    flags.add_argument("--rounds", type=int, default=3)
+    flags.add_argument("--size", choices=("full", "small"), default="full")
+    flags.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS), help="the first is fnet")
+    return flags
+
+
+def main(arguments):
+    options = parser().parse_args(arguments)
+    for given, known in (options.models, MODELS), (options.peers, PEERS):
+        for name in set(given) - set(known):
+            parser().error(f"no {name!r} among {', '.join(known)}")
+    if options.peers[0] != "fnet" or min([options.rounds, *options.rows]) < 1:
+        parser().error("expected fnet as the first of --peers, and --rounds and --rows of at least 1")
+    with contextlib.ExitStack() as alive:
+        live = [alive.enter_context(Live(name, [sys.executable, "-m", "benchmarks.generation", "serve", name],
+                                         {"JAX_PLATFORMS": "cpu"})) for name in options.peers]
+        print(header(" ".join(["python -m benchmarks.generation", *arguments]), options.rounds,
+                     ("torch", "transformers"), allocator="default"))
+        print("| model | rows | " + " | ".join(f"{name} tokens/s" for name in options.peers)
+              + f" | ratio to {options.peers[-1]} | equal tokens |\n" + "|---" * (len(live) + 4) + "|")
+        for name in options.models:
+            measure(live, name, options)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        peer(sys.argv[2])
+    else:
+        try:
+            main(sys.argv[1:])
+        except PeerError as error:
+            sys.exit(f"benchmarks.generation: {error}")
