@@ -195,7 +195,8 @@ class Tokenizer:
     def token_to_id(self, token):
         return self.tokens.get(token)
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens):
+        assert add_special_tokens
         return types.SimpleNamespace(ids=[self.tokens[token] for token in self.begins] + [90 + len(text)])
 
     def no_padding(self):

@@ -109,6 +109,7 @@ def test_llama_bpe_merges_the_best_pair_first(text):
         row[-at:2 - at] = [made]
     assert words.encode(text, bos=False).tolist() == row
     assert words.encode(text, eos=True).tolist() == [1, *row, 2]
+    assert words.encode(text, eos=True, special_tokens=False).tolist() == row
     assert words.decode(words.encode(text)) == text
 
 
@@ -117,11 +118,15 @@ def test_wordpiece_in_a_file(tmp_path):
     words = models.read_tokenizer(tmp_path)
     assert isinstance(words, models.WordPiece) and words.vocab_size == len(WORDPIECE["vocabulary"])
     whole = words.encode("The Tempest: our revels now are ended.")
-    assert words.decode(whole) == "the tempest : our revels now are ended ."
+    assert words.decode(whole) == "the tempest : our revels now are ended."
+    assert words.encode("now", special_tokens=False).tolist() == words.encode("now")[1:-1].tolist()
+    assert len(words.encode("The Tempest", 1, special_tokens=False)) == 1
     short = words.encode("The Tempest: our revels now are ended.", max_length=6)
     assert short.tolist() == [*whole[:5], whole[-1]]
     assert words.decode(words.encode("☃ now")) == "now"         # what it does not know is no text
-    assert words.words("[SEP] is text") == ["[", "sep", "]", "is", "text"]
+    assert words.words("[SEP] is[PAD]a token, [sep] is text") == [
+        "[SEP]", "is", "[PAD]", "a", "token", ",", "[", "sep", "]", "is", "text"]
+    assert words.encode("now [SEP]now").tolist().count(words._end) == 2
     with pytest.raises(ValueError, match=r"max_length includes \[CLS\] and \[SEP\], so it must be >= 2; got 1"):
         words.encode("x", max_length=1)
 
@@ -261,19 +266,20 @@ def test_a_tokenizer_json(tmp_path, monkeypatch):
         def no_truncation(self):
             self.truncation = False
 
-        def encode(self, text):
+        def encode(self, text, add_special_tokens):
             assert not self.padding and not self.truncation
             if text == "panic":
                 raise PanicException("no entry found for key")
             if text == "large":
                 return types.SimpleNamespace(ids=[2**32 - 1])
-            return types.SimpleNamespace(ids=[len(text), 7])
+            return types.SimpleNamespace(ids=[len(text), 7][:1 + add_special_tokens])
 
         decode = staticmethod(repr)
         get_vocab_size = staticmethod(lambda: 9)
 
     monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Tokenizer))
     words = models.read_tokenizer(tmp_path)
+    assert words.encode("abc", special_tokens=False).tolist() == [3]
     assert words.encode("abc").tolist() == [3, 7] and words.encode("").dtype == np.int32
     assert words.decode(np.array([3, 7])) == "[3, 7]" and words.vocab_size == 9 and words.stop == (5,)
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a usable tokenizer\.json: no entry found for key"):

@@ -89,19 +89,21 @@ class LlamaBPE:
         except ValueError as error:
             raise ValueError(f"{path} is not a tokenizer.bin of llama2.c: {error}") from None
 
-    def encode(self, text: str, *, bos: bool = True, eos: bool = False) -> np.ndarray:
+    def encode(self, text: str, *, bos: bool = True, eos: bool = False, special_tokens: bool = True) -> np.ndarray:
         """Converts text to tokens: int32 [tokens].
 
         Args:
             text: the text.
             bos: whether to start with <s>.
             eos: whether to end with </s>.
+            special_tokens: False: neither of the two.
         """
         tokens = []
         for char in (" " + text if text else ""):
             raw = char.encode(errors="replace")
             known = self._numbers.get(raw)
             tokens.extend([byte + _BYTES for byte in raw] if known is None else [known])
+        bos, eos = bos and special_tokens, eos and special_tokens
         return np.array([_BEGIN] * bos + self._merged(tokens) + [_END] * eos, np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -43,14 +43,15 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
 
     table = Config({
         "do_lower_case": _flag("lowercase"), "strip_accents": _flag("strip_accents", None),
-        "tokenize_chinese_chars": _flag("tokenize_chinese_chars"), "do_basic_tokenize": Must((True,)),
+        "tokenize_chinese_chars": _flag("tokenize_chinese_chars"),
+        "clean_up_tokenization_spaces": _flag("clean_up", None), "do_basic_tokenize": Must((True,)),
         "never_split": _NONE, "wordpieces_prefix": Must(("##",)), "split_special_tokens": Must((False,)),
         "tokenizer_class": Must(("BertTokenizer", "BertTokenizerFast", "DistilBertTokenizer",
                                  "DistilBertTokenizerFast", None)),
         **{f"{token[1:-1].lower()}_token": _token(token) for token in _SPECIAL},
         "bos_token": _token(None), "eos_token": _token(None), "added_tokens_decoder": Fields(added),
         "additional_special_tokens": _NONE, "extra_special_tokens": _NONE, "model_specific_special_tokens": _NONE,
-    }, _IRRELEVANT)
+    }, _IRRELEVANT - {"clean_up_tokenization_spaces"})
     said = values(folder, table)
     upper = next((token for token in numbers if token[:1] != "[" and re.search("[A-Z]", token)), None)
     if os.path.lexists(folder / NAME):

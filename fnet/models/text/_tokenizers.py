@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, tokenizer.json, and the vocabulary in a folder of weights."""
+"""Tokenizers: bytes, characters, those of Hugging Face's library, and the one in a folder of weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fnet.models.text import _tokenizer_config
+from fnet.models.text import _tokenizer_config, _vocabularies
 from fnet.models.weights._config import Config, read
 from fnet.models.weights._files import MOST, SMALL, contents
 
@@ -33,8 +33,8 @@ class ByteTokenizer:
     vocab_size = 256
     stop = ()
 
-    def encode(self, text: str) -> np.ndarray:
-        """Converts text to its bytes: int32 [bytes]."""
+    def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
+        """Converts text to its bytes: int32 [bytes]. There are no special tokens, so `special_tokens` has no effect."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -69,8 +69,8 @@ class CharTokenizer:
     def vocab_size(self) -> int:
         return len(self.characters)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Converts text to tokens: int32 [characters].
+    def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
+        """Converts text to tokens: int32 [characters]. There are no special tokens, so `special_tokens` has no effect.
 
         Raises:
             ValueError: a character is not in the vocabulary.
@@ -114,16 +114,26 @@ class CharTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, read and run by Hugging Face's library (`pip install tokenizers`).
+    """A tokenizer that Hugging Face's library runs (`pip install tokenizers`).
 
-    Use it for vocabularies that fnet does not read itself, such as the byte-level BPE of GPT-2 and Llama 3. Padding and
-    truncation of the file are not applied: `encode` returns the tokens of the whole text. If the folder contains a
-    tokenizer_config.json, it is compared with the file, and its eos_token is in `stop`.
+    Use it for vocabularies that fnet does not read itself. Padding and truncation of the file are not applied: `encode`
+    returns the tokens of the whole text. Special and added tokens that occur in a text become those tokens.
+
+    Args:
+        path: one of these files. The other files in its folder are read, too.
+
+            - tokenizer.json. A tokenizer_config.json is compared with it.
+            - vocab.json with merges.txt, the byte-level BPE of GPT-2, RoBERTa and Qwen.
+            - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of Llama, T5 or XLM-R; the
+              library sentencepiece reads it (`pip install 'fnet[sentencepiece]'`).
+
+            For the last two, the class and the special tokens come from tokenizer_config.json, special_tokens_map.json,
+            added_tokens.json and, if these do not state the class, config.json. The eos_token is in `stop`.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
-        ValueError: the file is not a tokenizer.json, has an unreasonable number of steps, or contradicts
-            tokenizer_config.json. `encode` and `decode` raise it if the library fails for a text.
+        ValueError: the file is damaged, has an unreasonable number of steps, contradicts tokenizer_config.json, or
+            belongs to an unknown class. `encode` and `decode` raise it if the library fails for a text.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -132,15 +142,24 @@ class HuggingFaceTokenizer:
         except ModuleNotFoundError:
             raise ModuleNotFoundError(f"{path} needs the library tokenizers, which is not installed: pip install "
                                       "tokenizers") from None
-        self._path, text = path, contents(path)
-        description = _check_tokenizer(path, text)
+        self._path, folder, more = path, Path(path).parent, ()
+        described = Path(path).name in ("vocab.json", *_vocabularies.SENTENCEPIECE)
+        self._kind = "vocabulary" if described else "tokenizer.json"
+        description, end = _vocabularies.describe(Path(path)) if described else (None, None)
+        text = json.dumps(description) if described else contents(path)
+        description = _check_tokenizer(f"{path} is not a usable {self._kind}: ", text)
         self._tokenizer = self._run(tokenizers.Tokenizer.from_str, text)
         self._tokenizer.no_padding()       # padding to 2^40 tokens would exhaust the memory
         self._tokenizer.no_truncation()
         ends = map(self._tokenizer.token_to_id, ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"))
-        more = ()
-        if os.path.lexists(Path(path).parent / _tokenizer_config.NAME):
-            more = _tokenizer_config.hugging_face(Path(path).parent, self._tokenizer, self.encode, description)
+        config = read(folder / _tokenizer_config.NAME) if os.path.lexists(folder / _tokenizer_config.NAME) else {}
+        if described:
+            more = () if end is None else (self._tokenizer.token_to_id(end),)
+        elif config:
+            more = _tokenizer_config.hugging_face(folder, self._tokenizer, self.encode, description)
+        # As in transformers, this does not apply to byte-pair encodings.
+        self._clean_up = (config.get("clean_up_tokenization_spaces") is True
+                          and (description.get("model") or {}).get("type") != "BPE")
         self.stop = tuple(dict.fromkeys(number for number in (*ends, *more) if number is not None))
 
     @property
@@ -148,12 +167,19 @@ class HuggingFaceTokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
-        """Converts text to tokens: int32 [tokens]; special_tokens: whether with those that the file adds to a text."""
-        more = {} if special_tokens else {"add_special_tokens": False}
-        return self._run(lambda text: np.array(self._tokenizer.encode(text, **more).ids, np.int32), text)
+        """Converts text to tokens: int32 [tokens].
+
+        Args:
+            text: the text.
+            special_tokens: whether to add the tokens that the tokenizer puts before and after a text.
+        """
+        return self._run(
+            lambda text: np.array(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32), text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return self._run(self._tokenizer.decode, np.asarray(tokens).tolist())
+        """Converts tokens to text, without special tokens."""
+        text = self._run(self._tokenizer.decode, np.asarray(tokens).tolist())
+        return clean_up(text) if self._clean_up else text
 
     def _run(self, function, argument):
         """Calls the library, whose errors are plain Exceptions and whose panics are BaseExceptions."""
@@ -162,17 +188,23 @@ class HuggingFaceTokenizer:
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise ValueError(f"{self._path} is not a usable tokenizer.json: {error}") from None
+            raise ValueError(f"{self._path} is not a usable {self._kind}: {error}") from None
 
 
-def _check_tokenizer(path, text):
+def clean_up(text: str) -> str:
+    """Removes spaces before punctuation, as tokenizer_config.json's clean_up_tokenization_spaces asks for."""
+    for before in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"):
+        text = text.replace(before, before.strip())
+    return text
+
+
+def _check_tokenizer(wrong, text):
     """Returns the content of a tokenizer.json, unless Hugging Face's library would run out of memory with it.
 
     Raises:
         ValueError: the file is not JSON, has a damaged table of characters, or has replacements that lengthen a text by
             a factor of more than 1024.
     """
-    wrong = f"{path} is not a usable tokenizer.json: "
     if text.count("[") + text.count("{") > MOST:
         raise ValueError(f"{wrong}it contains more than {MOST:,} lists and objects")
     try:
@@ -208,13 +240,15 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     """Reads the tokenizer of a file, or of a folder of weights.
 
     Args:
-        path: vocab.txt (`WordPiece`), tokenizer.bin (`LlamaBPE`), characters.json (`CharTokenizer`), tokenizer.json
-            (`HuggingFaceTokenizer`), or a folder with one of them, searched in this order.
+        path: vocab.txt (`WordPiece`), tokenizer.bin (`LlamaBPE`), characters.json (`CharTokenizer`), tokenizer.json,
+            vocab.json, tokenizer.model, spiece.model or sentencepiece.bpe.model (`HuggingFaceTokenizer`), or a folder
+            with one of them, searched in this order.
 
     Returns:
         A tokenizer with `encode(text) -> int32 [tokens]`, `decode(tokens) -> text`, `vocab_size`, and `stop`, the
-        tokens that end a text. The eos_token_id of a generation_config.json in the folder are among these. If `path` is
-        a folder, also with `chat_template`, a `ChatTemplate` or None.
+        tokens that end a text, among them the eos_token_id of a generation_config.json in the folder.
+        `encode(text, special_tokens=False)` adds no tokens before and after the text. If `path` is a folder, also with
+        `chat_template`, a `ChatTemplate` or None.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -231,7 +265,7 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     from fnet.models.text._wordpiece import WordPiece
 
     readers = {"vocab.txt": WordPiece.read, "tokenizer.bin": LlamaBPE.read, "characters.json": CharTokenizer.read,
-               "tokenizer.json": HuggingFaceTokenizer}
+               **dict.fromkeys(("tokenizer.json", "vocab.json", *_vocabularies.SENTENCEPIECE), HuggingFaceTokenizer)}
     path = Path(path).expanduser()
     if path.is_dir():
         for name, reader in readers.items():

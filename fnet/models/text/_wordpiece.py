@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from fnet.models.text import _tokenizer_config
-from fnet.models.text._tokenizers import in_range
+from fnet.models.text._tokenizers import clean_up, in_range
 from fnet.models.weights._files import SMALL, check_count, contents
 
 # Code points that BERT treats as Chinese characters, each a separate word.
@@ -27,7 +28,7 @@ class WordPiece:
     First, the text is normalized as in BERT: control characters are removed, white space becomes one space, Chinese
     characters become separate words, accents are removed and letters become lowercase, as the options specify. It is
     then split at spaces and around every punctuation mark. Pieces after the first begin with ##. A word that cannot be
-    split into pieces becomes [UNK]. Special tokens in a text are treated as text; only `encode` adds them.
+    split into pieces becomes [UNK]. Special tokens that occur in a text, such as [MASK], become those tokens.
 
         words = WordPiece.read("vocab.txt")
         words.encode("Unaffable!")               # [CLS] una ##ffa ##ble ! [SEP]
@@ -37,6 +38,7 @@ class WordPiece:
         lowercase: whether letters become lowercase: True for models called "uncased".
         strip_accents: whether accents are removed. Default: `lowercase`.
         tokenize_chinese_chars: whether each Chinese character is a separate word.
+        clean_up: whether `decode` also removes the spaces in contractions and around single quotes.
 
     Raises:
         ValueError: the vocabulary lacks one of the four tokens, or contains a token twice.
@@ -50,23 +52,27 @@ class WordPiece:
     [2, 4, 5, 3]
     """
 
-    SPECIAL: ClassVar = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+    SPECIAL: ClassVar = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
     def __init__(self, vocabulary: Sequence[str], *, lowercase: bool = True, strip_accents: bool | None = None,
-                 tokenize_chinese_chars: bool = True):
+                 tokenize_chinese_chars: bool = True, clean_up: bool = False):
         self.vocabulary = tuple(vocabulary)
         self.lowercase = lowercase
         self.strip_accents = lowercase if strip_accents is None else strip_accents
         self.tokenize_chinese_chars = tokenize_chinese_chars
+        self.clean_up = clean_up
         self._numbers = {token: number for number, token in enumerate(self.vocabulary)}
-        lacking = [token for token in self.SPECIAL if token not in self._numbers]
+        needed = self.SPECIAL[:4]    # all but [MASK]
+        lacking = [token for token in needed if token not in self._numbers]
         if lacking:
-            raise ValueError(f"WordPiece: expected a vocabulary with {', '.join(self.SPECIAL)}; this one of "
+            raise ValueError(f"WordPiece: expected a vocabulary with {', '.join(needed)}; this one of "
                              f"{len(self.vocabulary)} tokens lacks {', '.join(lacking)}")
         if len(self._numbers) < len(self.vocabulary):
             twice = next(token for number, token in enumerate(self.vocabulary) if self._numbers[token] != number)
             raise ValueError(f"WordPiece: the vocabulary contains {twice!r} more than once")
-        self._unknown, self._begin, self._end = (self._numbers[token] for token in self.SPECIAL[1:])
+        self._unknown, self._begin, self._end = (self._numbers[token] for token in needed[1:])
+        self._special = [token for token in self.SPECIAL if token in self._numbers]
+        self._split = re.compile(f"({'|'.join(map(re.escape, self._special))})").split
         self._longest = max(map(len, self.vocabulary))
         self.stop = (self._end,)
 
@@ -100,31 +106,44 @@ class WordPiece:
         return words if lowercase is not None else cls(
             vocabulary, **_tokenizer_config.wordpiece(Path(path).parent, words._numbers))
 
-    def encode(self, text: str, max_length: int | None = None) -> np.ndarray:
+    def encode(self, text: str, max_length: int | None = None, *, special_tokens: bool = True) -> np.ndarray:
         """Converts text to tokens: [CLS], the pieces of the text, [SEP] as int32 [tokens].
 
         Args:
             text: the text.
             max_length: the maximum number of tokens, including [CLS] and [SEP]; the rest is cut off.
+            special_tokens: whether to add [CLS] and [SEP].
         """
-        if max_length is not None and max_length < 2:
+        if max_length is not None and max_length < 2 * special_tokens:
             raise ValueError(f"max_length includes [CLS] and [SEP], so it must be >= 2; got {max_length}")
         pieces = [piece for word in self.words(text) for piece in self._pieces(word)]
         if max_length is not None:
-            pieces = pieces[:max_length - 2]
-        return np.array([self._begin, *pieces, self._end], np.int32)
+            pieces = pieces[:max_length - 2 * special_tokens]
+        return np.array([self._begin, *pieces, self._end] if special_tokens else pieces, np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Converts tokens to words with spaces between them, without special tokens. Case and spacing are not restored.
+        """Converts tokens to words with spaces between them, without special tokens. Case is not restored.
+
+        There is no space before a period, a comma, a question mark and an exclamation mark.
 
         Raises:
             ValueError: a token is outside the vocabulary.
         """
-        known = [self.vocabulary[token] for token in in_range(tokens, self.vocab_size)]
-        return " ".join(token for token in known if token not in self.SPECIAL).replace(" ##", "")
+        held = [self.vocabulary[token] for token in in_range(tokens, self.vocab_size)]
+        held = [token for token in held if token not in self._special]
+        text = "".join(clean_up(token[2:] if token.startswith("##") else f" {token}") for token in held[1:])
+        text = clean_up(held[0]) + text if held else ""
+        return clean_up(text) if self.clean_up else text
 
     def words(self, text: str) -> list[str]:
-        """Normalizes a text and splits it at spaces and around punctuation, before words are split into pieces."""
+        """Normalizes a text and splits it at spaces and around punctuation, before words are split into pieces.
+
+        Special tokens that occur in the text are words.
+        """
+        parts = self._split(text)    # text and special tokens alternate
+        return [word for at, part in enumerate(parts) for word in ([part] if at % 2 else self._words(part))]
+
+    def _words(self, text):
         text = "".join(_cleaned(char, self.tokenize_chinese_chars) for char in text)
         if self.strip_accents:
             text = "".join(char for char in unicodedata.normalize("NFD", text) if unicodedata.category(char) != "Mn")
@@ -133,6 +152,8 @@ class WordPiece:
         return "".join(f" {char} " if _is_punctuation(char) else char for char in text).split()
 
     def _pieces(self, word):
+        if word in self._special:
+            return [self._numbers[word]]
         if len(word) > _LONGEST:
             return [self._unknown]
         found, start = [], 0
