@@ -7,7 +7,8 @@
     FOLDER/index.html              the table and plots
 
 A worker holds the lock of a trial (`flock`) and passes it to the process of the trial. If the worker is killed, the
-lock is free as soon as that process has ended, too. Then another worker continues the trial from its checkpoint.
+lock is free as soon as that process has ended, too. Then another worker continues the trial from its checkpoint. A
+worker ends when every trial has a result, or when its time is used up.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fnet.training.checkpoints._lock import Lock, Locked
 
 _ATTEMPTS = 3      # of a trial whose process is killed
 _STARTUP = 8       # trials by Sobol points before Bayesian optimization
+_POLL = 0.2        # seconds between two looks at trials that other processes hold
 _METRICS = ("validation/accuracy", "validation/loss", "test/accuracy", "test/loss", "train/loss")
 
 
@@ -205,7 +207,10 @@ def _work(sweep, deadline, most):
     while time.monotonic() < deadline:
         claimed = sweep.claim(most)
         if claimed is None:
-            return
+            if all(trial.result for trial in sweep.trials()):
+                return
+            time.sleep(_POLL)      # another worker has the last trials. If it is killed, this one continues them
+            continue
         trial, lock = claimed
         try:
             result = _execute(sweep, trial, lock, deadline)

@@ -98,6 +98,21 @@ def test_two_workers_of_which_one_is_killed(files):
     assert steps(files) == [[1, 2, 3, 4, 5]] * 6
 
 
+def test_the_process_of_a_killed_worker_holds_the_last_trial(files):
+    """The other worker waits for that process, and writes the result."""
+    run = [sys.executable, "-m", "fnet.cli", *command(files, trials=1, script=["--pause=0.4"])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    worker = subprocess.Popen(run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    path, deadline = files / "sweep" / "trials" / "0000" / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    worker.kill()
+    worker.wait()
+    assert results(files) == [None] and _sweep._lock(path.parents[1]) is None
+    assert main(command(files, trials=1, script=["--pause=0.4"])) == 0
+    assert results(files)[0]["status"] == "finished" and steps(files) == [[1, 2, 3, 4, 5]]
+
+
 def test_a_killed_trial_continues(files):
     run = [sys.executable, "-m", "fnet.cli", *command(files, trials=1, script=["--pause=0.3"])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
