@@ -3,7 +3,8 @@
     python -m benchmarks.populations            # 16 members
     python -m benchmarks.populations 4
 
-All of them run in one process and alternate.
+All of them run in one process and alternate. A step is timed until the metrics of all members are there. A ratio to the
+fastest is the median of the ratios in the rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MODELS = {"CNN 16-32, batch 32 of 28x28": (models.CNN(10, (16, 32), 2), 32),
 
 
 def programs(model, rows, n):
-    """{name: function that makes one step of n members (or of one) and waits for it}, and the population's step."""
+    """{name: function that makes one step of n members (or of one) and returns the metrics}, and the choice."""
     random = np.random.default_rng(0)
     batch = {"x": jnp.asarray(random.random((rows, 28, 28, 1), np.float32)), "y": jnp.asarray(
         random.integers(0, 10, rows).astype(np.int32))}
@@ -57,20 +58,22 @@ def programs(model, rows, n):
 
     def alone():
         held["one alone"][0], loss = single(held["one alone"][0], batch, hyper[0])
-        return held["one alone"][0], loss
+        return loss
 
     def vmapped():
         held["vmap"], loss = plain(held["vmap"], batch, hyper)
-        return held["vmap"], loss
+        return loss
 
     def loop():
+        losses = []
         for i in range(n):
             held["loop"][i], loss = single(held["loop"][i], batch, rates[i])
-        return held["loop"], loss
+            losses.append(loss)
+        return losses
 
     def population():
         held["search.population"], metrics = step_n(held["search.population"], batch)
-        return held["search.population"], metrics
+        return metrics
 
     rates = list(hyper)
     runs = {"one alone": alone, "vmap": vmapped, "loop": loop, "search.population": population}
@@ -91,11 +94,11 @@ def main():
                 jax.block_until_ready(run())
                 times[each] += [time.perf_counter() - began] * bool(turn)
         milliseconds = {each: 1e3 * statistics.median(taken) for each, taken in times.items()}
-        fastest = min(milliseconds["vmap"], milliseconds["loop"])
+        fastest = times[min("vmap", "loop", key=milliseconds.get)]
         for each, value in milliseconds.items():
             members = 1 if each == "one alone" else n
             method = f"{each} ({chosen.chosen})" if each == "search.population" else each
-            ratio = f"{value / fastest:.2f}" if members > 1 else ""
+            ratio = f"{statistics.median(a / b for a, b in zip(times[each], fastest)):.2f}" if members > 1 else ""
             print(f"| {name} | {method} | {value:.1f} | {value / members:.2f} | "
                   f"{value / members / milliseconds['one alone']:.2f} | {ratio} |", flush=True)
 

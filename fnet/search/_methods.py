@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from fnet import _jax
 from fnet import transforms as ft
+from fnet.search import _members as _state
 from fnet.training import Mean, MemberMean
 from fnet.training._metrics import as_metrics
 
@@ -117,14 +119,16 @@ class Step:
         times: dict[str, list[float]] = {name: [] for name in names}
         copies = {}
         for name in names:                                 # compiles
-            copies[name] = jax.block_until_ready(self._program(name)(jax.tree.map(jnp.copy, state), batch))[0]
+            copies[name], measured = self._program(name)(jax.tree.map(jnp.copy, state), batch)
+            jax.block_until_ready(measured)
         for _ in range(_ROUNDS):
             best = min((min(taken) for taken in times.values() if taken), default=math.inf)
             for name, taken in times.items():
                 if sum(taken) > _SECONDS or (taken and min(taken) > 1.5 * best):
                     continue
                 began = time.perf_counter()
-                copies[name] = jax.block_until_ready(self._program(name)(copies[name], batch))[0]
+                copies[name], measured = self._program(name)(copies[name], batch)
+                jax.block_until_ready(measured)       # not of the state, whose members would be copied together
                 taken.append(time.perf_counter() - began)
         seconds = {name: min(taken) for name, taken in times.items()}
         chosen = next(name for name in names if seconds[name] <= _CLOSE * min(seconds.values()))
@@ -136,7 +140,7 @@ class Step:
     def _program(self, name: str) -> Callable:
         if name not in self._programs:
             if name == "loop":
-                self._programs[name] = self._loop()
+                self._programs[name] = self._separate() if self._mesh is None else self._loop()
             else:
                 self._programs[name] = ft.tune(jax.jit(self._traceable(name), donate_argnums=0))
         return self._programs[name]
@@ -156,8 +160,32 @@ class Step:
 
         return step_n
 
+    def _separate(self) -> Callable:
+        """One program for one member, called for each. The members have arrays of their own between the steps."""
+        one = ft.tune(jax.jit(checked(self._step), donate_argnums=0))
+        part = jax.jit(lambda batch, n: [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(n)], static_argnums=1)
+
+        @partial(jax.jit, donate_argnums=0)
+        def end(step, diverged, metrics):
+            together = jax.tree.map(lambda *each: jnp.stack(each), *metrics)
+            return step + 1, *marked(diverged, together)
+
+        def step_n(state, batch):
+            n, members = _members(state), _state.separate(state)
+            batches = part(batch, n) if self._own else [jax.tree.map(jnp.asarray, batch)] * n
+            after, metrics = [], []
+            for each in zip(members.states, members.hypers, batches, strict=True):
+                new, measured = one(*each)
+                after.append(new)
+                metrics.append(measured)
+            step, diverged, together = end(state.step, state.diverged, metrics)
+            held = _state.Separate(after, members.hypers, members.hyper)
+            return _state.Population(step, held, state.hyper, diverged), together
+
+        return step_n
+
     def _loop(self) -> Callable:
-        """One program for one member, called for each. It updates the states of all members in place."""
+        """The same over devices: a member of each device at a time, in arrays of all members that are updated."""
         step = checked(self._step)
 
         def one(members, hyper, diverged, batch, metrics, index):

@@ -9,36 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fnet.search import _methods
+from fnet.search._members import Population
 from fnet.search._methods import METHODS, Step
 
 AXIS = "members"
-
-
-@struct.dataclass
-class Population:
-    """The state of a population, a state for `tr.fit`.
-
-    Fields:
-      step: int32 scalar, the number of steps made.
-      members: the states of the members, each leaf with a leading axis [n].
-      hyper: the hyperparameters, leaves [n, ...].
-      diverged: bool [n], the members of which a metric was NaN or infinite.
-
-    >>> init = lambda key, hyper: {"w": jax.random.normal(key, (3,))}
-    >>> init_n, step_n = population(init, lambda state, batch, hyper: (state, {}))
-    >>> init_n(jax.random.key(0), {"rate": jnp.ones(4)}).members["w"].shape
-    (4, 3)
-    """
-
-    step: jax.Array
-    members: Any
-    hyper: Any
-    diverged: jax.Array
 
 
 def population(init: Callable, step: Callable, *, method: str = "auto", devices: Sequence[jax.Device] | None = None,

@@ -141,6 +141,42 @@ def test_a_member_that_diverges_is_marked(method):
     assert np.isnan(values["w/1"]) and values["w/max"] == 16 and values["w/mean"] == 9
 
 
+def test_members_are_read_and_changed_between_the_steps_of_a_loop():
+    """Whether the members are read, copied or given other hyperparameters between two steps, vmap does the same."""
+    init, step, batches, hyper = program("float32")
+    other = {**hyper, "rate": hyper["rate"][::-1]}
+
+    def run(method, read):
+        init_n, step_n = search.population(init, step, method=method)
+        state = init_n(jax.random.key(0), hyper)
+        state, _ = step_n(state, batches(0))
+        if read:
+            assert state.members.params["head"]["bias"].shape == (N, 3)
+            state = jax.tree.map(jnp.copy, search.take(state, jnp.arange(N)))
+        old, (state, _) = state, step_n(state, batches(1))
+        if method == "loop":                               # the step donates the state
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old) if leaf.shape[1:] == (3,))
+        for at in (2, 3):
+            state, metrics = step_n(state.replace(hyper=jax.tree.map(jnp.copy, other)), batches(at))
+        assert int(state.step) == 4
+        return state.members, metrics["loss"].result()
+
+    expected = run("loop", False)
+    for a, b in zip(jax.tree.leaves(run("loop", True)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(jax.tree.leaves(run("vmap", False)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_a_population_is_immutable():
+    state = search.population(lambda key, hyper: (), lambda s, b, h: (s, {}))[0](jax.random.key(0), jnp.ones(2))
+    with pytest.raises(AttributeError, match=r"use state.replace\(step=...\)"):
+        state.step = 1
+    with pytest.raises(TypeError, match="no field steps; it has step, members, hyper, diverged"):
+        state.replace(steps=1)
+    assert repr(state).startswith("Population(step=")
+
+
 @pytest.fixture
 def evaluation():
     model, (init, step, batches, hyper) = Small(), program("float32")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 import jax
@@ -46,7 +45,6 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
 
 def _after(step, *, keeps, exempt, metrics):
     """The same for a step that runs several compiled programs, such as one for each member of a population."""
-    @partial(jax.jit, donate_argnums=(0, 2))
     def check(new, old, total, watch, measured):
         measured = _metrics.as_metrics(measured)
         before = new.replace(step=new.step - 1) if old is None else old
@@ -56,11 +54,16 @@ def _after(step, *, keeps, exempt, metrics):
             new, more = _nonfinite.kept(sound, new, old), _nonfinite.kept(sound, more, total)
         return new, more, watch, measured if metrics else None
 
+    whole, part = jax.jit(check, donate_argnums=(0, 2)), jax.jit(check, donate_argnums=2)
+
     def advance(state, total, watch, batch):
         old = jax.tree.map(jnp.copy, state) if keeps else None      # the step donates the state
         new, measured = step(state, batch)
-        _contract.check_state(new if old is None else old, new)
-        return check(new, old, total, watch, measured)
+        if old is not None:
+            _contract.check_state(old, new)
+        elif hasattr(new, "members"):                      # of a population: they are exempt, and to read them is slow
+            return new, *part(new.replace(members=()), None, total, watch, measured)[1:]
+        return whole(new, old, total, watch, measured)
 
     return advance
 

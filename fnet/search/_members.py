@@ -1,0 +1,117 @@
+"""The state of a population: arrays of all members, or arrays for each member, combined when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey
+
+_FIELDS = ("step", "members", "hyper", "diverged")
+
+
+class Population:
+    """The state of a population, a state for `tr.fit`. It is immutable.
+
+    With the method "loop", the members have arrays of their own between the steps. They are copied to common ones when
+    `members` or the leaves of the population are read, for example for an evaluation or a checkpoint.
+
+    Fields:
+      step: int32 scalar, the number of steps made.
+      members: the states of the members, each leaf with a leading axis [n].
+      hyper: the hyperparameters, leaves [n, ...].
+      diverged: bool [n], the members of which a metric was NaN or infinite.
+
+    >>> init = lambda key, hyper: {"w": jax.random.normal(key, (3,))}
+    >>> init_n, step_n = search.population(init, lambda state, batch, hyper: (state, {}))
+    >>> init_n(jax.random.key(0), {"rate": jnp.ones(4)}).members["w"].shape
+    (4, 3)
+    """
+
+    __slots__ = ("_members", "diverged", "hyper", "step")
+
+    def __init__(self, step: Any, members: Any, hyper: Any, diverged: Any):
+        for name, value in (("step", step), ("_members", members), ("hyper", hyper), ("diverged", diverged)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def members(self) -> Any:
+        return self._members.together() if isinstance(self._members, Separate) else self._members
+
+    def replace(self, **changes: Any) -> Population:
+        """A copy with other values of some fields."""
+        if unknown := changes.keys() - set(_FIELDS):
+            raise TypeError(f"Population has no field {', '.join(sorted(unknown))}; it has {', '.join(_FIELDS)}")
+        return Population(**{"step": self.step, "members": self._members, "hyper": self.hyper,
+                             "diverged": self.diverged} | changes)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"a Population is immutable: use state.replace({name}=...)")
+
+    def __repr__(self):
+        return f"Population({', '.join(f'{name}={getattr(self, name)!r}' for name in _FIELDS)})"
+
+
+def _fields(population):
+    return [getattr(population, name) for name in _FIELDS], None
+
+
+def _named(population):
+    return [(GetAttrKey(name), getattr(population, name)) for name in _FIELDS], None
+
+
+jax.tree_util.register_pytree_with_keys(Population, _named, lambda _, fields: Population(*fields), _fields)
+
+
+class Separate:
+    """The states of members in arrays of their own.
+
+    Attributes:
+      states: the states.
+      hypers: the hyperparameters of each member.
+      hyper: the tree of which `hypers` are parts.
+    """
+
+    def __init__(self, states: Sequence[Any], hypers: Sequence[Any], hyper: Any):
+        self.states, self.hypers, self.hyper = states, hypers, hyper
+        self._together = None
+
+    def together(self) -> Any:
+        if self._together is None:
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states)):
+                return self.states                         # a step that failed has donated some
+            self._together = _stacked(self.states)
+        return self._together
+
+    def forget(self) -> None:
+        self._together = None
+
+
+def separate(population: Population) -> Separate:
+    """The states and hyperparameters of the members. The arrays of the population are deleted, except `hyper`."""
+    found, hyper = population._members, population.hyper
+    if not isinstance(found, Separate):
+        n = population.diverged.shape[0]
+        states, hypers = _parts((found, hyper), n)
+        kept = {id(leaf) for leaf in jax.tree.leaves(hyper)}
+        for leaf in jax.tree.leaves(found):
+            if isinstance(leaf, jax.Array) and id(leaf) not in kept:
+                leaf.delete()
+        return Separate(states, hypers, hyper)
+    if found.hyper is not hyper:
+        found = Separate(found.states, _parts((hyper, ()), population.diverged.shape[0])[0], hyper)
+    found.forget()
+    return found
+
+
+@jax.jit
+def _stacked(states):
+    return jax.tree.map(lambda *each: jnp.stack(each), *states)
+
+
+@partial(jax.jit, static_argnums=1)
+def _parts(trees, n):
+    return tuple([jax.tree.map(lambda x, i=i: x[i], tree) for i in range(n)] for tree in trees)
