@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from fnet import layers as nn
 from fnet.layers._sizes import at_most, sized
 from fnet.models._blocks import Blocks
+from fnet.models._decoder import ACTIVATIONS
+from fnet.models._decoder_configs import Count, Flag, Number, activation
 from fnet.models._model import LanguageModel
 from fnet.models.weights._config import Must, Use, transformers
 from fnet.models.weights._weight_names import Names, Rule, Spare, Tied, torch
@@ -22,13 +24,16 @@ normal = functools.cache(jax.nn.initializers.normal)    # equal options give the
 
 
 @nn.layer
-def gpt_block(scope, x, lengths=None, *, heads, hidden, dropout, epsilon, kernel_init, residual_init):
+def gpt_block(scope, x, lengths=None, kind=0, *, heads, hidden, dropout, epsilon, activation, scales, kernel_init,
+              residual_init):
+    """Attention and MLP with residual connections. `scales` has the factor of the scores for each kind of block."""
     norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]    # [batch, time, width]
-    attention = nn.Attention(heads, causal=True, dropout=dropout, kernel_init=kernel_init, out_init=residual_init)
+    attention = nn.Attention(heads, causal=True, scale=scales[kind], dropout=dropout, kernel_init=kernel_init,
+                             out_init=residual_init)
     x = x + drop(scope["drop1"], attention(scope["attention"], norm(scope["norm1"], x), lengths=lengths))
     y = nn.Dense(hidden, kernel_init=kernel_init, axes=("embed", "mlp"))(scope["fc"], norm(scope["norm2"], x))
     out = nn.Dense(width, kernel_init=residual_init, axes=("mlp", "embed"))
-    y = out(scope["proj"], jax.nn.gelu(y, approximate=True))
+    y = out(scope["proj"], ACTIVATIONS[activation](y))
     return x + drop(scope["drop2"], y)
 
 
@@ -50,9 +55,9 @@ def _rules(ours, theirs):
 class GPT(LanguageModel):
     """A decoder of text: GPT-2 of any size.
 
-    Learned positions; blocks of causal attention and an MLP with GELU, with a LayerNorm before each and a residual
-    connection; tied logits. Kernels and tables are initialized with standard deviation 0.02, those before a residual
-    connection with 0.02 / sqrt(2 depth).
+    Learned positions; blocks of causal attention and an MLP, with a LayerNorm before each and a residual connection.
+    The defaults are those of the published GPT-2: the tanh form of GELU, and tied logits. Kernels and tables are
+    initialized with standard deviation 0.02, those before a residual connection with 0.02 / sqrt(2 depth).
 
     Args:
         vocab_size: number of tokens.
@@ -64,6 +69,11 @@ class GPT(LanguageModel):
         dropout: dropout rate of embeddings, attention weights and residual branches.
         epsilon: epsilon of the norms.
         stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
+        tied: whether the logits are computed with the embedding table.
+        activation: of the MLP: "gelu_tanh", "gelu", "silu" or "relu".
+        scale_scores: whether the scores of the attention are divided by sqrt(width / heads).
+        scale_by_depth: whether the scores of block i = 1, 2, ... are divided by i, too, which keeps them small in low
+            precision (Stanford CRFM's Mistral). The parameters are stacked; the blocks are compiled one by one.
 
     Inputs:
         tokens: integers [batch, time].
@@ -89,17 +99,18 @@ class GPT(LanguageModel):
         "huggingface": Names((
             torch.embed("embed", "wte"), torch.embed("positions", "wpe"), torch.norm("norm", "ln_f"),
             _rules("blocks", "h.{i}"), _rules("blocks/{i}", "h.{i}"), Tied("lm_head.weight", "embed/embedding"),
-        ), prefixes=("", "transformer."), config={"epsilon": 1e-5}, metadata={"format": "pt"}),
+        ), prefixes=("", "transformer."), heads=(torch.dense("head", "lm_head"),),
+            config={"epsilon": 1e-5}, metadata={"format": "pt"}),
     }
     CONFIGS: ClassVar = {
         "gpt2": transformers({
-            "vocab_size": Use("vocab_size", 50257), "n_embd": Use("width", 768), "hidden_size": Use("width"),
-            "n_layer": Use("depth", 12), "num_hidden_layers": Use("depth"), "n_head": Use("heads", 12),
-            "num_attention_heads": Use("heads"), "n_inner": Use("hidden", None, lambda model: 4 * model.width),
-            "n_positions": Use("context", 1024), "n_ctx": Use("context"), "max_position_embeddings": Use("context"),
-            "layer_norm_epsilon": Use("epsilon", 1e-5), "tie_word_embeddings": Must((True,)),
-            "activation_function": Must(("gelu_new", "gelu_pytorch_tanh")), "scale_attn_weights": Must((True,)),
-            "scale_attn_by_inverse_layer_idx": Must((False,)), "n_special": Must((0,)),
+            "vocab_size": Count("vocab_size", 50257), "n_embd": Count("width", 768), "hidden_size": Use("width"),
+            "n_layer": Count("depth", 12), "num_hidden_layers": Use("depth"), "n_head": Count("heads", 12),
+            "num_attention_heads": Use("heads"), "n_inner": Count("hidden", None, lambda model: 4 * model.width),
+            "n_positions": Count("context", 1024), "n_ctx": Use("context"), "max_position_embeddings": Use("context"),
+            "layer_norm_epsilon": Number("epsilon", 1e-5), "tie_word_embeddings": Flag("tied", True),
+            "activation_function": activation("gelu_new"), "scale_attn_weights": Flag("scale_scores", True),
+            "scale_attn_by_inverse_layer_idx": Flag("scale_by_depth", False), "n_special": Must((0,)),
         }, architectures=("GPT2LMHeadModel", "GPT2Model"),
             irrelevant="resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj "
                        "summary_activation summary_proj_to_labels summary_first_dropout predict_special_tokens "
@@ -117,17 +128,32 @@ class GPT(LanguageModel):
     dropout: float = 0.0
     epsilon: float = 1e-5
     stacked: bool = True
+    tied: bool = True
+    activation: str = "gelu_tanh"
+    scale_scores: bool = True
+    scale_by_depth: bool = False
+
+    def __post_init__(self):
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"GPT: activation must be {' or '.join(map(repr, ACTIVATIONS))}; got {self.activation!r}")
 
     def _body(self, scope, tokens, lengths):                               # [batch, time]
         tokens = jnp.asarray(tokens)
         embed, at = nn.Embed(self.vocab_size, self.width), scope["embed"]
         x = embed(at, tokens) + self._positions(scope, tokens, lengths)
         x = nn.Dropout(self.dropout)(scope["drop"], x)                     # [batch, time, width]
+        scale = (self.width // self.heads) ** -0.5 if self.scale_scores else 1.0
+        numbers = range(self.depth) if self.scale_by_depth else ()
         block = gpt_block(heads=self.heads, hidden=self.hidden or 4 * self.width, dropout=self.dropout,
-                          epsilon=self.epsilon, kernel_init=normal(0.02),
-                          residual_init=normal(0.02 / math.sqrt(2 * self.depth)))
-        x = Blocks(block, self.depth, self.stacked)(scope["blocks"], x, lengths=lengths)
-        return embed, at, nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
+                          epsilon=self.epsilon, activation=self.activation,
+                          scales=tuple(scale / (number + 1) for number in numbers) or (scale,),
+                          kernel_init=normal(0.02), residual_init=normal(0.02 / math.sqrt(2 * self.depth)))
+        x = Blocks(block, self.depth, self.stacked, tuple(numbers))(scope["blocks"], x, lengths=lengths)
+        x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
+        if self.tied:
+            return embed, at, x
+        head = nn.Dense(self.vocab_size, use_bias=False, kernel_init=normal(0.02), axes=("embed", "vocab"))
+        return head, scope["head"], x
 
     def _positions(self, scope, tokens, lengths):
         """Vectors of the positions, continued after those in the cache. Padding has position 0."""

@@ -137,10 +137,10 @@ def test_other_configurations_of_an_encoder(change, text, tmp_path):
 
 
 @pytest.mark.parametrize(("model", "config", "text"), [
-    (PUBLISHED["gpt2"][0], GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "is True, expected False"),
+    (PUBLISHED["gpt2"][0], GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_by_depth=True"),
     (PUBLISHED["gpt2"][0], GPT2 | {"hidden_size": 1024}, "'hidden_size' is 1024, the model has width=768"),
     (PUBLISHED["gpt2"][0], GPT2 | {"n_inner": 1024}, "'n_inner' is 1024, the model has hidden=None"),
-    (PUBLISHED["gpt2"][0], GPT2 | {"activation_function": "gelu"}, "expected 'gelu_new' or 'gelu_pytorch_tanh'"),
+    (PUBLISHED["gpt2"][0], GPT2 | {"activation_function": "mish"}, "expected 'silu' or 'swish' or 'gelu' or"),
     (PUBLISHED["vit"][0], VIT | {"image_size": [224, 256]}, r"'image_size' is \[224, 256\], expected a number, or two"),
     (PUBLISHED["vit"][0], VIT | {"qkv_bias": False}, "'qkv_bias' is False, expected True"),
     (PUBLISHED["timm resnet"][0], TIMM | {"architecture": "resnet50d"}, "is 'resnet50d', expected resnet18, resnet34"),

@@ -18,7 +18,7 @@ from fnet.models._blocks import periods
 from fnet.models._rope_config import collapsed
 
 FOLDERS = {path.name: path for path in sorted((pathlib.Path(__file__).parents[1] / "reference/families").iterdir())}
-ALTERNATING = ("qwen2", "gemma2", "smollm3")
+ALTERNATING = ("qwen2", "gemma2", "smollm3", "gpt2")
 
 
 @pytest.fixture(scope="module", params=sorted(FOLDERS))
@@ -48,8 +48,9 @@ def test_logits_and_text(loaded, tmp_path):
     back = pretrained.save(model, params, {}, tmp_path, like=FOLDERS[name])
     again, restored, _ = pretrained.load(back.parent)
     assert again == model and jax.tree.all(jax.tree.map(np.array_equal, restored, params))
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == json.loads((FOLDERS[name] / "config.json").read_text())["model_type"]
+    config, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FOLDERS[name]))
+    words = {field for field, value in original.items() if isinstance(value, str)} - {"dtype"}
+    assert {field: config.get(field) for field in words} == {field: original[field] for field in words}
 
 
 @pytest.mark.parametrize("name", ALTERNATING)
@@ -141,8 +142,26 @@ def test_invalid_options(options, text):
         models.Decoder(16, 8, 2, 2, 1, 8, **options)
 
 
-# Each field of a family's config.json, altered: what load(folder) says. Those that load are compared with transformers
-# by `make verify-pretrained ARGS=altered`.
+def test_gpt_options():
+    """The scores of block i of two are those of a block whose queries are divided by i and sqrt(head_dim)."""
+    tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+    model = models.GPT(16, 8, 2, 2, context=8, hidden=12, scale_scores=False, tied=False, activation="relu")
+    params, _ = model.init(jax.random.key(0), tokens)
+    by_depth = dataclasses.replace(model, scale_scores=True, scale_by_depth=True)
+    factors = jnp.array([1, 1 / 2]) / 2
+    wide = jax.tree.map(lambda x: 50 * x, params["blocks"]["attention"]["query"])
+    query = jax.tree.map(lambda x: x * factors.reshape(2, *(1,) * (x.ndim - 1)), wide)
+    with_query = lambda each: params | {"blocks": params["blocks"] | {
+        "attention": params["blocks"]["attention"] | {"query": each}}}
+    close(by_depth(with_query(wide), tokens), model(with_query(query), tokens))
+    with pytest.raises(ValueError, match=r"GPT: activation must be 'silu' or .*; got 'mish'"):
+        dataclasses.replace(model, activation="mish")
+    old = models.GPT(16, 8, 2, 2, context=8)
+    assert old.spec(tokens).params.keys() == params.keys() - {"head"}
+
+
+# Altered fields of config.json that are errors. `make verify-pretrained ARGS=altered_decoders` alters every field, and
+# compares what loads with transformers.
 REFUSED = {
     "llama": [{"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {"hidden_act": "mish"},
               {"mlp_bias": None},
@@ -161,6 +180,10 @@ REFUSED = {
     "smollm3": [{"no_rope_layers": [1]}, {"no_rope_layers": [0, 0, 0, 0]}, {"no_rope_layers": [2, 1, 1, 1]},
                 {"no_rope_layer_interval": 0}],
     "olmo2": [{"clip_qkv": 8.0}, {"hidden_size": 24.0}],
+    "mixtral": [{"num_local_experts": 0}, {"num_experts_per_tok": None}, {"attention_bias": True}],
+    "qwen3_moe": [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"norm_topk_prob": None}],
+    "gpt2": [{"activation_function": "gelu_fast"}, {"scale_attn_weights": None}, {"n_inner": 0}, {"n_head": 4.0},
+             {"scale_attn_by_inverse_layer_idx": 1}, {"add_cross_attention": True}],
     "gpt_neox": [{"rope_theta": 1e4}, {"rotary_pct": 0.1, "rope_parameters": None}, {"use_parallel_residual": None}],
 }
 

@@ -127,6 +127,13 @@ FAMILIES = {
          **rope("default", partial_rotary_factor=0.5)},
         {"tie_word_embeddings": True, "layer_norm_eps": 1e-3, "hidden_act": "relu",
          **rope("linear", partial_rotary_factor=1.0, factor=2.0)})),
+    "gpt2": Family("GPT2Config", "GPT2LMHeadModel", (
+        {}, {"scale_attn_by_inverse_layer_idx": True, "activation_function": "gelu", "tie_word_embeddings": False,
+             "n_inner": 28, "layer_norm_epsilon": 1e-3},
+        {"scale_attn_weights": False, "activation_function": "relu", "reorder_and_upcast_attn": True},
+        {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False,
+         "activation_function": "silu", "n_layer": 5}, {"activation_function": "gelu_pytorch_tanh"}),
+        sizes=("n_embd", "n_layer", "n_head", "n_inner", "n_positions")),
 }
 
 
@@ -138,20 +145,29 @@ def random_sizes(generator, family):
     return {"vocab_size": int(generator.integers(40, 90)), **dict(zip(family.sizes, values))}
 
 
-def created(family, case, seed):
+def sizes_of(family, seed):
+    """Fields of a small configuration."""
+    return random_sizes(np.random.default_rng(seed), family) | dict(
+        initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+
+
+def random_weights(model):
     """transformers' model with random weights, whose norms and biases are random, too."""
     torch = needed("torch", "PyTorch, with which transformers computes,")
-    transformers = needed("transformers", "transformers, the reference,")
-    fields = random_sizes(np.random.default_rng(seed), family) | dict(
-        initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=None) | case
-    torch.manual_seed(seed)
-    config = getattr(transformers, family.config)(**fields, **EAGER)
-    model = getattr(transformers, family.model)(config).eval()
     with torch.no_grad():
         for value in model.parameters():
             if value.ndim == 1:
                 value.add_(0.3 * torch.randn_like(value))
-    return model
+    return model.eval()
+
+
+def created(family, case, seed):
+    """transformers' model of one configuration with random weights."""
+    torch = needed("torch", "PyTorch, with which transformers computes,")
+    transformers = needed("transformers", "transformers, the reference,")
+    torch.manual_seed(seed)
+    config = getattr(transformers, family.config)(**sizes_of(family, seed) | case, **EAGER)
+    return random_weights(getattr(transformers, family.model)(config))
 
 
 def logits(model, tokens):

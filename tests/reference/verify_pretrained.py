@@ -185,6 +185,7 @@ def mobilenet_v2_errors():
 import verify_adapters  # noqa: E402, F401    their checks come after these
 import verify_chat  # noqa: E402, F401
 import verify_config  # noqa: E402, F401
+import verify_decoders  # noqa: E402, F401
 import verify_encoders  # noqa: E402, F401
 import verify_families  # noqa: E402, F401
 import verify_generation  # noqa: E402, F401

@@ -69,6 +69,13 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
         entries = {entry.field: entry for entry in table.fields.values() if isinstance(entry, _config.Use)}
         if all(_config.fits(entries.get(field.name), model, getattr(restored, field.name), getattr(model, field.name))
                for field in dataclasses.fields(model) if field.name not in _FREE):
+            for name, value in like.items():    # another word for the same value, such as an activation's
+                if kind == _config.kind_of(like) and isinstance(value, str) and isinstance(config.get(name), str):
+                    try:
+                        if _config.made(type(model), table, config | {name: value}) == restored:
+                            config[name] = value
+                    except ValueError:
+                        pass
             copied = {name: like[name] for name in like if name in table.irrelevant and kind == _config.kind_of(like)}
             if config.get("id2label") and len(like.get("id2label") or ()) == len(config["id2label"]):
                 config["id2label"] = like["id2label"]

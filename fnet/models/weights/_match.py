@@ -147,7 +147,8 @@ def check_keys(model, name, key_map, tensors):
         return f"{key!r}: expected shape {wanted[key].shape()} for {ours(wanted[key])}, got {held[key].shape}"
 
     def untied(key):
-        return f"{key!r} must equal {ours(spare[key])}, because the model ties the two"
+        return (f"{key!r} must equal {ours(spare[key])}, because the model ties the two ('tie_word_embeddings' in "
+                "config.json)")
 
     wrong = [(lacking, key) for key in missing] + [(unexpected, key) for key in extra]
     wrong += [(misshapen, key) for key, entry in wanted.items() if key in held and held[key].shape != entry.shape()]
