@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,9 @@ from fnet import _jax
 from fnet.jaxpr._equations import CONVOLUTION, DOT, product
 from fnet.jaxpr._flatten import inlined
 from fnet.jaxpr._primitives import POINTWISE
+from fnet.jaxpr._rewrite import Interpreter
 from fnet.jaxpr._scopes import TOP, in_jaxpr
+from fnet.jaxpr._values import Value
 
 
 class Fold(NamedTuple):
@@ -100,6 +103,16 @@ class Folder:
             for v, y in zip(eqn.outvars, outputs):
                 env[v] = self._computed(y) if isinstance(y, _Pending) and uses[v] != 1 else y
         return [self._computed(read(v)) for v in jaxpr.outvars]
+
+    @staticmethod
+    def program(closed: Any) -> Callable:
+        """A closed jaxpr as a function of its constants and inputs, so that the constants are no part of a compiled
+        program."""
+        def run(consts, arrays):
+            return [y.x for y in Interpreter().evaluate(closed.jaxpr, consts, list(map(Value, arrays)), TOP,
+                                                        (None,) * len(closed.jaxpr.outvars))]
+
+        return run
 
     def _equation(self, eqn, at, inputs):
         if all(isinstance(x, _Known) for x in inputs) and not eqn.effects:

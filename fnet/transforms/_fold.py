@@ -46,8 +46,7 @@ class Folded:
         args, kwargs = jax.tree.unflatten(structure, leaves)
         traced = Traced(self._applied, args, kwargs)
         closed = jax.make_jaxpr(lambda *arrays: Folder()(traced.closed, list(arrays)))(*traced.arrays)
-        run = jax.jit(lambda weights, arrays: jax.core.eval_jaxpr(closed.jaxpr, weights, *arrays))
-        return run, closed.consts, traced.result
+        return jax.jit(Folder.program(closed)), closed.consts, traced.result
 
     def explained(self, *args, **kwargs) -> Folds:
         """What is folded for these arguments."""
