@@ -5,6 +5,8 @@
     python experiments/generate.py --model=gpt2 --top_k=40 "The answer" "In 1912"      # several prompts at once
     python experiments/generate.py --weights=model.bin                          # llama2.c's, of any size
     python experiments/generate.py --weights=HuggingFaceTB/SmolLM2-135M "The answer"   # any folder with config.json
+    python experiments/generate.py --weights=HuggingFaceTB/SmolLM2-135M-Instruct --chat    # a conversation
+    python experiments/generate.py --weights=FOLDER --beams=4 --max_tokens=40 "The answer"   # the most probable text
 
 The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache;
 where there are none, the message says what to download. The tokenizer lies beside them: tokenizer.bin (llama2.c),
@@ -12,6 +14,7 @@ characters.json, or tokenizer.json (pip install tokenizers).
 """
 
 import dataclasses
+import sys
 import time
 
 import _common as common
@@ -46,6 +49,18 @@ class Config:
     min_p: float = option(0.0, "sample from tokens with this part of the largest probability, or more", within="[0, 1]")
     repetition_penalty: float = option(1.0, "divisor of the logits of tokens that the text has; 1: none",
                                        within="[0.001, 1000]")
+    presence_penalty: float = option(0.0, "subtracted from the logits of generated tokens", within="[-100, 100]")
+    frequency_penalty: float = option(0.0, "the same, times how often they were generated", within="[-100, 100]")
+    samples: int = option(1, "texts for each prompt", within="[1, 4096]")
+    beams: int = option(0, "beam search with so many texts for each prompt, without sampling; 0: no beam search",
+                        within="[0, 1024]")
+    length_penalty: float = option(1.0, "of beam search: the exponent of the length; larger: longer texts",
+                                   within="[-100, 100]")
+    stop: str | None = option(None, "a string that ends a text; several are separated by |")
+    log_probs: bool = option(False, "print the sum of the log-probabilities of each text")
+    chat: bool = option(False, "hold a conversation by the model's chat template: each prompt, or each line of the "
+                        "terminal, is a message")
+    system: str | None = option(None, "of --chat: the message with which the conversation begins")
     precision: str = option("float32", "of the weights: float32, bfloat16 or float16",
                              choices=("float32", "bfloat16", "float16"))
     seed: int = option(0, "of the draws", within=tr.flags.SEED)
@@ -63,6 +78,8 @@ def main(argv):
             fitting(words, model, words.vocab_size <= model.vocab_size)
         else:
             params, _ = pretrained.load(model, path, dtype=precision)
+        if config.chat:
+            return converse(config, model, params, words, argv[1:])
         prompts = argv[1:] or [""]
         starts = [words.encode(prompt) if prompt else begin(words) for prompt in prompts]
         tokens, lengths = models.padded(starts)
@@ -71,23 +88,91 @@ def main(argv):
         most = min(config.max_tokens, model.context + 1 - int(lengths.max()))
         if most < 1:
             raise ValueError(f"the longest prompt has {lengths.max()} tokens; the model sees {model.context}")
-        options = dict(temperature=config.temperature, top_k=config.top_k or None, lengths=lengths, stop=words.stop,
-                       top_p=config.top_p if config.top_p < 1 else None, min_p=config.min_p or None,
-                       repetition_penalty=config.repetition_penalty if config.repetition_penalty != 1 else None)
+        options = dict(lengths=lengths, stop=words.stop)
+        if config.beams:
+            options |= dict(beams=config.beams, length_penalty=config.length_penalty)
+        else:
+            options |= dict(sampling(config), samples=config.samples)
+    describe(config, model, params)
+
+    key = jax.random.key(config.seed)
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        out = jax.block_until_ready(
+            models.beam_search(model, params, tokens, max_tokens=most, **options) if config.beams
+            else models.generate(model, params, tokens, key, max_tokens=most, **options))
+        seconds.append(time.perf_counter() - began)
+    first, took = seconds
+    if config.beams:    # the best text of each prompt
+        rows, sizes, scores = (np.asarray(x[:, 0]) for x in out)
+    else:
+        rows, sizes, scores = np.asarray(out.tokens), np.asarray(out.lengths), np.asarray(out.log_probs.sum(-1))
+    for i, (row, length, score) in enumerate(zip(rows, sizes, scores)):
+        start = starts[i // (1 if config.beams else config.samples)]
+        print(f"\n{ended(words, start, row[:length], stops(config))}")
+        if config.log_probs:
+            print(f"({'score' if config.beams else 'log-probability'} {score:.4f})")
+    count = int(out.lengths.sum())
+    print(f"\n{count} tokens in {took:.2f} s, {count / took:.0f} tokens/s (compiling included: {first:.1f} s)")
+
+
+def sampling(config):
+    """The options of `generate` that select tokens."""
+    return dict(temperature=config.temperature, top_k=config.top_k or None, min_p=config.min_p or None,
+                top_p=config.top_p if config.top_p < 1 else None,
+                repetition_penalty=config.repetition_penalty if config.repetition_penalty != 1 else None,
+                presence_penalty=config.presence_penalty or None, frequency_penalty=config.frequency_penalty or None)
+
+
+def stops(config):
+    return [text for text in (config.stop or "").split("|") if text]
+
+
+def ended(words, start, tokens, stop):
+    """The text of a prompt and the generated tokens, up to the first stop string after the prompt."""
+    text, begin = words.decode([*start, *tokens]), len(words.decode(start))
+    return text[:min((at for at in (text.find(each, begin) for each in stop) if at >= 0), default=len(text))]
+
+
+def describe(config, model, params):
     print(f"{config.model if not config.weights else config.weights}: {type(model).__name__}, "
           f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {config.precision}, {hw.detect().name}")
 
+
+def converse(config, model, params, words, prompts):
+    """Answers the prompts, or each line of standard input, as one conversation."""
+    if getattr(words, "chat_template", None) is None:
+        raise ValueError("--chat needs a folder with a chat template (chat_template.jinja, or chat_template in "
+                         "tokenizer_config.json): name one with --weights")
+    if jax.default_backend() == "cpu":
+        model, params = models.unstack(model, params)
+    describe(config, model, params)
+    messages = [{"role": "system", "content": config.system}] if config.system else []
     key = jax.random.key(config.seed)
-    began = time.perf_counter()
-    jax.block_until_ready(models.generate(model, params, tokens, key, max_tokens=most, **options))
-    first = time.perf_counter() - began
-    began = time.perf_counter()
-    out = jax.block_until_ready(models.generate(model, params, tokens, key, max_tokens=most, **options))
-    took = time.perf_counter() - began
-    for start, row, length in zip(starts, np.asarray(out.tokens), np.asarray(out.lengths)):
-        print(f"\n{words.decode([*start, *row[:length]])}")
-    count = int(out.lengths.sum())
-    print(f"\n{count} tokens in {took:.2f} s, {count / took:.0f} tokens/s (compiling included: {first:.1f} s)")
+    for number, line in enumerate(prompts or lines()):
+        if prompts:
+            print(f"\n> {line}")
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        for piece in models.chat(model, params, words, messages, jax.random.fold_in(key, number),
+                                 max_tokens=config.max_tokens, stop=stops(config), **sampling(config)):
+            print(piece, end="", flush=True)
+            answer += piece
+        print(flush=True)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def lines():
+    """The lines of standard input that are not empty, until its end or Ctrl-D."""
+    while True:
+        if sys.stdin.isatty():
+            print("\n> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
 
 
 def read(config, folder, path):
@@ -141,6 +226,12 @@ def checked(config):
     """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
     tr.flags.check(config)
     common.check_temperature(config.temperature)
+    if config.beams and config.samples > 1:
+        raise tr.ConfigError("--beams and --samples: use one of them; beam search does not sample")
+    if config.chat and (config.beams or config.samples > 1 or config.log_probs):
+        raise tr.ConfigError("--chat generates one answer: leave out --beams, --samples and --log_probs")
+    if config.system and not config.chat:
+        raise tr.ConfigError("--system is for --chat")
     if config.weights is None and config.model not in PRESETS:
         raise tr.ConfigError(f"--model={config.model}: use {', '.join(PRESETS)}")
     return config

@@ -288,6 +288,9 @@ def test_token_files_have_gpt2s_vocabulary_unless_told():
 @pytest.mark.parametrize(("script", "changes", "text"), [
     (generate, dict(model="llama"), "--model=llama: use stories260k, stories15m"),
     (generate, dict(precision="int8"), "--precision=int8: use float32, bfloat16, float16"),
+    (generate, dict(beams=2, samples=2), "--beams and --samples: use one of them"),
+    (generate, dict(chat=True, beams=2), "--chat generates one answer: leave out --beams, --samples and --log_probs"),
+    (generate, dict(system="a"), "--system is for --chat"),
     (generate, dict(temperature=-1.0), r"--temperature=-1.0: expected a number in \[0, 1000\]"),
     (embed, dict(model="bert"), "--model=bert: use minilm-l6, minilm-l12"),
     (embed, dict(max_length=1), r"--max_length=1: expected a number in \[2, 512\]"),
@@ -323,6 +326,51 @@ def test_errors_are_one_line_and_exit_2(tmp_path, stories, minilm, every):
             err = finished(process, 2)
             assert err.startswith("error: ") and err.count("\n") == 1, err
             assert re.search(text, err), err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with config.json, a vocabulary of characters, and a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    model = models.Decoder(7, 16, 2, 4, 2, 24, context=64, head_dim=8, tied=True)
+    pretrained.save(model, filled(model), {}, folder, names="huggingface")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] | replace('s', 'f') | replace('u', 'e') }}:{{ m.content }}{% endfor %}")
+    (folder / "characters.json").write_text('":abcdef"')
+    return folder
+
+
+def test_a_conversation(folder):
+    flags = [f"--weights={folder}", "--chat", "--temperature=0", "--max_tokens=6"]
+    model, params, _ = pretrained.load(folder)
+    words, messages, answers = models.read_tokenizer(folder), [{"role": "system", "content": "ff"}], []
+    for line in "ab", "cd":
+        messages.append({"role": "user", "content": line})
+        answers.append("".join(models.chat(model, params, words, messages, max_tokens=6, temperature=0)))
+        messages.append({"role": "assistant", "content": answers[-1]})
+    given, piped = start("generate.py", *flags, "--system=ff", "ab", "cd"), subprocess.run(
+        [sys.executable, "experiments/generate.py", *flags, "--system=ff"], input="ab\n\ncd\n", capture_output=True,
+        text=True, cwd=ROOT, timeout=240, env={k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")})
+    assert finished(given).splitlines()[1:] == ["", "> ab", answers[0], "", "> cd", answers[1]]
+    assert piped.stdout.splitlines()[1:] == answers and piped.returncode == 0, piped.stderr
+
+
+def test_beams_samples_and_stop_strings(folder):
+    beams = start("generate.py", f"--weights={folder}", "--beams=3", "--length_penalty=0.5", "--max_tokens=5",
+                  "--log_probs", "ab", "cde")
+    several = start("generate.py", f"--weights={folder}", "--samples=2", "--max_tokens=9", "--presence_penalty=0.5",
+                    "--frequency_penalty=0.1", "--min_p=0.01", "--stop=a|dd", "ab")
+    model, params, _ = pretrained.load(folder)
+    words = models.read_tokenizer(folder)
+    tokens, lengths = models.padded([words.encode("ab"), words.encode("cde")])
+    best = models.beam_search(model, params, tokens, beams=3, max_tokens=5, length_penalty=0.5, lengths=lengths)
+    texts = [line for line in finished(beams).splitlines()[1:] if line][:4]
+    assert texts[::2] == ["ab" + words.decode(best.tokens[0, 0]), "cde" + words.decode(best.tokens[1, 0])]
+    assert [float(text[7:-1]) for text in texts[1::2]] == pytest.approx(best.scores[:, 0].tolist(), abs=2e-4)
+    out = models.generate(model, params, tokens[:1, :2], jax.random.key(0), max_tokens=9, samples=2, temperature=0.8,
+                          top_p=0.95, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.1)
+    want = ["ab" + re.split("a|dd", words.decode(row))[0] for row in out.tokens]
+    assert [line for line in finished(several).splitlines()[1:] if line][:2] == want
 
 
 def test_both_forms_of_the_weights_are_one(stories):
