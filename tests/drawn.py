@@ -7,7 +7,7 @@ import numpy as np
 
 def weights(shapes):
     """{key: array} for {key: shape}, such that activations stay near 1 through any depth."""
-    return {key: _draw(key, tuple(shape)) for key, shape in shapes.items()}
+    return {key: np.asarray(_draw(key, tuple(shape))) for key, shape in shapes.items()}
 
 
 def images(name, shape):

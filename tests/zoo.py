@@ -39,6 +39,9 @@ MODELS = {
     "ViT": (models.ViT(8, 2, 2, classes=3, patch=4, size=8), ("b, 8, 8, 3", ()), {"b": (2, 3)}),
     "DeiT": (models.DeiT(8, 2, 2, classes=3, patch=4, size=8), ("b, 8, 8, 3", ()), {"b": (2, 3)}),
     "DINOv2": (models.DINOv2(8, 2, 2, hidden=8, gated=True, patch=4, size=8), ("b, 8, 8, 3", ()), {"b": (2, 3)}),
+    "CLIPVision": (models.CLIPVision(8, 2, 2, 8, patch=4, size=8, dim=3), ("b, 8, 8, 3", ()), {"b": (2, 3)}),
+    "CLIPText": (models.CLIPText(8, 2, 2, 8, vocab_size=VOCABULARY, context=CONTEXT), TEXT,
+                 {"b": (2, 3), "t": (5, CONTEXT)}),
     "ConvNeXt": (models.ConvNeXt((1, 1, 1, 1), (4, 4, 6, 6), classes=3), ("b, 32, 64, 3", ()), {"b": (2, 3)}),
     "EfficientNet": (models.EfficientNet(0.1, 0.1, classes=3, padding="symmetric"), IMAGES,
                      {"b": (2, 3), "h": (32, 41), "w": (35, 32)}),
@@ -46,7 +49,7 @@ MODELS = {
     "AlexNet": (models.AlexNet(classes=3, width=2, hidden=8), ("b, 224, 224, 3", ()), {"b": (1, 2)}),
 }
 RAGGED = "GPT", "Decoder", "Bert", "Roberta", "DistilBert", "LSTMLanguageModel", "LSTMClassifier"    # with lengths
-TEXTS = *RAGGED, "TreeLSTM"
+TEXTS = *RAGGED, "TreeLSTM", "CLIPText"
 
 
 def inputs(name, shape):

@@ -4,6 +4,7 @@ from fnet.models import pretrained
 from fnet.models._alexnet import AlexNet
 from fnet.models._bert import Bert, Encoded, sentence_embedding
 from fnet.models._blocks import unstack
+from fnet.models._clip import CLIP, CLIPText, CLIPVision
 from fnet.models._cnn import CNN
 from fnet.models._convnext import ConvNeXt
 from fnet.models._crepe import Crepe
@@ -32,6 +33,7 @@ from fnet.models.text._tokenizers import ByteTokenizer, CharTokenizer, HuggingFa
 from fnet.models.text._wordpiece import WordPiece
 
 __all__ = [
+    "CLIP",
     "CNN",
     "GPT",
     "MLP",
@@ -39,6 +41,8 @@ __all__ = [
     "Beams",
     "Bert",
     "ByteTokenizer",
+    "CLIPText",
+    "CLIPVision",
     "CharTokenizer",
     "ChatTemplate",
     "ConvNeXt",

@@ -58,8 +58,11 @@ class Model(nn.Layer):
         """
         return self
 
-    def example(self) -> jax.ShapeDtypeStruct:
-        """Returns shape and dtype of an input of the published size and batch 1: `model.spec(model.example())`."""
+    def example(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns shape and dtype of an input of the published size and batch 1: `model.spec(model.example())`.
+
+        A model with several inputs returns a tuple: `model.spec(*model.example())`.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no example(self)")
 
 

@@ -27,13 +27,13 @@ QKV = ("query", "key", "value")
 
 
 @nn.layer
-def encoder_block(scope, x, *, heads, hidden, dropout, epsilon):            # [batch, tokens, width]
+def encoder_block(scope, x, *, heads, hidden, dropout, epsilon, activation=gelu, causal=False):
     drop = nn.Dropout(dropout)
-    y = nn.LayerNorm(epsilon=epsilon)(scope["norm1"], x)
-    x = x + drop(scope["drop1"], nn.Attention(heads)(scope["attention"], y))
+    y = nn.LayerNorm(epsilon=epsilon)(scope["norm1"], x)                   # [batch, tokens, width]
+    x = x + drop(scope["drop1"], nn.Attention(heads, causal=causal)(scope["attention"], y))
     y = nn.LayerNorm(epsilon=epsilon)(scope["norm2"], x)
     y = nn.Dense(hidden, axes=("embed", "mlp"))(scope["fc1"], y)           # [batch, tokens, hidden]
-    y = drop(scope["drop2"], gelu(y))
+    y = drop(scope["drop2"], activation(y))
     return x + drop(scope["drop3"], nn.Dense(x.shape[-1], axes=("mlp", "embed"))(scope["fc2"], y))
 
 

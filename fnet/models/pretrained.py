@@ -175,7 +175,7 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
     True
     """
     params = compress.materialize(params)
-    model.check(params, model.example(), state=state)
+    model.check(params, *_match.inputs_of(model), state=state)
     kinds, leaves = _match.leaves_of(model)
     most, source_folder = _folder.bytes_of(max_shard_size), None
     if like is not None:

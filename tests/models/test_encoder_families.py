@@ -35,7 +35,8 @@ QUICK = ["bert/BertForMaskedLM",
          "roberta/RobertaForSequenceClassification", "distilbert/DistilBertForQuestionAnswering",
          "vit/ViTModel", "deit/DeiTForImageClassificationWithTeacher",
          "dinov2/Dinov2ForImageClassification", "convnext/ConvNextModel",
-         "efficientnet/EfficientNetForImageClassification"]
+         "efficientnet/EfficientNetForImageClassification", "clip/CLIPModel", "clip/CLIPTextModelWithProjection",
+         "clip/CLIPVisionModel"]
 
 
 def written(case, folder, **changes):
@@ -102,7 +103,52 @@ def test_images_of_other_sizes(tmp_path):
         model.spec(jax.ShapeDtypeStruct((1, 32, 36, 3), "float32"))
 
 
+@pytest.mark.parametrize("change", [
+    lambda config: dict(text_config=config["text_config"] | dict(eos_token_id=2)),        # 66 is the highest id
+    lambda config: dict(text_config=dict(vocab_size=5), text_config_dict=config["text_config"]),
+    lambda config: dict(vision_config=None, vision_config_dict=config["vision_config"]),
+])
+def test_older_config_json_of_clip(change, tmp_path):
+    _, config = written("clip/CLIPModel", tmp_path)
+    inputs, expected = families.inputs_of(config), outputs("clip/CLIPModel")
+    (tmp_path / "config.json").write_text(json.dumps(config | change(config)))
+    model, params, state = pretrained.load(tmp_path)
+    assert families.difference(families.ours(model, params, state, inputs), expected, inputs) < 1e-5
+    pretrained.save(model, params, state, tmp_path / "back")
+    assert pretrained.load(tmp_path / "back")[0] == model
+
+
+def test_features_of_a_text_do_not_depend_on_padding(tmp_path):
+    written("clip/CLIPModel", tmp_path)
+    model, params, _ = pretrained.load(tmp_path)
+    text = np.array([[5, 9, 7, 66]], np.int32)
+    want = model.text_features(params, text)
+    for padding in (66, 0):
+        padded = np.concatenate([text, np.full((1, 6), padding, np.int32)], 1)
+        assert np.abs(model.text_features(params, padded) - want).max() < 1e-5 * np.abs(want).max()
+    other = text.copy()
+    other[0, 3] = 65          # without the end token, the first position is used
+    assert np.abs(model.text_features(params, other) - want).max() > 0.1 * np.abs(want).max()
+
+
+def test_logits_of_clip_in_bfloat16(tmp_path):
+    _, config = written("clip/CLIPModel", tmp_path)
+    model, params, _ = pretrained.load(tmp_path, dtype=jax.numpy.bfloat16)
+    inputs = families.inputs_of(config)
+    logits = model(params, inputs["pixel_values"].transpose(0, 2, 3, 1).astype("bfloat16"), inputs["input_ids"])
+    want = outputs("clip/CLIPModel")[0]
+    assert logits.dtype == "bfloat16" and np.abs(logits.astype("float32") - want).max() < 0.1 * np.abs(want).max()
+
+
 @pytest.mark.parametrize(("case", "change", "text"), [
+    ("clip/CLIPModel", dict(text_config=dict(hidden_act="relu")), "'hidden_act' is 'relu', expected 'quick_gelu' or"),
+    ("clip/CLIPModel", dict(text_config=dict(eos_token_id=[1])), "in which 'eos_token_id' is .1., expected an integer"),
+    ("clip/CLIPModel", dict(vision_config=dict(size=2)), "'vision_config' is .*'size' is 2, which fnet does not know"),
+    ("clip/CLIPModel", dict(text_config="openai"), "'text_config' is 'openai', expected an object"),
+    ("clip/CLIPModel", dict(text_config_dict=[]), "'text_config_dict' is .*, expected an object or null"),
+    ("clip/CLIPModel", dict(projection_dim=8), "expected shape"),
+    ("clip/CLIPModel", dict(architectures=["CLIPForImageClassification"]), "expected one of CLIPModel"),
+    ("clip/CLIPTextModelWithProjection", dict(architectures=["CLIPTextModel"], hidden_act=["gelu"]), "'quick_gelu' or"),
     ("vit/ViTModel", dict(image_size=[32, 48]), "'image_size' is .32, 48., expected a number, or two equal ones"),
     ("vit/ViTModel", dict(pooler_act="relu"), "'pooler_act' is 'relu', expected 'tanh'"),
     ("vit/ViTModel", dict(pooler_output_size=16), "expected the value of hidden_size, or null"),
@@ -137,15 +183,26 @@ def test_other_configurations(case, change, text, tmp_path):
     (models.ConvNeXt((1, 1), (4,)), r"as many depths as widths; got \(1, 1\) and \(4,\)"),
     (models.Roberta(9, 8, 1, 2, 8, context=4, head="next_sentence"), "Roberta: expected another head"),
     (models.DistilBert(9, 8, 1, 2, 8, context=4, segments=2), "segments=0 and pooler=False; got head=None, segments=2"),
+    (models.CLIPText(8, 1, 2, 8, activation="relu"), "activation must be 'quick_gelu' or 'gelu'; got 'relu'"),
+    (models.CLIP(models.CLIPText(8, 1, 2, 8, dim=4), models.CLIPVision(8, 1, 2, 8, dim=3)),
+     "text.dim=4 and vision.dim=3"),
 ])
 def test_fields_of_encoders(model, text):
+    example = model.example()
     with pytest.raises(ValueError, match=text):
-        model.spec(model.example())
+        model.spec(*(example if isinstance(example, tuple) else (example,)))
 
 
 def test_crepe_needs_a_whole_window():
     with pytest.raises(ValueError, match=r"Crepe: expected sound \[batch, 1024\], 64 ms at 16 kHz; got \(1, 512\)"):
         models.Crepe(1).spec(jax.ShapeDtypeStruct((1, 512), "float32"))
+
+
+def test_inputs_of_clip():
+    with pytest.raises(ValueError, match=r"CLIPText: expected tokens .* with time <= context=4; got shape .1, 5"):
+        models.CLIPText(8, 1, 2, 8, context=4).spec(jax.ShapeDtypeStruct((1, 5), "int32"))
+    with pytest.raises(ValueError, match=r"CLIPVision: expected images .batch, 224, 224, 3.; got .1, 3, 224, 224"):
+        models.CLIPVision(8, 1, 2, 8).spec(jax.ShapeDtypeStruct((1, 3, 224, 224), "float32"))
 
 
 def test_segments_of_a_model_without_them():

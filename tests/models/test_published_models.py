@@ -64,6 +64,10 @@ PUBLISHED = {    # parameters: torchvision's pages, and timm's for Ti and S
     (models.DINOv2, "dinov2_b_14"): 86_579_712,
     (models.DINOv2, "dinov2_l_14"): 304_367_616,
     (models.DINOv2, "dinov2_g_14"): 1_136_479_232,
+    (models.CLIP, "clip-vit-base-patch32"): 151_277_313,     # transformers' CLIPModel
+    (models.CLIP, "clip-vit-base-patch16"): 149_620_737,
+    (models.CLIP, "clip-vit-large-patch14"): 427_616_513,
+    (models.CLIP, "clip-vit-large-patch14-336"): 427_944_193,
 }
 
 
@@ -119,7 +123,8 @@ def test_the_two_versions_of_resnet_differ_in_their_strides_alone(tmp_path):
 @pytest.mark.parametrize(("cls", "preset"), PUBLISHED, ids=lambda value: value if isinstance(value, str) else "")
 def test_published_parameter_counts(cls, preset):
     model = cls.preset(preset)
-    spec = model.spec(model.example())
+    example = model.example()
+    spec = model.spec(*(example if isinstance(example, tuple) else (example,)))
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec.params)) == PUBLISHED[cls, preset]
 
 

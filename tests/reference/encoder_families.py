@@ -24,6 +24,9 @@ IMAGE = SIZES | dict(image_size=32, patch_size=8)
 DINO = {key: IMAGE[key] for key in IMAGE if key != "intermediate_size"}
 CONVNEXT = dict(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], image_size=64)
 EFFICIENT = dict(width_coefficient=0.25, depth_coefficient=0.1, hidden_dim=320, image_size=64)
+CLIP_TEXT = SIZES | dict(vocab_size=69, max_position_embeddings=24, eos_token_id=66)
+CLIP_VISION = IMAGE | dict(hidden_size=24, intermediate_size=40)
+CLIP = dict(text_config=CLIP_TEXT, vision_config=CLIP_VISION, projection_dim=16)
 OTHER = dict(num_hidden_layers=3, num_attention_heads=2, intermediate_size=40)
 TASKS = ("Model", {}), ("ForMaskedLM", {}), ("ForSequenceClassification", dict(num_labels=3)), (
     "ForTokenClassification", dict(num_labels=5)), ("ForQuestionAnswering", {})
@@ -57,6 +60,11 @@ CASES = {    # family: the cases that have to be equal
                      ("EfficientNetForImageClassification", EFFICIENT | dict(
                          depth_coefficient=0.6, batch_norm_eps=1e-2, depthwise_padding=[1, 3])),
                      ("EfficientNetForImageClassification", EFFICIENT | dict(image_size=75))],
+    "clip": [("CLIPModel", CLIP), ("CLIPModel", CLIP | dict(text_config=CLIP_TEXT | dict(eos_token_id=2))),
+             ("CLIPModel", CLIP | dict(text_config=CLIP_TEXT | OTHER | dict(hidden_act="gelu", layer_norm_eps=1e-3))),
+             ("CLIPModel", CLIP | dict(vision_config=CLIP_VISION | OTHER | dict(image_size=36, projection_dim=9))),
+             ("CLIPTextModel", CLIP_TEXT), ("CLIPTextModelWithProjection", CLIP_TEXT | dict(projection_dim=16)),
+             ("CLIPVisionModel", CLIP_VISION), ("CLIPVisionModelWithProjection", CLIP_VISION | dict(projection_dim=8))],
 }
 ALTERED = {    # family: (case, the fields of config.json to alter, one at a time). Each is equal, or an error
     "bert": (("BertForMaskedLM", TEXT), [
@@ -87,9 +95,21 @@ ALTERED |= {
         dict(hidden_act="relu"), dict(squeeze_expansion_ratio=0.5), dict(depth_divisor=4), dict(pooling_type="max"),
         dict(kernel_sizes=[3, 3, 3, 3, 5, 5, 3]), dict(strides=[1, 2, 1, 2, 1, 2, 1]), dict(batch_norm_eps=0.1),
         dict(drop_connect_rate=0.9), dict(depthwise_padding=[0, 1]), dict(batch_norm_momentum=0.5)]),
+    "clip": (("CLIPModel", CLIP), [
+        dict(projection_dim=8), dict(logit_scale_init_value=1.0), dict(vision_config=None), dict(text_config_dict={}),
+        dict(text_config_dict=CLIP_TEXT | dict(num_attention_heads=2)), dict(vision_config_dict=CLIP_VISION | OTHER),
+        *(dict(text_config=CLIP_TEXT | change) for change in (
+            dict(hidden_act="relu"), dict(hidden_act="gelu_new"), dict(num_attention_heads=8), dict(eos_token_id=65),
+            dict(eos_token_id=[65, 66]), dict(eos_token_id=None), dict(attention_dropout=0.5),
+            dict(layer_norm_eps=0.1), dict(projection_dim=None), dict(is_decoder=True), dict(num_hidden_layers=0),
+            dict(vocab_size=80), dict(pad_token_id=66), dict(max_position_embeddings=30))),
+        *(dict(vision_config=CLIP_VISION | change) for change in (
+            dict(hidden_act="silu"), dict(num_channels=1), dict(image_size=[32, 32]), dict(patch_size=16),
+            dict(num_attention_heads=2), dict(hidden_act="gelu")))]),
 }
 REFUSED = [("BertForMultipleChoice", TEXT), ("BertLMHeadModel", TEXT | dict(is_decoder=True)),
            ("RobertaForMultipleChoice", TEXT), ("XLMRobertaXLModel", TEXT),
+           ("CLIPForImageClassification", CLIP),
            ("ViTForMaskedImageModeling", IMAGE | dict(encoder_stride=8)), ("DeiTForMaskedImageModeling", IMAGE)]
 
 
@@ -122,6 +142,12 @@ def loaded(name, folder):
 def inputs_of(config):
     """{input of transformers' model: array}."""
     rng = np.random.default_rng(0)
+    if "vision_config" in config:
+        return inputs_of(config["vision_config"]) | inputs_of(config["text_config"])
+    if config["model_type"] == "clip_text_model":
+        tokens, end = rng.integers(3, 60, (3, 12)), config["eos_token_id"]
+        end = config["vocab_size"] - 1 if end == 2 else end
+        return dict(input_ids=np.where(np.arange(12)[None] < np.array([11, 4, 8])[:, None], tokens, end))
     if "image_size" in config:
         size = config["image_size"]
         height, width = size if isinstance(size, list) else (size, size)
@@ -146,10 +172,13 @@ def outputs(model, inputs, double=True):
         out = model(**{key: value.to(real) if value.is_floating_point() else value for key, value in values.items()})
     if "start_logits" in out:
         found = [torch.stack([out.start_logits, out.end_logits], -1)]
+    elif "logits_per_image" in out:
+        found = [out.logits_per_image, out.vision_model_output.pooler_output, out.text_model_output.pooler_output]
     elif "logits" in out:
         found = [out.logits]
     else:
-        found = [out[name] for name in ("last_hidden_state", "pooler_output") if out.get(name) is not None]
+        found = [out[name] for name in ("last_hidden_state", "pooler_output", "image_embeds", "text_embeds")
+                 if out.get(name) is not None]
     found = [value.numpy() for value in found]
     return [value.transpose(0, 2, 3, 1) if value.ndim == 4 else value for value in found]
 
@@ -162,12 +191,17 @@ def ours(model, params, state, inputs):
         out = model(params, *x, state=state, **options)[0]
         return [each for each in out if each is not None] if isinstance(out, tuple) else [out]
 
-    if "pixel_values" in inputs:
-        pixels = inputs["pixel_values"].transpose(0, 2, 3, 1)
+    pixels = inputs["pixel_values"].transpose(0, 2, 3, 1) if "pixel_values" in inputs else None
+    if pixels is not None and "input_ids" in inputs:
+        tokens = inputs["input_ids"].astype(np.int32)
+        return [*jax.jit(call)(params, state, pixels, tokens), *(np.asarray(jax.jit(f)(params, x)) for f, x in (
+            (model.image_features, pixels), (model.text_features, tokens)))]
+    if pixels is not None:
         return [np.asarray(each) for each in jax.jit(call)(params, state, pixels)]
-    tokens, lengths = inputs["input_ids"].astype(np.int32), inputs["attention_mask"].sum(1).astype(np.int32)
+    tokens = inputs["input_ids"].astype(np.int32)
+    lengths = [inputs["attention_mask"].sum(1).astype(np.int32)] if "attention_mask" in inputs else []
     options = {"segment": inputs["token_type_ids"].astype(np.int32)} if "token_type_ids" in inputs else {}
-    return [np.asarray(each) for each in jax.jit(call)(params, state, tokens, lengths, **options)]
+    return [np.asarray(each) for each in jax.jit(call)(params, state, tokens, *lengths, **options)]
 
 
 def difference(got, want, inputs):

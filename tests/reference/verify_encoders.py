@@ -38,6 +38,13 @@ def encoder_families():
         yield f"{family}: {len(cases)} configurations, within {worst:.1e}; saved back, equal bit for bit"
 
 
+def altered(value, before):
+    """What an alteration changes, without the other fields of a nested configuration."""
+    if not isinstance(value, dict) or not isinstance(before, dict):
+        return value
+    return {name: each for name, each in value.items() if before.get(name, ...) != each}
+
+
 @check
 def altered_encoders():
     """Altered configurations of encoders and vision models: equal outputs, or an error."""
@@ -55,7 +62,8 @@ def altered_encoders():
                 try:
                     pretrained.load(folder)
                 except ValueError:
-                    refused.append(", ".join(f"{key}={value}" for key, value in change.items()))
+                    refused.append(", ".join(f"{key}={altered(value, options.get(key))}"
+                                             for key, value in change.items()))
                     continue
                 difference, same = one(name, {**options, **change}, folder)
                 assert difference < LIMIT and same, f"{name} {change}: {difference:.1e}, {same}"

@@ -49,13 +49,19 @@ def who(model, name):
 def leaves_of(model):
     """Returns ({path: "params" or "state"}, {path: spec}) of all arrays of a model."""
     _known(model)
-    spec = model.spec(model.example())
+    spec = model.spec(*inputs_of(model))
     kinds, leaves = {}, {}
     for kind, tree in zip(("params", "state"), spec):
         for path, leaf in jax.tree.leaves_with_path(tree):
             place = jax.tree_util.keystr(path, simple=True, separator="/")
             kinds[place], leaves[place] = kind, leaf
     return kinds, leaves
+
+
+def inputs_of(model):
+    """The inputs of a model for `model.spec` and `model.check`."""
+    example = model.example()
+    return example if isinstance(example, tuple) else (example,)
 
 
 def get(tree, place):

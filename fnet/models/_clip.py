@@ -1,0 +1,327 @@
+"""CLIP: an encoder of images and an encoder of texts with comparable features."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.nn import initializers
+
+from fnet import layers as nn
+from fnet.layers._sizes import at_most
+from fnet.models._bert import Encoded
+from fnet.models._images import ImageInput
+from fnet.models._model import Model
+from fnet.models._vit import encoder_block, gelu
+from fnet.models.weights._config import SKIP, Config, Fields, Must, Use, transformers
+from fnet.models.weights._weight_names import DENSE, Names, Rule, Spare, torch
+
+small = initializers.normal(0.02)
+
+
+def quick_gelu(x):
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
+IMAGE = ImageInput(resize=224, resample="bicubic", mean=(0.48145466, 0.4578275, 0.40821073),
+                   std=(0.26862954, 0.26130258, 0.27577711))
+
+
+def _blocks(ours, theirs):
+    attention = dict(query="q_proj", key="k_proj", value="v_proj", out="out_proj")
+    each = f"{theirs}encoder.layers.{{i}}."
+    return (*(torch.norm(f"{ours}blocks/norm{n}", f"{each}layer_norm{n}") for n in (1, 2)),
+            *(torch.dense(f"{ours}blocks/attention/{mine}", f"{each}self_attn.{name}")
+              for mine, name in attention.items()),
+            *(torch.dense(f"{ours}blocks/{name}", f"{each}mlp.{name}") for name in ("fc1", "fc2")))
+
+
+def _text(ours="", theirs=""):
+    return (torch.embed(f"{ours}words", f"{theirs}embeddings.token_embedding"),
+            torch.embed(f"{ours}positions", f"{theirs}embeddings.position_embedding"), _blocks(ours, theirs),
+            torch.norm(f"{ours}norm", f"{theirs}final_layer_norm"), Spare(f"{theirs}embeddings.position_ids"))
+
+
+def _vision(ours="", theirs=""):
+    return (Rule(f"{ours}class_token", f"{theirs}embeddings.class_embedding"),
+            torch.conv(f"{ours}patches", f"{theirs}embeddings.patch_embedding"),
+            Rule(f"{ours}position", f"{theirs}embeddings.position_embedding.weight"), _blocks(ours, theirs),
+            torch.norm(f"{ours}pre_norm", f"{theirs}pre_layrnorm"),
+            torch.norm(f"{ours}norm", f"{theirs}post_layernorm"), Spare(f"{theirs}embeddings.position_ids"))
+
+
+def _projection(key, ours=""):
+    return Rule(f"{ours}projection/kernel", key, DENSE)
+
+
+def _activation(value, config):
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise ValueError(f"expected {' or '.join(map(repr, ACTIVATIONS))}")
+    return {"activation": value}
+
+
+def _end(value, config):
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("expected an integer")
+    return {"end": None if value == 2 else value}       # 2 in files of before 2023, whose end token is the last one
+
+
+def _tower(prefix, width, heads, hidden, fields):
+    """The table for the config.json of one encoder."""
+    projected = f"{prefix}WithProjection"
+
+    def dim(value, config):
+        names = config.get("architectures")
+        return {"dim": value} if isinstance(names, list) and projected in names else {}
+
+    return transformers({
+        "hidden_size": Use("width", width), "num_hidden_layers": Use("depth", 12),
+        "num_attention_heads": Use("heads", heads), "intermediate_size": Use("hidden", hidden),
+        "hidden_act": Fields(_activation, "quick_gelu", lambda model: model.activation),
+        "layer_norm_eps": Use("epsilon", 1e-5),
+        "projection_dim": Fields(dim, 512, lambda model: SKIP if model.dim is None else model.dim, True), **fields,
+    }, architectures={prefix: dict(dim=None), projected: dict(dim=...)},
+        irrelevant="attention_dropout dropout initializer_factor tie_word_embeddings")
+
+
+class _Encoder(Model):
+    """What both encoders share."""
+
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+    _: KW_ONLY
+    dim: int | None = None
+    activation: str = "quick_gelu"
+    epsilon: float = 1e-5
+
+    def _blocks(self, scope, x, causal):
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"{type(self).__name__}: activation must be {' or '.join(map(repr, ACTIVATIONS))}; got "
+                             f"{self.activation!r}")
+        block = encoder_block(heads=self.heads, hidden=self.hidden, dropout=0.0, epsilon=self.epsilon, causal=causal,
+                              activation=ACTIVATIONS[self.activation])
+        return nn.Stack(block, self.depth)(scope["blocks"], x)
+
+    def _norm(self, scope, x):
+        return nn.LayerNorm(epsilon=self.epsilon)(scope, x)
+
+    def _projected(self, scope, x):
+        return x if self.dim is None else nn.Dense(self.dim, use_bias=False)(scope["projection"], x)
+
+
+class CLIPText(_Encoder):
+    """CLIP's encoder of texts, a transformer with causal attention.
+
+    Args:
+        width: features of a token.
+        depth: number of blocks.
+        heads: attention heads; they must divide the width.
+        hidden: features between a block's two dense layers.
+        vocab_size: number of tokens.
+        context: maximum length of a text in tokens.
+        end: the token at whose first position the features of a text are computed. None: the token with the highest
+            id in the text, which is the end token of OpenAI's vocabulary. Padding follows the end token.
+        dim: features of the projection. None: no projection.
+        activation: "quick_gelu", x sigmoid(1.702 x), or "gelu".
+        epsilon: epsilon of the norms.
+
+    Input: integers [batch, time]. Output: `Encoded` with all tokens, and with the features of each text, [batch, dim]
+    ([batch, width] without a projection).
+
+    Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
+
+    >>> model = models.CLIPText(4, 1, 2, 8, vocab_size=9, context=5, dim=3)
+    >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 5), jnp.int32))
+    >>> model(params, jnp.array([[6, 2, 8, 8, 8]])).pooled.shape
+    (1, 3)
+    """
+
+    NAMES: ClassVar = {"huggingface": Names(
+        _text(), prefixes=("", "text_model."), metadata={"format": "pt"},
+        heads=(_projection("text_projection.weight"), Spare("text_projection.weight")))}
+    CONFIGS: ClassVar = {"clip_text_model": _tower("CLIPTextModel", 512, 8, 2048, {
+        "vocab_size": Use("vocab_size", 49408), "max_position_embeddings": Use("context", 77),
+        "eos_token_id": Fields(_end, 49407, lambda model: 2 if model.end is None else model.end)})}
+
+    _: KW_ONLY
+    vocab_size: int = 49408
+    context: int = 77
+    end: int | None = None
+
+    def forward(self, scope: nn.Scope, tokens: jax.Array) -> Encoded:
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or not at_most("CLIPText", tokens.shape[1], self.context):
+            raise ValueError(f"CLIPText: expected tokens [batch, time] with time <= context={self.context}; got shape "
+                             f"{tokens.shape}")
+        order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]                              # [1, time]
+        x = (nn.Embed(self.vocab_size, self.width)(scope["words"], tokens)
+             + nn.Embed(self.context, self.width)(scope["positions"], order))                   # [batch, time, width]
+        x = self._norm(scope["norm"], self._blocks(scope, x, causal=True))
+        last = jnp.argmax(tokens if self.end is None else tokens == self.end, 1)                # [batch]
+        pooled = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]                           # [batch, width]
+        return Encoded(x, self._projected(scope, pooled))
+
+    def example(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, self.context), jnp.int32)
+
+
+class CLIPVision(_Encoder):
+    """CLIP's encoder of images, a vision transformer with a norm before the first block.
+
+    Args:
+        width, depth, heads, hidden, dim, activation, epsilon: as in `CLIPText`.
+        patch: height and width of a patch in pixels.
+        size: height and width of the images in pixels.
+
+    Input: [batch, size, size, 3]. Output: `Encoded` with all tokens, and with the features of each image, [batch, dim]
+    ([batch, width] without a projection).
+
+    Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
+
+    >>> model = models.CLIPVision(4, 1, 2, 8, patch=4, size=8, dim=3)
+    >>> params, _ = model.init(jax.random.key(0), model.example())
+    >>> model(params, jnp.ones((2, 8, 8, 3))).pooled.shape
+    (2, 3)
+    """
+
+    NAMES: ClassVar = {"huggingface": Names(
+        _vision(), prefixes=("", "vision_model."), metadata={"format": "pt"}, image=IMAGE,
+        heads=(_projection("visual_projection.weight"), Spare("visual_projection.weight")))}
+    CONFIGS: ClassVar = {"clip_vision_model": _tower("CLIPVisionModel", 768, 12, 3072, {
+        "image_size": Use("size", 224, square=True), "patch_size": Use("patch", 32, square=True),
+        "num_channels": Must((3,))})}
+
+    _: KW_ONLY
+    patch: int = 32
+    size: int = 224
+
+    def forward(self, scope: nn.Scope, x: jax.Array) -> Encoded:
+        size, width, grid = self.size, self.width, self.size // self.patch
+        if x.ndim != 4 or x.shape[1:] != (size, size, 3):
+            raise ValueError(f"CLIPVision: expected images [batch, {size}, {size}, 3]; got {x.shape}")
+        x = nn.Conv(width, self.patch, self.patch, padding="VALID", use_bias=False)(scope["patches"], x)
+        x = x.reshape(x.shape[0], -1, width)                                            # [batch, patches, width]
+        first = scope.param("class_token", (width,), small, ("embed",)).astype(x.dtype)
+        x = jnp.concatenate([jnp.broadcast_to(first, (x.shape[0], 1, width)), x], 1)    # [batch, tokens, width]
+        x = x + scope.param("position", (1 + grid**2, width), small, (None, "embed")).astype(x.dtype)[None]
+        x = self._blocks(scope, self._norm(scope["pre_norm"], x), causal=False)
+        return Encoded(x, self._projected(scope, self._norm(scope["norm"], x[:, 0])))
+
+    def example(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, self.size, self.size, 3), jnp.float32)
+
+
+def _part(field: str, table: Config, kind: str, architecture: str) -> Fields:
+    """The field of CLIP's config.json with the configuration of one encoder."""
+    cls = {"text": CLIPText, "vision": CLIPVision}[field]
+
+    def read(value, config):
+        replaced = config.get(f"{field}_config_dict")      # transformers ignores `value` if this older field is present
+        value = {} if value is None else value
+        value = value if replaced is None else replaced
+        if not isinstance(value, dict):
+            raise ValueError("expected an object")
+        try:
+            return {field: cls(**table.values({**value, "architectures": [architecture],
+                                               "projection_dim": config.get("projection_dim", 512)}))}
+        except ValueError as error:
+            raise ValueError(f"in which {error}") from None
+
+    def write(model):
+        config = table.write(getattr(model, field))
+        del config["architectures"]
+        return {"model_type": kind, **config}
+
+    return Fields(read, {}, write)
+
+
+def _replaced(value, config):
+    if not (value is None or isinstance(value, dict)):
+        raise ValueError("expected an object or null")
+    return {}
+
+
+def _preset(dim, size, width, hidden, heads, depth=12, patch=32, text=(512, 12, 8, 2048), end=None):
+    return dict(text=CLIPText(*text, dim=dim, end=end),
+                vision=CLIPVision(width, depth, heads, hidden, dim=dim, patch=patch, size=size))
+
+
+class CLIP(Model):
+    """Encoders of images and of texts, trained so that an image and its description have similar features.
+
+    Args:
+        text: the encoder of texts, with a projection.
+        vision: the encoder of images, with a projection to as many features.
+
+    Inputs:
+        images: [images, size, size, 3].
+        tokens: integers [texts, time]; each text has an end token.
+
+    Output: logits [images, texts], the cosine of the features of each image and each text times the exponential of the
+    parameter `logit_scale`. A softmax over texts classifies images without training. For the other direction, transpose
+    the logits.
+
+        images, texts = (f(params, x) for f, x in ((model.image_features, x), (model.text_features, tokens)))
+
+    Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
+
+    >>> model = models.CLIP.preset("clip-vit-base-patch32")
+    >>> nn.count_parameters(model.spec(*model.example()).params)
+    151277313
+    """
+
+    PRESETS: ClassVar = {
+        "clip-vit-base-patch32": _preset(512, 224, 768, 3072, 12),
+        "clip-vit-base-patch16": _preset(512, 224, 768, 3072, 12, patch=16),
+        # The config.json of these contain text_config_dict, which sets the end token.
+        "clip-vit-large-patch14": _preset(768, 224, 1024, 4096, 16, 24, 14, (768, 12, 12, 3072), 49407),
+        "clip-vit-large-patch14-336": _preset(768, 336, 1024, 4096, 16, 24, 14, (768, 12, 12, 3072), 49407),
+    }
+    HUB: ClassVar = {name: (f"openai/{name}",) for name in PRESETS}
+    NAMES: ClassVar = {"huggingface": Names(
+        (_text("text/", "text_model."), _projection("text_projection.weight", "text/"),
+         _vision("vision/", "vision_model."), _projection("visual_projection.weight", "vision/"),
+         Rule("logit_scale", "logit_scale")), metadata={"format": "pt"}, image=IMAGE)}
+    CONFIGS: ClassVar = {"clip": transformers({
+        "text_config": _part("text", CLIPText.CONFIGS["clip_text_model"], "clip_text_model",
+                             "CLIPTextModelWithProjection"),
+        "vision_config": _part("vision", CLIPVision.CONFIGS["clip_vision_model"], "clip_vision_model",
+                               "CLIPVisionModelWithProjection"),
+        "text_config_dict": Fields(_replaced), "vision_config_dict": Fields(_replaced),
+        "projection_dim": Fields(lambda value, config: {}, write=lambda model: model.text.dim),
+    }, architectures=("CLIPModel",), irrelevant="logit_scale_init_value initializer_factor tie_word_embeddings")}
+
+    text: CLIPText
+    vision: CLIPVision
+
+    def forward(self, scope: nn.Scope, images: jax.Array, tokens: jax.Array) -> jax.Array:
+        if self.text.dim is None or self.text.dim != self.vision.dim:
+            raise ValueError(f"CLIP: expected projections to as many features in both encoders; got text.dim="
+                             f"{self.text.dim} and vision.dim={self.vision.dim}")
+        x, y = self.image_features(scope, images), self.text_features(scope, tokens)
+        scale = jnp.exp(scope.param("logit_scale", (), initializers.constant(2.6592), ())).astype(x.dtype)
+        return scale * (_unit(x) @ _unit(y).T)                                                  # [images, texts]
+
+    @nn.method
+    def image_features(self, scope: nn.Scope, images: jax.Array) -> jax.Array:
+        """Computes the features of images [images, size, size, 3]: [images, dim], not normalized."""
+        return self.vision(scope["vision"], images).pooled
+
+    @nn.method
+    def text_features(self, scope: nn.Scope, tokens: jax.Array) -> jax.Array:
+        """Computes the features of texts [texts, time]: [texts, dim], not normalized."""
+        return self.text(scope["text"], tokens).pooled
+
+    def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self.vision.example(), self.text.example()
+
+
+def _unit(x):
+    """Vectors of length 1, computed at least in float32."""
+    wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+    return (wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)).astype(x.dtype)
