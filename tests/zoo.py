@@ -18,6 +18,8 @@ DECODER = models.Decoder(VOCABULARY, 8, 2, 4, 2, 12, context=CONTEXT)
 BERT = models.Bert(VOCABULARY, 8, 2, 2, 16, context=CONTEXT)
 ROBERTA = models.Roberta(VOCABULARY, 8, 2, 2, 16, context=CONTEXT, head="sequence", classes=3)
 DISTIL = models.DistilBert(VOCABULARY, 8, 2, 2, 16, context=CONTEXT, head="masked_lm")
+MODERN = models.ModernBert(VOCABULARY, 8, 4, 2, 12, context=CONTEXT, window=4, head="sequence", classes=3,
+                          pooling="mean")
 LSTM = models.LSTMLanguageModel(VOCABULARY, 8)
 TEXT, IMAGES = ("b, t", (f"t <= {CONTEXT}",)), ("b, h, w, 3", ("h >= 32", "w >= 32"))
 
@@ -28,6 +30,7 @@ MODELS = {
     "Bert": (BERT, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
     "Roberta": (ROBERTA, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
     "DistilBert": (DISTIL, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
+    "ModernBert": (MODERN, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
     "LSTMLanguageModel": (LSTM, TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
     "LSTMClassifier": (models.LSTMClassifier(3, VOCABULARY, 8), TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
     "TreeLSTM": (models.TreeLSTM(3, VOCABULARY, 8), TEXT, {"b": (2, 3), "t": (5, CONTEXT)}),
@@ -48,7 +51,8 @@ MODELS = {
     "Crepe": (models.Crepe(1), ("b, 1024", ()), {"b": (2, 3)}),
     "AlexNet": (models.AlexNet(classes=3, width=2, hidden=8), ("b, 224, 224, 3", ()), {"b": (1, 2)}),
 }
-RAGGED = "GPT", "Decoder", "Bert", "Roberta", "DistilBert", "LSTMLanguageModel", "LSTMClassifier"    # with lengths
+# with lengths
+RAGGED = "GPT", "Decoder", "Bert", "Roberta", "DistilBert", "ModernBert", "LSTMLanguageModel", "LSTMClassifier"
 TEXTS = *RAGGED, "TreeLSTM", "CLIPText"
 
 

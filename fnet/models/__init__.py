@@ -18,6 +18,7 @@ from fnet.models._images import ImageInput
 from fnet.models._mlp import MLP
 from fnet.models._mobilenet import MobileNetV2
 from fnet.models._model import Model
+from fnet.models._modernbert import ModernBert
 from fnet.models._resnet import ResNet, ResNet9
 from fnet.models._rnn import LSTMClassifier, LSTMLanguageModel
 from fnet.models._roberta import Roberta
@@ -65,6 +66,7 @@ __all__ = [
     "LongScaling",
     "MobileNetV2",
     "Model",
+    "ModernBert",
     "ResNet",
     "ResNet9",
     "Roberta",

@@ -100,7 +100,7 @@ def unstack(model: nn.Layer, params: Mapping) -> tuple[nn.Layer, dict]:
         model, params = models.unstack(model, params)
 
     Args:
-        model: a GPT, Decoder or Bert.
+        model: a GPT, Decoder, Bert or ModernBert.
         params: its parameters; those of the blocks are copied.
 
     Returns:
@@ -119,5 +119,5 @@ def unstack(model: nn.Layer, params: Mapping) -> tuple[nn.Layer, dict]:
     if not getattr(model, "stacked", False):
         raise TypeError(f"unstack: expected a model with stacked=True, whose blocks are one nn.Stack; got {model!r}")
     leaves, structure = jax.tree.flatten(params["blocks"])
-    apart = {str(i): jax.tree.unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(model.depth)}
+    apart = {str(i): jax.tree.unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(len(leaves[0]))}
     return dataclasses.replace(model, stacked=False), {**params, "blocks": apart}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fnet.models._rope_config import FULL, SLIDING, collapsed, layers, number, rope, scaling, whole, windows, written
+from fnet.models._rope_config import FULL, SLIDING, collapsed, layers, number, rope, rope_by_type, whole, windows
 from fnet.models.weights._config import SKIP, Config, Fields, Must, Use, transformers
 
 PLAIN = dict(window=None, rotary_dim=None, rope_scaling=None, qkv_bias=False, out_bias=False, mlp_bias=False,
@@ -49,14 +49,14 @@ def flag(value):
     return value
 
 
-def activation(absent):
+def activation(absent, field="activation"):
     def read(value, config):
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise ValueError(f"expected {' or '.join(map(repr, ACTIVATIONS))}")
-        return {"activation": ACTIVATIONS[value]}
+        return {field: ACTIVATIONS[value]}
 
     return Fields(read, absent, lambda model: next(
-        name for name, ours in ACTIVATIONS.items() if ours == model.activation))
+        name for name, ours in ACTIVATIONS.items() if ours == getattr(model, field)))
 
 
 def biases(absent=False):
@@ -208,39 +208,6 @@ def _gemma3_rope(config):
     return {FULL: full, SLIDING: local}
 
 
-def _gemma3_bases(value, config):
-    held = config.get("rope_parameters")
-    if not isinstance(value, dict) or (held and set(held) - {FULL, SLIDING}):
-        raise ValueError(f"expected an object with {FULL!r} and {SLIDING!r}")
-    for each in (*(held or {}).values(), config.get("rope_scaling")):
-        if each is not None and not isinstance(each, dict):
-            raise ValueError("expected objects")
-    merged = _gemma3_rope(config)
-    for each in merged.values():
-        if each.get("partial_rotary_factor", 1) != 1:
-            raise ValueError("expected a partial_rotary_factor of 1")
-    types = GEMMA3["layer_types"]
-    kinds = config.get("layer_types") or types.absent(config)
-    if not isinstance(kinds, list) or not set(map(str, kinds)) <= {FULL, SLIDING}:
-        return {}    # an error of layer_types
-    scalings = {name: scaling(each, config, 131072) for name, each in merged.items() if name in kinds}
-    return {"rotary_base": collapsed(number(merged[kind]["rope_theta"], "a rope_theta above 0") for kind in kinds),
-            "rope_scaling": collapsed(scalings[kind] for kind in kinds)}
-
-
-def _gemma3_written(model):
-    values = zip(*(layers(model, each) for each in (model.window, model.rotary_base, model.rope_scaling)))
-    kinds = {SLIDING if window else FULL: (base, scale) for window, base, scale in values}
-    return {kind: written(model, *pair) for kind, pair in kinds.items()}
-
-
-def _gemma3_scaling(value, config):
-    if value is not None and not isinstance(value, dict):
-        raise ValueError("expected an object or null")
-    scaling(_gemma3_rope(config)[FULL], config, 131072)
-    return {}
-
-
 GEMMA3: dict[str, Any] = sizes(262208, 2304, 26, 8, 9216, 131072, tied=True) | {
     "num_key_value_heads": kv_heads(4), "head_dim": head_dim(256), "attention_bias": biases(),
     "hidden_activation": activation(GATED), "hidden_act": Fields(_gemma_gelu),
@@ -249,8 +216,7 @@ GEMMA3: dict[str, Any] = sizes(262208, 2304, 26, 8, 9216, 131072, tied=True) | {
     "attn_logit_softcapping": Must((None,)),    # transformers reads but does not apply it
     "sliding_window_pattern": read_by_others(whole), **windows(26, 4096, _gemma3_types),
     "rope_theta": read_by_others(number), "rope_local_base_freq": read_by_others(number),
-    "rope_scaling": Fields(_gemma3_scaling),
-    "rope_parameters": Fields(_gemma3_bases, _gemma3_rope, _gemma3_written),
+    **rope_by_type(_gemma3_rope, lambda config: GEMMA3["layer_types"].absent(config), 131072),
 }
 
 # Phi-3.

@@ -199,6 +199,47 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
     }
 
 
+def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, Fields]:
+    """The fields of rotary positions that differ between layers with and without windows.
+
+    Args:
+        merged: function of config.json: {type of layers: `rope_parameters`}, as transformers derives them from older
+            fields too.
+        types: function of config.json: `layer_types` if it has none.
+        context: `max_position_embeddings` if it has none.
+    """
+    def bases(value, config):
+        held = config.get("rope_parameters")
+        if not isinstance(value, dict) or (held and set(held) - {FULL, SLIDING}):
+            raise ValueError(f"expected an object with {FULL!r} and {SLIDING!r}")
+        for each in (*(held or {}).values(), config.get("rope_scaling")):
+            if each is not None and not isinstance(each, dict):
+                raise ValueError("expected objects")
+        found = merged(config)
+        for each in found.values():
+            if each.get("partial_rotary_factor", 1) != 1:
+                raise ValueError("expected a partial_rotary_factor of 1")
+        kinds = config.get("layer_types") or types(config)
+        if not isinstance(kinds, list) or not set(map(str, kinds)) <= {FULL, SLIDING}:
+            return {}    # an error of layer_types
+        scalings = {name: scaling(each, config, context) for name, each in found.items() if name in kinds}
+        return {"rotary_base": collapsed(number(found[kind]["rope_theta"], "a rope_theta above 0") for kind in kinds),
+                "rope_scaling": collapsed(scalings[kind] for kind in kinds)}
+
+    def older(value, config):
+        if value is not None and not isinstance(value, dict):
+            raise ValueError("expected an object or null")
+        scaling(merged(config)[FULL], config, context)
+        return {}
+
+    def write(model):
+        values = zip(*(layers(model, each) for each in (model.window, model.rotary_base, model.rope_scaling)))
+        kinds = {SLIDING if window else FULL: (base, scale) for window, base, scale in values}
+        return {kind: written(model, *pair) for kind, pair in kinds.items()}
+
+    return {"rope_scaling": Fields(older), "rope_parameters": Fields(bases, merged, write)}
+
+
 def _rotated(part, config, turns):
     """The number of rotated features of a head; None for all."""
     part = number(1.0 if part is None else part, "a partial_rotary_factor from 0 to 1")

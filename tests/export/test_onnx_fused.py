@@ -23,6 +23,8 @@ pytestmark = pytest.mark.usefixtures("quickly")
 from fnet.export import _onnx  # noqa: E402
 
 FUSED = "LayerNormalization", "RMSNormalization", "Gelu", "Attention"
+ATTENTIONS = dict.fromkeys(("GPT", "Decoder", "Bert", "Roberta", "DistilBert", "ViT", "DeiT", "DINOv2"), 1) | {
+    "ModernBert": 3}    # the first block, and two in the bodies of loops
 X, TIMES, HEADS = normal(4, 8), normal(2, 5, 8), normal(2, 6, 4, 8)
 
 
@@ -137,7 +139,7 @@ def test_models(name, tmp_path):
         program.onnx(tmp_path / "f.onnx", opset=23, fused=fused, check=False)
         for shape in shapes:
             assert _onnx.compare(program, tmp_path / "f.onnx", inputs=list(inputs(name, shape))) <= 1e-5
-        if not fused or name not in ("GPT", "Decoder", "Bert", "ViT"):
+        if not fused:
             assert found(tmp_path / "f.onnx") == {}
         else:
-            assert found(tmp_path / "f.onnx")["Attention"] == 1
+            assert found(tmp_path / "f.onnx").get("Attention", 0) == ATTENTIONS.get(name, 0)

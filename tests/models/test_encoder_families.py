@@ -33,6 +33,7 @@ def reference():
 CASES = sorted({key.rpartition("/")[0] for key in reference() if "/" in key})
 QUICK = ["bert/BertForMaskedLM",
          "roberta/RobertaForSequenceClassification", "distilbert/DistilBertForQuestionAnswering",
+         "modernbert/ModernBertForSequenceClassification",
          "vit/ViTModel", "deit/DeiTForImageClassificationWithTeacher",
          "dinov2/Dinov2ForImageClassification", "convnext/ConvNextModel",
          "efficientnet/EfficientNetForImageClassification", "clip/CLIPModel", "clip/CLIPTextModelWithProjection",
@@ -167,12 +168,85 @@ def test_logits_of_clip_in_bfloat16(tmp_path):
     ("bert/BertForMaskedLM", dict(num_hidden_layers=0), "Bert: depth must be at least 1; got 0"),
     ("bert/BertForMaskedLM", dict(architectures=["BertForMaskedLM", "BertModel"]), "classes with the same head"),
     ("roberta/RobertaForMaskedLM", dict(pad_token_id=None), "expected integers for max_position_embeddings"),
+    ("modernbert/ModernBertModel", dict(num_hidden_layers=1, layer_types=["full_attention"]),
+     "ModernBert: depth must be at least 2; got 1"),
+    ("modernbert/ModernBertModel", dict(local_attention=0), "'local_attention' is 0, expected a whole number"),
+    ("modernbert/ModernBertModel", dict(layer_types=["full_attention"]), "expected 5 times 'full_attention' or"),
+    ("modernbert/ModernBertModel", dict(rope_scaling=5, rope_parameters=None), "expected an object"),
+    ("modernbert/ModernBertModel", dict(classifier_pooling="max"), "pooling must be 'cls' or 'mean'; got 'max'"),
+    ("modernbert/ModernBertModel", dict(hidden_activation="tanh"), "'hidden_activation' is 'tanh', expected 'silu'"),
     ("distilbert/DistilBertForMaskedLM", dict(activation="relu"), "'activation' is 'relu', expected 'gelu'"),
 ])
 def test_other_configurations(case, change, text, tmp_path):
     written(case, tmp_path, **change)
     with pytest.raises(ValueError, match=text):
         pretrained.load(tmp_path)
+
+
+OLDER = dict(global_attn_every_n_layers=3, global_rope_theta=160000.0, local_rope_theta=10000.0, layer_norm_eps=1e-5,
+             position_embedding_type="absolute", repad_logits_with_grad=False, reference_compile=None)
+
+
+def test_modernbert_with_the_fields_of_published_files(tmp_path):
+    _, config = written("modernbert/ModernBertModel", tmp_path)
+    model, params, state = pretrained.load(tmp_path)
+    assert model.window == (None, 6, 6) and model.rotary_base == (160000.0, 10000.0, 10000.0)
+    for name in ("layer_types", "rope_parameters"):
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config | OLDER))
+    assert pretrained.load(tmp_path)[0] == model
+    (tmp_path / "config.json").write_text(json.dumps(config | OLDER | dict(
+        global_attn_every_n_layers=2, local_rope_theta=500.0)))
+    other, *_ = pretrained.load(tmp_path)
+    assert other.window == (None, 6) and other.rotary_base == (160000.0, 500.0)
+    pretrained.save(other, params, state, tmp_path / "back")
+    held = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert held["local_attention"] == 6 and held["pad_token_id"] is None     # 50283 is not one of the 69 tokens
+    assert pretrained.load(tmp_path / "back")[0] == other
+    pretrained.save(other, params, state, tmp_path / "same", like=tmp_path)
+    assert json.loads((tmp_path / "same" / "config.json").read_text())["pad_token_id"] == 0
+
+
+@pytest.mark.parametrize("options", [dict(window=(None, 6, 6)), dict(window=(6, None, None)), dict(window=5)])
+def test_modernbert_is_equal_without_stacks_and_padding(options):
+    model = models.ModernBert(9, 8, 5, 2, 8, rotary_base=(500.0, 20.0, 20.0), mlp_bias=True, **options)
+    tokens = np.random.default_rng(0).integers(0, 9, (2, 12)).astype(np.int32)
+    params, _ = model.init(jax.random.key(0), tokens)
+    hidden = model(params, tokens).hidden
+    single, apart = models.unstack(model, params)
+    assert np.allclose(single(apart, tokens).hidden, hidden, atol=1e-5)
+    short = model(params, tokens, np.array([12, 7], np.int32)).hidden[1, :7]
+    assert np.allclose(short, model(params, tokens[1:, :7]).hidden[0], atol=1e-5)
+    assert not np.allclose(short, hidden[1, :7], atol=1e-2)
+
+
+def test_windows_of_modernbert():
+    """A token reaches window // 2 positions for each block with a window, in both directions."""
+    model = models.ModernBert(30, 8, 2, 2, 8, window=7)
+    tokens = np.arange(30, dtype=np.int32)[None]
+    params, _ = model.init(jax.random.key(0), tokens)
+    vectors = jax.jacrev(lambda x: model({**params, "embed": {**params["embed"], "words": {"embedding": x}}},
+                                         tokens).hidden[0, 15, 0])(params["embed"]["words"]["embedding"])
+    reached = np.flatnonzero(np.abs(vectors).max(1))
+    assert reached.tolist() == list(range(9, 22))
+
+
+@pytest.mark.parametrize(("fields", "text"), [
+    (dict(head="words"), "ModernBert: head must be 'masked_lm' or 'sequence'"),
+    (dict(head="tokens"), "the heads 'sequence' and 'tokens' need classes"),
+    (dict(activation="tanh"), "ModernBert: activation must be 'silu' or"),
+    (dict(depth=1), "ModernBert: depth must be at least 2; got 1"),
+])
+def test_fields_of_modernbert(fields, text):
+    with pytest.raises(ValueError, match=text):
+        models.ModernBert(**(dict(vocab_size=9, width=8, depth=2, heads=2, hidden=8) | fields))
+
+
+def test_windows_that_config_json_cannot_describe(tmp_path):
+    model = models.ModernBert(9, 8, 3, 2, 8, context=4, window=(None, 4, 6))
+    params, state = model.init(jax.random.key(0), model.example())
+    pretrained.save(model, params, state, tmp_path)
+    assert not (tmp_path / "config.json").exists()
 
 
 @pytest.mark.parametrize(("model", "text"), [

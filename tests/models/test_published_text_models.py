@@ -63,6 +63,8 @@ PUBLISHED = {
     (models.Roberta, "xlm-roberta-large"): 559_890_432,
     (models.DistilBert, "distilbert-base-uncased"): 66_362_880,
     (models.DistilBert, "distilbert-base-cased"): 65_190_912,
+    (models.ModernBert, "modernbert-base"): 149_014_272,       # transformers' ModernBertModel
+    (models.ModernBert, "modernbert-large"): 394_781_696,
     (models.LSTMLanguageModel, "zaremba-small"): 4_651_600,      # 20 and 66 million in the paper, without biases' twins
     (models.LSTMLanguageModel, "zaremba-medium"): 19_775_200,
     (models.LSTMLanguageModel, "zaremba-large"): 66_022_000,

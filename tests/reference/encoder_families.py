@@ -20,6 +20,9 @@ import drawn  # noqa: E402
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 TEXT = SIZES | dict(vocab_size=69, max_position_embeddings=24)
 DISTIL = dict(vocab_size=69, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=24)
+MODERN = TEXT | dict(num_hidden_layers=5, local_attention=6, pad_token_id=0)
+BIASES = dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=6)
 IMAGE = SIZES | dict(image_size=32, patch_size=8)
 DINO = {key: IMAGE[key] for key in IMAGE if key != "intermediate_size"}
 CONVNEXT = dict(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], image_size=64)
@@ -46,6 +49,18 @@ CASES = {    # family: the cases that have to be equal
     "camembert": tasks("Camembert", TEXT)[:3],
     "distilbert": tasks("DistilBert", DISTIL, ("DistilBertModel", DISTIL | dict(n_layers=3, n_heads=2, hidden_dim=40)),
                         ("DistilBertModel", DISTIL | dict(sinusoidal_pos_embds=True))),
+    "modernbert": tasks(
+        "ModernBert", MODERN, ("ModernBertForMaskedLM", MODERN | BIASES | dict(
+            num_hidden_layers=8, local_attention=5, classifier_activation="relu")),
+        ("ModernBertForMaskedLM", MODERN | dict(decoder_bias=False, norm_eps=1e-3, hidden_activation="silu")),
+        ("ModernBertForSequenceClassification", MODERN | dict(
+            num_labels=4, classifier_pooling="mean", num_hidden_layers=4, global_attn_every_n_layers=2)),
+        ("ModernBertModel", MODERN | dict(num_hidden_layers=2, num_attention_heads=2, local_attention=1)),
+        ("ModernBertModel", MODERN | dict(global_rope_theta=500.0, local_rope_theta=20.0, layer_types=[
+            f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")])),
+        ("ModernBertModel", MODERN | dict(global_attn_every_n_layers=1, rope_parameters=dict(
+            full_attention=dict(rope_theta=300.0, rope_type="linear", factor=2.0)))),
+        ("ModernBertModel", MODERN | dict(rope_parameters=dict(full_attention=YARN)))),
     "vit": [("ViTModel", IMAGE), ("ViTForImageClassification", IMAGE | dict(num_labels=5)),
             ("ViTForImageClassification", IMAGE | OTHER | dict(image_size=40, layer_norm_eps=1e-3))],
     "deit": [("DeiTModel", IMAGE), ("DeiTForImageClassification", IMAGE | dict(num_labels=5)),
@@ -78,6 +93,18 @@ ALTERED = {    # family: (case, the fields of config.json to alter, one at a tim
     "distilbert": (("DistilBertForSequenceClassification", DISTIL), [
         dict(activation="relu"), dict(n_heads=8), dict(seq_classif_dropout=0.7), dict(num_labels=4),
         dict(tie_word_embeddings=False)]),
+    "modernbert": (("ModernBertForSequenceClassification", MODERN), [
+        dict(local_attention=4), dict(local_attention=0), dict(local_attention=100), dict(classifier_pooling="mean"),
+        dict(global_attn_every_n_layers=2), dict(global_rope_theta=100.0), dict(local_rope_theta=50.0),
+        dict(rope_scaling=dict(rope_type="linear", factor=2.0)), dict(rope_scaling=dict(type="linear", factor=2.0)),
+        dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), dict(rope_theta=300.0), dict(head_dim=4),
+        dict(partial_rotary_factor=0.5), dict(layer_types=["full_attention"] * 5), dict(sliding_window=2),
+        dict(layer_types=["full_attention", "chunked_attention"] * 2 + ["full_attention"]), dict(norm_eps=0.1),
+        dict(layer_norm_eps=0.1), dict(norm_bias=True), dict(attention_bias=True), dict(mlp_bias=True),
+        dict(classifier_bias=True), dict(decoder_bias=False), dict(hidden_activation="gelu_pytorch_tanh"),
+        dict(hidden_activation="tanh"), dict(classifier_activation="silu"), dict(num_hidden_layers=1),
+        dict(num_labels=3), dict(num_attention_heads=2), dict(embedding_dropout=0.5), dict(sparse_prediction=True),
+        dict(position_embedding_type="relative_key"), dict(tie_word_embeddings=False), dict(is_decoder=True)]),
     "vit": (("ViTModel", IMAGE), [dict(pooler_act="relu"), dict(pooler_output_size=16), dict(qkv_bias=False),
                                   dict(encoder_stride=8), dict(image_size=[32, 48]), dict(num_attention_heads=2)]),
     "deit": (("DeiTForImageClassificationWithTeacher", IMAGE), [
@@ -108,7 +135,7 @@ ALTERED |= {
             dict(num_attention_heads=2), dict(hidden_act="gelu")))]),
 }
 REFUSED = [("BertForMultipleChoice", TEXT), ("BertLMHeadModel", TEXT | dict(is_decoder=True)),
-           ("RobertaForMultipleChoice", TEXT), ("XLMRobertaXLModel", TEXT),
+           ("RobertaForMultipleChoice", TEXT), ("XLMRobertaXLModel", TEXT), ("ModernBertForMultipleChoice", MODERN),
            ("CLIPForImageClassification", CLIP),
            ("ViTForMaskedImageModeling", IMAGE | dict(encoder_stride=8)), ("DeiTForMaskedImageModeling", IMAGE)]
 
@@ -166,6 +193,8 @@ def outputs(model, inputs, double=True):
     """The outputs of transformers' model that fnet's has, as one array each. Padded tokens are left out."""
     import torch
 
+    # ModernBERT's softmax is in float32, where the mask of float64 is -inf: NaN for padding without a valid neighbour.
+    double = double and model.config.model_type != "modernbert"
     model, real = (model.double(), torch.float64) if double else (model, torch.float32)
     values = {key: torch.from_numpy(np.asarray(value)) for key, value in inputs.items()}
     with torch.no_grad():
@@ -215,6 +244,8 @@ def difference(got, want, inputs):
         if "attention_mask" in inputs and a.ndim == 3:
             real = inputs["attention_mask"].astype(bool)
             a, b = a[real], b[real]
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            return float("inf")
         worst = max(worst, float(np.abs(a - b).max() / np.abs(b).max()))
     return worst
 

@@ -330,7 +330,8 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
         fields: the family's.
         architectures: the classes whose files the model reads; a mapping gives the fields of the model for each class,
             such as its head.
-        irrelevant: more fields that have no effect on the forward pass, separated by spaces.
+        irrelevant: more fields that have no effect on the forward pass, separated by spaces. One that is also in
+            `fields` is written where there is no value to copy.
         options: of `Config`.
     """
     def architecture(value, config):
@@ -357,7 +358,7 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
         "cross_attention_hidden_size": Must((None,)), "tie_encoder_decoder": Must((False,)),
         "pruned_heads": Must(({}, None)), "quantization_config": Must((None,)),
     }
-    return Config(common | dict(fields), (IRRELEVANT | set(irrelevant.split())) - set(fields), **options)
+    return Config(common | dict(fields), (IRRELEVANT - set(fields)) | set(irrelevant.split()), **options)
 
 
 def timm(architecture: Callable[[str], dict[str, Any] | None], pool: str, expected: str, *, write: Callable) -> Config:

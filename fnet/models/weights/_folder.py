@@ -79,7 +79,7 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
             copied = {name: like[name] for name in like if name in table.irrelevant and kind == _config.kind_of(like)}
             if config.get("id2label") and len(like.get("id2label") or ()) == len(config["id2label"]):
                 config["id2label"] = like["id2label"]
-            return ({} if kind == "timm" else {"model_type": kind}) | copied | config
+            return ({} if kind == "timm" else {"model_type": kind}) | config | copied
     return None
 
 
