@@ -121,7 +121,7 @@ def test_float32(name):
     ({"lengths": jnp.array([4, 60])}, {"key_value_seq_lengths": jnp.array([4, 60])})])
 def test_is_jax_nn_s(options, theirs):
     q, k, v = normal(2, 66, 4, 8), normal(2, 66, 2, 8), normal(2, 66, 2, 8, seed=1)
-    close(dot_product_attention(q, k, v, **options), jax.dot_product_attention(q, k, v, **theirs))
+    close(dot_product_attention(q, k, v, **options), jax.nn.dot_product_attention(q, k, v, **theirs))
 
 
 def test_jacobians_forward_and_reverse_agree():

@@ -53,7 +53,7 @@ def program_of(name):
 def test_every_model_is_in_the_table():
     kinds = {name for name in models.__all__ if isinstance(getattr(models, name), type)
              and issubclass(getattr(models, name), nn.Layer)} - {"Model"}
-    assert kinds == set(MODELS)
+    assert kinds - {"CLIP"} == set(MODELS)    # CLIPText and CLIPVision are its parts
 
 
 @pytest.mark.parametrize("name", sampled(MODELS, ["CNN", "GPT", "LSTMLanguageModel"]))

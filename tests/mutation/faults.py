@@ -28,7 +28,7 @@ FAULTS = (
     Fault("jaxpr", "jnp.where(index == i, x, old)", "jnp.where(index >= i, x, old)",
           "a later iteration of a scan is captured"),
     Fault("jaxpr", "setattr(a, name, value)", "pass", "attributes of nnx modules are not copied"),
-    Fault("layers", "jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))", "jnp.where(keep, x, jnp.zeros_like(x))",
+    Fault("layers", "jnp.where(keep, x / scale, jnp.zeros_like(x))", "jnp.where(keep, x, jnp.zeros_like(x))",
           "dropout does not rescale"),
     Fault("layers", "explicit = [(total // 2, total - total // 2)", "explicit = [(total - total // 2, total // 2)",
           "SAME pads a transposed convolution on the wrong side"),
