@@ -178,7 +178,7 @@ def test_gradients_with_respect_to_low_rank_factors(name):
         return close(*tangents, 1e-5)
     implicit = jax.grad(functools.partial(loss, lambda p: ft.use_implicit_arrays(f)(p, jnp.abs(X))))(trainable)
     merged = jax.grad(functools.partial(loss, lambda p: f(compress.materialize(p), jnp.abs(X))))(trainable)
-    close(implicit, merged, 1e-5)
+    close(implicit, merged, 3e-5)    # float32 sums in another order: 1.2e-5 on a CPU with AVX-512
 
 
 # Other libraries' modules.
