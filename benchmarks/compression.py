@@ -47,8 +47,8 @@ def minilm():
     params, _ = pretrained.load(model, path)
     text = (pathlib.Path(__file__).parents[1] / "experiments" / "data" / "tempest.txt").read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines() if len(line.split()) > 4]
-    words = models.read_tokenizer(path / "vocab.txt")
-    tokens, lengths = models.padded([words.encode(line) for line in lines[:660]])
+    tokenizer = models.read_tokenizer(path / "vocab.txt")
+    tokens, lengths = models.padded([tokenizer.encode(line) for line in lines[:660]])
     tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
 
     def embed(params, tokens, lengths):

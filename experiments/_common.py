@@ -180,6 +180,30 @@ def no_arguments(argv, example):
         raise tr.ConfigError(f"{argv[1]}: flags begin with --, as in {example}")
 
 
+def begin_comparison(methods, limits):
+    """Checks the flags of a script that compares --methods, and makes the folder of its table and figure.
+
+    Args:
+      methods: the names that --methods may have.
+      limits: {flag: interval of its values}.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ConfigError: a flag has another value.
+    """
+    given = flags.FLAGS
+    for name, within in limits.items():
+        tr.flags.check_within(name, given[name].value, within)
+    if wrong := set(given.methods) - set(methods):
+        raise tr.ConfigError(f"--methods={','.join(sorted(wrong))}: use {', '.join(methods)}")
+    needs("matplotlib")
+    workdir = user_path("workdir", given.workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    return workdir
+
+
 def begin():
     """Joins the run's other processes and checks the devices and --devices before anything is computed.
 

@@ -27,15 +27,15 @@ def network(config):
     folder = path if path.is_dir() else path.parent
     model = models.Decoder.of_model_bin(path / "model.bin") if (path / "model.bin").is_file() else pretrained.model(
         config.model, path)
-    words = models.read_tokenizer(folder)
-    if words.vocab_size > model.vocab_size:
-        raise ValueError(f"the tokenizer has {words.vocab_size} tokens, the model {model.vocab_size}: use a "
+    tokenizer = models.read_tokenizer(folder)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}: use a "
                          "tokenizer and a model of one vocabulary")
     params, _ = pretrained.load(model, path)
-    return model, params, words, pretrained.names_of(model, path), folder
+    return model, params, tokenizer, pretrained.names_of(model, path), folder
 
 
-def read(config, words):
+def read(config, tokenizer):
     """(tokens to train on, tokens to validate on): the first nine tenths of a text, and the last tenth."""
     paths = [TEMPEST]
     if config.data_dir:
@@ -44,7 +44,7 @@ def read(config, words):
         if not paths:
             raise FileNotFoundError(f"{folder} has no text: put *.txt there, or omit --data_dir")
     text = "\n".join(map(common.read_text, paths))
-    tokens = words.encode(text)
+    tokens = tokenizer.encode(text)
     return np.split(tokens, [len(tokens) * 9 // 10])
 
 
@@ -67,8 +67,8 @@ def train(config, workdir, policy, **fit_options):
     Returns:
       {"loss": the least validation loss}.
     """
-    model, published, words, names, folder = network(config)
-    train_tokens, test_tokens = read(config, words)
+    model, published, tokenizer, names, folder = network(config)
+    train_tokens, test_tokens = read(config, tokenizer)
     context = min(config.context, model.context)
     params, arrays, evaluate = task(config, model, published)
     total, trained = adapters.count(published), adapters.count(params)

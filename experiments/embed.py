@@ -46,7 +46,7 @@ def main(argv):
         config = configured(argv)
         path = pretrained.find(config.weights or config.model)
         model = pretrained.model(config.model, path)
-        words = models.WordPiece.read((path if path.is_dir() else path.parent) / "vocab.txt")
+        tokenizer = models.WordPiece.read((path if path.is_dir() else path.parent) / "vocab.txt")
         params, _ = pretrained.load(model, path)
         lines = []
         if config.file:
@@ -59,7 +59,7 @@ def main(argv):
 
     def vectors(texts):
         """[texts, width]. Sentences of similar length are in one batch, so that a batch has little padding."""
-        rows = [words.encode(text, config.max_length) for text in texts]
+        rows = [tokenizer.encode(text, config.max_length) for text in texts]
         order = np.argsort([len(row) for row in rows], kind="stable")
         found = np.zeros((len(rows), model.width), np.float32)
         for start in range(0, len(rows), config.batch_size):

@@ -71,24 +71,24 @@ def main(argv):
         config = configured(argv)
         path = pretrained.find(config.weights or config.model)
         folder = path if path.is_dir() else path.parent
-        model, words = read(config, folder, path)
+        model, tokenizer = read(config, folder, path)
         precision = jnp.dtype(config.precision)
         if model is None:
             model, params, _ = pretrained.load(path, dtype=precision)
-            fitting(words, model, words.vocab_size <= model.vocab_size)
+            fitting(tokenizer, model, tokenizer.vocab_size <= model.vocab_size)
         else:
             params, _ = pretrained.load(model, path, dtype=precision)
         if config.chat:
-            return converse(config, model, params, words, argv[1:])
+            return converse(config, model, params, tokenizer, argv[1:])
         prompts = argv[1:] or [""]
-        starts = [words.encode(prompt) if prompt else begin(words) for prompt in prompts]
+        starts = [tokenizer.encode(prompt) if prompt else begin(tokenizer) for prompt in prompts]
         tokens, lengths = models.padded(starts)
         if jax.default_backend() == "cpu":
             model, params = models.unstack(model, params)
         most = min(config.max_tokens, model.context + 1 - int(lengths.max()))
         if most < 1:
             raise ValueError(f"the longest prompt has {lengths.max()} tokens; the model sees {model.context}")
-        options = dict(lengths=lengths, stop=words.stop)
+        options = dict(lengths=lengths, stop=tokenizer.stop)
         if config.beams:
             options |= dict(beams=config.beams, length_penalty=config.length_penalty)
         else:
@@ -110,7 +110,7 @@ def main(argv):
         rows, sizes, scores = np.asarray(out.tokens), np.asarray(out.lengths), np.asarray(out.log_probs.sum(-1))
     for i, (row, length, score) in enumerate(zip(rows, sizes, scores)):
         start = starts[i // (1 if config.beams else config.samples)]
-        print(f"\n{ended(words, start, row[:length], stops(config))}")
+        print(f"\n{ended(tokenizer, start, row[:length], stops(config))}")
         if config.log_probs:
             print(f"({'score' if config.beams else 'log-probability'} {score:.4f})")
     count = int(out.lengths.sum())
@@ -129,9 +129,9 @@ def stops(config):
     return [text for text in (config.stop or "").split("|") if text]
 
 
-def ended(words, start, tokens, stop):
+def ended(tokenizer, start, tokens, stop):
     """The text of a prompt and the generated tokens, up to the first stop string after the prompt."""
-    text, begin = words.decode([*start, *tokens]), len(words.decode(start))
+    text, begin = tokenizer.decode([*start, *tokens]), len(tokenizer.decode(start))
     return text[:min((at for at in (text.find(each, begin) for each in stop) if at >= 0), default=len(text))]
 
 
@@ -140,9 +140,9 @@ def describe(config, model, params):
           f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {config.precision}, {hw.detect().name}")
 
 
-def converse(config, model, params, words, prompts):
+def converse(config, model, params, tokenizer, prompts):
     """Answers the prompts, or each line of standard input, as one conversation."""
-    if getattr(words, "chat_template", None) is None:
+    if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("--chat needs a folder with a chat template (chat_template.jinja, or chat_template in "
                          "tokenizer_config.json): name one with --weights")
     if jax.default_backend() == "cpu":
@@ -155,7 +155,7 @@ def converse(config, model, params, words, prompts):
             print(f"\n> {line}")
         messages.append({"role": "user", "content": line})
         answer = ""
-        for piece in models.chat(model, params, words, messages, jax.random.fold_in(key, number),
+        for piece in models.chat(model, params, tokenizer, messages, jax.random.fold_in(key, number),
                                  max_tokens=config.max_tokens, stop=stops(config), **sampling(config)):
             print(piece, end="", flush=True)
             answer += piece
@@ -182,31 +182,33 @@ def read(config, folder, path):
     if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
         run = tr.load_config(language_model.Config, folder / "config.json")
     if run is not None and run.tokens == "byte":
-        words = models.ByteTokenizer()
+        tokenizer = models.ByteTokenizer()
     else:
-        words = models.read_tokenizer(common.user_path("tokenizer", config.tokenizer) if config.tokenizer else folder)
+        beside = common.user_path("tokenizer", config.tokenizer) if config.tokenizer else folder
+        tokenizer = models.read_tokenizer(beside)
     if run is not None:
-        return language_model.make_model(run, run.vocab_size or words.vocab_size), words
+        return language_model.make_model(run, run.vocab_size or tokenizer.vocab_size), tokenizer
     file = folder / "model.bin" if path.is_dir() else path
     if file.suffix == ".bin" and file.is_file():
         model = models.Decoder.of_model_bin(file)
     elif config.weights and path.is_dir() and (path / "config.json").is_file():
-        return None, words
+        return None, tokenizer
     else:
         model = pretrained.model(config.model, path)
-    fitting(words, model, words.vocab_size == model.vocab_size)
-    return model, words
+    fitting(tokenizer, model, tokenizer.vocab_size == model.vocab_size)
+    return model, tokenizer
 
 
-def fitting(words, model, fits):
+def fitting(tokenizer, model, fits):
     if not fits:
-        raise ValueError(f"the tokenizer has {words.vocab_size} tokens, the model {model.vocab_size}: use a "
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}: use a "
                          "tokenizer and a model of one vocabulary")
 
 
-def begin(words):
+def begin(tokenizer):
     """The token that precedes a text without a prompt: the token that ends a text, or a line break."""
-    return words.encode("") if len(words.encode("")) else np.array(words.stop[:1] or words.encode("\n"), np.int32)
+    empty = tokenizer.encode("")
+    return empty if len(empty) else np.array(tokenizer.stop[:1] or tokenizer.encode("\n"), np.int32)
 
 
 def define_flags():

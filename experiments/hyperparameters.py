@@ -149,14 +149,9 @@ def define_flags():
 def main(argv):
     common.no_arguments(argv, "--methods=random,pbt")
     given = flags.FLAGS
-    for name, within in (("members", "[2, 10000]"), ("steps", "[1, 10000000]"), ("seeds", "[1, 1000]"),
-                         ("width", "[1, 8192]"), ("batch_size", "[1, 65536]"), ("examples", "[0, 10000000]")):
-        tr.flags.check_within(name, given[name].value, within)
-    if wrong := set(given.methods) - set(METHODS):
-        raise tr.ConfigError(f"--methods={','.join(sorted(wrong))}: use {', '.join(METHODS)}")
-    common.needs("matplotlib")
-    workdir = common.user_path("workdir", given.workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
+    workdir = common.begin_comparison(METHODS, {
+        "members": "[2, 10000]", "steps": "[1, 10000000]", "seeds": "[1, 1000]", "width": "[1, 8192]",
+        "batch_size": "[1, 65536]", "examples": "[0, 10000000]"})
     data = tr.datasets.load(given.dataset, given.data_dir, announce=print)
     results = {name: [] for name in given.methods}
     for seed in range(given.seeds):

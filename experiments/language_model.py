@@ -95,8 +95,8 @@ def read(config):
     if config.tokens == "bin":
         if folder is None:
             raise tr.ConfigError("--tokens=bin: name the folder of train.bin and val.bin with --data_dir")
-        words = models.read_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
-        return tr.read_tokens(folder / "train.bin"), tr.read_tokens(folder / "val.bin"), words
+        tokenizer = models.read_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+        return tr.read_tokens(folder / "train.bin"), tr.read_tokens(folder / "val.bin"), tokenizer
     paths = [TEMPEST] if folder is None else [folder / "input.txt"]
     if folder is not None and not paths[0].is_file():
         paths = sorted(path for path in folder.glob("*.txt") if path.is_file())
@@ -105,21 +105,22 @@ def read(config):
     text = "\n".join(map(common.read_text, paths))
     if not text:
         raise ValueError(f"{' and '.join(map(str, paths))}: expected a text, got an empty file")
-    words = models.ByteTokenizer() if config.tokens == "byte" else models.CharTokenizer(text)
-    if words.vocab_size > 65536:
-        raise ValueError(f"the text has {words.vocab_size:,} different characters, at most 65,536 are supported: use "
-                         "--tokens=byte")
-    tokens = words.encode(text).astype(np.uint16 if words.vocab_size > 256 else np.uint8)
+    tokenizer = models.ByteTokenizer() if config.tokens == "byte" else models.CharTokenizer(text)
+    if tokenizer.vocab_size > 65536:
+        raise ValueError(f"the text has {tokenizer.vocab_size:,} different characters, at most 65,536 are supported: "
+                         "use --tokens=byte")
+    tokens = tokenizer.encode(text).astype(np.uint16 if tokenizer.vocab_size > 256 else np.uint8)
     train, validation = np.split(tokens, [len(tokens) * 9 // 10])
-    return train, validation, words
+    return train, validation, tokenizer
 
 
-def check_vocabulary(words, workdir):
+def check_vocabulary(tokenizer, workdir):
     """Raises ConfigError if the folder has weights for another vocabulary than that of the text."""
     path = workdir / "characters.json"
     if common.restarting() or not path.exists():
         return
-    if not isinstance(words, models.CharTokenizer) or models.CharTokenizer.read(path).characters != words.characters:
+    if (not isinstance(tokenizer, models.CharTokenizer)
+            or models.CharTokenizer.read(path).characters != tokenizer.characters):
         raise tr.ConfigError(f"{workdir} holds a run on a text with other characters (characters.json): use that text, "
                              "choose another --workdir, or --restart")
 
@@ -130,10 +131,10 @@ def train(config, workdir, policy, **fit_options):
     Returns:
       (the model, its parameters, its tokenizer, the validation loss).
     """
-    train_tokens, test_tokens, words = read(config)
-    vocab_size = config.vocab_size or words.vocab_size
+    train_tokens, test_tokens, tokenizer = read(config)
+    vocab_size = config.vocab_size or tokenizer.vocab_size
     if not common.only_planned():
-        check_vocabulary(words, workdir)
+        check_vocabulary(tokenizer, workdir)
     batches = tr.Windows(train_tokens, length=config.context, batch_size=config.batch_size, seed=config.seed,
                          vocab_size=vocab_size)
     model, steps = make_model(config, vocab_size), config.steps
@@ -185,8 +186,8 @@ def train(config, workdir, policy, **fit_options):
                  "summary.json")
     where = () if config.model == "lstm" else f"t <= {config.context}"
     export.record(workdir, model, tokens=export.spec("b, t", "int32", where=where))
-    if isinstance(words, models.CharTokenizer):
-        words.write(workdir / "characters.json")      # before any weights that need it
+    if isinstance(tokenizer, models.CharTokenizer):
+        tokenizer.write(workdir / "characters.json")      # before any weights that need it
     began = time.perf_counter()
     state = tr.fit(
         step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every, log_every=every,
@@ -202,19 +203,20 @@ def train(config, workdir, policy, **fit_options):
           f"{speed * config.batch_size * config.context:.0f} tokens/s")
     last = [row["validation/loss"] for row in rows if "validation/loss" in row][-1]
     tr.plots.curves(rows, workdir / "curves.png", title=f"{config.model}, {count:,} parameters: loss {last:.4f}")
-    return model, state.averaged, words, last
+    return model, state.averaged, tokenizer, last
 
 
-def sample(model, params, words, config, *, temperature, top_k):
+def sample(model, params, tokenizer, config, *, temperature, top_k):
     """About 500 tokens that the model generates, as text."""
     most = 500 if config.model == "lstm" else min(config.context, 500)
     first = np.zeros(1, np.int32)       # the first of the characters, where no line ends in the text
-    if words is not None and "\n" in getattr(words, "characters", "\n"):
-        first = words.encode("\n") if len(words.encode("\n")) else first
+    if tokenizer is not None and "\n" in getattr(tokenizer, "characters", "\n"):
+        first = tokenizer.encode("\n") if len(tokenizer.encode("\n")) else first
     prompts = np.tile(first, (-(-500 // most), 1))
     out = models.generate(model, params, prompts, jax.random.key(config.seed), max_tokens=most,
                           temperature=temperature, top_k=top_k)
-    texts = [words.decode(row).strip("\n") if words else " ".join(map(str, row)) for row in np.asarray(out.tokens)]
+    texts = [tokenizer.decode(row).strip("\n") if tokenizer else " ".join(map(str, row))
+             for row in np.asarray(out.tokens)]
     return "\n\n----\n".join(texts)
 
 
@@ -265,9 +267,9 @@ def main(argv):
 
     print(f"chip: {hw.detect()}")
     print(f"policy: {policy}")
-    model, params, words, loss = train(config, workdir, policy, **common.fit_options())
+    model, params, tokenizer, loss = train(config, workdir, policy, **common.fit_options())
     options = {name: flags.FLAGS[name].value for name in ("temperature", "top_k")}
-    text = sample(model, params, words, config, **options)
+    text = sample(model, params, tokenizer, config, **options)
     (workdir / "sample.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
     weights = ", model.safetensors" if (workdir / "model.safetensors").exists() else ""

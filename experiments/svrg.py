@@ -127,14 +127,9 @@ def define_flags():
 def main(argv):
     common.no_arguments(argv, "--methods=svrg,sgd")
     given = flags.FLAGS
-    for name, within in (("learning_rate", "(0, 1000]"), ("l2", "(0, 1000]"), ("batch_size", "[1, 569]"),
-                         ("passes", "[1, 100000]"), ("seed", tr.flags.SEED)):
-        tr.flags.check_within(name, given[name].value, within)
-    if wrong := set(given.methods) - set(METHODS):
-        raise tr.ConfigError(f"--methods={','.join(sorted(wrong))}: use {', '.join(METHODS)}")
-    common.needs("matplotlib")
-    workdir = common.user_path("workdir", given.workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
+    workdir = common.begin_comparison(METHODS, {
+        "learning_rate": "(0, 1000]", "l2": "(0, 1000]", "batch_size": "[1, 569]", "passes": "[1, 100000]",
+        "seed": tr.flags.SEED})
     jax.config.update("jax_enable_x64", True)
     x, y = map(jnp.asarray, tumors())
     results = {}

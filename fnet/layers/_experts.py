@@ -33,10 +33,10 @@ class MixtureOfExperts(Layer):
         hidden: features between gate, up and down of an expert.
         top_k: experts for each token. Default 2.
         normalize: whether the weights of the selected experts are divided by their sum, as in Mixtral. Default True.
-        capacity: None: each token reaches all its experts (dropless), whatever their load. A factor: an expert takes at
-            most ceil(capacity * tokens * top_k / experts) tokens of the batch, first choices first, then earlier tokens
-            first; it adds nothing to the other tokens. The work is then equal for all experts, so that they can be
-            placed on different devices: `parallel.rules(spec, {"expert": "tensor"})`.
+        capacity: the maximum load of an expert, as a multiple of the mean load: it processes at most
+            ceil(capacity * tokens * top_k / experts) tokens of the batch, first choices first, then earlier tokens
+            first, and adds nothing to the others. The work is then equal for all experts, so that they can be placed on
+            different devices: `parallel.rules(spec, {"expert": "tensor"})`. Default: no maximum (dropless).
         activation: function of the gate. Default: `jax.nn.silu`.
         kernel_init: initializer of gate, up and down, arrays [E, in, out].
 

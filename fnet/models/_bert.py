@@ -154,8 +154,8 @@ class Bert(Model):
     Output: `Encoded` without a head, else logits: [batch, time, vocab_size] of a masked LM, [batch, classes] of a
     sequence, [batch, time, classes] of tokens, [batch, time, 2] of questions, [batch, 2] of the next sentence.
 
-        words = models.WordPiece.read("vocab.txt")
-        tokens, lengths = models.padded([words.encode("A cat."), words.encode("Dogs and cats.")])
+        tokenizer = models.WordPiece.read("vocab.txt")
+        tokens, lengths = models.padded([tokenizer.encode("A cat."), tokenizer.encode("Dogs and cats.")])
         vectors = models.sentence_embedding(model(params, tokens, lengths).hidden, lengths)       # [batch, width]
 
     Source: Devlin et al. (2019), BERT: Pre-training of Deep Bidirectional Transformers; Wang et al. (2020), MiniLM:

@@ -271,8 +271,8 @@ def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
     ...     pretrained_folder == pathlib.Path(folder)
     True
     """
-    held = [cls.HUB.get(name, ()) for cls in _classes() if name in cls.PRESETS]
-    return _hub.find(name, held[0] if held else (), revision)
+    repositories = next((cls.HUB.get(name, ()) for cls in _classes() if name in cls.PRESETS), ())
+    return _hub.find(name, repositories, revision)
 
 
 def revision(name: str | os.PathLike) -> str | None:
@@ -331,18 +331,18 @@ def _classes():
 def _beside(key_map, source):
     """The additional entries that a file receives: those in the source, or that are always written."""
     for entry in key_map.beside:
-        held = source is not None and all(key in source.arrays for key in entry.keys)
-        if held or (entry.rule.write is not None and entry.rule.write is not False):
+        present = source is not None and all(key in source.arrays for key in entry.keys)
+        if present or (entry.rule.write is not None and entry.rule.write is not False):
             yield entry
 
 
 def _read(entry, tensors, dtype):
     """Reads the arrays of one entry. Each is copied once, from the memory-mapped file to its destination."""
-    held = {tensors.arrays[key].dtype for key in entry.keys}
-    if len(held) > 1:
+    dtypes = {tensors.arrays[key].dtype for key in entry.keys}
+    if len(dtypes) > 1:
         raise TypeError(f"{tensors.path}: the parts of {_match.ours(entry)} have different dtypes, "
-                        f"{', '.join(sorted(map(str, held)))}; pass dtype=")
-    (theirs,) = held
+                        f"{', '.join(sorted(map(str, dtypes)))}; pass dtype=")
+    (theirs,) = dtypes
     if not jax.dtypes.issubdtype(theirs, np.floating):
         raise TypeError(f"{tensors.path}: {entry.keys[0]!r} has dtype {theirs}, but {_match.ours(entry)} needs a "
                         "floating-point dtype")

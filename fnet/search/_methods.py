@@ -179,8 +179,8 @@ class Step:
                 after.append(new)
                 metrics.append(measured)
             step, diverged, together = end(state.step, state.diverged, metrics)
-            held = _state.Separate(after, members.hypers, members.hyper)
-            return _state.Population(step, held, state.hyper, diverged), together
+            separate = _state.Separate(after, members.hypers, members.hyper)
+            return _state.Population(step, separate, state.hyper, diverged), together
 
         return step_n
 

@@ -123,7 +123,7 @@ class PBT:
 
     @property
     def separate(self) -> bool:
-        """True: the generation is a program of its own, whatever the method of the members."""
+        """Whether a step runs several compiled programs, which `fit` does not compile again: always."""
         return True
 
     def plain(self, state, batch):

@@ -46,8 +46,8 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
     text that ends with a stop token is set aside. The search for a prompt ends if `beams` texts are finished and no
     unfinished one has a higher score than the worst of these, or after `max_tokens` tokens.
 
-        best = models.beam_search(model, params, prompts, beams=4, max_tokens=50, stop=words.stop)
-        print(words.decode(best.tokens[0, 0, :best.lengths[0, 0]]))
+        best = models.beam_search(model, params, prompts, beams=4, max_tokens=50, stop=tokenizer.stop)
+        print(tokenizer.decode(best.tokens[0, 0, :best.lengths[0, 0]]))
 
     Args:
         model, params, prompts, lengths, stop, dtype: as for `generate`.

@@ -152,10 +152,10 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
     """Answers a conversation, and yields the answer in pieces while it is generated.
 
         model, params, _ = pretrained.load(folder)
-        words = models.read_tokenizer(folder)
+        tokenizer = models.read_tokenizer(folder)
         messages = [{"role": "user", "content": "Who wrote The Tempest?"}]
         answer = ""
-        for piece in models.chat(model, params, words, messages, max_tokens=200, temperature=0):
+        for piece in models.chat(model, params, tokenizer, messages, max_tokens=200, temperature=0):
             print(piece, end="", flush=True)
             answer += piece
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "When?"}]
@@ -180,12 +180,12 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
     Raises:
         ValueError, TypeError: as `generate` and `ChatTemplate.render`, or the tokenizer has no chat template.
 
-    >>> words = models.CharTokenizer("user: be or not to\\n")
-    >>> model = models.GPT(words.vocab_size, width=4, depth=1, heads=1, context=32)
+    >>> tokenizer = models.CharTokenizer("user: be or not to\\n")
+    >>> model = models.GPT(tokenizer.vocab_size, width=4, depth=1, heads=1, context=32)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), int))
     >>> template = models.ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}")
     >>> messages = [{"role": "user", "content": "to be or not"}]
-    >>> len("".join(models.chat(model, params, words, messages, template=template, max_tokens=5, temperature=0)))
+    >>> len("".join(models.chat(model, params, tokenizer, messages, template=template, max_tokens=5, temperature=0)))
     5
     """
     template = template or getattr(tokenizer, "chat_template", None)

@@ -70,8 +70,8 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
     separated (`unstack`), because a step reads every weight once and updates every cache in place. This copies the
     parameters.
 
-        out = models.generate(model, params, [words.encode("Once upon a time")], max_tokens=200, temperature=0)
-        print(words.decode(out.tokens[0, :out.lengths[0]]))
+        out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
+        print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
 
     Args:
         model: a decoder: `model(params, tokens, lengths=, state=cache)` returns logits [batch, time, vocab_size], and

@@ -24,8 +24,8 @@ class LlamaBPE:
 
     A space is added before the text. A character that is not in the vocabulary becomes its bytes.
 
-        words = LlamaBPE.read("tokenizer.bin")
-        words.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
+        tokenizer = LlamaBPE.read("tokenizer.bin")
+        tokenizer.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
 
     Args:
         pieces: all tokens by number: <unk>, <s>, </s>, the 256 bytes (<0x00> to <0xFF>, or in old files the code points
@@ -40,8 +40,8 @@ class LlamaBPE:
 
     >>> pieces = [b"<unk>", b"<s>", b"</s>", *(b"<0x%02X>" % byte for byte in range(256))]
     >>> pieces += [b" ", b"a", b"b", b" a", b"ab"]
-    >>> words = models.LlamaBPE(pieces, [0.0] * 262 + [-2.0, -1.0])
-    >>> [pieces[token] for token in words.encode("ab")], words.decode(words.encode("ab"))
+    >>> tokenizer = models.LlamaBPE(pieces, [0.0] * 262 + [-2.0, -1.0])
+    >>> [pieces[token] for token in tokenizer.encode("ab")], tokenizer.decode(tokenizer.encode("ab"))
     ([b'<s>', b' ', b'ab'], 'ab')
     """
 

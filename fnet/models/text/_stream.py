@@ -54,7 +54,7 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
                 stop: Sequence[str] = (), **options: Any) -> Iterator[str]:
     """Continues a text, and yields it in pieces while it is generated.
 
-        for piece in models.stream_text(model, params, words, "Once upon a time", max_tokens=200, temperature=0):
+        for piece in models.stream_text(model, params, tokenizer, "Once upon a time", max_tokens=200, temperature=0):
             print(piece, end="", flush=True)
 
     A piece ends with a complete character. Characters that may begin a stop string are yielded after the next
@@ -74,10 +74,10 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
     Raises:
         ValueError, TypeError: as `generate`.
 
-    >>> words = models.CharTokenizer("to be or not")
-    >>> model = models.GPT(words.vocab_size, width=4, depth=1, heads=1, context=32)
+    >>> tokenizer = models.CharTokenizer("to be or not")
+    >>> model = models.GPT(tokenizer.vocab_size, width=4, depth=1, heads=1, context=32)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), int))
-    >>> len("".join(models.stream_text(model, params, words, "to be", max_tokens=5, temperature=0)))
+    >>> len("".join(models.stream_text(model, params, tokenizer, "to be", max_tokens=5, temperature=0)))
     5
     """
     start = [int(token) for token in tokenizer.encode(prompt)]

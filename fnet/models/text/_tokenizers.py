@@ -270,16 +270,17 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
     if path.is_dir():
         for name, reader in readers.items():
             if (path / name).is_file():
-                words = reader(path / name)
-                words.stop = tuple(dict.fromkeys((*words.stop, *_ends(path / "generation_config.json", words))))
-                words.chat_template = find(path)
-                return words
+                tokenizer = reader(path / name)
+                ends = _ends(path / "generation_config.json", tokenizer)
+                tokenizer.stop = tuple(dict.fromkeys((*tokenizer.stop, *ends)))
+                tokenizer.chat_template = find(path)
+                return tokenizer
     elif path.name in readers and path.exists():
         return readers[path.name](path)
     raise FileNotFoundError(f"{path}: no tokenizer found; expected one of {', '.join(readers)}, or a folder with one")
 
 
-def _ends(path, words):
+def _ends(path, tokenizer):
     """The tokens that end a text by the eos_token_id of a generation_config.json."""
     if not path.is_file():
         return ()

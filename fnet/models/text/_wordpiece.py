@@ -30,8 +30,8 @@ class WordPiece:
     then split at spaces and around every punctuation mark. Pieces after the first begin with ##. A word that cannot be
     split into pieces becomes [UNK]. Special tokens that occur in a text, such as [MASK], become those tokens.
 
-        words = WordPiece.read("vocab.txt")
-        words.encode("Unaffable!")               # [CLS] una ##ffa ##ble ! [SEP]
+        tokenizer = WordPiece.read("vocab.txt")
+        tokenizer.encode("Unaffable!")               # [CLS] una ##ffa ##ble ! [SEP]
 
     Args:
         vocabulary: all tokens by number, including [UNK], [CLS], [SEP] and [PAD].
@@ -47,8 +47,8 @@ class WordPiece:
     its tokenization.py.
 
     >>> from fnet import models
-    >>> words = models.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##able"])
-    >>> words.encode("Unable").tolist()
+    >>> tokenizer = models.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##able"])
+    >>> tokenizer.encode("Unable").tolist()
     [2, 4, 5, 3]
     """
 
@@ -100,11 +100,11 @@ class WordPiece:
             lines.pop()
         vocabulary = [line.removesuffix("\r") for line in lines]
         try:
-            words = cls(vocabulary, lowercase=True if lowercase is None else lowercase)
+            tokenizer = cls(vocabulary, lowercase=True if lowercase is None else lowercase)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        return words if lowercase is not None else cls(
-            vocabulary, **_tokenizer_config.wordpiece(Path(path).parent, words._numbers))
+        return tokenizer if lowercase is not None else cls(
+            vocabulary, **_tokenizer_config.wordpiece(Path(path).parent, tokenizer._numbers))
 
     def encode(self, text: str, max_length: int | None = None, *, special_tokens: bool = True) -> np.ndarray:
         """Converts text to tokens: [CLS], the pieces of the text, [SEP] as int32 [tokens].

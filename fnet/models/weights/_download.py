@@ -28,7 +28,7 @@ class _Damaged(_Refused, OSError):
 
 
 def unavailable() -> str | None:
-    """Why nothing can be downloaded, in words; None if it can."""
+    """The reason why nothing can be downloaded; None if downloads are possible."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
         return "HF_HUB_OFFLINE is set"
     try:
@@ -70,8 +70,8 @@ def download(repository: str, revision: str | None, cache: Path) -> Path:
         info = huggingface_hub.HfApi(**server).model_info(repository, revision=revision, files_metadata=True)
         files = {file.rfilename: file for file in info.siblings or ()}
         for name in _needed(what, list(files)):
-            held = huggingface_hub.try_to_load_from_cache(repository, name, cache_dir=cache, revision=info.sha)
-            if not isinstance(held, str):
+            cached = huggingface_hub.try_to_load_from_cache(repository, name, cache_dir=cache, revision=info.sha)
+            if not isinstance(cached, str):
                 path = huggingface_hub.hf_hub_download(repository, name, revision=info.sha, cache_dir=cache, **server)
                 _verify(Path(path), files[name], what)
     except errors.GatedRepoError:
