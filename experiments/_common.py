@@ -242,7 +242,8 @@ def run(main):
     """`absl.app.run` with one-line errors and exit codes; --debug shows tracebacks."""
     flags.DEFINE_bool("debug", False, "show tracebacks; where a run breaks, replay it and name the layer")
     sys.stdout, sys.stderr = _Stream(sys.stdout, 1), _Stream(sys.stderr, 2)
-    app.run(functools.partial(_said, main), flags_parser=parse_flags)
+    with tr.compilation_cache():
+        app.run(functools.partial(_said, main), flags_parser=parse_flags)
 
 
 class _Stream:

@@ -18,6 +18,7 @@ if os.environ.setdefault("FNET_TEST_COMPILER", "fast") == "fast":
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["HF_HUB_OFFLINE"] = "1"    # no test asks a hub other than its own
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"    # no test depends on what others have compiled
 os.environ.setdefault("FNET_PROBE", "0")    # no test waits for, or depends on, what this CPU measures
 
 

@@ -1,8 +1,8 @@
 """Every use of names that JAX does not document as public.
 
-`_features` looks names up; a missing one disables one feature (`disabled` lists them). `kernels` and `processes` are
-imported where they are used. Each name has a test in tests/test_jax_names.py that fails with a clear message if JAX
-moves it. What equations hold in their parameters is read in `fnet.jaxpr`.
+`_features` looks names up; a missing one disables one feature (`disabled` lists them). `compilation`, `kernels` and
+`processes` are imported where they are used. Each name has a test in tests/test_jax_names.py that fails with a clear
+message if JAX moves it. What equations hold in their parameters is read in `fnet.jaxpr`.
 """
 
 import importlib
@@ -17,6 +17,7 @@ from fnet._jax._tracing import (
     bind_again,
     current_names,
     equation_context,
+    kernels_in_exports,
     line,
     name_stack,
     names_context,
@@ -30,13 +31,13 @@ from fnet._jax._tracing import (
 )
 
 __all__ = ["CustomJvp", "CustomVjp", "Literal", "Primitive", "bind", "bind_again", "close", "consts_as_inputs",
-           "current_names", "custom_vmap_rule", "disabled", "equation_context", "hoisted", "line", "name_stack",
-           "names_context", "origin", "outermost", "prng_impl", "scope_entries", "trace_state", "unplaced",
-           "varies_over", "vary_alike", "widened", "without_locations"]
+           "current_names", "custom_vmap_rule", "disabled", "equation_context", "hoisted", "kernels_in_exports", "line",
+           "name_stack", "names_context", "origin", "outermost", "prng_impl", "scope_entries", "trace_state",
+           "unplaced", "varies_over", "vary_alike", "widened", "without_locations"]
 
 
 def __getattr__(name):
-    if name in ("kernels", "processes"):
+    if name in ("compilation", "kernels", "processes"):
         return importlib.import_module(f"fnet._jax.{name}")
     raise AttributeError(f"module 'fnet._jax' has no attribute {name!r}")
 

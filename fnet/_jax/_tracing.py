@@ -20,6 +20,10 @@ _LinearizeTrace = private("jax._src.interpreters.ad.LinearizeTrace", "cached lin
 _frames = private("jax._src.config.traceback_in_locations_limit", "programs without source locations")
 _reshard = private("jax._src.core.auto_insert_reshard", "operands that vary over different mesh axes")
 
+# Here, and not in the lazy module `kernels`, because JAX traces everything again once there is another context.
+kernels_in_exports = jax.make_user_context(False)
+"""Whether exported programs contain kernels: `with kernels_in_exports(True): jax.export.export(...)`."""
+
 
 def trace_state():
     """A token that equals another one only within the same trace.

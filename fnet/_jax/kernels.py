@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fnet._jax._features import Missing, private
+from fnet._jax._tracing import kernels_in_exports
 
 _PARTITIONED = "attention kernels of partitioned programs"
 _dispatch = private("jax._src.dispatch", _PARTITIONED)
@@ -51,8 +52,6 @@ def _cuda_versions() -> Any:
     return private("jax._src.lib.cuda_versions", "cuDNN's attention")
 
 
-kernels_in_exports = jax.make_user_context(False)
-"""Whether exported programs contain kernels: `with kernels_in_exports(True): jax.export.export(...)`."""
 CUSTOM_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__cudnn$fmhaScaleBiasSoftmax",
                 "__cudnn$fmhaScaleBiasSoftmaxBackward", "tpu_custom_call")
 """The names by which compiled programs call the attention kernels."""

@@ -48,7 +48,7 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
     for name, entry in program.entries.items():
         programs = {"portable": entry.portable}
         for kind in kernels:
-            with _jax.kernels.kernels_in_exports(True):
+            with _jax.kernels_in_exports(True):
                 programs[kind] = entry.exported((kind,))
         for kind, exported in programs.items():
             files[f"programs/{name}.{kind}.jax"] = _serialized(exported, differentiable)

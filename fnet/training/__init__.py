@@ -29,6 +29,7 @@ from fnet.training.data._iterators import from_iterator
 from fnet.training.data._split import split
 from fnet.training.data._windows import Windows, read_tokens, stretches
 from fnet.training.loop._callbacks import StepEnd
+from fnet.training.loop._compilation_cache import compilation_cache
 from fnet.training.loop._early_stop import EarlyStop
 from fnet.training.loop._ending import Interrupted
 from fnet.training.loop._fingerprint import ResumeWarning
@@ -71,6 +72,7 @@ __all__ = [
     "averaged_weights",
     "batch_statistics",
     "clear",
+    "compilation_cache",
     "confusion",
     "cutout",
     "datasets",

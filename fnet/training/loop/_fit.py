@@ -21,6 +21,7 @@ from fnet.training.checkpoints._storage import StorePath, location
 from fnet.training.checkpoints._workdir import CHECKPOINTS, PLAN, remove_logs
 from fnet.training.loop import _profiling
 from fnet.training.loop._callbacks import StepEnd
+from fnet.training.loop._compilation_cache import compilation_cache
 from fnet.training.loop._early_stop import EarlyStop
 from fnet.training.loop._ending import Interrupted
 from fnet.training.loop._fingerprint import as_dict, compare, identity
@@ -193,6 +194,8 @@ def fit(
         if progress is not None:
             stack.callback(progress.close)
         seen = stack.enter_context(signals())
+        if profile_steps is None:                          # a loaded program may have other names of scopes
+            stack.enter_context(compilation_cache())
         checkpoints = None
         if workdir is not None:
             checkpoints = Checkpoints(location(workdir) / CHECKPOINTS, keep=keep, keep_every=keep_every, best=best,

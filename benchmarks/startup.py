@@ -1,0 +1,106 @@
+"""Seconds to the first training step in a new process, with and without programs that an earlier one compiled.
+
+    python -m benchmarks.startup gpt resnet18
+    python -m benchmarks.startup mlp --size=small --peers=fnet,jax
+
+fnet starts `fit` twice with one cache of compiled programs, which is empty the first time. JAX compiles the same step,
+handwritten, without a cache. The time begins when the weights and batches exist, and ends with the first step.
+torch-compile, if PyTorch is installed, has an empty cache as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+from benchmarks._harness import header
+from benchmarks._live import Live, PeerError, serve
+from benchmarks.peers import _workloads as spec
+from benchmarks.peers._worker import PEERS
+
+FIRST, SECOND = "fnet, first start", "fnet, second start"
+
+
+def start(peer: str, workload: str, size: str) -> float:
+    """Seconds from the weights to the end of the first step."""
+    w = spec.workload(workload, size)
+    module, how = PEERS[peer]
+    run = importlib.import_module(f"benchmarks.peers.{module}").build(
+        w, spec.weights(w), spec.batches(w, 1), train=True, mixed=False, **how)
+    if peer != "fnet":
+        begun = time.perf_counter()
+        run.wait(run.step(0))
+        return time.perf_counter() - begun
+
+    import jax
+    import jax.numpy as jnp
+
+    from fnet import training as tr
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class State:
+        step: Any
+        rest: Any
+
+    def step(state, batch):
+        rest, loss = run.f(state.rest, *batch)
+        return State(state.step + 1, rest), {"loss": loss}
+
+    state = jax.block_until_ready(State(jnp.int32(0), run.state))
+    begun = time.perf_counter()
+    jax.block_until_ready(tr.fit(step, state, lambda i: run.batches[0], steps=1, progress=None))
+    return time.perf_counter() - begun
+
+
+def measured(peer: str, workload: str, size: str, cache: str) -> float:
+    environment = {"JAX_PLATFORMS": "cpu", "FNET_DATA": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch",
+                   "JAX_ENABLE_COMPILATION_CACHE": str(peer == "fnet").lower()}
+    with Live(peer, [sys.executable, "-m", "benchmarks.startup", "serve"], environment) as process:
+        return process.ask("start", limit=900, peer=peer, workload=workload, size=size)
+
+
+def compared(workload: str, size: str, peers: list[str], rounds: int) -> dict[str, list[float]]:
+    """{start: seconds in each round}"""
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for peer in peers:
+            with tempfile.TemporaryDirectory() as cache:
+                names = [FIRST, SECOND] if peer == "fnet" else [peer]
+                for name in names:
+                    times.setdefault(name, []).append(measured(peer, workload, size, cache))
+    return times
+
+
+def main(arguments=None) -> None:
+    made = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.split("\n\n")[0])
+    made.add_argument("workloads", nargs="+", choices=list(spec.WORKLOADS), metavar="WORKLOAD",
+                      help=f"of {', '.join(spec.WORKLOADS)}")
+    made.add_argument("--size", choices=("full", "small"), default="full", help="small: to test this benchmark")
+    made.add_argument("--peers", default="fnet,jax,torch-compile", help=f"of {', '.join(PEERS)}")
+    made.add_argument("--rounds", type=int, default=3)
+    options = made.parse_args(arguments)
+    command = " ".join(sys.argv[1:] if arguments is None else arguments)
+    print(header(f"python -m benchmarks.startup {command}", options.rounds, allocator="default"))
+    print("| workload | start | seconds to the first step | of fnet's first |\n|---|---|---|---|")
+    for workload in options.workloads:
+        try:
+            times = compared(workload, options.size, options.peers.split(","), options.rounds)
+        except PeerError as error:
+            sys.exit(str(error))
+        for name, seconds in times.items():
+            ratio = statistics.median(a / b for a, b in zip(seconds, times[FIRST])) if FIRST in times else 1
+            print(f"| {workload} | {name} | {statistics.median(seconds):.2f} | {ratio:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve({"start": start})
+    else:
+        main()
