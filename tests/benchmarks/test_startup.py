@@ -1,0 +1,16 @@
+"""The benchmark of the start measures what it says."""
+
+import re
+
+import pytest
+
+from benchmarks import startup
+
+
+@pytest.mark.exhaustive
+def test_the_second_start_is_faster(capsys):
+    startup.main(["mlp", "--size=small", "--peers=fnet,jax", "--rounds=1"])
+    rows = re.findall(r"\| mlp \| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|", capsys.readouterr().out)
+    assert [name for name, *_ in rows] == ["fnet, first start", "fnet, second start", "jax"]
+    seconds = [float(each) for _, each, _ in rows]
+    assert min(seconds) > 0 and seconds[1] < seconds[0]
