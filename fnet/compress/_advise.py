@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import keystr, tree_map_with_path
 
 from fnet import hardware as hw
 from fnet.compress._formats import METHODS, Format, Int4, Int8
@@ -20,6 +21,7 @@ from fnet.compress._quantize import Quantized, quantize, size
 from fnet.hardware._chip import si
 from fnet.hardware._probe import timings
 from fnet.hardware._roofline import seconds_text
+from fnet.jaxpr import is_implicit
 from fnet.transforms import use_implicit_arrays
 
 _GAIN = 0.97    # a format is selected up to this fraction of the time
@@ -133,8 +135,9 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
 
     On the chip that holds the arguments, each product is timed in each format, with as many copies of the parameter as
     exceed the caches, between elementwise operations like those of a network, with which rounding and scaling fuse. The
-    function itself is timed with the original parameters; its other operations are assumed to take the same time
-    afterwards. For another chip, times are estimates: the longer of FLOPs / peak rate and bytes / bandwidth, and
+    function is timed as well, with the original parameters and with all of them in each format: what XLA fuses depends
+    on the whole function, so the times of the products are multiplied by the factor with which they agree with it. For
+    another chip, times are estimates: the longer of FLOPs / peak rate and bytes / bandwidth, and
     the decoding of codes. A format is advised for a parameter if its products take less than 97 % of the time; the
     fastest format is selected. Accuracy is not considered: measure it, and see `calibrate`.
 
@@ -179,14 +182,17 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
     times: dict[tuple[int, str], float] = {}    # (number of a product, format): seconds
     for group in grouped(found):
         candidates = {name: made for name, format in named.items() if (made := _fitted(format, group[0])) is not None}
-        seconds = _probed(group[0], candidates) if measure else _estimated(group[0], candidates, chip)
+        seconds = (_probed(group[0], candidates, returned=found[-1] in group) if measure
+                   else _estimated(group[0], candidates, chip))
         for product in group:
             times |= {(found.index(product), name): product.count * each for name, each in seconds.items()}
-    leaves, rows = leaves_by_path(params), []
-    for path, used in by_parameter(found).items():
-        rows.append(_row(path, leaves[path], used, named, found, times, chip))
+    leaves, used = leaves_by_path(params), by_parameter(found)
+    table = lambda: [_row(path, leaves[path], of_path, named, found, times, chip) for path, of_path in used.items()]
+    rows = table()
     if measure:
-        before = _median(f, params, *args)
+        before, factors = _measured(f, params, args, rows, named, found)
+        times = {(i, name): seconds * factors.get((found[i].path, name), 1) for (i, name), seconds in times.items()}
+        rows = table()
     else:
         before = hw.roofline(f, params, *args, chip=chip, measure=False).total.seconds
         before = None if any(_ORIGINAL not in row.seconds for row in rows) else before
@@ -261,18 +267,22 @@ def _bytes(leaf, format) -> int:
 
 # Measured times.
 
-def _probed(product: Product, candidates: Mapping[str, Format]) -> dict[str, float]:
-    """Seconds of one computation of a product: with the original parameter, and in each format."""
+def _probed(product: Product, candidates: Mapping[str, Format], *, returned: bool) -> dict[str, float]:
+    """Seconds of one computation of a product: with the original parameter, and in each format.
+
+    In a network, operands come from elementwise operations and results go to others (biases, norms, activations). The
+    rounding of x and the scaling of y fuse with them, and do not read or write their arrays once more. Results that the
+    function returns go to no other operation.
+    """
     one = product.w.size * product.w.dtype.itemsize
     copies = max(1, min(64, math.ceil(_COLD / one), int(_WORK / product.flops)))
     keys = jax.random.split(jax.random.key(0), 2)
     x = jax.random.normal(keys[0], (copies, *product.x.shape)).astype(product.x.dtype)
     w = 0.1 * jax.random.normal(keys[1], (copies, *product.w.shape))
-    trees = {_ORIGINAL: w.astype(product.w.dtype)} | {name: _stacked(w, format) for name, format in candidates.items()}
-
-    # In a network, operands come from elementwise operations and results go to others (biases, norms, activations). The
-    # rounding of x and the scaling of y fuse with them, and do not read or write their arrays once more.
-    one = jax.jit(lambda x, w: jax.nn.relu(product.function(jax.nn.relu(x), w)))
+    trees = {_ORIGINAL: w.astype(product.w.dtype)}
+    trees |= {name: _encoded(w, format, 1) for name, format in candidates.items()}
+    after = (lambda y: y) if returned else jax.nn.relu
+    one = jax.jit(lambda x, w: after(product.function(jax.nn.relu(x), w)))
     if product.sliced:    # a scan over x, too: the rounding of an invariant x would be moved out of the loop
         run = jax.jit(lambda x, w: lax.scan(lambda _, pair: (None, one(*pair)), None, (x, w))[1])
         calls = {name: lambda tree=tree: run(x, tree) for name, tree in trees.items()}
@@ -285,22 +295,53 @@ def _probed(product: Product, candidates: Mapping[str, Format]) -> dict[str, flo
     return {name: sorted(each)[len(each) // 2] / copies for name, each in timings(calls, time.perf_counter).items()}
 
 
-def _stacked(w, format) -> Quantized:
-    """Copies of a parameter in a format, [copies, *shape]."""
+def _encoded(w, format, layers: int) -> Quantized:
+    """A parameter, whose first axes are layers, in a format. The scale of its activations is arbitrary."""
     stored, calibrated = _uncalibrated(format)
     array = quantize({"kernel": w}, {"kernel": stored})["kernel"]
     if calibrated:
-        inputs = jnp.full((w.shape[0], *(1,) * (w.ndim - 1)), 0.03)
+        inputs = jnp.full((*w.shape[:layers], *(1,) * (w.ndim - layers)), 0.03)
         array = dataclasses.replace(array, format=dataclasses.replace(array.format, activations=format.activations),
                                     inputs=inputs)
     return array
 
 
-def _median(f, *args) -> float:
-    run = jax.jit(f)
-    jax.block_until_ready(run(*args))
-    seconds = timings({"f": lambda: run(*args)}, time.perf_counter)["f"]
-    return sorted(seconds)[len(seconds) // 2]
+def _measured(f, params, args, rows, named, found) -> tuple[float, dict[tuple[str, str], float]]:
+    """(seconds of the function, {(path, format): factor of the probed times})."""
+    ends = {found[0].path, found[-1].path} if len(rows) > 2 else set()
+    within = {name: [row for row in rows if name in row.seconds and row.path not in ends] for name in named}
+    within = {name: some for name, some in within.items() if some}
+    trees = {name: _in_format(params, named[name], {row.path for row in some}, found) for name, some in within.items()}
+    whole = _seconds(jax.jit(f), {_ORIGINAL: params, **trees}, args)
+    before, old, factors = whole[_ORIGINAL], sum(row.seconds[_ORIGINAL] for row in rows), {}
+    for name, some in within.items():    # the inverse of Advice._total
+        wanted = whole[name] - before + old if old <= before else whole[name] * old / before
+        wanted -= old - sum(row.seconds[_ORIGINAL] for row in some)
+        factor = max(wanted / sum(row.seconds[name] for row in some), 0.1)
+        factors |= {(row.path, name): factor for row in some}
+    return before, factors
+
+
+def _seconds(run, trees, args) -> dict[str, float]:
+    """The median time of a function for each of the trees of parameters."""
+    calls = {name: lambda tree=tree: run(tree, *args) for name, tree in trees.items()}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    return {name: sorted(each)[len(each) // 2] for name, each in timings(calls, time.perf_counter).items()}
+
+
+def _in_format(params, format, paths, found) -> Any:
+    """The parameters, with those at some paths in a format."""
+    first = {product.path: product for product in reversed(found)}
+
+    def change(path, leaf):
+        name = keystr(path, simple=True, separator="/")
+        if name not in paths:
+            return leaf
+        product = first[name]
+        return _encoded(leaf, _fitted(format, product), len(leaf.shape) - len(product.w.shape))
+
+    return tree_map_with_path(change, params, is_leaf=is_implicit)
 
 
 # Estimates.

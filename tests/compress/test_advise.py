@@ -110,8 +110,9 @@ def test_decisions_for_known_times(monkeypatch):
     """Int8 pays for k2, nothing for k1 and k3; what is not a product keeps its time."""
     times = {(16, 32): {"original": 2, "Int8": 3, "Int8 dynamic": 1.99}, (32, 64): {
         "original": 5, "Int8": 1, "Int8 dynamic": 4}, (64, 8): {"original": 1, "Int8": 9, "Int8 dynamic": 9}}
-    monkeypatch.setattr(_advise, "_probed", lambda product, candidates: times[product.w.shape])
-    monkeypatch.setattr(_advise, "_median", lambda f, *args: 20)
+    monkeypatch.setattr(_advise, "_probed", lambda product, candidates, returned: times[product.w.shape])
+    whole = {"original": 20, "Int8": 24, "Int8 dynamic": 27}    # as those of the products predict
+    monkeypatch.setattr(_advise, "_seconds", lambda run, trees, args: {name: whole[name] for name in trees})
     both = lambda params, x: (chain(params, x), x @ params["k1"] @ jnp.ones((32, 2)), x @ params["z"])
     params = {"z": jnp.ones((16, 32)), **W}
     advice = compress.advise(both, params, X, measure=True, formats=[Int8(), Int8(activations="dynamic")])
@@ -121,9 +122,15 @@ def test_decisions_for_known_times(monkeypatch):
     assert rows["k3"].reason == "the fastest format, Int8, takes 9.00 of the time"
     assert rows["z"].reason == "the last product"
     assert (advice.before, advice.after) == (20, 16)
-    monkeypatch.setattr(_advise, "_median", lambda f, *args: 6)    # separate products took longer than the whole
+    whole["Int8"] = 34    # k2 and k3 take 20 instead of 6 in the whole function, 10 in separate products
     advice = compress.advise(both, params, X, measure=True, formats=[Int8()])
-    assert advice.after == pytest.approx(6 * 8 / 12)
+    rows = {row.path: row for row in advice.rows}
+    assert [rows[path].seconds["Int8"] for path in ("k2", "k3")] == [2, 18] and rows["k1"].seconds["Int8"] == 6
+    small = compress.quantize(params, {"k[23]": Int8()})
+    assert advice.predict(small) == pytest.approx(34) and advice.after == 17
+    whole |= {"original": 6, "Int8": 8}    # separate products took longer than the whole
+    advice = compress.advise(both, params, X, measure=True, formats=[Int8()])
+    assert advice.predict(small) == pytest.approx(8)
 
 
 @pytest.mark.exhaustive
