@@ -2,11 +2,13 @@
 
     python -m benchmarks.compression                       # all models whose weights are found
     python -m benchmarks.compression --compress_models=minilm --compress_time=false
+    python -m benchmarks.compression --compress_memory --compress_time=false --compress_accuracy=false
 
 The weights are searched as by `pretrained.find`. MiniLM embeds 500 sentences of The Tempest. The stories model is
 evaluated on stories that it samples itself, and calibrated on others. ResNet-50 names crops of the photos that
 scikit-image, scikit-learn and matplotlib contain. qwix, if it is installed, rounds the same kernels. Times are
-fractions of float32's; "predicted" is what `compress.advise` says from separate products, before anything is quantized.
+fractions of float32's; "predicted" is what `compress.advise` says. For the memory, each model is exported as a bundle,
+which a new process loads and runs for one example: "resident" is the memory that this adds to a process with JAX alone.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import functools
 import importlib.util
 import pathlib
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 import jax
@@ -22,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from fnet import compress, models
+from fnet import compress, export, models
 from fnet import transforms as ft
 from fnet.compress import Float8, Int4, Int8
 from fnet.models import pretrained
@@ -31,6 +36,7 @@ NAMES = ("minilm", "stories15m", "resnet50")
 MODELS = flags.DEFINE_list("compress_models", list(NAMES), f"some of {', '.join(NAMES)}")
 TIMES = flags.DEFINE_bool("compress_time", True, "measure times")
 ACCURACY = flags.DEFINE_bool("compress_accuracy", True, "measure the agreement with float32")
+MEMORY = flags.DEFINE_bool("compress_memory", False, "measure the memory of processes that run the exported models")
 BATCHES = flags.DEFINE_list("compress_batches", ["1", "32"], "batch sizes of the times")
 KERNELS = {
     "minilm": ["blocks/.*"], "stories15m": ["blocks/.*"], "resnet50": ["(?!stem|head).*"],
@@ -141,6 +147,36 @@ def _qwix(chosen, params):
     return jax.tree.map(rounded, chosen, params, is_leaf=lambda x: isinstance(x, compress.Quantized))
 
 
+# The process that runs a bundle: resident memory before and after, and its peak, in MB.
+PROCESS = """
+import sys
+import jax, numpy as np
+def read(name):
+    with open("/proc/self/status") as file:
+        return int(next(line for line in file if line.startswith(name)).split()[1]) / 1e3
+jax.block_until_ready(jax.jit(lambda x: x @ x)(np.ones((64, 64), np.float32)))
+before = read("VmRSS")
+sys.path.insert(0, sys.argv[1])
+import load
+model, inputs = load.load(sys.argv[1]), np.load(sys.argv[2])
+for _ in range(3):
+    model(*(inputs[name] for name in inputs))
+print(read("VmRSS") - before, read("VmHWM") - before)
+"""
+
+
+def memory(f, params, inputs) -> tuple[float, float, float]:
+    """(MB of the bundle, resident MB, MB of the peak)."""
+    specs = {f"x{i}": export.spec(", ".join(map(str, x.shape)), str(x.dtype)) for i, x in enumerate(inputs)}
+    with tempfile.TemporaryDirectory() as folder:
+        bundle, arrays = pathlib.Path(folder) / "model.fnet", pathlib.Path(folder) / "inputs.npz"
+        export.program(f, params, **specs).save(bundle)
+        np.savez(arrays, **dict(zip(specs, map(np.asarray, inputs))))
+        done = subprocess.run([sys.executable, "-c", PROCESS, bundle, arrays], capture_output=True, text=True,
+                              check=True)
+        return (bundle.stat().st_size / 1e6, *map(float, done.stdout.split()))
+
+
 def ratios(functions, inputs):
     """{name: median time divided by that of the first}, in at most 12 alternating calls or about 20 seconds."""
     times, end = {name: [] for name in functions}, time.perf_counter() + 20
@@ -168,11 +204,14 @@ def table(name):
             predicted[n] = predictions(f, params, inputs(n), trees)
             runs = {label: functools.partial(jax.jit(implicit), tree) for label, tree in trees.items()}
             slow[n] = ratios(runs, inputs(n))
+    sizes = {label: memory(implicit, tree, inputs(1)) for label, tree in trees.items()} if MEMORY.value else {}
     print(f"\n**{name}**\n\n| parameters | MB | {figure} |"
+          + " file MB | resident MB | peak MB |" * MEMORY.value
           + "".join(f" time, batch {n} | predicted |" for n in slow))
-    print("|---" * (3 + 2 * len(slow)) + "|")
+    print("|---" * (3 + 3 * MEMORY.value + 2 * len(slow)) + "|")
     for label, tree in trees.items():
         print(f"| {label} | {compress.size(tree) / 1e6:.1f} | {measure(implicit, tree) if ACCURACY.value else ''} |"
+              + "".join(f" {each:.1f} |" for each in sizes.get(label, ()))
               + "".join(f" {slow[n][label]:.2f} | {predicted[n][label]:.2f} |" for n in slow), flush=True)
     pairs = [(slow[n][label], predicted[n][label]) for n in slow for label, tree in trees.items()
              if any(map(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))]
