@@ -60,7 +60,7 @@ def start(peer: str, workload: str, size: str) -> float:
 
 
 def measured(peer: str, workload: str, size: str, cache: str) -> float:
-    environment = {"JAX_PLATFORMS": "cpu", "FNET_DATA": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch",
+    environment = {"JAX_PLATFORMS": "cpu", "FNET_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch",
                    "JAX_ENABLE_COMPILATION_CACHE": str(peer == "fnet").lower()}
     with Live(peer, [sys.executable, "-m", "benchmarks.startup", "serve"], environment) as process:
         return process.ask("start", limit=900, peer=peer, workload=workload, size=size)

@@ -10,12 +10,10 @@ import concurrent.futures
 import datetime
 import functools
 import hashlib
-import json
 import math
 import os
 import pathlib
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from fnet._jax import trace_state
+from fnet.hardware._cache import cache_folder, read_json, write_json
 from fnet.hardware._cpu import read_cpu
 from fnet.hardware._onednn import ONEDNN, onednn
 
@@ -184,20 +183,13 @@ def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, flo
 # The cache.
 
 def _path() -> pathlib.Path:
-    base = os.environ.get("FNET_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fnet")
-    folder = os.path.expanduser(base)
-    # If HOME is not set and the user is unknown, nothing is written (in particular no folder named "~").
-    return pathlib.Path(os.devnull if folder.startswith("~") else folder) / "probe.json"
+    return cache_folder() / "probe.json"
 
 
 def _read(path: pathlib.Path) -> dict[str, Probe]:
     """Returns the valid entries of the file. A measurement on a busy machine is valid for one day."""
-    try:
-        entries = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
     today, kept = datetime.date.today().isoformat(), {}
-    for key, entry in entries.items() if isinstance(entries, dict) else ():
+    for key, entry in read_json(path).items():
         try:
             one = Probe(**entry)
             sound = all(isinstance(r, float) and r >= 0 for r in one[:2]) and all(isinstance(s, str) for s in one[2:])
@@ -209,13 +201,5 @@ def _read(path: pathlib.Path) -> dict[str, Probe]:
 
 
 def _write(path: pathlib.Path, key: str, made: Probe) -> None:
-    """Adds an entry by replacing the file atomically. The file is only a cache, so failures are ignored."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        entries = {name: one._asdict() for name, one in (_read(path) | {key: made}).items()}
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="probe-") as beside:
-            new = pathlib.Path(beside, path.name)
-            new.write_text(json.dumps(entries, indent=1))
-            os.replace(new, path)
-    except OSError:
-        pass
+    """Adds an entry."""
+    write_json(path, {name: one._asdict() for name, one in (_read(path) | {key: made}).items()})

@@ -13,6 +13,7 @@ from fnet.jaxpr import unsupported
 from fnet.transforms._autocast import Row, _Autocast
 from fnet.transforms._implicit import Uses, uses
 from fnet.transforms._tune import Fired, Rule, _Tuner
+from fnet.transforms._tune_measure import Measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Tuning:
         rows: one `Fired` for each equation that a rule changed: scope, primitive, rule, reason.
         rules: the enabled rules.
         options: the compiler options.
+        measured: the times by which the rules were selected; None without `tune(measure=True)`.
     """
 
     chip: Chip
@@ -60,10 +62,12 @@ class Tuning:
     options: dict
     rows: tuple[Fired, ...]
     disabled: tuple[str, ...] = ()
+    measured: Measured | None = None
 
     def __str__(self):
+        above = [f"{self.chip.name}: {self.measured}"] if self.measured is not None else []
         if not self.rules:
-            return f"{self.chip.name}: no rules are on; the step is compiled as it is"
+            return "\n".join([*above, f"{self.chip.name}: no rules are on; the step is compiled as it is"])
         counts = collections.Counter(self.rows)
         table = [("scope", "rule", "operations"), *((row.scope or "(no scope)", row.rule,
                  f"{count} {row.primitive}: {row.reason}") for row, count in counts.items())]
@@ -74,7 +78,7 @@ class Tuning:
                  + f"; compiler options {self.options} (not under an outer jit, which has its own)" * bool(self.options)
                  + f"; not fired: {', '.join(silent)}" * bool(silent), ""]
         lines += [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table]
-        return "\n".join([*lines, *self.disabled])
+        return "\n".join([*above, *lines, *self.disabled])
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
@@ -122,8 +126,9 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
     return Explanation(policy, tuple(rows), unsupported())
 
 
-def _tuning(step, chip, rules, args, kwargs):
-    rows = []
+def _tuning(step, chip, rules, measure, args, kwargs):
+    measured, rows = measure(*args, **kwargs), []
+    rules = rules if measured is None else tuple(rule for rule in rules if rule.name in measured.rules)
     tuner = _Tuner(rules, rows)
     tuner.examine(step, args, kwargs)
-    return Tuning(chip, rules, tuner.lost, tuple(rows), unsupported())
+    return Tuning(chip, rules, tuner.lost, tuple(rows), unsupported(), measured)

@@ -28,13 +28,15 @@ from fnet.jaxpr import (
 from fnet.transforms import _tune_accelerators, _tune_cpu
 from fnet.transforms._tune_cpu import Rule
 from fnet.transforms._tune_layout import followed
+from fnet.transforms._tune_measure import Measured, measure
 
 _NOT_TRACED = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
                jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError)
 RULES = {"cpu": _tune_cpu.RULES, "gpu": _tune_accelerators.RULES, "tpu": _tune_accelerators.RULES}
 
 
-def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[str, bool] | None = None) -> Callable:
+def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[str, bool] | None = None,
+         measure: bool = False) -> Callable:
     """Rewrites a step into forms for which the chip's compiler generates fast code. Results are equal up to rounding.
 
         step = ft.tune(jax.jit(step, donate_argnums=0))
@@ -62,6 +64,10 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
             results, such as a whole Equinox model: it is traced for each of their values.
         chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a `hardware.Chip`.
         rules: {name of a rule: False} disables rules. `ft.explain(ft.tune(step), *args)` lists the rules that apply.
+        measure: whether the first call with arrays times the program with all rules, without any and without each one,
+            on copies of its arguments, and uses the fastest form (`ft.explain` reports the times). It compiles a
+            program for each. The selection is kept in FNET_CACHE or ~/.cache/fnet for the next process. Programs with
+            callbacks, and calls whose arguments are not arrays, have all rules.
 
     Returns:
         A function with step's signature and results, and with `trace` and `lower` as of `jax.jit`.
@@ -78,16 +84,17 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
         raise TypeError(f"tune: expected a function of arrays; got a {type(step).__name__}")
     chip = _chip(chip)
     chosen = _chosen(chip, rules or {})
-    return _Tuned(step, chip, chosen)
+    return _Tuned(step, chip, chosen, measure)
 
 
 class _Tuned:
     """A tuned step. `trace` and `lower` are methods of a class, because jax.jit copies the attributes of functions."""
 
-    def __init__(self, step, chip, rules):
+    def __init__(self, step, chip, rules, measure):
         wraps(step)(self)
         self._step, self._tuner, self._programs = step, _Tuner(rules), {}
-        self.tuned = step, chip, rules    # for explain
+        self._measure = measure
+        self.tuned = step, chip, rules, self.measured    # for explain
 
     def __call__(self, *args, **kwargs):
         if jax.config.jax_disable_jit:
@@ -121,15 +128,42 @@ class _Tuned:
         plain = not hasattr(self._step, "trace") or isinstance(self._step, _Tuned)
         if plain and not all(map(is_array, leaves)):
             structure = jax.tree.structure(boxed((args, kwargs)))    # one program for each value of static leaves
+        if self._measure and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            structure = structure, "abstract"    # which cannot be timed
         if structure not in self._programs:
-            self._programs[structure] = _Program(self._step, self._tuner, plain, args, kwargs)
+            tuner, measured = self._tuner, None
+            if self._measure:
+                measured = self._timed(plain, args, kwargs)
+                tuner = _Tuner([rule for rule in self.tuned[2] if rule.name in measured.rules])
+            self._programs[structure] = _Program(self._step, tuner, plain, args, kwargs, measured)
         return self._programs[structure]
+
+    def measured(self, *args, **kwargs) -> Measured | None:
+        """The rules for these arguments, timed if they were not yet; None without `measure`."""
+        return self._program(args, kwargs).measured if self._measure else None
+
+    def _timed(self, plain, args, kwargs):
+        step, chip, rules, _ = self.tuned
+
+        def compiled(rules):
+            program = _Program(step, _Tuner(rules), plain, args, kwargs)
+            return lambda arguments: program(*arguments)
+
+        def fired():
+            tuner = _Tuner(rules, rows := [])
+            tuner.examine(step, args, kwargs)
+            return {row.rule for row in rows} | {rule.name for rule in rules if rule.options
+                                                 and rule.options.items() <= tuner.lost.items()}
+
+        lowered = lambda: (step if hasattr(step, "lower") else jax.jit(step)).lower(*args, **kwargs).as_text()
+        return measure(compiled, lowered, fired, rules, chip, (args, kwargs))
 
 
 class _Program:
     """A step compiled for one structure of its arguments."""
 
-    def __init__(self, step, tuner, plain, args, kwargs):
+    def __init__(self, step, tuner, plain, args, kwargs, measured=None):
+        self.measured = measured
         tree, modules, _ = mutable.extract((args, kwargs)) if plain else ((args, kwargs), None, ())
         self._direct = modules is None and (not plain or not statics(boxed(tree)))
         self._statics = False    # whether results that are not arrays were seen

@@ -69,7 +69,7 @@ def counted(monkeypatch, enabled):
 
 
 def run(data, workdir, **more):
-    environment = {**os.environ, "FNET_DATA": str(data), "JAX_ENABLE_COMPILATION_CACHE": "true", **more}
+    environment = {**os.environ, "FNET_CACHE": str(data), "JAX_ENABLE_COMPILATION_CACHE": "true", **more}
     done = subprocess.run([sys.executable, "-c", RUN, str(workdir)], env=environment, capture_output=True, text=True,
                           timeout=300)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fnet import _jax
+from fnet.hardware._cache import cache_folder
 
 LIMIT = 4 << 30      # bytes; above it, the programs that were not used for the longest time are deleted
 SHORTEST = 0.05      # seconds of compilation; programs that take less are compiled each time
@@ -38,7 +39,7 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
 
     Args:
       path: the folder, at most 4 GiB. It must belong to this user, and nobody else may be able to write to it, because
-        programs in it are executed; otherwise it is not used. Default: compiled/ in the environment's FNET_DATA, or
+        programs in it are executed; otherwise it is not used. Default: compiled/ in the environment's FNET_CACHE, or in
         ~/.cache/fnet.
 
     Example:
@@ -64,10 +65,8 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
 
 
 def _begin(path):
-    with contextlib.suppress(RuntimeError):                # of a user without a home directory
-        path = Path(path or Path(os.environ.get("FNET_DATA") or "~/.cache/fnet") / "compiled").expanduser()
-        return _jax.compilation.install(Store(path), shortest=SHORTEST)
-    return False
+    folder = cache_folder() / "compiled" if path is None else Path(path)
+    return _jax.compilation.install(Store(folder), shortest=SHORTEST)
 
 
 class Store:

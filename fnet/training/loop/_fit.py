@@ -129,7 +129,8 @@ def fit(
         saved and `fit` raises it.
       jit: False runs each operation separately, for a debugger.
       tune: whether to rewrite the step with `transforms.tune` into faster code for this chip, with equal results up to
-        rounding. A resumed run keeps its rules.
+        rounding. If the run takes at least ten minutes on a CPU, even at its peak rate, the rules are selected by
+        timing the step with and without them, on copies of the state. A resumed run keeps its rules.
       profile_steps: consecutive steps, such as range(100, 105), whose time by path and phase (`introspect.profile`) is
         written to workdir/profile/100-105: profile.txt, .html and .json, and trace.json.gz for ui.perfetto.dev. The
         first step of a process, which compiles, is left out.

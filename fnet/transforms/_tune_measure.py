@@ -1,0 +1,131 @@
+"""Selects the rules of tune for one program by timing it with and without them."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib
+import numpy as np
+
+from fnet.hardware._cache import cache_folder, read_json, write_json
+from fnet.hardware._cpu import read_cpu
+
+FASTER = 0.98     # fewer rules are used if the program then takes at most this fraction of the time
+_ROUNDS = 9
+_SECONDS = 20     # after at least three rounds, no further one begins
+_MEMORY = 0.1     # the largest fraction of this machine's memory that the arguments may take
+
+
+class Measured(NamedTuple):
+    """The rules that are used for a program.
+
+    Attributes:
+        rules: their names.
+        seconds: {variant: median time of a call}; empty if nothing was measured.
+        reason: why they are used.
+    """
+
+    rules: tuple[str, ...]
+    seconds: Mapping[str, float]
+    reason: str
+
+    def __str__(self):
+        times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.seconds.items())
+        return self.reason + (f" ({times})" if times else "")
+
+
+def measure(compiled: Callable, lowered: Callable[[], str], fired: Callable[[], set[str]], rules: tuple, chip: Any,
+            arguments: Any) -> Measured:
+    """Times a program with all rules, without any, and without each one. A result of the same program is reused.
+
+    Args:
+        compiled: `compiled(rules)` returns the program as a function of `arguments`, which it may donate.
+        lowered: returns the text of the program without rules, by which it is recognized.
+        fired: returns the names of the rules that change the program.
+        rules: all rules.
+        chip: the chip.
+        arguments: the arguments of a call. They are copied.
+
+    Returns:
+        The fastest selection. If nothing can be measured, all rules, with the reason.
+    """
+    every = tuple(rule.name for rule in rules)
+    if reason := _unmeasurable(arguments):
+        return Measured(every, {}, f"all rules, not measured: {reason}")
+    names = [name for name in every if name in fired()]
+    if not names:
+        return Measured(every, {}, "no rule applies")
+    text = lowered()
+    if "callback" in text:
+        return Measured(every, {}, "all rules, not measured: the step has callbacks, which would run more often")
+    path = cache_folder() / "tuned" / f"{_key(text, chip, every)}.json"
+    if (known := _known(path, every)) is not None:
+        return known
+    of = lambda kept: tuple(rule for rule in rules if rule.name in kept or rule.name not in names)
+    variants = {"all rules": names, "no rule": []}
+    if len(names) > 1:
+        variants |= {f"without {name}": [each for each in names if each != name] for name in names}
+    times = _times({label: compiled(of(kept)) for label, kept in variants.items()}, arguments)
+    ratio = lambda label: statistics.median(a / b for a, b in zip(times[label], times["all rules"]))
+    slow = [name for name in names if f"without {name}" in variants and ratio(f"without {name}") <= FASTER]
+    if len(slow) > 1:
+        label = f"without {', '.join(slow)}"
+        variants[label] = [name for name in names if name not in slow]
+        both = _times({name: compiled(of(variants[name])) for name in ("all rules", label)}, arguments)
+        scale = statistics.median(times["all rules"]) / statistics.median(both["all rules"])
+        times[label] = [scale * each for each in both[label]]
+    best = min(variants, key=ratio)
+    best = best if ratio(best) <= FASTER else "all rules"
+    seconds = {label: statistics.median(each) for label, each in times.items()}
+    result = Measured(tuple(rule.name for rule in of(variants[best])), seconds, f"{best}: the fastest, measured")
+    write_json(path, result._asdict())
+    return result
+
+
+def _unmeasurable(arguments) -> str | None:
+    leaves = jax.tree.leaves(arguments)
+    if not all(isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex) for leaf in leaves):
+        return "an argument is not an array"
+    if jax.process_count() > 1:
+        return "several processes could select different rules"
+    memory = read_cpu().memory_bytes
+    if memory and sum(getattr(leaf, "nbytes", 0) for leaf in leaves) > _MEMORY * memory:
+        return "copies of the arguments would need too much memory"
+    return None
+
+
+def _key(text, chip, every) -> str:
+    cpu = read_cpu()
+    parts = text, chip.name, cpu.model, cpu.flags, cpu.cores, jaxlib.__version__, every
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def _known(path, every) -> Measured | None:
+    content = read_json(path)
+    rules, seconds, reason = (content.get(field) for field in Measured._fields)
+    if isinstance(rules, list) and set(rules) <= set(every) and isinstance(seconds, dict) and isinstance(reason, str):
+        return Measured(tuple(rules), seconds, reason)
+    return None
+
+
+def _times(programs, arguments) -> dict[str, list[float]]:
+    """Seconds of each program in each round, in which all of them run."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    end = None
+    for number in range(_ROUNDS + 1):                      # the first one compiles
+        if number > 3 and end is not None and time.perf_counter() > end:
+            break
+        for name, run in programs.items():
+            copies = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, arguments)
+            jax.block_until_ready(copies)
+            began = time.perf_counter()
+            jax.block_until_ready(run(copies))
+            if number:
+                times[name].append(time.perf_counter() - began)
+        end = end or time.perf_counter() + _SECONDS
+    return times
