@@ -19,7 +19,7 @@ from fnet.models.weights._config import Fields, Must, Use, transformers
 from fnet.models.weights._labels import labels
 from fnet.models.weights._weight_names import Names, Rule, Spare, Tied, torch
 
-HEADS = "masked_lm", "sequence", "tokens", "questions", "next_sentence"
+HEADS = "masked_lm", "sequence", "tokens", "questions", "next_sentence", "pretraining"
 
 
 class Encoded(NamedTuple):
@@ -102,8 +102,8 @@ def architectures(prefix: str, without: str = "Model") -> dict:
 
 def tied(value, config):
     """`tie_word_embeddings`, which affects the masked LM alone."""
-    names = config.get("architectures")
-    if value is not True and isinstance(names, list) and any(str(name).endswith("ForMaskedLM") for name in names):
+    names, words = config.get("architectures"), ("ForMaskedLM", "ForPreTraining")
+    if value is not True and isinstance(names, list) and any(str(name).endswith(words) for name in names):
         raise ValueError("expected True for a masked LM")
     if not isinstance(value, bool):
         raise ValueError("expected True or False")
@@ -117,7 +117,7 @@ COMMON = {
     "position_embedding_type": Must(("absolute",)), "tie_word_embeddings": Fields(tied, write=lambda model: True),
 }
 IRRELEVANT = "hidden_dropout_prob attention_probs_dropout_prob classifier_dropout output_past"
-BERT = {**architectures("Bert"), "BertForPreTraining": dict(head="masked_lm"),
+BERT = {**architectures("Bert"), "BertForPreTraining": dict(head="pretraining"),
         "BertForNextSentencePrediction": dict(head="next_sentence")}
 
 
@@ -139,7 +139,7 @@ class Bert(Model):
         head: what follows the encoder. None: nothing. "masked_lm": logits of the words, with the table of embeddings.
             "sequence": classes of a text, from the pooler. "tokens": classes of each token. "questions": logits for
             the start and the end of an answer. "next_sentence": logits for whether the second segment continues the
-            first, or is random.
+            first, or is random. "pretraining": both, "masked_lm" and "next_sentence".
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
         dropout: dropout rate of embeddings, attention weights and residual branches, and before the head.
@@ -152,7 +152,8 @@ class Bert(Model):
         segment: integers [batch, time], less than `segments`. Default: 0.
 
     Output: `Encoded` without a head, else logits: [batch, time, vocab_size] of a masked LM, [batch, classes] of a
-    sequence, [batch, time, classes] of tokens, [batch, time, 2] of questions, [batch, 2] of the next sentence.
+    sequence, [batch, time, classes] of tokens, [batch, time, 2] of questions, [batch, 2] of the next sentence, and the
+    pair (words, next sentence) of pretraining.
 
         tokenizer = models.WordPiece.read("vocab.txt")
         tokens, lengths = models.padded([tokenizer.encode("A cat."), tokenizer.encode("Dogs and cats.")])
@@ -184,8 +185,9 @@ class Bert(Model):
         "bert": transformers({
             "vocab_size": Use("vocab_size", 30522), "max_position_embeddings": Use("context", 512), **COMMON,
             **labels(BERT),
-        }, architectures=BERT, irrelevant=f"{IRRELEVANT} directionality pooler_fc_size pooler_num_attention_heads "
-                                          "pooler_num_fc_layers pooler_size_per_head pooler_type"),
+        }, architectures=BERT, other_heads=("masked_lm", "next_sentence", "pretraining"), irrelevant=(
+            f"{IRRELEVANT} directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+            "pooler_size_per_head pooler_type")),
     }
     HUB: ClassVar = {
         "bert-base-uncased": ("google-bert/bert-base-uncased",),
@@ -211,7 +213,7 @@ class Bert(Model):
     stacked: bool = True
 
     def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None,
-                segment: jax.Array | None = None) -> Encoded | jax.Array:
+                segment: jax.Array | None = None) -> Encoded | jax.Array | tuple[jax.Array, jax.Array]:
         self._check()
         tokens, embed = jnp.asarray(tokens), scope["embed"]
         table, words = nn.Embed(self.vocab_size, self.width), embed["words"]
@@ -222,22 +224,26 @@ class Bert(Model):
         x = Blocks(block, self.depth, self.stacked)(scope["blocks"], x, lengths=lengths)
         if self.head is None:
             return Encoded(x, self._pooled(scope, x) if self.pooler else None)
-        if self.head == "masked_lm":
-            at = scope["masked_lm"]
-            x = gelu(nn.Dense(self.width)(at["dense"], x))
-            x = nn.LayerNorm(epsilon=self.epsilon)(at["norm"], x)
-            x = table.attend(words, x)                                                    # [batch, time, vocab_size]
-            bias = at.param("bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",))
-            return x + bias.astype(x.dtype)[None, None]
+        if self.head in ("masked_lm", "pretraining"):
+            logits = self._words(scope["masked_lm"], x, table, words)
+            return logits if self.head == "masked_lm" else (logits, self._logits(scope, x))
         return self._logits(scope, x)
+
+    def _words(self, scope, x, table, words):
+        """The logits of the masked LM, with the table of embeddings."""
+        x = gelu(nn.Dense(self.width)(scope["dense"], x))
+        x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
+        x = table.attend(words, x)                                                        # [batch, time, vocab_size]
+        bias = scope.param("bias", (self.vocab_size,), jax.nn.initializers.zeros, ("vocab",))
+        return x + bias.astype(x.dtype)[None, None]
 
     def _logits(self, scope, x):
         """The logits of the heads other than the masked LM."""
-        if self.head in ("sequence", "next_sentence"):
+        if self.head in ("sequence", "next_sentence", "pretraining"):
             x = self._pooled(scope, x)
         x = nn.Dropout(self.dropout)(scope["head_drop"], x)
-        name = "head" if self.head in ("sequence", "tokens") else self.head
-        return nn.Dense(self.classes or 2)(scope[name], x)
+        names = {"sequence": "head", "tokens": "head", "pretraining": "next_sentence"}
+        return nn.Dense(self.classes or 2)(scope[names.get(self.head, self.head)], x)
 
     def _check(self):
         if self.depth < 1:

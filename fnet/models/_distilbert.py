@@ -30,7 +30,8 @@ class DistilBert(Bert):
 
     Args:
         vocab_size, width, depth, heads, hidden, context, classes, dropout, epsilon, stacked: as in `Bert`.
-        head: as in `Bert`, except "next_sentence". Before the classes of a sequence is a dense layer with ReLU.
+        head: as in `Bert`, except "next_sentence" and "pretraining". Before the classes of a sequence is a dense layer
+            with ReLU.
 
     Inputs, output: as in `Bert`, without `segment`.
 
@@ -73,8 +74,8 @@ class DistilBert(Bert):
 
     def _check(self):
         super()._check()
-        if self.head == "next_sentence" or self.segments or self.pooler:
-            raise ValueError("DistilBert: expected another head than 'next_sentence', segments=0 and pooler=False; got "
+        if self.head in ("next_sentence", "pretraining") or self.segments or self.pooler:
+            raise ValueError("DistilBert: expected a head without a pooler, segments=0 and pooler=False; got "
                              f"head={self.head!r}, segments={self.segments}, pooler={self.pooler}")
 
     def _logits(self, scope, x):

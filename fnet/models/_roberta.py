@@ -39,7 +39,7 @@ class Roberta(Bert):
     Args:
         vocab_size, width, depth, heads, hidden, context, segments, classes, pooler, dropout, epsilon, stacked: as in
             `Bert`.
-        head: as in `Bert`, except "next_sentence".
+        head: as in `Bert`, except "next_sentence" and "pretraining".
         padding: the token that stands for padding.
 
     Inputs, output: as in `Bert`.
@@ -80,8 +80,8 @@ class Roberta(Bert):
 
     def _check(self):
         super()._check()
-        if self.head == "next_sentence":
-            raise ValueError("Roberta: expected another head than 'next_sentence', which RoBERTa does not have")
+        if self.head in ("next_sentence", "pretraining"):
+            raise ValueError(f"Roberta: expected another head than {self.head!r}, which RoBERTa does not have")
 
     def _logits(self, scope, x):
         if self.head != "sequence":

@@ -91,6 +91,29 @@ def test_an_encoder_reads_the_file_of_a_model_with_a_head(tmp_path):
         pretrained.load(models.Bert(69, 32, 2, 4, 48, context=24), tmp_path)
 
 
+def test_one_head_of_the_file_of_a_model_with_two(tmp_path):
+    """Also if config.json names another head, as the published BERTs do; a head that the file lacks is an error."""
+    weights, config = written("bert/BertForPreTraining", tmp_path)
+    inputs = families.inputs_of(config)
+    both, params, _ = pretrained.load(tmp_path)
+    assert both.head == "pretraining"
+    for name in ("BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction"):
+        (tmp_path / "config.json").write_text(json.dumps(config | dict(architectures=[name])))
+        for head, expected in zip(("masked_lm", "next_sentence"), outputs("bert/BertForPreTraining"), strict=True):
+            model = dataclasses.replace(both, head=head)
+            held, state = pretrained.load(model, tmp_path)
+            assert held.keys() < params.keys()
+            assert families.difference(families.ours(model, held, state, inputs), [expected], inputs) < 1e-5
+            back = load_file(pretrained.save(model, held, state, tmp_path / "back.safetensors", like=tmp_path))
+            assert back.keys() == weights.keys()
+    del weights["cls.seq_relationship.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"'cls.seq_relationship.weight' is missing"):
+        pretrained.load(both, tmp_path)
+    with pytest.raises(ValueError, match=r"'architectures' is .'BertForNextSentencePrediction'., expected a value"):
+        pretrained.load(dataclasses.replace(both, head="tokens", classes=2), tmp_path)
+
+
 def test_images_of_other_sizes(tmp_path):
     _, config = written("dinov2/Dinov2Model", tmp_path)
     inputs = families.inputs_of(config | dict(image_size=[40, 56]))
@@ -165,6 +188,7 @@ def test_logits_of_clip_in_bfloat16(tmp_path):
     ("bert/BertForSequenceClassification", dict(id2label=["a", "b", "c"]), "expected an object of labels in id2label"),
     ("bert/BertForSequenceClassification", dict(id2label={"0": "a"}), "expected shape"),
     ("bert/BertForMaskedLM", dict(tie_word_embeddings=False), "'tie_word_embeddings' is False, expected True for"),
+    ("bert/BertForPreTraining", dict(tie_word_embeddings=False), "'tie_word_embeddings' is False, expected True for"),
     ("bert/BertForMaskedLM", dict(num_hidden_layers=0), "Bert: depth must be at least 1; got 0"),
     ("bert/BertForMaskedLM", dict(architectures=["BertForMaskedLM", "BertModel"]), "classes with the same head"),
     ("roberta/RobertaForMaskedLM", dict(pad_token_id=None), "expected integers for max_position_embeddings"),
@@ -256,6 +280,8 @@ def test_windows_that_config_json_cannot_describe(tmp_path):
     (models.EfficientNet(0.1, 0.1, padding="valid"), "padding must be 'same', 'symmetric' or 'after'; got 'valid'"),
     (models.ConvNeXt((1, 1), (4,)), r"as many depths as widths; got \(1, 1\) and \(4,\)"),
     (models.Roberta(9, 8, 1, 2, 8, context=4, head="next_sentence"), "Roberta: expected another head"),
+    (models.Roberta(9, 8, 1, 2, 8, context=4, head="pretraining"), "head than 'pretraining', which RoBERTa does not"),
+    (models.DistilBert(9, 8, 1, 2, 8, context=4, head="pretraining"), "expected a head without a pooler"),
     (models.DistilBert(9, 8, 1, 2, 8, context=4, segments=2), "segments=0 and pooler=False; got head=None, segments=2"),
     (models.CLIPText(8, 1, 2, 8, activation="relu"), "activation must be 'quick_gelu' or 'gelu'; got 'relu'"),
     (models.CLIP(models.CLIPText(8, 1, 2, 8, dim=4), models.CLIPVision(8, 1, 2, 8, dim=3)),

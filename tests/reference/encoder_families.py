@@ -40,7 +40,8 @@ def tasks(prefix, options, *more):
 
 
 CASES = {    # family: the cases that have to be equal
-    "bert": tasks("Bert", TEXT, ("BertForNextSentencePrediction", TEXT), ("BertModel", TEXT | OTHER),
+    "bert": tasks("Bert", TEXT, ("BertForNextSentencePrediction", TEXT), ("BertForPreTraining", TEXT),
+                  ("BertForPreTraining", TEXT | OTHER | dict(layer_norm_eps=1e-3)), ("BertModel", TEXT | OTHER),
                   ("BertModel", TEXT | dict(layer_norm_eps=1e-3, type_vocab_size=3)),
                   ("BertForSequenceClassification", TEXT)),
     "roberta": tasks("Roberta", TEXT, ("RobertaModel", TEXT | OTHER | dict(pad_token_id=4, type_vocab_size=1)),
@@ -201,6 +202,8 @@ def outputs(model, inputs, double=True):
         out = model(**{key: value.to(real) if value.is_floating_point() else value for key, value in values.items()})
     if "start_logits" in out:
         found = [torch.stack([out.start_logits, out.end_logits], -1)]
+    elif "prediction_logits" in out:
+        found = [out.prediction_logits, out.seq_relationship_logits]
     elif "logits_per_image" in out:
         found = [out.logits_per_image, out.vision_model_output.pooler_output, out.text_model_output.pooler_output]
     elif "logits" in out:

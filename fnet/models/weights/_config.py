@@ -80,12 +80,14 @@ class Fields:
         write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP for none;
             raises ValueError if config.json cannot describe this model. Default: nothing is written.
         partial: whether a model may have None for these fields: a model without the head that config.json describes.
+        others: other values that a model may have: heads whose arrays, if the file has them, mean the same.
     """
 
     read: Callable[[Any, Mapping], dict[str, Any]]
     absent: Any = SKIP
     write: Callable[[Any], Any] | None = None
     partial: bool = False
+    others: tuple = ()
 
     def wanted(self, value, config) -> dict[str, Any]:
         return self.read(value, config)
@@ -287,7 +289,7 @@ def fits(entry, model, want, have):
     """Whether a model's field has the value that config.json sets."""
     if getattr(entry, "default", None) is not None:
         want, have = (entry.default(model) if value is None else value for value in (want, have))
-    if same(want, have) or (have is None and getattr(entry, "partial", False)):
+    if same(want, have) or (have is None and getattr(entry, "partial", False)) or have in getattr(entry, "others", ()):
         return True
     return getattr(entry, "shorter", False) and _comparable(want, have) and have < want
 
@@ -323,7 +325,7 @@ IRRELEVANT = frozenset("""
 
 
 def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str, Mapping], irrelevant: str = "",
-                 **options) -> Config:
+                 other_heads: tuple[str, ...] = (), **options) -> Config:
     """A table for transformers' config.json: the fields of one family, and those common to all families.
 
     Args:
@@ -332,6 +334,8 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
             such as its head.
         irrelevant: more fields that have no effect on the forward pass, separated by spaces. One that is also in
             `fields` is written where there is no value to copy.
+        other_heads: heads that a model may have although `architectures` has another one: no other head uses the names
+            of their arrays, so a file without them is an error.
         options: of `Config`.
     """
     def architecture(value, config):
@@ -353,7 +357,7 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
 
     common = {
         "model_type": Fields(lambda value, config: {}),
-        "architectures": Fields(architecture, write=written, partial=True),
+        "architectures": Fields(architecture, write=written, partial=True, others=other_heads),
         "is_encoder_decoder": Must((False,)), "is_decoder": Must((False,)), "add_cross_attention": Must((False,)),
         "cross_attention_hidden_size": Must((None,)), "tie_encoder_decoder": Must((False,)),
         "pruned_heads": Must(({}, None)), "quantization_config": Must((None,)),
