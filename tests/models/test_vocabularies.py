@@ -17,8 +17,8 @@ from fnet import models
 pytest.importorskip("tokenizers", reason="the library tokenizers is not installed")
 HERE = pathlib.Path(__file__).parents[1] / "reference" / "tokenizers"
 FOLDERS = sorted(path.name for path in HERE.iterdir())
-PIECES = {"llama": "tokenizer.model", "llama_legacy": "tokenizer.model", "t5": "spiece.model",
-          "xlm-roberta": "sentencepiece.bpe.model"}
+PIECES = {"llama": "tokenizer.model", "gemma": "tokenizer.model", "llama_legacy": "tokenizer.model",
+          "t5": "spiece.model", "xlm-roberta": "sentencepiece.bpe.model"}
 LIBRARY = pytest.mark.skipif(importlib.util.find_spec("sentencepiece") is None,
                              reason="the library sentencepiece is not installed")
 ALL = [pytest.param(name, marks=LIBRARY if name in PIECES else ()) for name in FOLDERS]
@@ -47,7 +47,8 @@ def test_tokens_and_text_are_those_of_transformers(name):
     ("gpt2", [], [], ["<|endoftext|>"]), ("gpt2_adds_bos", ["<|begin|>"], [], ["<|endoftext|>"]),
     ("roberta", ["<s>"], ["</s>"], ["</s>"]), ("qwen2", [], [], ["<|endoftext|>", "<|im_end|>"]),
     *(pytest.param(*case, marks=LIBRARY) for case in (
-        ("llama", ["<s>"], [], ["</s>"]), ("llama_legacy", ["<s>"], ["</s>"], ["</s>"]),
+        ("llama", ["<s>"], [], ["</s>"]), ("gemma", ["<bos>"], [], ["<eos>"]),
+        ("llama_legacy", ["<s>"], ["</s>"], ["</s>"]),
         ("t5", [], ["</s>"], ["</s>"]), ("xlm-roberta", ["<s>"], ["</s>"], ["</s>"])))])
 def test_special_tokens(name, begins, ends, stop):
     words = models.read_tokenizer(HERE / name)
@@ -77,6 +78,42 @@ def test_the_class_comes_from_the_model(tmp_path):
     with pytest.raises(ValueError, match=r"'tokenizer_class' is None, expected one of GPT2Tokenizer, RobertaTokenizer, "
                        r"Qwen2Tokenizer for vocab\.json; convert other tokenizers to a tokenizer\.json"):
         models.read_tokenizer(tmp_path)
+
+
+@LIBRARY
+def test_a_list_of_special_tokens_replaces_the_tokens_of_the_model(tmp_path):
+    """Also an empty one; without a list, the pieces that a SentencePiece model defines are added tokens."""
+    added = lambda change: {token.content: token.special for token in models.read_tokenizer(copied(
+        "gemma", tmp_path, change))._tokenizer.get_added_tokens_decoder().values()}
+    named = dict.fromkeys(("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"), True)
+    turns = ["<start_of_turn>", "<end_of_turn>"]
+    assert added({}) == added({"extra_special_tokens": turns}) == named | dict.fromkeys(turns, True)
+    assert added({"additional_special_tokens": []}) == added({"additional_special_tokens": None}) == named
+    config = json.loads((HERE / "gemma" / "tokenizer_config.json").read_text())
+    del config["additional_special_tokens"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    words = models.read_tokenizer(tmp_path)
+    assert {token.content: token.special for token in words._tokenizer.get_added_tokens_decoder().values()} == (
+        named | dict.fromkeys((*turns, "\n\n", "  ", "<table>"), False))
+    assert words.decode(words.encode("a<table>b")) == "a<table>b"
+
+
+@LIBRARY
+def test_the_class_and_the_tokens_of_gemma_come_from_the_model(tmp_path):
+    like = models.read_tokenizer(HERE / "gemma")
+    for kind in ("gemma", "gemma2", "gemma3_text"):
+        copied("gemma", tmp_path, config__json={"model_type": kind}, tokenizer_config__json={
+            "add_bos_token": True, "additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]})
+        words = models.read_tokenizer(tmp_path)
+        for text in ("our  revels<end_of_turn>\n now", " <bos>ꙮ"):
+            assert words.encode(text).tolist() == like.encode(text).tolist()
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="'add_bos_token' is absent, expected true or false: transformers 4 assumes"):
+        models.read_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="'add_prefix_space' is True, expected False or null"):
+        models.read_tokenizer(copied("gemma", tmp_path, {"add_prefix_space": True}))
+    with pytest.raises(ValueError, match="add_dummy_prefix is True, expected False for a GemmaTokenizer"):
+        models.read_tokenizer(copied("llama", tmp_path, {"tokenizer_class": "GemmaTokenizer"}))
 
 
 @LIBRARY
@@ -149,7 +186,7 @@ def test_errors_of_byte_level_vocabularies(change, files, text, tmp_path):
 
 @LIBRARY
 @pytest.mark.parametrize(("name", "change", "text"), [
-    ("llama", {"tokenizer_class": "GemmaTokenizer"}, "expected one of LlamaTokenizer, XLMRobertaTokenizer, T5"),
+    ("llama", {"tokenizer_class": "BigBirdTokenizer"}, "expected one of LlamaTokenizer, XLMRobertaTokenizer, Gemma"),
     ("llama", {"add_bos_token": None}, "'add_bos_token' is absent, expected true or false: transformers 4 assumes"),
     ("llama", {"tokenizer_class": "T5Tokenizer", "add_bos_token": None, "add_eos_token": None},
      "model_type is 2, expected 1 for a T5Tokenizer"),

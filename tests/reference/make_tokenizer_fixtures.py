@@ -1,6 +1,6 @@
 """Writes tokenizers/: small folders with tokenizers, and what transformers makes of random texts with them.
 
-    make .venv-verify/.installed && .venv-verify/bin/python tests/reference/make_tokenizer_fixtures.py
+    make .venv-verify/.installed && .venv-verify/bin/python tests/reference/make_tokenizer_fixtures.py [KIND ...]
 
 T5 and XLM-R have a small table of characters here; `make verify-pretrained ARGS=tokenizers` uses SentencePiece's own.
 """
@@ -8,22 +8,24 @@ T5 and XLM-R have a small table of characters here; `make verify-pretrained ARGS
 import json
 import pathlib
 import shutil
+import sys
 import tempfile
 
 import transformers
 from tokenizer_folders import KINDS, texts
 
 HERE = pathlib.Path(__file__).parent / "tokenizers"
-SIZES = {"xlm-roberta": 420, "t5": 420, "llama": 680, "llama, legacy": 680, "llama, no prefix": 680}
-LEFT_OUT = ("llama, no prefix", "bert cased", "bert uncased")    # tested with the files of others
+SIZES = {"xlm-roberta": 420, "t5": 420, "llama": 680, "llama, legacy": 680, "llama, no prefix": 680, "gemma": 680}
+LEFT_OUT = ("llama, no prefix", "gemma, own tokens", "bert cased", "bert uncased")    # tested with the files of others
 
 
-def main():
-    shutil.rmtree(HERE, ignore_errors=True)
-    for kind, make in KINDS.items():
+def main(kinds):
+    for kind in kinds or KINDS:
         if kind in LEFT_OUT:
             continue
+        make = KINDS[kind]
         folder = HERE / kind.replace(",", "").replace(" ", "_").replace(".", "_")
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         options = {}
         with tempfile.TemporaryDirectory() as place:
@@ -42,4 +44,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -128,6 +128,26 @@ def llama_no_prefix(folder, size):
     llama(folder, size, add_prefix_space=False, add_bos_token=False)
 
 
+def gemma(folder, size, **config):
+    sentencepiece(folder / "tokenizer.model", size, {
+        "tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<bos>",
+        "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>", "sp_model_kwargs": {},
+        "additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"], "use_default_system_prompt": False,
+        "spaces_between_special_tokens": False, "clean_up_tokenization_spaces": False} | config,
+        model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        add_dummy_prefix=False, split_digits=True, allow_whitespace_only_pieces=True, pad_id=0, eos_id=1, bos_id=2,
+        unk_id=3, pad_piece="<pad>", eos_piece="<eos>", bos_piece="<bos>",
+        user_defined_symbols=["<mask>", "<start_of_turn>", "<end_of_turn>", "\n\n", "  ", "<table>"])
+
+
+def gemma_own(folder, size):
+    """Without a list of special tokens, the pieces that the model defines are added tokens."""
+    gemma(folder, size, add_bos_token=False, add_eos_token=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    del config["additional_special_tokens"]
+    write(folder, "tokenizer_config.json", config)
+
+
 def t5(folder, size, **options):
     sentencepiece(folder / "spiece.model", size, {
         "tokenizer_class": "T5Tokenizer", "extra_ids": 100, "eos_token": "</s>", "unk_token": "<unk>",
@@ -165,11 +185,13 @@ def bert_uncased(folder, size):
 
 KINDS = {
     "gpt2": gpt2, "gpt2, adds bos": gpt2_begins, "roberta": roberta, "qwen2": qwen2, "llama": llama,
-    "llama, legacy": llama_legacy, "llama, no prefix": llama_no_prefix, "t5": t5, "xlm-roberta": xlm_roberta,
-    "bert cased": bert_cased, "bert uncased": bert_uncased, "tokenizer.json": tokenizer_json}
+    "llama, legacy": llama_legacy, "llama, no prefix": llama_no_prefix, "gemma": gemma, "gemma, own tokens": gemma_own,
+    "t5": t5, "xlm-roberta": xlm_roberta, "bert cased": bert_cased, "bert uncased": bert_uncased,
+    "tokenizer.json": tokenizer_json}
 TOKENS = sorted({
     *GPT2, *ROBERTA, *QWEN, *BERT, "<|sep|>", "<|begin|>", "<|end|>", "<tool_call>", "[tool]", "<|tool|>", "<answer>",
-    "Miranda", "<extra_id_0>", "<extra_id_99>", "<0x41>", "▁", "##s", "<s>NOTUSED"})
+    "Miranda", "<start_of_turn>", "<end_of_turn>", "<bos>", "<eos>", "<table>",
+    "<extra_id_0>", "<extra_id_99>", "<0x41>", "▁", "##s", "<s>NOTUSED"})
 RANGES = [(32, 126)] * 6 + [
     (0, 31), (127, 159), (0xA0, 0x17F), (0x250, 0x36F), (0x370, 0x3FF), (0x400, 0x4FF), (0x590, 0x5F4), (0x600, 0x6FF),
     (0x900, 0x97F), (0xE01, 0xE5B), (0x1100, 0x11FF), (0x1E00, 0x1FFF), (0x2000, 0x206F), (0x2100, 0x214F),

@@ -20,10 +20,12 @@ _ROBERTA = _LLAMA | {"sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s
 _BYTE_LEVEL = {"GPT2Tokenizer": _GPT2, "RobertaTokenizer": _ROBERTA,
                "Qwen2Tokenizer": _GPT2 | {"bos_token": None, "pad_token": "<|endoftext|>"}}
 _MODELS = {"LlamaTokenizer": _LLAMA, "XLMRobertaTokenizer": _ROBERTA,
+           "GemmaTokenizer": {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")},
            "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}}
 _CLASSES = {"gpt2": "GPT2Tokenizer", "roberta": "RobertaTokenizer", "qwen2": "Qwen2Tokenizer",
             "qwen3": "Qwen2Tokenizer", "qwen3_moe": "Qwen2Tokenizer", "llama": "LlamaTokenizer", "t5": "T5Tokenizer",
-            "mistral": "LlamaTokenizer", "mixtral": "LlamaTokenizer", "xlm-roberta": "XLMRobertaTokenizer"}
+            "mistral": "LlamaTokenizer", "mixtral": "LlamaTokenizer", "xlm-roberta": "XLMRobertaTokenizer",
+            **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer")}
 _PIECES = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
            r"\s+(?!\S)|\s+")    # Qwen's words
 _OPTIONS = {"single_word": False, "lstrip": False, "rstrip": False}
@@ -53,7 +55,9 @@ def describe(path: Path) -> tuple[dict[str, Any], str | None]:
             have = _content(special[key])
             if have != token:
                 raise ValueError(f"{path.parent}: {key!r} is {have!r}, expected {token!r} for a {name}")
-    extra = [*own, *(config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()), *more]
+    # A list of the folder replaces the model's own added tokens, whose pieces are then those of any text.
+    lists = [config[key] or [] for key in ("extra_special_tokens", "additional_special_tokens") if key in config]
+    extra = [*next(filter(None, lists), [] if lists else own), *more]
     vocab = parts["model"]["vocab"]
     numbers = vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
     added = _added(path, numbers, config.get("added_tokens_decoder") or {}, special, extra)
@@ -81,13 +85,14 @@ def _config(path):
         raise ValueError(f"{folder / config_file.NAME}: 'tokenizer_class' is {name!r}, expected one of "
                          f"{', '.join(known)} for {path.name}; convert other tokenizers to a tokenizer.json")
     token, tokens = Fields(lambda value, config: _list([value], config)), Fields(_list)
-    llama, t5 = name == "LlamaTokenizer", name == "T5Tokenizer"
+    bpe, t5 = name in ("LlamaTokenizer", "GemmaTokenizer"), name == "T5Tokenizer"
     flag = config_file._flag("flag", None)
     fields = {
         **{key: token for key in config_file.TOKENS}, "added_tokens_decoder": Fields(_numbered),
         "additional_special_tokens": tokens, "extra_special_tokens": tokens, "split_special_tokens": Must((False,)),
         "sp_model_kwargs": Must((None, {})),
-        "add_prefix_space": Must((True, None)) if name in ("XLMRobertaTokenizer", "T5Tokenizer") else flag,
+        "add_prefix_space": Must((True, None)) if name in ("XLMRobertaTokenizer", "T5Tokenizer") else (
+            Must((False, None)) if name == "GemmaTokenizer" else flag),
         "add_bos_token": flag, "add_eos_token": flag, "legacy": flag,
         **({"extra_ids": Fields(_count)} if t5 else {"trim_offsets": flag} if name == "RobertaTokenizer" else {}),
     }
@@ -95,7 +100,7 @@ def _config(path):
         fields |= {"add_bos_token": Must((None, name != "T5Tokenizer")), "add_eos_token": Must((None, True))}
     try:
         Config(fields, config_file._IRRELEVANT - {"legacy"} | {"tokenizer_class", "vocab_size"}).values(config)
-        if llama and not isinstance(config.get("add_bos_token"), bool):
+        if bpe and not isinstance(config.get("add_bos_token"), bool):
             raise ValueError("'add_bos_token' is absent, expected true or false: transformers 4 assumes true, and "
                              "transformers 5 false")
     except ValueError as error:
@@ -185,7 +190,8 @@ def _byte_level(path, config):
 
 
 def _sentencepiece(path, config):
-    """The parts of Llama's BPE or of T5's and XLM-R's unigrams; the model's own added tokens; those of the class."""
+    """The parts of Llama's and Gemma's BPE or of T5's and XLM-R's unigrams; the model's own added tokens; those of the
+    class."""
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ModuleNotFoundError as error:
@@ -205,11 +211,11 @@ def _sentencepiece(path, config):
         raise ValueError(f"{path} is not a SentencePiece model: expected distinct pieces, got {len(pieces)}")
     own = [{"content": piece.piece, "special": piece.type == _CONTROL, "normalized": False}
            for piece in model.pieces if piece.type in (_CONTROL, _USER)]
-    unigram = name != "LlamaTokenizer"
-    prefix, spec = config.get("add_prefix_space") is not False, model.normalizer_spec
+    unigram, gemma = name in ("XLMRobertaTokenizer", "T5Tokenizer"), name == "GemmaTokenizer"
+    prefix, spec = config.get("add_prefix_space") is not False and not gemma, model.normalizer_spec
     wanted = {"model_type": (model.trainer_spec.model_type, _UNIGRAM if unigram else _BPE),
               "byte_fallback": (model.trainer_spec.byte_fallback, not unigram),
-              "add_dummy_prefix": (spec.add_dummy_prefix, prefix or spec.add_dummy_prefix),
+              "add_dummy_prefix": (spec.add_dummy_prefix, prefix or (spec.add_dummy_prefix and not gemma)),
               "remove_extra_whitespaces": (spec.remove_extra_whitespaces, unigram),
               "escape_whitespaces": (spec.escape_whitespaces, True),
               "precompiled_charsmap": (bool(spec.precompiled_charsmap), unigram and bool(spec.precompiled_charsmap)),
@@ -217,6 +223,10 @@ def _sentencepiece(path, config):
     for field, (have, want) in wanted.items():
         if have != want:
             raise ValueError(f"{path}: {field} is {have}, expected {want} for a {name}")
+    if gemma:
+        parts = _llama(path, config, model, pieces, prefix)
+        return parts | {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+                        "pre_tokenizer": None}, own, []
     if not unigram:
         return _llama(path, config, model, pieces, prefix), own, []
     vocab, extra, unknown = [[piece.piece, piece.score] for piece in model.pieces], [], 2
@@ -247,7 +257,7 @@ def _llama(path, config, model, pieces, prefix):
     """The parts of a BPE whose merges are, in the order of their numbers, all pairs of pieces that form a piece."""
     scores = [piece.score for piece in model.pieces if piece.type == _NORMAL]
     if scores != sorted(scores, reverse=True):
-        raise ValueError(f"{path}: expected pieces in the order of their scores for a LlamaTokenizer")
+        raise ValueError(f"{path}: expected pieces in the order of their scores for a {config['tokenizer_class']}")
     vocab, merges = {piece: number for number, piece in enumerate(pieces)}, []
     for piece in pieces:
         pairs = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
