@@ -24,6 +24,7 @@ from fnet import hardware as hw
 from fnet import introspect, parallel
 from fnet import training as tr
 from fnet.cli import no_device
+from fnet.models import pretrained
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 
@@ -109,6 +110,12 @@ def check_steps(steps):
     """Raises ConfigError for more steps than a state can count."""
     tr.flags.check_within("steps", steps, tr.flags.STEPS)
     return steps
+
+
+def weights_notes(path):
+    """Notes of a run on its pretrained weights: where they are and, if they are of Hugging Face's hub, their commit."""
+    commit = pretrained.revision(path)
+    return {"weights": str(path)} | ({} if commit is None else {"weights_revision": commit})
 
 
 def restarting():

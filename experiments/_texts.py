@@ -107,7 +107,7 @@ def train(config, workdir, policy, **fit_options):
     every, began = max(math.ceil(steps / 20), 5), time.perf_counter()
     state = tr.fit(step, init(None), batches, steps=steps, workdir=workdir, evaluate={"validation": test}, every=every,
                    log_every=every, best="validation/loss", best_mode="min", early_stop=stop, progress=tr.Progress(),
-                   notes={"policy": str(policy)}, config=config, **fit_options)
+                   notes={"policy": str(policy), **common.weights_notes(folder)}, config=config, **fit_options)
     best = tr.restore(workdir, jax.eval_shape(init, None), which="best")
     params = nn.combine(best.averaged, best.state) if config.lora else best.averaged
     if config.lora:

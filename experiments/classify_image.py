@@ -2,15 +2,18 @@
 
     python experiments/classify_image.py photo.jpg                     # ResNet-50
     python experiments/classify_image.py --model=mobilenet_v2 *.jpg
-    python experiments/classify_image.py --weights=runs/finetune photo.png      # what finetune.py made
+    python experiments/classify_image.py --weights=google/vit-base-patch16-224 photo.jpg     # any folder or repository
+    python experiments/classify_image.py --weights=runs/finetune photo.png                   # what finetune.py trained
 
-The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache;
-where there are none, the message says what to download. Each family of weights gets its photos prepared as it was
-trained for. Labels are those that lie beside the weights (labels.json or config.json), else ImageNet's thousand.
+The weights are searched in --weights, else by the model's name in ~/.cache/fnet and Hugging Face's cache. Without
+--model, the config.json of transformers or timm beside them describes the model. Photos are prepared as
+preprocessor_config.json or timm's config.json says, else as the family of the weights was trained. Labels are those
+beside the weights (labels.json or config.json), else ImageNet's thousand.
 """
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import _common as common
@@ -21,6 +24,7 @@ import numpy as np
 from absl import flags
 
 from fnet import hardware as hw
+from fnet import models
 from fnet import training as tr
 from fnet import transforms as ft
 from fnet.models import pretrained
@@ -33,9 +37,10 @@ IMAGENET = Path(__file__).parent / "data" / "imagenet_labels.txt"
 class Config:
     """The weights, and the number of labels."""
 
-    model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: resnet50, or what the run trained",
+    model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: what the weights are for, or resnet50",
                                choices=photos.PRESETS)
-    weights: str | None = option(None, "file or folder of the weights, or the folder of a run of finetune.py")
+    weights: str | None = option(None, "file, folder or repository of the weights, or the folder of a run of "
+                                 "finetune.py")
     labels: str | None = option(None, "file of the labels: one a line, or JSON")
     size: int | None = option(None, "height and width of the input; None: what the weights were trained with",
                               within="[1, 4096]")
@@ -50,17 +55,10 @@ def main(argv):
         config = configured(argv)
         pictures = [photos.opened(file) for file in files]
         path = pretrained.find(config.weights or config.model or "resnet50")
-        config = of_run(config, path)
-        labels = read_labels(config, path)
-        model = pretrained.model(config.model, path, classes=len(labels))
-        names = pretrained.names_of(model, path)
-        params, state = pretrained.load(model, path)
-        prepare = model.NAMES[names].image
-        prepare = prepare.at(config.size or prepare.size)
-        model.spec(jax.ShapeDtypeStruct((1, prepare.size, prepare.size, 3), np.float32))    # says what does not fit
+        model, params, state, prepare, labels = read(config, path)
     policy = hw.policy() if config.precision == "auto" else hw.policy(config.precision)
     predict = jax.jit(ft.autocast(lambda params, state, x: jax.nn.softmax(model(params, x, state=state)[0]), policy))
-    print(f"{config.model}, {names} names, from {path}: {prepare.size} x {prepare.size} pixels, {len(labels)} labels")
+    print(f"{type(model).__name__} from {path}: {prepare.size} x {prepare.size} pixels, {len(labels)} labels")
     for file, picture in zip(files, pictures):
         x = prepare.normalize(prepare.crop(picture))[None]                  # [1, height, width, 3]
         shares = np.asarray(predict(params, state, x), np.float32)[0]       # [labels]
@@ -69,12 +67,31 @@ def main(argv):
             print(f"  {shares[index]:.3f}  {labels[index]}")
 
 
-def of_run(config, path):
-    """The configuration, with the model and the image size of the run if the weights come from a run of finetune.py."""
-    folder, like = path if path.is_dir() else path.parent, Config(model="resnet50")
-    if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
-        like = tr.load_config(finetune.Config, folder / "config.json")
-    return dataclasses.replace(config, model=config.model or like.model, size=config.size or like.size)
+def read(config, path):
+    """(model, params, state, preprocessing, labels) of weights, those of a run of finetune.py included."""
+    folder, size, preset = path if path.is_dir() else path.parent, config.size, config.model
+    described = (folder / "config.json").is_file()
+    if described and (folder / "metrics.jsonl").is_file():
+        run = tr.load_config(finetune.Config, folder / "config.json")
+        preset, size, described = preset or run.model, size or run.size, False
+    if described and preset is None:
+        model, params, state = pretrained.load(path)
+        example = model.example()
+        if getattr(model, "classes", None) is None or isinstance(example, tuple) or len(example.shape) != 4:
+            raise ValueError(f"{folder} has a {type(model).__name__} without classes of images; expected an image "
+                             "classifier")
+        labels = read_labels(config, path, model.classes)
+    else:
+        labels = read_labels(config, path)
+        model = pretrained.model(preset or "resnet50", path, classes=len(labels))
+        params, state = pretrained.load(model, path)
+    try:
+        prepare = models.ImageInput.read(folder)
+    except FileNotFoundError:
+        prepare = model.NAMES[pretrained.names_of(model, path)].image.at(model.example().shape[1])
+    prepare = prepare.at(size or prepare.size)
+    model.spec(jax.ShapeDtypeStruct((1, prepare.size, prepare.size, 3), np.float32))    # raises what does not fit
+    return model, params, state, prepare, labels
 
 
 def define_flags():
@@ -98,32 +115,42 @@ def checked(config):
     return config
 
 
-def read_labels(config, path):
-    """The name of each class: from --labels, from the folder of the weights, or ImageNet's."""
+def read_labels(config, path, classes=None):
+    """The name of each class: from --labels, from the folder of the weights, or ImageNet's; or its number.
+
+    Raises:
+      ValueError: a file has no labels, or not as many as there are classes.
+    """
     folder = path if path.is_dir() else path.parent
     if config.labels:
         tr.flags.regular_file("labels", config.labels)
         file = common.user_path("labels", config.labels)
     elif (folder / "labels.json").is_file():
         file = folder / "labels.json"
-    elif "id2label" in _text(folder / "config.json"):
-        file = folder / "config.json"
-    else:
+    elif (file := folder / "config.json").is_file() and re.search('"(id2label|label_names)"', common.read_text(file)):
+        pass
+    elif classes in (None, 1000):
         file = IMAGENET
-    text = common.read_text(file)
-    if file.suffix != ".json":
-        return text.splitlines()
+    else:
+        return [f"class {index}" for index in range(classes)]
+    labels = common.read_text(file)
     try:
-        held = json.loads(text)
-        held = held.get("id2label", held) if isinstance(held, dict) else dict(enumerate(held))
-        names = {int(index): str(name).replace("_", " ") for index, name in held.items()}
-        return [names[index] for index in range(len(names))]
+        labels = _labels(json.loads(labels)) if file.suffix == ".json" else labels.splitlines()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{file} holds no labels: a list of names, or names by the numbers 0, 1, ...") from None
+    if classes not in (None, len(labels)):
+        raise ValueError(f"{file} has {len(labels)} labels, the model has {classes} classes; name others with --labels")
+    return labels
 
 
-def _text(file):
-    return common.read_text(file) if file.is_file() else ""
+def _labels(held):
+    """The labels of a list, of {number: label}, or of the config.json of transformers or timm."""
+    if isinstance(held, dict) and "label_names" in held:
+        words = held.get("label_descriptions") or {}
+        held = [words.get(name, name) for name in held["label_names"]]
+    held = held.get("id2label", held) if isinstance(held, dict) else dict(enumerate(held))
+    names = {int(index): str(name).replace("_", " ") for index, name in held.items()}
+    return [names[index] for index in range(len(names))]
 
 
 if __name__ == "__main__":

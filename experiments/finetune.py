@@ -6,7 +6,8 @@
     python experiments/finetune.py --model=stories15m --dataset=text --lora=8 --base=int4   # The Tempest
 
 The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache.
-The data set photos is DIR/CLASS/*, of which a fifth is kept for the test, or DIR/train/CLASS/* and DIR/test/CLASS/*.
+Checkpoints note their path and, if they are of Hugging Face's hub, their commit (`fnet report`). The data set photos is
+DIR/CLASS/*, of which a fifth is kept for the test, or DIR/train/CLASS/* and DIR/test/CLASS/*.
 
 linear: every image goes through the network once, and a dense layer is trained on what comes out. full: everything is
 trained, the last layer from new. lora, which --lora=RANK implies: the last layer, and changes of low rank of all other
@@ -24,6 +25,7 @@ import dataclasses
 import json
 import math
 import time
+from pathlib import Path
 
 import _adapters as adapters
 import _common as common
@@ -94,14 +96,15 @@ AUGMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The published network: its model and arrays, the framework of their names, and the preprocessing of its
-    images."""
+    """The published network: its model and arrays, the framework of their names, the preprocessing of its images, and
+    the path of its weights."""
 
     model: models.Model
     params: dict
     state: dict
     names: str
     image: models.ImageInput
+    path: Path
 
     def prepare(self, images):
         """float32 [batch, height, width, 1 or 3], 0 to 255, as the network takes them."""
@@ -118,7 +121,7 @@ def network(config):
     size = config.size or image.size
     if isinstance(model, (models.ViT, models.AlexNet)) and size != model.example().shape[1]:
         raise tr.ConfigError(f"--size={size}: {config.model} takes images of {model.example().shape[1]} pixels alone")
-    return Network(model, *pretrained.load(model, path), names, image.at(size))
+    return Network(model, *pretrained.load(model, path), names, image.at(size), path)
 
 
 def train(config, workdir, policy, **fit_options):
@@ -183,8 +186,8 @@ def train(config, workdir, policy, **fit_options):
     common.start(workdir, "model.safetensors", "labels.json", "curves.png", "confusion.png", "predictions.json")
     every = max(math.ceil(steps / 20), 10)
     state = tr.fit(step, init(None), batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every,
-                   log_every=every, early_stop=stop, progress=tr.Progress(), notes={"policy": str(policy)},
-                   config=config, **fit_options)
+                   log_every=every, early_stop=stop, progress=tr.Progress(), config=config,
+                   notes={"policy": str(policy), **common.weights_notes(held.path)}, **fit_options)
 
     params, arrays = {**held.params, **state.averaged}, state.state or held.state
     if config.mode == "lora":

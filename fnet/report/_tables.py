@@ -32,7 +32,7 @@ def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
     """What the newest checkpoints note: chip, policy with its reason, plan, versions, resuming."""
-    order = ["chip", "kind", "devices", "processes", "jaxlib", "policy", "tune", "plan"]
+    order = ["chip", "kind", "devices", "processes", "jaxlib", "policy", "weights", "weights_revision", "tune", "plan"]
     hidden = {"fit", "evaluated", "position"}
     facts = []
     for run in runs:

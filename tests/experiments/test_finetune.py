@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from checks import same
 
-from fnet import compress, models
+from fnet import compress, models, report
 from fnet import hardware as hw
+from fnet import training as tr
 from fnet.models import pretrained
 
 pytest.importorskip("sklearn")
@@ -276,6 +277,87 @@ def test_labels(tmp_path):
         classify.checked(classify.Config(top=0))
     with pytest.raises(ValueError, match="--model=gpt2: use alexnet, "):
         classify.checked(classify.Config(model="gpt2"))
+
+
+def saved(model, folder, names, preprocessor=None, **fields):
+    """A folder of transformers or timm with random weights, with other fields in config.json."""
+    draws = np.random.default_rng(1)
+    params, state = jax.tree.map(lambda leaf: draws.normal(1, 0.1, leaf.shape).astype("f4"),
+                                 tuple(model.spec(model.example())))
+    pretrained.save(model, params, state, folder, names=names)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    if preprocessor is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return folder
+
+
+VIT = models.ViT(8, 1, 2, classes=3, hidden=8, patch=8, size=16, epsilon=1e-12)
+MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
+SQUARE = dict(do_resize=True, size=dict(height=16, width=16), resample=3, do_rescale=True, rescale_factor=1 / 255,
+              do_normalize=True, image_mean=MEAN, image_std=STD)
+ANIMALS = {"0": "red_fox", "1": "sea", "2": "sun"}
+
+
+def test_a_folder_of_an_image_classifier(photos, tmp_path):
+    """config.json selects the model and the labels, preprocessor_config.json the preprocessing."""
+    saved(VIT, tmp_path, "huggingface", SQUARE, id2label=ANIMALS)
+    photo = photos / "red" / "0.png"
+    running = start("classify_image.py", f"--weights={tmp_path}", "--top=3", photo)
+    pixels = np.asarray(Image.open(photo).convert("RGB").resize((16, 16), Image.Resampling.BICUBIC), np.float32)
+    model, params, _ = pretrained.load(tmp_path)
+    assert model == VIT
+    logits = np.asarray(model(params, ((pixels / 255 - MEAN) / STD).astype("f4")[None]))[0]
+    shares = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    lines = finished(running).splitlines()
+    assert lines[0] == f"ViT from {tmp_path}: 16 x 16 pixels, 3 labels" and lines[1] == str(photo)
+    assert [line.split("  ")[-1] for line in lines[2:]] == [["red fox", "sea", "sun"][i] for i in np.argsort(-shares)]
+    assert [float(line.split()[0]) for line in lines[2:]] == pytest.approx(sorted(shares)[::-1], abs=6e-4)
+
+
+def test_a_folder_of_timm(tmp_path):
+    cfg = dict(input_size=[3, 32, 32], crop_pct=0.8, crop_mode="center", interpolation="bicubic", mean=MEAN, std=STD)
+    small = models.MobileNetV2(classes=2, width=0.1)
+    folder = saved(small, tmp_path, "timm", pretrained_cfg=cfg, label_names=["n01", "n02"],
+                   label_descriptions={"n01": "red fox"})
+    model, _, _, prepare, labels = classify.read(classify.Config(), folder)
+    assert model == small and labels == ["red fox", "n02"] and (prepare.size, prepare.resize) == (32, 40)
+    assert (prepare.resample, prepare.mean, prepare.std) == ("bicubic", tuple(MEAN), tuple(STD))
+    assert classify.read(classify.Config(size=64), folder)[3].size == 64
+
+
+def test_folders_that_the_classifier_cannot_read(tmp_path):
+    folder, config = tmp_path / "vit", classify.Config()
+    saved(VIT, folder, "huggingface")
+    assert classify.read(config, folder)[3] == VIT.NAMES["huggingface"].image.at(16)         # no preprocessing is named
+    (tmp_path / "two.txt").write_text("a\nb\n")
+    for changes, preprocessor, text in (
+            (dict(labels=str(tmp_path / "two.txt")), SQUARE, "two.txt has 2 labels, the model has 3 classes"),
+            (dict(size=32), SQUARE, r"ViT: expected images \[batch, 16, 16, channels\]"),
+            (dict(), SQUARE | dict(resample=0), "the resampling is 0, expected bilinear")):
+        (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+        with pytest.raises(ValueError, match=text):
+            classify.read(classify.Config(**changes), folder)
+    bert = saved(models.Bert(9, 8, 1, 2, 8, context=4), tmp_path / "bert", "huggingface")
+    with pytest.raises(ValueError, match="has a Bert without classes of images; expected an image classifier"):
+        classify.read(config, bert)
+    (folder / "config.json").write_text(json.dumps({"num_classes": 3}))
+    assert classify.read_labels(config, folder, 3) == ["class 0", "class 1", "class 2"]
+
+
+def test_a_run_records_the_commit_of_its_weights(tiny, weights, tmp_path, monkeypatch):
+    commit, hub = "0123456789abcdef0123456789abcdef01234567", tmp_path / "hub" / "models--org--tiny"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text(commit)
+    shutil.copytree(weights, hub / "snapshots" / commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name, expected in (("org/tiny", commit), (str(weights), None)):
+        workdir = tmp_path / f"run {expected}"
+        finetune.train(config(name, size=32, steps=2), workdir, policy())
+        notes = tr.Checkpoints(workdir / "checkpoints").notes()
+        assert notes.get("weights_revision") == expected
+        assert notes["weights"] == str(hub / "snapshots" / commit if expected else weights)
+        assert (expected or str(weights)) in report.write([workdir]).read_text(encoding="utf-8")
 
 
 def test_errors_are_one_line_and_exit_2(weights, tmp_path):

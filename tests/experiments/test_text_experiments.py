@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -119,13 +120,16 @@ def test_a_published_model_is_adapted_to_a_text(stories, tmp_path):
     """QLoRA as a user runs it. generate.py reads the merged weights; the adapter is in PEFT's format."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "one.txt").write_text("the old man and the sea was the old man. " * 30)
-    flags = ["--model=stories15m", f"--weights={stories}", "--dataset=text", f"--data_dir={tmp_path}/text", "--lora=2",
+    snapshot = tmp_path / "models--org--stories" / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(stories, snapshot)
+    flags = ["--model=stories15m", f"--weights={snapshot}", "--dataset=text", f"--data_dir={tmp_path}/text", "--lora=2",
              "--base=int4", "--steps=6", "--context=16", "--batch_size=4", "--precision=float32",
              f"--workdir={tmp_path}/run"]
     out = finished(start("finetune.py", *flags))
     assert re.search(r"stories15m, llama2c names: [\d,]+ parameters, ([\d,]+) trained \(\d+\.\d\d %\)", out)[1] == (
         f"{496 + 2 * (LLAMA['vocab_size'] + 16):,}")
     assert re.fullmatch(r"validation loss \d\.\d{4}", out.splitlines()[-1])
+    assert tr.Checkpoints(tmp_path / "run" / "checkpoints").notes()["weights_revision"] == snapshot.name
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     model = models.Decoder(**LLAMA)
     published, _ = pretrained.load(model, stories / "model.bin")
