@@ -1,6 +1,8 @@
 """Encoders and vision models of transformers and timm: random configurations, altered ones; verify_pretrained.py."""
 
+import contextlib
 import pathlib
+import re
 import tempfile
 
 import encoder_families as families
@@ -24,20 +26,6 @@ def one(name, options, folder):
     return worst, all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@check
-def encoder_families():
-    """Small random configurations of encoders and vision models, written by transformers: outputs, and saved back."""
-    needed("torch", "PyTorch"), needed("transformers", "transformers")
-    for family, cases in families.CASES.items():
-        worst, exact = 0.0, True
-        for name, options in cases:
-            with tempfile.TemporaryDirectory() as folder:
-                difference, same = one(name, options, folder)
-                assert difference < LIMIT and same, f"{name} {options}: {difference:.1e}, saved back equal: {same}"
-            worst, exact = max(worst, difference), exact and same
-        yield f"{family}: {len(cases)} configurations, within {worst:.1e}; saved back, equal bit for bit"
-
-
 def altered(value, before):
     """What an alteration changes, without the other fields of a nested configuration."""
     if not isinstance(value, dict) or not isinstance(before, dict):
@@ -46,10 +34,11 @@ def altered(value, before):
 
 
 @check
-def altered_encoders():
+def altered_encoders(*names):
     """Altered configurations of encoders and vision models: equal outputs, or an error."""
     needed("torch", "PyTorch"), needed("transformers", "transformers")
-    for family, ((name, options), changes) in families.ALTERED.items():
+    for family in names or families.ALTERED:
+        (name, options), changes = families.ALTERED[family]
         equal, refused, skipped = 0, [], 0
         for change in changes:
             with tempfile.TemporaryDirectory() as folder:
@@ -102,14 +91,14 @@ def compared(model, params, state, x, theirs):
 
 
 @check
-def timm_folders():
+def timm_folders(*names):
     """Folders that timm writes, with drawn weights: logits, and saved back."""
     torch = needed("torch", "PyTorch")
     stub_torchvision()
     timm = needed("timm", "timm")
     from safetensors.torch import load_file
 
-    for name in TIMM:
+    for name in names or TIMM:
         theirs = timm.create_model(name, num_classes=5).eval()
         shapes = {key: list(value.shape) for key, value in theirs.state_dict().items()}
         theirs.load_state_dict({key: torch.from_numpy(np.asarray(value))
@@ -124,6 +113,21 @@ def timm_folders():
         difference = compared(model, params, state, images(224, 1), theirs)
         yield f"{name}: within {difference:.1e}; arrays saved back: {same}, equal model: {again == model}"
         assert difference < LIMIT and same and again == model
+
+
+@check
+def torchvision_conversion():
+    """The commands of docs/how_to/port_weights.md for weights of torchvision, with random weights."""
+    needed("torch", "PyTorch"), needed("torchvision", "torchvision")
+    page = pathlib.Path(__file__).parents[2] / "docs" / "how_to" / "port_weights.md"
+    blocks = re.findall("```python no-run\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    commands = "\n".join(blocks).replace('weights="IMAGENET1K_V1"', "weights=None")
+    assert len(blocks) == 2 and commands.count('"mobilenet_v2"') == 2 and commands.count("weights=None") == 1
+    for name in ("mobilenet_v2", "resnet18", "alexnet", "vit_b_32"):
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            exec(compile(commands.replace('"mobilenet_v2"', repr(name)), page.name, "exec"), held := {})
+        logits, want = held["logits"], held["held"]["logits"]
+        yield f"{name}: {np.abs(logits - want).max() / np.abs(want).max():.1e}"
 
 
 def stub_torchvision():
