@@ -21,11 +21,9 @@ import numpy as np
 import optax
 from flax import struct
 
-from fnet import _jax
 from fnet import transforms as ft
-from fnet.search._population import Population, population
+from fnet.search._round import Round
 from fnet.training import Mean
-from fnet.training._metrics import as_metrics
 
 __all__ = ["Clients", "FederatedState", "Local", "clients", "fedavg", "init", "local", "no_batches"]
 
@@ -212,7 +210,10 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
       batch_size: examples in a local batch; None: all of a client.
       dropout: the probability that a client receives the parameters and does not answer. If no client answers, the
         parameters do not change. A client whose loss is not finite does not answer either.
-      method, devices: how the clients of a round run, as for `population`.
+      method: how the clients of a round run, as for `population`.
+      devices: devices over which the clients of a round are distributed; `sampled` must be a multiple of their number.
+        They may belong to several processes (`parallel.initialize`). Each process then calls the round with the same
+        data and the same state, runs the clients of its own devices, and returns the same result.
 
     Returns:
       `round(state, batch) -> (state, metrics)`; the batch is ignored. The metrics are those of the local steps, and
@@ -239,8 +240,12 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
             raise ValueError(f"fedavg({name}={value}): expected a number from 1 to {high}")
     if not 0 <= dropout < 1:
         raise ValueError(f"fedavg(dropout={dropout}): expected a probability in [0, 1)")
+    devices = None if devices is None else list(devices)
     if devices is not None and sampled % len(devices):
         raise ValueError(f"fedavg: {sampled} clients cannot be divided evenly among {len(devices)} devices")
+    if devices is not None and jax.process_index() not in {device.process_index for device in devices}:
+        raise ValueError(f"fedavg: process {jax.process_index()} has none of the devices; give each process one, as in "
+                         "devices=jax.devices()")
     if not isinstance(local_step, Local):
         plain = local_step
 
@@ -250,104 +255,3 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
 
         local_step = Local(lambda params: (params,), wrapped)
     return Round(local_step, data, server, sampled, epochs, batch_size, dropout, method, devices)
-
-
-class Round:
-    """One round. It runs one compiled program for each local step, because loops over convolutions are slow on a CPU.
-
-    Attributes:
-      plain: the round as one traceable function.
-      separate: True: `tr.fit` does not compile the round itself.
-    """
-
-    separate = True
-
-    def __init__(self, local, data, server, sampled, epochs, batch_size, dropout, method, devices):
-        self._local, self._server, self._sampled, self._dropout = local, server, sampled, dropout
-        self._data = jax.tree.map(jnp.asarray, data.data), jnp.asarray(data.sizes)
-        self._longest = int(data.sizes.max())
-        self._batch = min(batch_size or self._longest, self._longest)
-        self._per_epoch = -(-self._longest // self._batch)
-        self._steps = epochs * self._per_epoch
-        self._step = population(lambda key, hyper: (), self._member, method=method, devices=devices)[1]
-        self._begin_jit, self._end_jit = jax.jit(self._begin), jax.jit(self._end)
-        self.__name__ = "round"
-
-    def __call__(self, state: FederatedState, batch: Any = None) -> tuple[FederatedState, dict[str, Any]]:
-        if not _jax.outermost() or jax.config.jax_disable_jit:
-            return self.plain(state, batch)
-        clients, answers = self._begin_jit(state, self._data)
-        seen = []
-        for at in range(self._steps):
-            clients, metrics = self._step(clients, (np.int32(at), *self._data))
-            seen.append(metrics)
-        sums = jax.tree.map(lambda *each: sum(x.sum() for x in each), *seen)
-        return self._end_jit(state, clients, answers, sums, self._data[1])
-
-    def plain(self, state, batch=None):
-        clients, answers = self._begin(state, self._data)
-
-        def step(clients, at):
-            return self._step.plain(clients, (at, *self._data))
-
-        clients, metrics = jax.lax.scan(step, clients, jnp.arange(self._steps, dtype=jnp.int32))
-        return self._end(state, clients, answers, jax.tree.map(lambda x: x.sum(), metrics), self._data[1])
-
-    def prepare(self, state: FederatedState, batch: Any = None, known: Any = None) -> dict[str, Any]:
-        """Chooses how the clients run, as the step of a population does."""
-        return self._step.prepare(self._begin_jit(state, self._data)[0], (np.int32(0), *self._data), known)
-
-    def explained(self, state: FederatedState, batch: Any = None) -> Any:
-        """For `ft.explain`."""
-        return self._step.explained(self._begin_jit(state, self._data)[0], (np.int32(0), *self._data))
-
-    def _begin(self, state, data):
-        """The drawn clients as a population, and which of them answer."""
-        keys = jax.random.split(jax.random.fold_in(state.key, state.step), 3)
-        drawn = jax.random.permutation(keys[0], len(data[1]))[:self._sampled]
-        answers = jax.random.uniform(keys[1], (self._sampled,)) >= self._dropout
-        each = lambda x: jnp.broadcast_to(x, (self._sampled, *jnp.shape(x)))
-        hyper = {"client": drawn, "key": jax.random.split(keys[2], self._sampled), "server": jax.tree.map(
-            each, state.params)}
-        members = jax.vmap(lambda server: self._local.init(server))(hyper["server"])
-        return Population(jnp.zeros((), jnp.int32), members, hyper, jnp.zeros(self._sampled, bool)), answers
-
-    def _member(self, carry, batch, hyper):
-        """A local step of one client."""
-        (at, data, sizes), client, longest = batch, hyper["client"], self._longest
-        size, order_key = sizes[client], jax.random.fold_in(hyper["key"], at // self._per_epoch)
-        draws = jax.random.uniform(order_key, (longest,))
-        order = jnp.argsort(jnp.where(jnp.arange(longest, dtype=jnp.int32) < size, draws, 2.0))    # padding is last
-        places = (at % self._per_epoch) * self._batch + jnp.arange(self._batch, dtype=jnp.int32)
-        weight = (places < size).astype(jnp.float32)
-        rows = order[jnp.minimum(places, longest - 1)]
-        mine = jax.tree.map(lambda x: x[client, rows], data)
-        key = jax.random.fold_in(jax.random.fold_in(hyper["key"], self._per_epoch + 1), at)
-        new, metrics = self._local.step(carry, mine, weight, key, hyper["server"])
-        some = weight.any()                                # a small client has fewer batches than the largest one
-        keep = lambda a, b: jnp.where(some, a, b)
-        metrics = jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), as_metrics(metrics))
-        return jax.tree.map(keep, new, carry), metrics
-
-    def _end(self, state, clients, answers, metrics, sizes):
-        answers = answers & ~clients.diverged
-        weights = jnp.where(answers, sizes[clients.hyper["client"]], 0).astype(jnp.float32)
-        total = weights.sum()
-
-        def mean(after, before):
-            share = (weights / jnp.maximum(total, 1)).astype(after.dtype)
-            rows = lambda x: x.reshape(-1, *[1] * before.ndim)
-            change = jnp.where(rows(answers), after - before[None], 0)      # a client that diverged is NaN
-            return -(rows(share) * change).sum(0)
-
-        grads = jax.tree.map(mean, clients.members[0], state.params)
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = self._server.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-        kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(total > 0, a, b), new, old)
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
-        sent = (len(answers) + answers.sum().astype(jnp.float32)) * size
-        metrics = {name: Mean(x.total, x.count) for name, x in metrics.items()}
-        return state.replace(step=state.step + 1, params=kept(params, state.params),
-                             opt_state=kept(opt_state, state.opt_state), bytes=state.bytes + sent), metrics | {
-            "answers": answers.sum().astype(jnp.float32), "megabytes": sent / 1e6}

@@ -1,5 +1,12 @@
 """Federated averaging against plain SGD, NumPy and its own definition."""
 
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +97,7 @@ def test_every_example_is_used_once_in_an_epoch():
     assert set(seen) <= {111.0, 11000.0} and len(set(seen)) == 2
 
 
-@pytest.mark.parametrize("kind", ["one traced program", "two devices", "loop"])
+@pytest.mark.parametrize("kind", ["one traced program", "two devices", "two devices, loop", "loop"])
 def test_rounds_do_not_depend_on_how_clients_run(kind):
     data = federated.clients(parts([4, 3, 5, 2], "float32"))
     make = lambda **options: federated.fedavg(federated.local(loss, optax.sgd(0.05)), data, server=optax.adam(0.1),
@@ -99,8 +106,8 @@ def test_rounds_do_not_depend_on_how_clients_run(kind):
     want, measured = run(make(method="vmap"), begin(), 3)
     if kind == "one traced program":
         got, other = run(jax.jit(make(method="vmap")), begin(), 3)
-    elif kind == "two devices":
-        got, other = run(make(method="vmap", devices=jax.devices()[:2]), begin(), 3)
+    elif "two devices" in kind:
+        got, other = run(make(method="loop" if "loop" in kind else "vmap", devices=jax.devices()[:2]), begin(), 3)
     else:
         got, other = run(make(method="loop"), begin(), 3)
     for a, b in zip(jax.tree.leaves((got.params, other)), jax.tree.leaves((want.params, measured)), strict=True):
@@ -168,6 +175,38 @@ def test_fit_resumes_bit_by_bit(tmp_path):
                                       jax.random.key_data(b) if jnp.issubdtype(b.dtype, jax.dtypes.prng_key) else b)
     rows = tr.read_metrics(tmp_path / "whole")
     assert len(rows) == 6 and {"train/loss", "train/answers", "train/megabytes"} <= rows[-1].keys()
+
+
+def test_two_processes_equal_one(tmp_path):
+    """Two processes with two devices each, beside one with four; `fit` saves and resumes both."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    script = str(pathlib.Path(__file__).with_name("two_processes.py"))
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+    def start(count):
+        return [subprocess.Popen([sys.executable, script, str(port), str(i), str(count), str(tmp_path / str(count))],
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+                for i in range(count)]
+
+    results = []
+    for count in (2, 1):
+        processes = start(count)
+        try:
+            ends = [process.communicate(timeout=120) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0] * count, ends
+        results.append([json.loads(out.splitlines()[-1]) for out, _ in ends])
+    (first, second), (alone,) = results
+    assert first == second                                 # bit for bit
+    for method in ("vmap", "loop"):
+        for a, b in zip(jax.tree.leaves(first[method]), jax.tree.leaves(alone[method]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        rows = tr.read_metrics(tmp_path / "2" / method)
+        assert [row["step"] for row in rows if "all/loss" in row] == [1, 2, 3, 4, 5]
 
 
 def test_errors():
