@@ -3,6 +3,7 @@
     python experiments/image_classification.py                        # scikit-learn's digits
     python experiments/image_classification.py --dataset=fashion_mnist --seed=1
     python experiments/image_classification.py --model=mlp --optimizer=adam --schedule=constant
+    python experiments/image_classification.py --wrapper=sam --optimizer=momentum
     python experiments/image_classification.py --devices=local                  # all that there are
     python experiments/image_classification.py --plan=v5e:2x4 --batch_size=512  # what if it were eight TPUs
 
@@ -33,6 +34,7 @@ from fnet import training as tr
 from fnet import transforms as ft
 
 option = tr.flags.option
+WRAPPERS = ("none", "lookahead", "sam")
 AUGMENTATIONS = ("none", "shift", "affine", "flip", "flip_crop", "flip_crop_cutout")
 
 
@@ -53,6 +55,8 @@ class Config:
     steps: int | None = option(None, "training steps, instead of epochs", within=tr.flags.STEPS)
     batch_size: int | None = option(None, "images in a batch", within="[1, 1048576]")
     optimizer: str = option("nesterov", f"one of {', '.join(tr.OPTIMIZERS)}", choices=tr.OPTIMIZERS)
+    wrapper: str = option("none", f"around the optimizer: {', '.join(WRAPPERS)}", choices=WRAPPERS)
+    sam_radius: float = option(0.05, "distance at which sam computes the gradient", within="(0, 1000]")
     schedule: str = option("cosine", f"step size: {', '.join(tr.SCHEDULES)}", choices=tr.SCHEDULES)
     learning_rate: float | None = option(None, "the largest step size", within="(0, 1000]")
     warmup: float = option(0.15, "fraction of the run during which the step size rises", within="[0, 1)")
@@ -85,6 +89,16 @@ def flip_and_crop(key, images):
     return tr.random_crop(keys[0], tr.random_flip(keys[1], images), images.shape[1] // 8)
 
 
+def make_optimizer(config, rate):
+    tx = tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay)
+    if config.wrapper == "lookahead":
+        return tr.lookahead(tx)
+    if config.wrapper == "sam":                            # two gradients for each step
+        ascent = optax.chain(optax.contrib.normalize(), optax.sgd(config.sam_radius))
+        return optax.contrib.sam(tx, ascent, opaque_mode=True)
+    return tx
+
+
 def make_model(config, classes, size):
     if config.model == "mlp":
         return models.MLP((512, 256, classes), config.dropout)
@@ -112,7 +126,7 @@ def train(config, workdir, policy, **fit_options):
     augment = AUGMENT[config.augment]
     model = make_model(config, classes, height)
     rate = tr.schedule(config.schedule, config.learning_rate, steps, warmup=config.warmup)
-    tx = ft.loss_scale(tr.optimizer(config.optimizer, rate, weight_decay=config.weight_decay), policy)
+    tx = ft.loss_scale(make_optimizer(config, rate), policy)
 
     def step(state, batch):
         key, dropout = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.step))
@@ -129,7 +143,9 @@ def train(config, workdir, policy, **fit_options):
         metrics = {"loss": value, "accuracy": tr.mean(correct), "learning_rate": rate(state.step)}
         if scaler := ft.loss_scale_state(state.opt_state):
             metrics |= {"loss_scale": scaler.scale, "skipped": scaler.skipped.astype(jnp.float32)}
-        return state.apply(tx, grads, state=new), metrics
+        at = lambda params, _: ft.autocast(jax.grad(loss, has_aux=True), policy)(params)[0]
+        extra = {"grad_fn": at} if config.wrapper == "sam" else {}
+        return state.apply(tx, grads, state=new, **extra), metrics
 
     def measure(state, batch):
         images = standard(batch["image"].astype(jnp.float32) / 255)
@@ -244,6 +260,8 @@ def main(argv):
     common.needs("matplotlib")
     workdir = common.user_path("workdir", flags.FLAGS.workdir or f"runs/{config.dataset}")
     policy, config = common.decided(config, workdir, workdir / "last20", restart=flags.FLAGS.restart)
+    if config.wrapper == "sam" and policy.loss_scale is not None:
+        raise tr.ConfigError("--wrapper=sam: its second gradient has no loss scale; use --precision=float32")
     runs = {workdir: config}
     if config.dataset == "digits" and config.split == "random" and flags.FLAGS.last20:
         runs = {workdir / "last20": dataclasses.replace(config, split="last20")} | runs

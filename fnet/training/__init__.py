@@ -12,7 +12,7 @@ from fnet.training._config import ConfigError, from_dict, load_config, same_conf
 from fnet.training._logs import Logger, LogWarning, read_metrics
 from fnet.training._media import Histogram, Image, Text
 from fnet.training._metrics import Mean, MemberMean, Total, confusion, evaluator, mean
-from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, decays, optimizer, schedule
+from fnet.training._optimizers import OPTIMIZERS, SCHEDULES, LookaheadState, decays, lookahead, optimizer, schedule
 from fnet.training._predictions import save_predictions
 from fnet.training._state import TrainState
 from fnet.training._svrg import SVRGState, refresh_anchor, svrg
@@ -55,6 +55,7 @@ __all__ = [
     "Interrupted",
     "LogWarning",
     "Logger",
+    "LookaheadState",
     "Mean",
     "MemberMean",
     "OutOfMemory",
@@ -85,6 +86,7 @@ __all__ = [
     "from_iterator",
     "load",
     "load_config",
+    "lookahead",
     "mean",
     "optimizer",
     "plots",

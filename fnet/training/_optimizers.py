@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,11 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "lion": optax.lion,
     "lamb": optax.lamb,
     "lars": optax.lars,
+    "adabelief": optax.adabelief,
+    "amsgrad": optax.amsgrad,
+    "muon": optax.contrib.muon,
+    "radam": optax.radam,
+    "yogi": optax.yogi,
 }
 SCHEDULES = ("constant", "cosine", "linear", "step", "one_cycle")
 
@@ -126,8 +131,8 @@ def optimizer(
     Args:
       name: one of `OPTIMIZERS`. momentum and nesterov are SGD with momentum 0.9.
       learning_rate: a number or a schedule.
-      weight_decay: decoupled for adamw, nadamw, lion, lamb and lars (Loshchilov & Hutter 2019). For the others, it is
-        added to the gradient, which is L2 regularization.
+      weight_decay: decoupled for adamw, nadamw, lion, lamb, lars and muon (Loshchilov & Hutter 2019). For the others,
+        it is added to the gradient, which is L2 regularization.
       decay_all: whether weight decay also applies to biases and norm scales (see `decays`).
       clip: largest global norm of the gradient, or None.
       **options: passed to the Optax optimizer (`b1=`, `momentum=`, `eps=`, ...).
@@ -151,7 +156,61 @@ def optimizer(
     chain = [optax.clip_by_global_norm(clip)] if clip is not None else []
     if "weight_decay" in known:
         options |= {"weight_decay": weight_decay}
-        options |= {"weight_decay_mask" if name == "lars" else "mask": mask or True}
+        options |= {"weight_decay_mask" if "weight_decay_mask" in known else "mask": mask or True}
     elif weight_decay:
         chain.append(optax.add_decayed_weights(weight_decay, mask))
     return optax.chain(*chain, make(learning_rate, **options))
+
+
+class LookaheadState(NamedTuple):
+    """The state of `lookahead`.
+
+    Attributes:
+        slow: the slow weights.
+        inner: the state of Optax's lookahead.
+
+    >>> tr.lookahead(optax.sgd(0.1)).init({"w": jnp.ones(2)}).slow["w"].tolist()
+    [1.0, 1.0]
+    """
+
+    slow: Any
+    inner: Any
+
+
+def lookahead(optimizer: optax.GradientTransformation, *, period: int = 5,
+              rate: float = 0.5) -> optax.GradientTransformation:
+    """Returns `optax.lookahead` for parameters of the model's own structure: the slow weights are part of the state.
+
+    Every `period` steps, the slow weights move toward the weights, which continue from them:
+
+        slow = slow + rate (w - slow),        w = slow
+
+    Args:
+        optimizer: an Optax optimizer of the weights w.
+        period: steps between two updates of the slow weights.
+        rate: the step size of the slow weights.
+
+    Source: Zhang et al. (2019), Lookahead Optimizer: k Steps Forward, 1 Step Back.
+
+    >>> tx, w = tr.lookahead(optax.sgd(1.0), period=2), jnp.float32(0)
+    >>> state = tx.init(w)
+    >>> for _ in range(2):
+    ...     updates, state = tx.update(jnp.float32(-1), state, w)
+    ...     w = w + updates
+    >>> float(w), float(state.slow)                     # 2 steps of 1, of which half is kept
+    (1.0, 1.0)
+    """
+    inner = optax.lookahead(optimizer, period, rate)
+
+    def init(params):
+        slow = jax.tree.map(jnp.copy, params)
+        return LookaheadState(slow, inner.init(optax.LookaheadParams(params, slow)))
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError("lookahead: call update(grads, state, params)")
+        with jax.numpy_dtype_promotion("standard"):        # Optax multiplies a bool by floats
+            updates, new = inner.update(updates, state.inner, optax.LookaheadParams(params, state.slow))
+        return updates.fast, LookaheadState(optax.apply_updates(state.slow, updates.slow), new)
+
+    return optax.GradientTransformation(init, update)

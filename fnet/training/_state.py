@@ -71,9 +71,7 @@ class TrainState:
             decay=ema,
         )
 
-    def apply(
-        self, tx: optax.GradientTransformation, grads: Any, *, state: Any = None
-    ) -> TrainState:
+    def apply(self, tx: optax.GradientTransformation, grads: Any, *, state: Any = None, **extra: Any) -> TrainState:
         """Returns the state after one update: new parameters, moving average and optimizer state, and step + 1.
 
             ema' = d ema + (1 - d) params',    d = min(decay, (1 + step) / (10 + step))
@@ -84,9 +82,10 @@ class TrainState:
           tx: the transformation that was passed to `create`.
           grads: a tree like params.
           state: the model's new state; None keeps the old one.
+          extra: further arguments of `tx.update`, such as `gradient=` of `tr.svrg`.
         """
         with jax.numpy_dtype_promotion("standard"):        # Adam's `decay ** step` needs it
-            updates, opt_state = tx.update(grads, self.opt_state, self.params)
+            updates, opt_state = tx.update(grads, self.opt_state, self.params, **extra)
             params = optax.apply_updates(self.params, updates)
         ema = self.ema
         if ema is not None:

@@ -137,3 +137,15 @@ def test_a_missing_file_without_a_network(tmp_path):
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "train-images-idx3-ubyte.gz" in done.stderr and "into" in done.stderr
+
+
+@pytest.mark.parametrize("wrapper", ["lookahead", "sam"])
+def test_wrappers_around_the_optimizer(tmp_path, wrapper):
+    flags = [f"--workdir={tmp_path}", "--model=mlp", "--batch_size=64", "--nolast20", f"--wrapper={wrapper}",
+             "--optimizer=momentum", "--precision=float32"]
+    run(*flags, "--steps=60")
+    done = run(*flags, "--steps=120")                      # resumes with the state of the wrapper
+    assert "resumed at step 60" in done.stdout
+    assert float(re.search(r"test accuracy (\S+)$", done.stdout.strip())[1]) > 0.9
+    wrong = run(*flags[:-1], "--steps=120", "--precision=float16", "--restart", code=2 if wrapper == "sam" else 0)
+    assert "--wrapper=sam: its second gradient has no loss scale" in wrong.stderr or wrapper != "sam"

@@ -102,3 +102,53 @@ def test_a_final_rate():
 def test_optimizer_errors(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+def logistic():
+    """(x, y, w) and NumPy's gradient of mean log(1 + exp(-y x.w))."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 5))
+    y = np.sign(x @ rng.normal(size=5))
+    return x, y, lambda w: -(x * (y / (1 + np.exp(y * (x @ w))))[:, None]).mean(0)
+
+
+def trained(tx, steps, x, y, **more):
+    """The parameters of a jitted run in float64, in two leaves."""
+    loss = lambda p: jnp.logaddexp(0.0, -y * (x @ jnp.concatenate([p["a"], p["b"]]))).mean()
+    extra = {"grad_fn": lambda p, _: jax.grad(loss)(p)} if "sam" in more else {}
+    step = jax.jit(lambda s: s.apply(tx, jax.grad(loss)(s.params), **extra))
+    state = tr.TrainState.create({"a": jnp.full(2, 0.1), "b": jnp.full(3, 0.1)}, tx)
+    for _ in range(steps):
+        state = step(state)
+    return state
+
+
+def test_sam_equals_numpy():
+    """The gradient at a distance of 0.3 in the direction of the gradient, in momentum."""
+    x, y, gradient = logistic()
+    with jax.enable_x64(True):
+        tx = optax.contrib.sam(tr.optimizer("momentum", 0.5), optax.chain(optax.contrib.normalize(), optax.sgd(0.3)),
+                               opaque_mode=True)
+        params = trained(tx, 7, x, y, sam=True).params
+    w, velocity = np.full(5, 0.1), np.zeros(5)
+    for _ in range(7):
+        g = gradient(w)
+        velocity = 0.9 * velocity + gradient(w + 0.3 * g / np.linalg.norm(g))
+        w = w - 0.5 * velocity
+    np.testing.assert_allclose(np.concatenate([params["a"], params["b"]]), w, rtol=1e-9)
+
+
+def test_lookahead_equals_numpy():
+    x, y, gradient = logistic()
+    with jax.enable_x64(True):
+        state = trained(tr.lookahead(tr.optimizer("momentum", 0.5), period=3, rate=0.4), 8, x, y)
+    w, slow, velocity = np.full(5, 0.1), np.full(5, 0.1), np.zeros(5)
+    for step in range(8):
+        velocity = 0.9 * velocity + gradient(w)
+        w = w - 0.5 * velocity
+        if step % 3 == 2:
+            w = slow = slow + 0.4 * (w - slow)
+    np.testing.assert_allclose(np.concatenate(list(state.params.values())), w, rtol=1e-9)
+    np.testing.assert_allclose(np.concatenate(list(state.opt_state.slow.values())), slow, rtol=1e-9)
+    with pytest.raises(ValueError, match="lookahead: call update"):
+        tr.lookahead(optax.sgd(0.1)).update(jnp.ones(2), tr.lookahead(optax.sgd(0.1)).init(jnp.ones(2)))
