@@ -71,22 +71,26 @@ class Problem:
             return state.apply(tx(hyper), grads), {"loss": value}
 
         self.init_n, self.step_n = search.population(init, step, method=method)
-        self._accuracies = jax.jit(self._measure)
+        self._measured = jax.jit(self._measure)
 
     def _measure(self, members, x, y):
-        correct = jax.vmap(lambda member: self.model(member.params, x, rate=0.0).argmax(-1) == y)(members)
-        return correct.mean(1)
+        """(accuracies, losses), [members]."""
+        logits = jax.vmap(lambda member: self.model(member.params, x, rate=0.0))(members)
+        losses = jax.vmap(optax.softmax_cross_entropy_with_integer_labels, (0, None))(logits, y)
+        return (logits.argmax(-1) == y[None]).mean(1), losses.mean(1)
 
     def score(self, state):
-        """The validation accuracy of each member; on a tie, the one with the smaller index is the best."""
-        return self._accuracies(state.members, *self.validation)
+        """The validation accuracy of each member. The loss decides between equal ones."""
+        accuracies, losses = self._measured(state.members, *self.validation)
+        return accuracies - losses / (1 + losses) / (2 * len(self.validation[1]))
 
-    def test_accuracy(self, state, scores):
-        best = int(np.argmax(np.where(np.asarray(state.diverged), -1, np.asarray(scores))))
-        return float(self._accuracies(state.members, *self.test)[best])
+    def selected(self, state):
+        """The validation and test accuracy of the member with the best score."""
+        best = int(np.nanargmax(np.where(np.asarray(state.diverged), -1, np.asarray(self.score(state)))))
+        return tuple(float(self._measured(state.members, *data)[0][best]) for data in (self.validation, self.test))
 
 
-def run(method, problem, seed, *, members, steps):
+def run(method, problem, seed, *, members, steps, generations):
     """Returns (validation accuracy, test accuracy, steps of all members) of the selected member."""
     key, fit = jax.random.key(seed), {"steps": steps, "log_every": steps}
     if method in ("random", "sobol"):
@@ -102,11 +106,10 @@ def run(method, problem, seed, *, members, steps):
                                problem.batches, problem.score, steps=steps, first=first, key=key, log_every=steps)
         state, used = found.state, found.member_steps
     else:
-        step = search.pbt(problem.step_n, problem.score, SPACE, interval=max(1, steps // 10), seed=seed)
+        step = search.pbt(problem.step_n, problem.score, SPACE, interval=max(1, steps // generations), seed=seed)
         points = SPACE.arrays(SPACE.random(members, seed=seed))
         state, used = tr.fit(step, problem.init_n(key, points), problem.batches, **fit), members * steps
-    scores = problem.score(state)
-    return float(np.nanmax(scores)), problem.test_accuracy(state, scores), used
+    return *problem.selected(state), used
 
 
 def _halving_steps(count, first, steps):
@@ -116,6 +119,15 @@ def _halving_steps(count, first, steps):
         if length == steps:
             return total
         count, at, length = max(1, count // 3), length, min(3 * length, steps)
+
+
+def compared(name, results):
+    """The difference to random search, seed by seed."""
+    if name == "random" or "random" not in results:
+        return ""
+    gains = np.array([a[1] - b[1] for a, b in zip(results[name], results["random"])])
+    return (f"; to random search {gains.mean():+.4f} ± {gains.std():.4f}, better {(gains > 0).sum()}, equal "
+            f"{(gains == 0).sum()}, worse {(gains < 0).sum()}")
 
 
 def plot(results, path, title):
@@ -137,9 +149,11 @@ def define_flags():
     flags.DEFINE_string("data_dir", None, "where its files are, or go")
     flags.DEFINE_string("workdir", "runs/hyperparameters", "folder of results.csv and hyperparameters.png")
     flags.DEFINE_list("methods", list(METHODS), f"which of {', '.join(METHODS)}")
-    flags.DEFINE_integer("members", 12, "members of random search and of population-based training")
-    flags.DEFINE_integer("steps", 600, "steps of a member")
+    flags.DEFINE_integer("members", 8, "members of random search and of population-based training")
+    flags.DEFINE_integer("steps", 300, "steps of a member")
+    flags.DEFINE_integer("generations", 10, "generations of population-based training")
     flags.DEFINE_integer("seeds", 5, "number of repetitions")
+    flags.DEFINE_integer("first_seed", 0, "the seed of the first one")
     flags.DEFINE_integer("width", 64, "units of a hidden layer")
     flags.DEFINE_integer("batch_size", 64, "examples in a batch")
     flags.DEFINE_integer("examples", 0, "use the first training examples only; 0 for all")
@@ -150,25 +164,27 @@ def main(argv):
     common.no_arguments(argv, "--methods=random,pbt")
     given = flags.FLAGS
     workdir = common.begin_comparison(METHODS, {
-        "members": "[2, 10000]", "steps": "[1, 10000000]", "seeds": "[1, 1000]", "width": "[1, 8192]",
-        "batch_size": "[1, 65536]", "examples": "[0, 10000000]"})
+        "members": "[2, 10000]", "steps": "[1, 10000000]", "generations": "[1, 100000]", "seeds": "[1, 1000]",
+        "first_seed": "[0, 1000000]", "width": "[1, 8192]", "batch_size": "[1, 65536]", "examples": "[0, 10000000]"})
     data = tr.datasets.load(given.dataset, given.data_dir, announce=print)
     results = {name: [] for name in given.methods}
-    for seed in range(given.seeds):
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
         problem = Problem(data, seed, width=given.width, batch_size=given.batch_size, examples=given.examples,
                           method=given.members_by)
         for name in given.methods:
-            results[name].append(run(name, problem, seed, members=given.members, steps=given.steps))
+            results[name].append(run(name, problem, seed, members=given.members, steps=given.steps,
+                                     generations=given.generations))
             print(f"seed {seed}, {name}: validation {results[name][-1][0]:.4f}, test {results[name][-1][1]:.4f}, "
                   f"{results[name][-1][2]:,} steps", flush=True)
     for name, values in results.items():
         test = [each[1] for each in values]
         print(f"{name:8} validation {np.mean([each[0] for each in values]):.4f}, test accuracy {np.mean(test):.4f} "
-              f"± {np.std(test):.4f} over {len(test)} seeds")
+              f"± {np.std(test):.4f} over {len(test)} seeds" + compared(name, results))
     with open(workdir / "results.csv", "w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["method", "seed", "validation", "test", "member_steps"])
-        rows.writerows([name, seed, *each] for name, values in results.items() for seed, each in enumerate(values))
+        rows.writerows([name, seed, *each] for name, values in results.items()
+                       for seed, each in enumerate(values, given.first_seed))
     plot(results, workdir / "hyperparameters.png", f"{given.dataset}: {given.members} x {given.steps} steps")
     print(f"{workdir}: hyperparameters.png, results.csv")
 
