@@ -1,13 +1,15 @@
-"""Which convolutions the rule `convolution_kernels` of `tune` makes faster: Eigen's and YNNPACK's kernels compared.
+"""Which convolutions the rules of `tune` make faster: Eigen's and YNNPACK's kernels, and the tuned program, compared.
 
     python -m benchmarks.convolutions
+    python -m benchmarks.convolutions depthwise            # convolutions with this word in their names
 
-Both programs run in one process and alternate, because a process for each of 24 programs would take minutes.
+The programs run in one process and alternate, because a process for each would take minutes.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 
 import jax
@@ -16,18 +18,21 @@ import numpy as np
 from jax import lax
 
 from benchmarks._harness import header
+from fnet import transforms as ft
 from fnet.transforms._tune_library import YNNPACK
 
 ROUNDS = 7
 # batch, height and width, input features, output features, window, stride, groups
 SHAPES = [(8, 28, 32, 64, 3, 1, 1), (8, 56, 64, 64, 3, 1, 1), (8, 28, 128, 128, 3, 1, 1), (8, 14, 256, 256, 3, 1, 1),
           (8, 28, 64, 64, 3, 2, 1), (2, 224, 3, 32, 3, 2, 1), (8, 28, 24, 96, 1, 1, 1), (8, 56, 64, 64, 1, 1, 1),
-          (8, 28, 96, 96, 3, 1, 96), (8, 28, 96, 96, 5, 1, 96), (8, 28, 64, 64, 3, 1, 4), (8, 28, 128, 128, 3, 1, 32)]
+          (8, 28, 96, 96, 3, 1, 96), (8, 28, 96, 96, 5, 1, 96), (8, 28, 96, 96, 3, 2, 96), (8, 28, 96, 96, 7, 1, 96),
+          (1, 112, 32, 32, 3, 1, 32), (1, 7, 960, 960, 3, 1, 960), (8, 28, 64, 64, 3, 1, 4),
+          (8, 28, 128, 128, 3, 1, 32)]
 
 
 def milliseconds(f, *args) -> dict[str, float]:
-    """{"YNNPACK" (JAX's default) or "Eigen": the median of ROUNDS calls}."""
-    runs = {"YNNPACK": jax.jit(f), "Eigen": jax.jit(f, compiler_options=YNNPACK)}
+    """{"YNNPACK" (JAX's default), "Eigen" or "tuned": the median of ROUNDS calls}."""
+    runs = {"YNNPACK": jax.jit(f), "Eigen": jax.jit(f, compiler_options=YNNPACK), "tuned": ft.tune(f)}
     times = {name: [] for name in runs}
     for turn in range(ROUNDS + 1):    # the first compiles
         for name, run in runs.items():
@@ -39,7 +44,8 @@ def milliseconds(f, *args) -> dict[str, float]:
 
 def main():
     print(header("python -m benchmarks.convolutions", ROUNDS, allocator="default"))
-    print("| convolution | pass | YNNPACK ms | Eigen ms | Eigen / YNNPACK |\n|---|---|---|---|---|")
+    print("| convolution | pass | YNNPACK ms | Eigen ms | tuned ms | Eigen / YNNPACK | tuned / YNNPACK |")
+    print("|---" * 7 + "|")
     random = np.random.default_rng(0)
     for n, size, c, out, window, stride, groups in SHAPES:
         def convolve(x, w, stride=stride, groups=groups):
@@ -48,13 +54,15 @@ def main():
 
         x = jnp.asarray(random.normal(size=(n, size, size, c)), jnp.float32)
         w = jnp.asarray(random.normal(size=(window, window, c // groups, out)), jnp.float32)
-        grouped = f", {groups} groups" * (groups > 1)
+        grouped = ", depthwise" if groups == c else f", {groups} groups" * (groups > 1)
         name = f"{window}x{window}/{stride} {c} to {out}{grouped} at {n}x{size}x{size}"
+        if not all(word in name for word in sys.argv[1:]):
+            continue
         for phase, f in (("forward", convolve),
                          ("gradient", jax.grad(lambda x, w, f=convolve: jnp.square(f(x, w)).sum(), (0, 1)))):
             times = milliseconds(f, x, w)
-            ratio = times["Eigen"] / times["YNNPACK"]
-            print(f"| {name} | {phase} | {times['YNNPACK']:.2f} | {times['Eigen']:.2f} | {ratio:.2f} |", flush=True)
+            cells = [*times.values(), times["Eigen"] / times["YNNPACK"], times["tuned"] / times["YNNPACK"]]
+            print(f"| {name} | {phase} | {' | '.join(f'{cell:.2f}' for cell in cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,13 @@ class Product:
         return self.options["feature_group_count"], self.options["batch_group_count"]
 
     @property
+    def window(self) -> tuple[tuple, tuple, tuple, tuple]:
+        """A convolution's strides, padding, and dilations of the input and the kernel, for each axis of space."""
+        names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
+        strides, padding, lhs, rhs = (self.options[name] for name in names)
+        return tuple(strides), tuple(map(tuple, padding)), tuple(lhs), tuple(rhs)
+
+    @property
     def summed(self) -> int:
         """How many products are added up in one element of the result."""
         left, right = (v.aval.shape for v in self.eqn.invars[:2])

@@ -20,6 +20,7 @@ from fnet import jaxpr
 from fnet.hardware._onednn import ONEDNN
 from fnet.transforms import _tune_library as library
 from fnet.transforms._lowered import as_matrices
+from fnet.transforms._tune_depthwise import depthwise_convolution
 from fnet.transforms._tune_layout import transposed
 
 F32 = jnp.dtype("float32")
@@ -195,6 +196,8 @@ RULES = (
     Rule("max_pool", ("reduce_window_max",), max_pool, "elementwise maxima"),
     Rule("max_pool_gradient", ("select_and_scatter_add",), max_pool_gradient,
          "the largest element's place is found elementwise"),
+    Rule("depthwise_convolution", ("conv_general_dilated", "lowered"), depthwise_convolution,
+         "a sum of products with shifted arrays"),
     Rule("convolution_gradient", ("conv_general_dilated", "lowered"), convolution_gradient,
          "a forward convolution's layout", below="0.12"),    # from there on XLA's own takes as long
     Rule("convolution_kernels", (), None, "XLA's own kernels for convolutions, where YNNPACK's are slower, and "

@@ -63,6 +63,12 @@ def test_who_chose_the_precision(precision, default):
     assert jaxpr.product(equation(f, (3, 3))).default_precision == default
 
 
+def test_windows_of_convolutions():
+    f = lambda x, k: lax.conv_general_dilated(x, k, (2,), [(1, 3)], lhs_dilation=(4,), rhs_dilation=(5,))
+    for g, name in ((f, None), (ft.autocast(f, "bfloat16"), "lowered")):
+        assert jaxpr.product(equation(g, (1, 2, 8), (3, 2, 3), name=name)).window == ((2,), ((1, 3),), (4,), (5,))
+
+
 def test_other_equations_are_no_products():
     assert jaxpr.product(equation(jnp.sin, (3,))) is None
     assert jaxpr.product(equation(jax.jit(lambda x: x @ x), (3, 3), name="jit")) is None

@@ -1,0 +1,116 @@
+"""Depthwise convolutions as sums of products with shifted arrays, for tune on CPUs.
+
+XLA:CPU computes a depthwise convolution, and both its gradients, element by element: 7 to 100 times as long as a loop
+over the window whose body is elementwise over channels (`python -m benchmarks.convolutions depthwise`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from fnet import jaxpr
+
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+_TAPS = 64          # the largest window; each position is an operation of the program
+_CACHED = 1 << 19   # bytes of the examples whose part of a kernel's gradient is computed at once
+
+
+def depthwise_convolution(eqn, inputs):
+    """A convolution with one filter for each channel, or one of its gradients."""
+    product = jaxpr.product(eqn)
+    if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
+        return None
+    (x, w), (lhs, rhs, out), result = (value.x for value in inputs), product.dimensions, eqn.outvars[0].aval
+    strides, padding, x_dilation, w_dilation = product.window
+    space = tuple(result.shape[i] for i in out[2:])
+    kind = _kind(product, x.shape, w.shape)
+    if kind is None or 0 in (*x.shape, *result.shape):
+        return None
+    x, w = (jnp.asarray(a, product.dtype).astype(F32) for a in (x, w))
+    if kind == "kernel":
+        if math.prod(space) > _TAPS:
+            return None
+        x, g = (a.transpose(axes[1], *axes[2:], axes[0]) for a, axes in ((x, lhs), (w, rhs)))
+        y = _kernel_gradient(x, g, space, strides, padding, x_dilation, w_dilation)
+    else:
+        if math.prod(w.shape[i] for i in rhs[2:]) > _TAPS:
+            return None
+        x, w = x.transpose(lhs[0], *lhs[2:], lhs[1]), w.transpose(rhs[1], *rhs[2:], rhs[0])
+        if all(d == 1 for d in x_dilation):
+            y = _forward(x, w, space, strides, padding, w_dilation)
+        elif all(s == 1 for s in strides):
+            y = _dilated(x, w, space, padding, x_dilation, w_dilation)
+        else:
+            return None
+    places = out[0], *out[2:], out[1]                      # of the axes of y: examples, space, channels
+    return [y.astype(result.dtype).transpose([places.index(i) for i in range(y.ndim)])]
+
+
+def _kind(product, x, w) -> str | None:
+    """ "forward" for a convolution or the gradient of its input, "kernel" for that of its kernel; None for others."""
+    (lhs, rhs, _), (features, batches) = product.dimensions, product.groups
+    if batches == 1 and 1 < features == x[lhs[1]] == w[rhs[0]]:
+        return "forward"
+    if features == 1 and 1 < batches == x[lhs[0]] == w[rhs[0]]:
+        return "kernel"
+    return None
+
+
+def _taps(window):
+    return itertools.product(*map(range, window))
+
+
+def _slice(x, tap, step, size, stride):
+    """x[:, tap * step::stride] with `size` elements, on each axis of space; x is [examples, *space, channels]."""
+    start = [0, *(k * d for k, d in zip(tap, step)), 0]
+    stop = [len(x), *(k * d + s * (n - 1) + 1 for k, d, n, s in zip(tap, step, size, stride)), x.shape[-1]]
+    return lax.slice(x, start, stop, [1, *stride, 1])
+
+
+def _padded(x, padding, dilation):
+    edges = [(0, 0, 0), *((*each, d - 1) for each, d in zip(padding, dilation)), (0, 0, 0)]
+    return lax.pad(x, jnp.zeros((), x.dtype), edges)
+
+
+def _forward(x, w, space, strides, padding, dilation):
+    """[examples, *space, channels] of x and w [1, *window, channels]."""
+    x = _padded(x, padding, (1,) * len(space))
+    return sum(_slice(x, tap, dilation, space, strides) * _filter(w, tap) for tap in _taps(w.shape[1:-1]))
+
+
+def _filter(w, tap):
+    """The weights of one position, [1, *1, channels]."""
+    return lax.slice(w, (0, *tap, 0), (1, *(k + 1 for k in tap), w.shape[-1]))
+
+
+def _dilated(x, w, space, padding, x_dilation, w_dilation):
+    """The same for an x with zeros between its elements, as in the gradient of a strided convolution."""
+    total, zero = 0.0, jnp.zeros((), x.dtype)
+    for tap in _taps(w.shape[1:-1]):
+        low = [first - k * d for (first, _), k, d in zip(padding, tap, w_dilation)]
+        high = [n - (size - 1) * d - 1 - first for n, size, d, first in zip(space, x.shape[1:-1], x_dilation, low)]
+        edges = [(0, 0, 0), *((*each, d - 1) for *each, d in zip(low, high, x_dilation)), (0, 0, 0)]
+        total = total + lax.pad(x * _filter(w, tap), zero, edges)
+    return total
+
+
+def _kernel_gradient(x, g, window, step, padding, dilation, strides):
+    """[1, *window, channels] of x and g [examples, *space, channels]."""
+    def part(x, g):
+        x = _padded(x, padding, dilation)
+        taps = [(_slice(x, tap, step, g.shape[1:-1], strides) * g).sum(range(g.ndim - 1)) for tap in _taps(window)]
+        return jnp.stack(taps)
+
+    size = max(1, _CACHED * len(x) // max(1, 4 * x.size))  # examples that fit into the cache
+    count = next(count for count in range(1, len(x) + 1) if len(x) % count == 0 and len(x) // count <= size)
+    if count == 1:
+        total = part(x, g)
+    else:
+        x, g = (a.reshape(count, -1, *a.shape[1:]) for a in (x, g))
+        zeros = jnp.zeros((math.prod(window), x.shape[-1]), x.dtype)
+        total = lax.scan(lambda total, pair: (total + part(*pair), None), zeros, (x, g))[0]
+    return total.reshape(1, *window, x.shape[-1])

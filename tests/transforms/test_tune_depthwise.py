@@ -1,0 +1,160 @@
+"""Depthwise convolutions and their gradients, in tune's form, beside XLA's."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fnet import layers as nn
+from fnet import transforms as ft
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape, dtype=np.float32):
+    return RNG.normal(size=shape).astype(dtype)
+
+
+def depthwise(shape, window, *, strides=None, padding="SAME", dilation=None, x_dilation=None, spec=None):
+    """(f(x, w), x, w) for x of a shape [batch, *space, channels]."""
+    n = len(window)
+    axes = "DHW"[-n:]
+    spec = spec or (f"N{axes}C", f"{axes}IO", f"N{axes}C")
+    sizes = dict(zip(f"N{axes}C", shape)) | {"I": 1, "O": shape[-1]}
+    kernel = dict(zip(axes, window)) | {"I": 1, "O": shape[-1]}
+    x, w = draw(*(sizes[name] for name in spec[0])), draw(*(kernel[name] for name in spec[1]))
+
+    def f(x, w):
+        return lax.conv_general_dilated(
+            x, w, strides or (1,) * n, padding, lhs_dilation=x_dilation, rhs_dilation=dilation,
+            dimension_numbers=spec, feature_group_count=shape[-1])
+
+    return f, x, w
+
+
+CASES = {
+    "3x3": depthwise((4, 8, 8, 6), (3, 3)),
+    "3x3, stride 2": depthwise((4, 9, 8, 6), (3, 3), strides=(2, 2)),
+    "5x3, strides 3 and 1": depthwise((2, 11, 9, 4), (5, 3), strides=(3, 1)),
+    "valid": depthwise((2, 7, 7, 3), (3, 3), padding="VALID"),
+    "explicit padding": depthwise((2, 7, 6, 3), (3, 3), strides=(2, 2), padding=((2, 0), (1, 3))),
+    "negative padding": depthwise((2, 9, 9, 3), (3, 3), padding=((-1, 0), (1, -2))),
+    "more padding than the window": depthwise((1, 4, 4, 2), (3, 3), padding=((5, 4), (0, 6)), strides=(2, 3)),
+    "dilated": depthwise((2, 9, 9, 3), (3, 3), dilation=(2, 3)),
+    "dilated and strided": depthwise((2, 9, 9, 3), (3, 3), dilation=(2, 1), strides=(2, 2), padding=((2, 2), (1, 1))),
+    "7x7": depthwise((1, 10, 10, 4), (7, 7)),
+    "even window": depthwise((2, 8, 8, 4), (2, 4), strides=(2, 2)),
+    "1x1": depthwise((2, 5, 5, 4), (1, 1)),
+    "1-D": depthwise((3, 17, 5), (4,), strides=(2,)),
+    "3-D": depthwise((2, 5, 6, 7, 3), (3, 2, 3), strides=(1, 2, 1)),
+    "channels first": depthwise((2, 8, 8, 3), (3, 3), strides=(2, 2), spec=("NCHW", "OIHW", "NCHW")),
+    "mixed layouts": depthwise((2, 8, 7, 3), (3, 3), spec=("NHWC", "OIHW", "NCHW")),
+    "transposed": depthwise((2, 5, 5, 3), (3, 3), x_dilation=(2, 2), padding=((2, 1), (1, 2))),
+    "many examples": depthwise((24, 64, 64, 8), (3, 3)),
+    "window larger than the array": depthwise((2, 3, 3, 2), (5, 5)),
+}
+
+
+def outputs(f, x, w, g=None):
+    y, back = jax.vjp(f, x, w)
+    return (y, *back(y + 0.5))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradients(case):
+    f, x, w = CASES[case]
+    both = lambda x, w: outputs(f, x, w)
+    expected = both(x, w)
+    fast = ft.tune(both, "cpu", rules={"convolution_kernels": False})
+    found = fast(x, w)
+    rows = [row.rule for row in ft.explain(fast, x, w).rows]
+    assert rows.count("depthwise_convolution") == 3, rows
+    for a, b in zip(found, expected):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_other_dtypes(dtype):
+    with jax.enable_x64(True):
+        f, x, w = CASES["3x3, stride 2"]
+        x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+        both = lambda x, w: outputs(f, x, w)
+        fast = ft.tune(both, "cpu", rules={"convolution_kernels": False, "convolution_library": False})
+        rewritten = {row.rule for row in ft.explain(fast, x, w).rows}
+        assert ("depthwise_convolution" in rewritten) == (dtype == "bfloat16")
+        exact = outputs(f, x.astype("float64"), w.astype("float64"))
+        for a, b in zip(fast(x, w), exact):
+            assert a.dtype == dtype
+            limit = {"bfloat16": 2e-2, "float16": 2e-3, "float64": 1e-12}[dtype]
+            np.testing.assert_allclose(a.astype("float64"), b, atol=limit * float(jnp.abs(b).max()), rtol=0)
+
+
+@pytest.mark.parametrize(("shape", "kernel", "options"), [
+    ((2, 8, 8, 4), (3, 3, 2, 4), dict(feature_group_count=2)),                      # grouped
+    ((2, 8, 8, 4), (3, 3, 1, 8), dict(feature_group_count=4)),                      # two filters for a channel
+    ((2, 8, 8, 1), (3, 3, 1, 4), dict()),                                           # one channel
+    ((1, 12, 12, 4), (9, 9, 1, 4), dict(feature_group_count=4)),                    # 81 positions
+])
+def test_other_convolutions_stay(shape, kernel, options):
+    f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                                              **options)
+    rows = ft.explain(ft.tune(f, "cpu"), draw(*shape), draw(*kernel)).rows
+    assert "depthwise_convolution" not in {row.rule for row in rows}
+
+
+def test_nan_and_infinity_stay_where_they_are():
+    f, x, w = CASES["3x3, stride 2"]
+    x = x.copy()
+    x[0, 3, 3, 1], x[1, 0, 0, 0], x[2, 8, 7, 5] = np.nan, np.inf, -np.inf
+    expected, found = f(x, w), ft.tune(f, "cpu")(x, w)
+    for same in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(same(found), same(expected))
+
+
+def test_empty_arrays():
+    for shape in ((0, 8, 8, 4), (2, 0, 8, 4)):
+        f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                                                  feature_group_count=4)
+        assert ft.tune(f, "cpu")(np.zeros(shape, np.float32), draw(3, 3, 1, 4)).shape == f(
+            np.zeros(shape, np.float32), draw(3, 3, 1, 4)).shape
+
+
+def test_under_other_transforms():
+    """vmap over kernels, a scan over layers, remat, and second derivatives."""
+    f, x, w = CASES["3x3"]
+    ws = draw(3, *w.shape)
+    many = lambda x, ws: jax.vmap(f, (None, 0))(x, ws)
+    scanned = lambda x, ws: lax.scan(lambda x, w: (jnp.tanh(jax.checkpoint(f)(x, w)), None), x, ws)[0]
+    hessian = lambda x, ws: jax.jvp(jax.grad(lambda w: (f(x, w)**3).sum()), (ws[0],), (ws[1],))[1]
+    for g in (many, scanned, hessian, lambda x, ws: jax.grad(lambda ws: (scanned(x, ws)**2).sum())(ws)):
+        fast = ft.tune(g, "cpu", rules={"convolution_kernels": False})
+        np.testing.assert_allclose(fast(x, ws), g(x, ws), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strides", [1, 2, 3])
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_all_small_sizes(strides, padding):
+    for size, window, dilation, batch in itertools.product((1, 2, 5, 6), (1, 2, 3), (1, 2), (1, 3)):
+        if padding == "VALID" and (window - 1) * dilation + 1 > size:
+            continue
+        f, x, w = depthwise((batch, size, size, 2), (window, window), strides=(strides,) * 2, padding=padding,
+                            dilation=(dilation,) * 2)
+        both = lambda x, w, f=f: outputs(f, x, w)
+        fast = ft.tune(both, "cpu", rules={"convolution_kernels": False})
+        for a, b in zip(fast(x, w), both(x, w)):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+def test_a_layer():
+    layer = nn.DepthwiseConv(3, 2, padding=1)
+    x = draw(2, 8, 8, 4)
+    params, _ = layer.init(jax.random.key(0), x)
+    loss = lambda params, x: (layer(params, x)**2).sum()
+    fast = ft.tune(jax.grad(loss), "cpu", rules={"convolution_kernels": False})
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), fast(params, x),
+                 jax.grad(loss)(params, x))
