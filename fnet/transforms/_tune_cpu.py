@@ -20,7 +20,7 @@ from fnet import jaxpr
 from fnet.hardware._onednn import ONEDNN
 from fnet.transforms import _tune_library as library
 from fnet.transforms._lowered import as_matrices
-from fnet.transforms._tune_depthwise import depthwise_convolution
+from fnet.transforms._tune_groups import depthwise_convolution, grouped_convolution
 from fnet.transforms._tune_layout import transposed
 
 F32 = jnp.dtype("float32")
@@ -198,6 +198,8 @@ RULES = (
          "the largest element's place is found elementwise"),
     Rule("depthwise_convolution", ("conv_general_dilated", "lowered"), depthwise_convolution,
          "a sum of products with shifted arrays"),
+    Rule("grouped_convolution", ("conv_general_dilated", "lowered"), grouped_convolution,
+         "a convolution for each group"),
     Rule("convolution_gradient", ("conv_general_dilated", "lowered"), convolution_gradient,
          "a forward convolution's layout", below="0.12"),    # from there on XLA's own takes as long
     Rule("convolution_kernels", (), None, "XLA's own kernels for convolutions, where YNNPACK's are slower, and "

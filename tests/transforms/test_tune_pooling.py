@@ -93,12 +93,13 @@ def test_one_bad_number_spreads_no_further(rule):
     x, w, g = normal(1, 2, 8, 8, 4), normal(2, 3, 3, 4, 6), normal(3, 2, 8, 8, 6)
     conv = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     back = lambda x: jax.grad(lambda w: jnp.vdot(conv(x, w), g))(w)
-    depthwise = lambda x: lax.conv_general_dilated(x, w[:, :, :1, :4], (1, 1), "SAME", feature_group_count=4,
-                                                   dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    groups = lambda n: lambda x: lax.conv_general_dilated(
+        x, w[:, :, :4 // n, :4], (1, 1), "SAME", feature_group_count=n, dimension_numbers=("NHWC", "HWIO", "NHWC"))
     f = {"products": lambda x: x.reshape(-1, 4).T @ g.reshape(-1, 6),
          "max_pool": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[0],
          "max_pool_gradient": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[1],
-         "depthwise_convolution": depthwise, "convolution_gradient": back, "convolution_kernels": back}[rule]
+         "depthwise_convolution": groups(4), "grouped_convolution": groups(2), "convolution_gradient": back,
+         "convolution_kernels": back}[rule]
     assert rule in fired(f, x, rules=EVERY)
     for bad in (np.nan, np.inf, -np.inf):
         broken = x.at[1, 2, 3, 1].set(bad)
