@@ -6,13 +6,17 @@
 
 Greedy text of 64 new tokens for prompts of 32 tokens, in float32. fnet saves the weights as a folder that transformers
 reads. Each library has its own process; in each round they generate one after the other. The first call of each shape,
-which compiles, is not counted, and its tokens are compared. The prompt's pass is a part of the time.
+which compiles, is not counted, and its tokens are compared. The prompt's pass is a part of the time. The time of a
+further token is that of 64 tokens without that of one. A token of one row reads each parameter once: its share of the
+bandwidth is bytes of parameters / time / the rate at which all cores together read a large array.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
+import os
 import statistics
 import sys
 import tempfile
@@ -51,6 +55,7 @@ class Fnet:
         pretrained.save(model, params, {}, folder, names="huggingface")
         model, params, _ = pretrained.load(folder)
         self.model, self.params = models.unstack(model, params)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
     def generate(self, rows, length, new):
         import jax
@@ -95,28 +100,50 @@ def peer(name):
     serve({"prepare": library.prepare, "generate": library.generate, "time": timed})
 
 
+def bandwidth() -> float:
+    """Bytes per second that all cores together read."""
+    import numpy as np
+
+    arrays = [np.ones(1 << 27, np.float32) for _ in range(len(os.sched_getaffinity(0)))]
+    with concurrent.futures.ThreadPoolExecutor(len(arrays)) as pool:
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            list(pool.map(np.sum, arrays))
+            times.append(time.perf_counter() - began)
+    return sum(array.nbytes for array in arrays) / min(times)
+
+
 def measure(live, name, options):
     """Prints the rows of a model: tokens per second of each peer, and the ratio of fnet to the last peer."""
     fields = SMALL if options.size == "small" else MODELS[name]
     length, new = (4, 8) if options.size == "small" else (32, 64)
     with tempfile.TemporaryDirectory() as folder:
-        for each in live:
-            each.ask("prepare", limit=600, folder=folder, fields=fields)
+        size, *_ = [each.ask("prepare", limit=600, folder=folder, fields=fields) for each in live]
+    rate = bandwidth()
     for rows in options.rows:
         shape = dict(rows=rows, length=length, new=new)
         texts = [each.ask("generate", limit=600, **shape) for each in live]
         equal = [sum(a == b for row, other in zip(texts[0], text) for a, b in zip(row, other)) for text in texts]
         if any(len(row) != new for text in texts for row in text):
             raise PeerError("a peer generated fewer tokens than the others")
-        seconds = {each.name: [] for each in live}
+        for each in live:
+            each.ask("generate", limit=600, **shape | dict(new=1))
+        seconds, firsts = ({each.name: [] for each in live} for _ in range(2))
         for _ in range(options.rounds):
             for each in live:
                 seconds[each.name].append(each.ask("time", limit=600, **shape))
+                firsts[each.name].append(each.ask("time", limit=600, **shape | dict(new=1)))
         rates = {peer: [rows * new / value for value in values] for peer, values in seconds.items()}
         last = live[-1].name
         ratio = statistics.median(a / b for a, b in zip(rates[live[0].name], rates[last]))
         cells = [name, str(rows), *(f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
                                     for values in rates.values()), f"{ratio:.2f}", f"{equal[-1] / (rows * new):.0%}"]
+        more = {peer: statistics.median(a - b for a, b in zip(values, firsts[peer])) / (new - 1)
+                for peer, values in seconds.items()}
+        cells += [" / ".join(f"{1e3 * statistics.median(firsts[peer]):.0f}" for peer in firsts),
+                  " / ".join(f"{1e3 * each:.1f}" for each in more.values()),
+                  " / ".join(f"{size / each / rate:.0%}" for each in more.values()) + f" of {rate / 1e9:.0f} GB/s"]
         print("| " + " | ".join(cells) + " |", flush=True)
 
 
@@ -144,7 +171,8 @@ def main(arguments):
         print(header(" ".join(["python -m benchmarks.generation", *arguments]), options.rounds,
                      ("torch", "transformers"), allocator="default"))
         print("| model | rows | " + " | ".join(f"{name} tokens/s" for name in options.peers)
-              + f" | ratio to {options.peers[-1]} | equal tokens |\n" + "|---" * (len(live) + 4) + "|")
+              + f" | ratio to {options.peers[-1]} | equal tokens | ms to the first token | ms for a further one "
+              + "| share of the bandwidth |\n" + "|---" * (len(live) + 7) + "|")
         for name in options.models:
             measure(live, name, options)
 

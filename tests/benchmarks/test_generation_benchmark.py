@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -20,12 +21,14 @@ def test_a_table():
     done = run("--size=small", "--peers=fnet", "--rows=1,3", "--rounds=2")
     assert done.returncode == 0, done.stderr
     lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert lines[0] == ["model", "rows", "fnet tokens/s", "ratio to fnet", "equal tokens"]
+    assert lines[0] == ["model", "rows", "fnet tokens/s", "ratio to fnet", "equal tokens", "ms to the first token",
+                        "ms for a further one", "share of the bandwidth"]
     assert [line[:2] for line in lines[1:]] == [["smollm-135m", "1"], ["smollm-135m", "3"], ["stories15m", "1"],
                                                ["stories15m", "3"]]
     for line in lines[1:]:
         median, low, high = map(float, line[2].replace("(", "").replace(")", "").replace(" to", "").split())
-        assert 0 < low <= median <= high and line[3:] == ["1.00", "100%"]
+        assert 0 < low <= median <= high and line[3:5] == ["1.00", "100%"]
+        assert float(line[5]) >= 0 and re.fullmatch(r"-?\d+% of [1-9]\d* GB/s", line[7])
     assert "`python -m benchmarks.generation --size=small --peers=fnet --rows=1,3 --rounds=2`" in done.stdout
 
 
