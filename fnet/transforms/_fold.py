@@ -10,6 +10,7 @@ import jax
 
 from fnet import jaxpr
 from fnet.jaxpr import Folder, Traced
+from fnet.transforms._tune import tune
 
 
 class Folded:
@@ -46,7 +47,7 @@ class Folded:
         args, kwargs = jax.tree.unflatten(structure, leaves)
         traced = Traced(self._applied, args, kwargs)
         closed = jax.make_jaxpr(lambda *arrays: Folder()(traced.closed, list(arrays)))(*traced.arrays)
-        return jax.jit(Folder.program(closed)), closed.consts, traced.result
+        return tune(jax.jit(Folder.program(closed))), closed.consts, traced.result
 
     def explained(self, *args, **kwargs) -> Folds:
         """What is folded for these arguments."""
