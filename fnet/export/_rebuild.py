@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from fnet.export import _loaded, _reader, _signature, _write
+from fnet.export import _loaded, _reader, _signature, _sizes, _write
 from fnet.export._program import Entry, Program
 
 
@@ -73,6 +73,25 @@ def _entry(bundle, name) -> Entry:
 
     closed = jax.make_jaxpr(run)(*(type_of(i) for i in (*stable["constants"], *stable["inputs"])))
     return Entry(closed, names, description["inputs"], description["output"], description["constraints"], types)
+
+
+def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Callable:
+    """The function f(weights, inputs) -> outputs of an entry point for these sizes, from its stable form.
+
+    Unlike a program that JAX has serialized, it can be rewritten by `ft.tune`.
+
+    Raises:
+        BundleError: the entry point has no stable form.
+    """
+    description, stable = bundle.manifest["entries"][name], bundle.stable(name)
+    shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
+    values = [(dtype, shape(axes)) for dtype, axes in stable["values"]]
+
+    def run(weights, inputs):
+        known = dict(zip(stable["constants"], (weights[name] for name in description["constants"])))
+        return Run(values, known, shape).body(stable, [*(weights[name] for name in description["weights"]), *inputs])
+
+    return run
 
 
 class Run:

@@ -4,15 +4,18 @@ import asyncio
 import json
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import close
 
 from fnet import export
+from fnet import layers as nn
 from fnet.export import serve
 from fnet.export.serve import _page
 from fnet.export.serve._batching import Batcher, Full
+from fnet.export.serve._model import Model
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -191,3 +194,30 @@ def test_generation_needs_a_cache():
     program = export.program(lambda params, x: x, {}, x=export.spec("b"))
     with pytest.raises(AttributeError, match="cache"):
         export.generation(program, lambda params, tokens: tokens, context=4)
+
+
+def served(tmp_path, f, params, x, spec):
+    """(the outputs of a served model, those of its bundle, the text of the compiled program)."""
+    path = tmp_path / "model.fnet"
+    export.program(f, params, x=export.spec(spec)).save(path)
+    bundle = export.load(path)
+    model = Model("model", "1", bundle, "predict", 8, {})
+    (found,) = model.compute(model.bound([x]))
+    (compiled,) = model._programs.values()
+    return found, bundle(x), getattr(compiled, "as_text", str)()
+
+
+def test_programs_are_tuned_on_a_cpu(tmp_path):
+    layer, x = nn.DepthwiseConv(3, padding=1), np.random.default_rng(0).normal(size=(3, 6, 6, 4)).astype(np.float32)
+    params, _ = layer.init(jax.random.key(0), x)
+    table = np.arange(4, dtype=np.float32)[None, None, None]      # a constant of the program
+    found, expected, text = served(tmp_path, lambda params, x: layer(params, x) * table, params, x, "b, 6, 6, 4")
+    close(found, expected, 1e-6)
+    assert "convolution(" not in text
+
+
+def test_a_program_without_a_stable_form_is_served(tmp_path):
+    f = lambda params, x: x * params + jax.random.normal(jax.random.key(0), (4,))[None]
+    x = np.ones((2, 4), np.float32)
+    found, expected, _ = served(tmp_path, f, jnp.ones(()), x, "b, 4")
+    close(found, expected, 1e-6)

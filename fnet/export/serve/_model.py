@@ -8,9 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
-from fnet.export import _signature
+from fnet import transforms as ft
+from fnet.export import _rebuild, _signature
 from fnet.export._loaded import Bundle
 
 _PROGRAMS = 64      # compiled programs of one model, for inputs of different sizes; the oldest are removed
@@ -98,14 +100,25 @@ class Model:
 
     def _run(self, arrays):
         key = tuple(x.shape for x in arrays)
-        weights = {name: self.bundle.arrays[name] for name in self._description["weights"]}
+        names = {*self._description["constants"], *self._description["weights"]}
+        weights = {name: self.bundle.arrays[name] for name in names}
         program = self._programs.get(key)
         if program is None:
-            program = self.bundle._program(self.entry).lower(weights, arrays).compile()
-            self._programs[key] = program
+            program = self._programs[key] = self._compiled(weights, arrays)
             if len(self._programs) > _PROGRAMS:
                 self._programs.popitem(last=False)
         return [np.asarray(y) for y in program(weights, arrays)]
+
+    def _compiled(self, weights, arrays):
+        """The program for these shapes: of the stable form, tuned, on a CPU; else the one that JAX has serialized."""
+        if jax.default_backend() == "cpu" and "not_stable" not in self._description:
+            rest = iter(arrays)
+            named = {name: _signature.unflatten(tree, rest) for name, tree in self._description["inputs"]}
+            _, sizes = _signature.bound(self.name, self.entry, self._description, (), named)
+            return ft.tune(jax.jit(_rebuild.function(self.bundle, self.entry, sizes))).lower(weights, arrays).compile()
+        weights = {name: weights[name] for name in self._description["weights"]}
+        program = self.bundle._program(self.entry).lower(weights, arrays).compile()
+        return lambda weights, arrays: program({name: weights[name] for name in self._description["weights"]}, arrays)
 
     @property
     def programs(self) -> int:
