@@ -99,8 +99,9 @@ def compared(model, params, state, x, theirs):
 def timm_folders(*names):
     """Folders that timm writes, with drawn weights: logits, and saved back."""
     torch = needed("torch", "PyTorch")
-    stub_torchvision()
-    timm = needed("timm", "timm")
+    with stub_torchvision():
+        timm = needed("timm", "timm")
+        timm.create_model("resnet18")    # which imports more
     from safetensors.torch import load_file
 
     for name in names or TIMM:
@@ -150,8 +151,7 @@ def torchvision_conversion():
     commands = "\n".join(blocks)
     assert len(blocks) == 2 and commands.count('"mobilenet_v2"') == 2
     for name in names:
-        with (tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder),
-              mock.patch.dict(sys.modules, replaced)):
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), modules(replaced):
             exec(compile(commands.replace('"mobilenet_v2"', repr(name)), page.name, "exec"), held := {})
         logits, want = held["logits"], held["held"]["logits"]
         yield f"{name}: {np.abs(logits - want).max() / np.abs(want).max():.1e} of the largest logit"
@@ -160,11 +160,27 @@ def torchvision_conversion():
 
 def stub_torchvision():
     """An empty torchvision for timm's transforms of images, which are not used, where it is not installed."""
-    if importlib.util.find_spec("torchvision") is None:
-        for name in ("", ".transforms", ".transforms.functional", ".transforms.v2", ".datasets", ".ops", ".ops.misc",
-                     ".models", ".models.feature_extraction", ".transforms._functional_pil"):
-            module = mock.MagicMock(__spec__=importlib.machinery.ModuleSpec("torchvision" + name, None), __path__=[])
-            sys.modules["torchvision" + name] = module
+    if importlib.util.find_spec("torchvision") is not None:
+        return contextlib.nullcontext()
+    names = ("", ".transforms", ".transforms.functional", ".transforms.v2", ".datasets", ".ops", ".ops.misc", ".models",
+             ".models.feature_extraction", ".transforms._functional_pil")
+    return modules({f"torchvision{name}": mock.MagicMock(
+        __spec__=importlib.machinery.ModuleSpec(f"torchvision{name}", None), __path__=[]) for name in names})
+
+
+@contextlib.contextmanager
+def modules(replaced):
+    """Puts modules into sys.modules. Others that are imported meanwhile remain there, unlike with mock.patch.dict."""
+    before = {name: sys.modules.get(name) for name in replaced}
+    sys.modules.update(replaced)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 @check
