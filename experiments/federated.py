@@ -1,7 +1,7 @@
 """Federated averaging on MNIST (or digits, Fashion-MNIST), with a random and a label-sorted split.
 
-    python experiments/federated.py --split=iid --rounds=20
-    python experiments/federated.py --split=sorted --rounds=40
+    python experiments/federated.py --split=iid --rounds=25 --learning_rate=0.215
+    python experiments/federated.py --split=sorted --rounds=40 --learning_rate=0.05 --also=runs/federated_iid
     python experiments/federated.py --dataset=digits --clients=20 --rounds=10
     python experiments/federated.py --server=adam --server_rate=0.01        # FedAdam
     python experiments/federated.py --proximal=0.01                         # FedProx
@@ -73,19 +73,24 @@ def split(labels, config):
     return [np.concatenate([shards[i] for i in pair]) for pair in order.reshape(-1, 2)]
 
 
-def plot(rows, path, title):
+def plot(folders, path, title):
+    """The test accuracy by round of the runs in these folders."""
     from matplotlib.figure import Figure
 
-    points = [(row["step"], 100 * row["test/accuracy"]) for row in rows if "test/accuracy" in row]
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
-    axis.plot(*zip(*points), marker=".")
+    for folder in folders:
+        rows = [row for row in tr.read_metrics(folder) if "test/accuracy" in row]
+        config = tr.load_config(Config, folder / "config.json")
+        axis.plot([row["step"] for row in rows], [100 * row["test/accuracy"] for row in rows], marker=".",
+                  label=f"{config.split} split, step size {config.learning_rate:g}")
     axis.axhline(99, color="tab:gray", linestyle=":")
+    axis.legend()
     axis.set(xlabel="round", ylabel="test accuracy, %", title=title)
     figure.savefig(path)
 
 
-def train(config, workdir, **fit_options):
+def train(config, workdir, others=(), **fit_options):
     data = tr.datasets.load(config.dataset, config.data_dir, announce=print)
     scale = lambda images: images.astype(jnp.float32) / 255
     model = models.MLP((200, 200, 10)) if config.model == "mlp" else McMahanCNN()
@@ -116,7 +121,8 @@ def train(config, workdir, **fit_options):
     common.start(workdir, "federated.png")
     state = tr.fit(round, state, federated.no_batches, steps=config.rounds, workdir=workdir, evaluate={"test": test},
                    every=1, log_every=1, progress=tr.Progress(), config=config, **fit_options)
-    plot(tr.read_metrics(workdir), workdir / "federated.png", f"{config.dataset}, {config.split} split")
+    title = f"{config.dataset}, {config.sampled} of {config.clients} clients"
+    plot([workdir, *others], workdir / "federated.png", title)
     print(f"test accuracy {test(state)['accuracy']:.4f} after {int(state.step)} rounds, "
           f"{float(state.bytes) / 1e6:,.1f} MB sent")
     print(f"{workdir}: metrics.jsonl, checkpoints, federated.png")
@@ -125,6 +131,7 @@ def train(config, workdir, **fit_options):
 def define_flags():
     tr.flags.define(Config, flags.FLAGS)
     flags.DEFINE_string("workdir", None, "the run's folder (default: runs/federated_SPLIT)")
+    flags.DEFINE_list("also", [], "folders of other runs, whose curves are plotted too")
     common.define_run_flags()
 
 
@@ -138,7 +145,8 @@ def main(argv):
         raise tr.ConfigError(f"--noise={config.noise}: give --clip, the largest norm of a gradient")
     common.needs("matplotlib")
     workdir = common.user_path("workdir", flags.FLAGS.workdir or f"runs/federated_{config.split}")
-    train(config, workdir, **common.fit_options())
+    others = [common.user_path("also", folder) for folder in flags.FLAGS.also]
+    train(config, workdir, others, **common.fit_options())
 
 
 if __name__ == "__main__":

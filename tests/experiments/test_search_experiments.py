@@ -39,7 +39,7 @@ def test_federated_averaging_learns_digits_and_resumes(tmp_path):
     flags = ["--dataset=digits", "--model=mlp", "--clients=10", "--sampled=5", "--epochs=2", f"--workdir={tmp_path}"]
     first = run("federated.py", *flags, "--split=sorted", "--rounds=2")
     assert "sorted split: 10 clients" in first
-    more = run("federated.py", *flags, "--split=sorted", "--rounds=6")
+    more = run("federated.py", *flags, "--split=sorted", "--rounds=6", f"--also={tmp_path}")
     assert "resumed at step 2" in more
     assert float(re.search(r"test accuracy (\S+) after 6 rounds", more)[1]) > 0.5
     assert (tmp_path / "federated.png").stat().st_size > 5000
