@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
 
 _FIELDS = ("step", "members", "hyper", "diverged")
@@ -73,45 +75,64 @@ class Separate:
       states: the states.
       hypers: the hyperparameters of each member.
       hyper: the tree of which `hypers` are parts.
+      mesh: the devices, each of which has the same number of members, in order; None: all are on one.
     """
 
-    def __init__(self, states: Sequence[Any], hypers: Sequence[Any], hyper: Any):
-        self.states, self.hypers, self.hyper = states, hypers, hyper
+    def __init__(self, states: Sequence[Any], hypers: Sequence[Any], hyper: Any, mesh: Mesh | None):
+        self.states, self.hypers, self.hyper, self.mesh = states, hypers, hyper, mesh
         self._together = None
 
     def together(self) -> Any:
         if self._together is None:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states)):
                 return self.states                         # a step that failed has donated some
-            self._together = _stacked(self.states)
+            self._together = stacked(self.states, self.mesh)
         return self._together
 
     def forget(self) -> None:
         self._together = None
 
 
-def separate(population: Population) -> Separate:
+def separate(population: Population, mesh: Mesh | None) -> Separate:
     """The states and hyperparameters of the members. The arrays of the population are deleted, except `hyper`."""
-    found, hyper = population._members, population.hyper
+    found, hyper, n = population._members, population.hyper, population.diverged.shape[0]
     if not isinstance(found, Separate):
-        n = population.diverged.shape[0]
-        states, hypers = _parts((found, hyper), n)
+        states, hypers = zip(*parts((found, hyper), n, mesh))
         kept = {id(leaf) for leaf in jax.tree.leaves(hyper)}
         for leaf in jax.tree.leaves(found):
             if isinstance(leaf, jax.Array) and id(leaf) not in kept:
                 leaf.delete()
-        return Separate(states, hypers, hyper)
+        return Separate(states, hypers, hyper, mesh)
     if found.hyper is not hyper:
-        found = Separate(found.states, _parts((hyper, ()), population.diverged.shape[0])[0], hyper)
+        found = Separate(found.states, parts(hyper, n, mesh), hyper, mesh)
     found.forget()
     return found
 
 
+def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
+    """The parts of a tree with an axis of n members, each on the device of its member."""
+    if mesh is None:
+        return _parts(tree, n)
+    tree = jax.device_put(tree, NamedSharding(mesh, P(mesh.axis_names[0])))
+    on = lambda device: jax.tree.map(lambda x: next(s.data for s in x.addressable_shards if s.device == device), tree)
+    return [part for device in mesh.local_devices for part in _parts(on(device), n // mesh.size)]
+
+
+def stacked(parts: Sequence[Any], mesh: Mesh | None) -> Any:
+    """The reverse of `parts`."""
+    if mesh is None:
+        return _stacked(parts)
+    each, place = len(parts) // len(mesh.local_devices), NamedSharding(mesh, P(mesh.axis_names[0]))
+    local = [_stacked(parts[i:i + each]) for i in range(0, len(parts), each)]
+    return jax.tree.map(lambda *x: jax.make_array_from_single_device_arrays(
+        (each * mesh.size, *x[0].shape[1:]), place, list(x)), *local)
+
+
 @jax.jit
-def _stacked(states):
-    return jax.tree.map(lambda *each: jnp.stack(each), *states)
+def _stacked(parts):
+    return jax.tree.map(lambda *each: jnp.stack(each), *parts)
 
 
 @partial(jax.jit, static_argnums=1)
-def _parts(trees, n):
-    return tuple([jax.tree.map(lambda x, i=i: x[i], tree) for i in range(n)] for tree in trees)
+def _parts(tree, n):
+    return [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(n)]

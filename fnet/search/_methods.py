@@ -6,12 +6,10 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -140,7 +138,7 @@ class Step:
     def _program(self, name: str) -> Callable:
         if name not in self._programs:
             if name == "loop":
-                self._programs[name] = self._separate() if self._mesh is None else self._loop()
+                self._programs[name] = self._separate()
             else:
                 self._programs[name] = ft.tune(jax.jit(self._traceable(name), donate_argnums=0))
         return self._programs[name]
@@ -162,68 +160,40 @@ class Step:
 
     def _separate(self) -> Callable:
         """One program for one member, called for each. The members have arrays of their own between the steps."""
-        one = ft.tune(jax.jit(checked(self._step), donate_argnums=0))
-        part = jax.jit(lambda batch, n: [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(n)], static_argnums=1)
+        one, mesh = ft.tune(jax.jit(checked(self._step), donate_argnums=0)), self._mesh
+        rows = None if mesh is None else NamedSharding(mesh, P(mesh.axis_names[0]))
+        end = jax.jit(lambda step, diverged, metrics: (step + 1, *marked(diverged, metrics)), donate_argnums=0,
+                      out_shardings=None if mesh is None else (NamedSharding(mesh, P()), rows, rows))
 
-        @partial(jax.jit, donate_argnums=0)
-        def end(step, diverged, metrics):
-            together = jax.tree.map(lambda *each: jnp.stack(each), *metrics)
-            return step + 1, *marked(diverged, together)
+        def placed(batch, n, here):
+            """The batch of each member of this process."""
+            if self._own:
+                return _state.parts(batch, n, mesh)
+            if mesh is None:
+                return [jax.tree.map(jnp.asarray, batch)] * n
+            return [copy for device in mesh.local_devices
+                    for copy in [jax.device_put(batch, device)] * (here // len(mesh.local_devices))]
 
         def step_n(state, batch):
-            n, members = _members(state), _state.separate(state)
-            batches = part(batch, n) if self._own else [jax.tree.map(jnp.asarray, batch)] * n
-            after, metrics = [], []
-            for each in zip(members.states, members.hypers, batches, strict=True):
-                new, measured = one(*each)
-                after.append(new)
-                metrics.append(measured)
-            step, diverged, together = end(state.step, state.diverged, metrics)
-            separate = _state.Separate(after, members.hypers, members.hyper)
+            n, members = _members(state), _state.separate(state, mesh)
+            here = len(members.states)
+            batches, results = placed(batch, n, here), [None] * here
+            each = here if mesh is None else n // mesh.size
+            for i in sorted(range(here), key=lambda i: i % each):      # the devices compute at the same time
+                results[i] = one(members.states[i], members.hypers[i], batches[i])
+            after, metrics = zip(*results)
+            step, diverged, together = end(state.step, state.diverged, _state.stacked(metrics, mesh))
+            separate = _state.Separate(after, members.hypers, members.hyper, mesh)
             return _state.Population(step, separate, state.hyper, diverged), together
 
         return step_n
 
-    def _loop(self) -> Callable:
-        """The same over devices: a member of each device at a time, in arrays of all members that are updated."""
-        step = checked(self._step)
-
-        def one(members, hyper, diverged, batch, metrics, index):
-            at = lambda tree: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), tree)
-            put = lambda tree, new: jax.tree.map(
-                lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, index, 0), tree, new)
-            new, measured = step(at(members), at(hyper), at(batch) if self._own else batch)
-            new, measured = jax.tree.map(lambda x: x[None], (new, measured))
-            failed, measured = marked(at(diverged)[None], measured)
-            return put(members, new), put(diverged, failed), put(metrics, measured)
-
-        def update(state, batch, metrics, index):
-            members, diverged, metrics = self._shards(one, more=2)(
-                state.members, state.hyper, state.diverged, batch, metrics, index)
-            return state.replace(members=members, diverged=diverged), metrics
-
-        update = ft.tune(jax.jit(update, donate_argnums=(0, 2)))
-        shapes: dict[Any, Any] = {}
-
-        def step_n(state, batch):
-            n = _members(state)
-            if n not in shapes:
-                shapes[n] = jax.eval_shape(self.plain, state, batch)[1]
-            metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[n])
-            if self._mesh is not None:
-                metrics = jax.device_put(metrics, NamedSharding(self._mesh, P(self._mesh.axis_names[0])))
-            for index in range(n // (1 if self._mesh is None else self._mesh.size)):
-                state, metrics = update(state, batch, metrics, np.int32(index))
-            return state.replace(step=state.step + 1), metrics
-
-        return step_n
-
-    def _shards(self, f: Callable, *, more: int = 0) -> Callable:
+    def _shards(self, f: Callable) -> Callable:
         """f(members, hyper, diverged, batch, ...) for the members of each device."""
         if self._mesh is None:
             return f
         rows = P(self._mesh.axis_names[0])
-        places = (rows, rows, rows, rows if self._own else P(), *([rows, P()][:more]))
+        places = (rows, rows, rows, rows if self._own else P())
         return jax.shard_map(f, mesh=self._mesh, in_specs=places, out_specs=(rows, rows, rows), check_vma=False)
 
 

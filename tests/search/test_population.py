@@ -141,13 +141,14 @@ def test_a_member_that_diverges_is_marked(method):
     assert np.isnan(values["w/1"]) and values["w/max"] == 16 and values["w/mean"] == 9
 
 
-def test_members_are_read_and_changed_between_the_steps_of_a_loop():
+@pytest.mark.parametrize("devices", [None, 2])
+def test_members_are_read_and_changed_between_the_steps_of_a_loop(devices):
     """Whether the members are read, copied or given other hyperparameters between two steps, vmap does the same."""
     init, step, batches, hyper = program("float32")
     other = {**hyper, "rate": hyper["rate"][::-1]}
 
     def run(method, read):
-        init_n, step_n = search.population(init, step, method=method)
+        init_n, step_n = search.population(init, step, method=method, devices=devices and jax.devices()[:devices])
         state = init_n(jax.random.key(0), hyper)
         state, _ = step_n(state, batches(0))
         if read:
@@ -190,14 +191,14 @@ def evaluation():
     return init, step, batches, hyper, {"test": tr.evaluator(search.each_member(measure), data, 4)}
 
 
-@pytest.mark.parametrize("method", ["split", "loop"])
+@pytest.mark.parametrize("method, devices", [("split", None), ("loop", None), ("loop", 2)])
 @pytest.mark.filterwarnings("ignore::fnet.training.ResumeWarning")
-def test_fit_logs_saves_and_resumes_bit_by_bit(method, tmp_path, evaluation):
+def test_fit_logs_saves_and_resumes_bit_by_bit(method, devices, tmp_path, evaluation):
     init, step, batches, hyper, evaluate = evaluation
     options = {"evaluate": evaluate, "every": 4, "log_every": 4, "best": "test/accuracy/max", "tensorboard": False}
 
     def run(folder, steps):
-        init_n, step_n = search.population(init, step, method=method)
+        init_n, step_n = search.population(init, step, method=method, devices=devices and jax.devices()[:devices])
         return tr.fit(step_n, init_n(jax.random.key(0), hyper), batches, steps=steps, workdir=tmp_path / folder,
                       config={"n": N}, **options)
 
@@ -212,6 +213,8 @@ def test_fit_logs_saves_and_resumes_bit_by_bit(method, tmp_path, evaluation):
     last = [row for row in rows if "test/accuracy/0" in row][-1]
     scores = [last[f"test/accuracy/{i}"] for i in range(N)]
     assert last["test/accuracy/max"] == max(scores)
+    if devices:
+        assert all(len(leaf.sharding.device_set) == 2 for leaf in jax.tree.leaves((resumed.members, resumed.diverged)))
     best = search.member(whole, int(np.argmax(scores)))
     assert jax.tree.structure(best) == jax.tree.structure(jax.eval_shape(init, jax.random.key(0), jax.tree.map(
         lambda x: x[0], hyper)))
