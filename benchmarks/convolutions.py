@@ -42,20 +42,29 @@ def milliseconds(f, *args) -> dict[str, float]:
     return {name: 1e3 * statistics.median(values) for name, values in times.items()}
 
 
-def main():
-    print(header("python -m benchmarks.convolutions", ROUNDS, allocator="default"))
-    print("| convolution | pass | YNNPACK ms | Eigen ms | tuned ms | Eigen / YNNPACK | tuned / YNNPACK |")
-    print("|---" * 7 + "|")
+def cases():
+    """(name, function of x and w, x, w)"""
     random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
     for n, size, c, out, window, stride, groups in SHAPES:
         def convolve(x, w, stride=stride, groups=groups):
             return lax.conv_general_dilated(x, w, (stride, stride), "SAME", feature_group_count=groups,
                                             dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-        x = jnp.asarray(random.normal(size=(n, size, size, c)), jnp.float32)
-        w = jnp.asarray(random.normal(size=(window, window, c // groups, out)), jnp.float32)
         grouped = ", depthwise" if groups == c else f", {groups} groups" * (groups > 1)
-        name = f"{window}x{window}/{stride} {c} to {out}{grouped} at {n}x{size}x{size}"
+        yield (f"{window}x{window}/{stride} {c} to {out}{grouped} at {n}x{size}x{size}", convolve,
+               draw(n, size, size, c), draw(window, window, c // groups, out))
+    for n, *space, c in ((8, 28, 28, 64), (2, 8, 16, 16, 32)):
+        yield (f"transposed {'x'.join('4' * len(space))}/2 {c} to {c} at {'x'.join(map(str, (n, *space)))}",
+               lambda x, w: lax.conv_transpose(x, w, (2,) * (x.ndim - 2), "SAME"), draw(n, *space, c),
+               draw(*[4] * len(space), c, c))
+
+
+def main():
+    print(header(" ".join(["python -m benchmarks.convolutions", *sys.argv[1:]]), ROUNDS, allocator="default"))
+    print("| convolution | pass | YNNPACK ms | Eigen ms | tuned ms | Eigen / YNNPACK | tuned / YNNPACK |")
+    print("|---" * 7 + "|")
+    for name, convolve, x, w in cases():
         if not all(word in name for word in sys.argv[1:]):
             continue
         for phase, f in (("forward", convolve),

@@ -20,7 +20,7 @@ from fnet import jaxpr
 from fnet.hardware._onednn import ONEDNN
 from fnet.transforms import _tune_library as library
 from fnet.transforms._lowered import as_matrices
-from fnet.transforms._tune_groups import depthwise_convolution, grouped_convolution
+from fnet.transforms._tune_convolutions import depthwise_convolution, dilated_input, grouped_convolution
 from fnet.transforms._tune_layout import transposed
 
 F32 = jnp.dtype("float32")
@@ -200,6 +200,8 @@ RULES = (
          "a sum of products with shifted arrays"),
     Rule("grouped_convolution", ("conv_general_dilated", "lowered"), grouped_convolution,
          "a convolution for each group"),
+    Rule("dilated_input", ("conv_general_dilated", "lowered"), dilated_input,
+         "zeros between the elements of its input"),
     Rule("convolution_gradient", ("conv_general_dilated", "lowered"), convolution_gradient,
          "a forward convolution's layout", below="0.12"),    # from there on XLA's own takes as long
     Rule("convolution_kernels", (), None, "XLA's own kernels for convolutions, where YNNPACK's are slower, and "

@@ -99,6 +99,7 @@ def test_one_bad_number_spreads_no_further(rule):
          "max_pool": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[0],
          "max_pool_gradient": lambda x: pooled(x, (2, 2), g[:, ::2, ::2, :4])[1],
          "depthwise_convolution": groups(4), "grouped_convolution": groups(2), "convolution_gradient": back,
+         "dilated_input": lambda x: lax.conv_transpose(x[:, None], w[None], (1, 2, 2), "SAME"),
          "convolution_kernels": back}[rule]
     assert rule in fired(f, x, rules=EVERY)
     for bad in (np.nan, np.inf, -np.inf):

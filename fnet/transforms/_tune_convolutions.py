@@ -1,8 +1,9 @@
-"""Depthwise and grouped convolutions in other forms, for tune on CPUs.
+"""Convolutions for which XLA:CPU has no fast kernel, in other forms, for tune on CPUs.
 
-XLA:CPU computes a depthwise convolution, and the gradients of every convolution with groups, element by element. As a
-sum over the window that is elementwise over channels, or as a convolution for each group, they take between a half and
-a hundredth of the time (`python -m benchmarks.convolutions depthwise`, `python -m benchmarks.convolutions groups`).
+XLA:CPU computes depthwise convolutions, the gradients of all convolutions with groups, and some with zeros between the
+elements of their input, number by number. As a sum over the window that is elementwise over channels, as a convolution
+for each group, and with an input that contains the zeros, they take between a half and a hundredth of the time
+(`python -m benchmarks.convolutions`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fnet import jaxpr
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 _TAPS = 64          # the largest window of a depthwise convolution; each position is an operation of the program
 _GROUPS = 32        # the most groups with a convolution each
+_ZEROS = 8          # the largest factor by which zeros enlarge an input
 _CACHED = 1 << 19   # bytes of the examples whose part of a kernel's gradient is computed at once
 
 
@@ -67,6 +69,41 @@ def grouped_convolution(eqn, inputs):
     return [jnp.concatenate([
         lax.conv_general_dilated_p.bind(*pair, feature_group_count=1, batch_group_count=1, **options)
         for pair in pairs], out[1])]
+
+
+def dilated_input(eqn, inputs):
+    """A convolution of an input with zeros between its elements, in three dimensions or with a large window.
+
+    In three dimensions (transposed convolutions, gradients of strided ones), the zeros are written. With a large window
+    (the gradient of a transposed convolution's kernel), the operands are exchanged: the zeros are then between the
+    elements of the window, for which XLA has a fast kernel.
+    """
+    product = jaxpr.product(eqn)
+    if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
+        return None
+    (lhs, rhs, out), (strides, padding, dilation, w_dilation) = product.dimensions, product.window
+    x, w = (jnp.asarray(value.x, product.dtype) for value in inputs)
+    if all(d == 1 for d in dilation):
+        return None
+    options = product.without("lhs_dilation")
+    ones = (1,) * len(dilation)
+    sizes = [eqn.outvars[0].aval.shape[i] for i in out[2:]]
+    if (window := math.prod(w.shape[i] for i in rhs[2:])) > max(_TAPS, math.prod(sizes)):
+        if product.groups != (1, 1) or strides != ones or w_dilation != ones:
+            return None
+        before = [k - 1 - low for k, (low, _) in zip(sizes, padding)]
+        after = [k + (x.shape[i] - 1) * d - w.shape[j] - low
+                 for k, i, d, j, low in zip(sizes, lhs[2:], dilation, rhs[2:], before)]
+        options |= dict(padding=tuple(zip(before, after)), rhs_dilation=dilation, dimension_numbers=(
+            lax.ConvDimensionNumbers(rhs, lhs, (out[1], out[0], *out[2:]))))
+        return [lax.rev(lax.conv_general_dilated_p.bind(w, x, lhs_dilation=ones, **options), out[2:])]
+    if len(dilation) < 3 or math.prod(dilation) > _ZEROS or window > _TAPS:
+        return None
+    edges = [(0, 0, 0)] * x.ndim
+    for axis, d in zip(lhs[2:], dilation):
+        edges[axis] = 0, 0, d - 1
+    x = lax.optimization_barrier(lax.pad(x, jnp.zeros((), x.dtype), edges))
+    return [lax.conv_general_dilated_p.bind(x, w, lhs_dilation=ones, **options)]
 
 
 def _kind(product, x, w) -> str | None:

@@ -1,4 +1,4 @@
-"""Depthwise and grouped convolutions and their gradients, in tune's form, beside XLA's."""
+"""Convolutions and their gradients in tune's forms, beside XLA's."""
 
 import itertools
 
@@ -74,6 +74,20 @@ GROUPED = {
 }
 
 
+DILATED = {                                                # with the number of rewritten convolutions of three
+    "3-D": (convolution((2, 3, 4, 5, 3), (2, 3, 2), 4, 1, x_dilation=(2, 1, 3), padding=((1, 1), (2, 0), (1, 2))), 2),
+    "3-D, strided": (convolution((2, 5, 6, 7, 3), (3, 3, 3), 4, 1, strides=(2, 2, 1)), 1),
+    "3-D, plain": (convolution((2, 5, 6, 7, 3), (3, 3, 3), 4, 1), 0),
+    "2-D": (convolution((2, 9, 9, 3), (3, 3), 4, 1, x_dilation=(2, 2), padding=((2, 1), (1, 2))), 1),
+    "2-D, channels first": (convolution((2, 9, 9, 3), (3, 3), 4, 1, x_dilation=(1, 3), padding=((2, 1), (1, 2)),
+                                        spec=("NCHW", "OIHW", "NCHW")), 1),
+    "2-D, unequal": (convolution((2, 11, 9, 3), (4, 3), 4, 1, x_dilation=(2, 3), padding=((1, 2), (0, -1))), 1),
+    "many zeros": (convolution((1, 2, 2, 2, 3), (2, 2, 2), 4, 1, x_dilation=(3, 3, 3), padding=((1, 1),) * 3), 1),
+    "patches": (convolution((1, 36, 36, 3), (9, 9), 4, 1, strides=(9, 9), padding="VALID"), 0),
+    "2-D, small": (convolution((2, 4, 4, 3), (3, 3), 4, 1, x_dilation=(2, 2), padding=((2, 1), (1, 2))), 0),
+}
+
+
 def outputs(f, x, w):
     y, back = jax.vjp(f, x, w)
     return (y, *back(y + 0.5))
@@ -89,6 +103,17 @@ def test_value_and_gradients(case):
     rows = [row.rule for row in ft.explain(fast, x, w).rows]
     assert rows.count("depthwise_convolution" if case in CASES else "grouped_convolution") == 3, rows
     for a, b in zip(found, expected):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("case", DILATED)
+def test_inputs_with_zeros(case):
+    (f, x, w), count = DILATED[case]
+    both = lambda x, w: outputs(f, x, w)
+    fast = ft.tune(both, "cpu", rules={"convolution_kernels": False, "convolution_gradient": False})
+    assert [row.rule for row in ft.explain(fast, x, w).rows].count("dilated_input") == count
+    for a, b in zip(fast(x, w), both(x, w)):
         assert a.shape == b.shape and a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
 
