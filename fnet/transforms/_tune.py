@@ -46,10 +46,10 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     (including casts written by the user) have float32 sums and a form with fast kernels. Poolings whose windows do not
     overlap, and their gradients, become elementwise operations. Weight gradients of convolutions have the layout of a
     forward convolution. Depthwise convolutions and their gradients become sums of products with shifted arrays, and
-    convolutions with up to 32 groups a convolution for each. Gradients of transposed convolutions have the form of those
-    of strided ones. If most of the FLOPs are in convolutions, compiler options select the library that computes them:
-    oneDNN for bfloat16, from jaxlib 0.12 on CPUs with AMX. NaN and Inf occur at the same positions, ties in a pooling
-    have XLA's result, and dtypes and named scopes do not change.
+    convolutions with up to 32 groups a convolution for each. Gradients of transposed convolutions have the form of
+    those of strided ones. If most of the FLOPs are in convolutions, compiler options select the library that computes
+    them: oneDNN for bfloat16, from jaxlib 0.12 on CPUs with AMX. NaN and Inf occur at the same positions, ties in a
+    pooling have XLA's result, and dtypes and named scopes do not change.
 
     On a GPU or TPU: loops over layers are unrolled if the program stays small, because XLA then recomputes elementwise
     operations in the backward pass instead of storing their results. Casts of constants to 16 bits move out of loops.
