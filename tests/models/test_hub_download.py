@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import pathlib
+import subprocess
 import sys
 
 import jax
@@ -76,6 +78,14 @@ def test_a_repository_is_downloaded_once(hub, tmp_path):
     assert len(hub.requests) == count
     from huggingface_hub import try_to_load_from_cache  # its library finds the files in its own cache
     assert try_to_load_from_cache(NAME, "config.json", cache_dir=tmp_path / "hub") == str(snapshot / "config.json")
+
+
+def test_the_first_use_of_the_library_in_a_process(tmp_path):
+    """Its modules are imported when they are used; here nothing else has imported them."""
+    code = "from fnet.models.weights import _download; print(_download.unavailable())"
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.stdout == "None\n", run.stderr
 
 
 def test_revisions(hub, tmp_path):

@@ -32,10 +32,10 @@ def unavailable() -> str | None:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
         return "HF_HUB_OFFLINE is set"
     try:
-        import huggingface_hub
+        from huggingface_hub import constants  # not an attribute of the package until it is imported
     except ModuleNotFoundError:
         return f"fnet downloads with the library huggingface_hub, which is not installed: {_INSTALL}"
-    return "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else None
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
 
 
 def download(repository: str, revision: str | None, cache: Path) -> Path:
