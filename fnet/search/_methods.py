@@ -20,8 +20,8 @@ from fnet.training import Mean, MemberMean
 from fnet.training._metrics import as_metrics
 
 METHODS = ("vmap", "split", "loop")
-_ROUNDS, _SECONDS = 7, 3.0      # of the measurement: at most so many rounds, and about so long for each method
-_CLOSE = 1.02                   # a method earlier in METHODS is preferred if the times differ by less
+_ROUNDS, _SECONDS = 25, 3.0     # of the measurement: at most so many rounds, and about so long for each method
+_CLOSE = 1.04                   # a method earlier in METHODS is preferred if the times differ by less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Step:
             known = self._methods.get(_members(state))
             chosen = known.chosen if known else self._method
             return self._traceable("vmap" if chosen == "vmap" else "split")(state, batch)
-        self.prepare(state, batch)
+        if _members(state) not in self._methods:
+            self.prepare(state, batch)
         return self._program(self._methods[_members(state)].chosen)(state, batch)
 
     @property
@@ -162,7 +163,13 @@ class Step:
         """One program for one member, called for each. The members have arrays of their own between the steps."""
         one, mesh = ft.tune(jax.jit(checked(self._step), donate_argnums=0)), self._mesh
         rows = None if mesh is None else NamedSharding(mesh, P(mesh.axis_names[0]))
-        end = jax.jit(lambda step, diverged, metrics: (step + 1, *marked(diverged, metrics)), donate_argnums=0,
+
+        def end(step, diverged, metrics):
+            if mesh is None:
+                metrics = jax.tree.map(lambda *each: jnp.stack(each), *metrics)
+            return step + 1, *marked(diverged, metrics)
+
+        end = jax.jit(end, donate_argnums=0,
                       out_shardings=None if mesh is None else (NamedSharding(mesh, P()), rows, rows))
 
         def placed(batch, n, here):
@@ -170,7 +177,7 @@ class Step:
             if self._own:
                 return _state.parts(batch, n, mesh)
             if mesh is None:
-                return [jax.tree.map(jnp.asarray, batch)] * n
+                return [jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), batch)] * n
             return [copy for device in mesh.local_devices
                     for copy in [jax.device_put(batch, device)] * (here // len(mesh.local_devices))]
 
@@ -182,7 +189,8 @@ class Step:
             for i in sorted(range(here), key=lambda i: i % each):      # the devices compute at the same time
                 results[i] = one(members.states[i], members.hypers[i], batches[i])
             after, metrics = zip(*results)
-            step, diverged, together = end(state.step, state.diverged, _state.stacked(metrics, mesh))
+            metrics = metrics if mesh is None else _state.stacked(metrics, mesh)
+            step, diverged, together = end(state.step, state.diverged, metrics)
             separate = _state.Separate(after, members.hypers, members.hyper, mesh)
             return _state.Population(step, separate, state.hyper, diverged), together
 
