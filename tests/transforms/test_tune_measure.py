@@ -163,9 +163,9 @@ def test_under_another_transformation_nothing_is_timed(taken):
 
 def test_a_long_run_measures_and_a_resumed_run_has_its_rules(taken, tmp_path, monkeypatch, capsys):
     """A run of which one second at the peak rate counts as long."""
-    from fnet.training.loop import _run
+    from fnet.training.loop import _tuning
 
-    monkeypatch.setattr(_run, "_LONG", 0)
+    monkeypatch.setattr(_tuning, "_LONG", 0)
     taken["without max_pool"] = 0.9
     tx = optax.sgd(0.1)
 
@@ -185,6 +185,6 @@ def test_a_long_run_measures_and_a_resumed_run_has_its_rules(taken, tmp_path, mo
         each.unlink()
     second = run(4)                                        # keeps the rules, measures nothing
     assert len(taken.calls) == 1 and int(second.step) == 4 and int(first.step) == 2
-    monkeypatch.setattr(_run, "_LONG", 1e9)
+    monkeypatch.setattr(_tuning, "_LONG", 1e9)
     tr.fit(train, tr.TrainState.create(jax.tree.map(jnp.asarray, W), tx), tr.Batches({"x": X}, batch_size=2), steps=2)
     assert len(taken.calls) == 1

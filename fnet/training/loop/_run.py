@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fnet import transforms
 from fnet.parallel import Plan
 from fnet.training import _metrics
 from fnet.training._logs import Logger
@@ -31,6 +30,7 @@ from fnet.training.loop import (
     _provenance,
     _recompile,
     _recovery,
+    _tuning,
 )
 from fnet.training.loop._clock import Clock
 from fnet.training.loop._early_stop import EarlyStop, better
@@ -42,7 +42,6 @@ from fnet.training.loop._signals import Signals, Stopping
 from fnet.training.loop._spread import Spread
 from fnet.training.loop._utilization import utilization
 
-_LONG = 600            # seconds, a run of which is worth a minute of measurements
 _IN_FLIGHT = 2         # steps that the device may be behind, so that stopping takes no longer than those
 
 
@@ -221,27 +220,8 @@ class Run:
         advance = _advance.function(self.spread.step(self.step), self.state, keeps=self.nonfinite == "skip",
                                     exempt=self.exempt, metrics=bool(self.on_step))
         if self.tune and not getattr(self.step, "separate", False):      # whose programs are tuned
-            advance = self.tuned(advance)
+            advance = _tuning.tuned(self, advance)
         self.advance = self.profiled(advance)
-
-    def tuned(self, advance: Callable) -> Callable:
-        """The tuned function. For a long run, the rules are selected by timing them; a resumed run has the same."""
-        if isinstance(self.tune, dict):
-            tuned = transforms.tune(advance, rules=self.tune)
-        else:
-            tuned = transforms.tune(advance, measure=self.is_long())
-        measured = tuned.measured(self.state, self.loop["metrics"], self.watch, self.example)
-        if measured is not None:
-            self.say(f"tune: {measured}")
-        self.facts["tune"] = _provenance.chosen(tuned) if measured is None else sorted(measured.rules)
-        return tuned
-
-    def is_long(self) -> bool:
-        """Whether this run takes minutes on a CPU, even if every step had the chip's peak rate."""
-        if self.use is None or self.facts["kind"] != "cpu" or self.spread.plan is not None or not self.alone:
-            return False
-        share = self.use(1e-6).value                       # of the peak rate, with a step in a million seconds
-        return share is not None and 1e6 * share * (self.steps - self.at) >= _LONG
 
     def advance_once(self) -> None:
         batch = self.next_batch()

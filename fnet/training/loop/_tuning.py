@@ -1,0 +1,32 @@
+"""The rules of `transforms.tune` for a run: those that it began with, or for a long run those that are the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fnet import transforms
+from fnet.training.loop import _provenance
+
+_LONG = 600    # seconds, a run of which is worth a minute of measurements
+
+
+def tuned(run: Any, advance: Callable) -> Callable:
+    """The tuned function of a `Run`, whose facts name its rules."""
+    if isinstance(run.tune, dict):
+        made = transforms.tune(advance, rules=run.tune)
+    else:
+        made = transforms.tune(advance, measure=_is_long(run))
+    measured = made.measured(run.state, run.loop["metrics"], run.watch, run.example)
+    if measured is not None:
+        run.say(f"tune: {measured}")
+    run.facts["tune"] = _provenance.chosen(made) if measured is None else sorted(measured.rules)
+    return made
+
+
+def _is_long(run) -> bool:
+    """Whether the run takes minutes on a CPU, even if every step had the chip's peak rate."""
+    if run.use is None or run.facts["kind"] != "cpu" or run.spread.plan is not None or not run.alone:
+        return False
+    share = run.use(1e-6).value    # of the peak rate, with a step in a million seconds
+    return share is not None and 1e6 * share * (run.steps - run.at) >= _LONG
