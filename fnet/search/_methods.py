@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -129,7 +130,7 @@ class Step:
                 copies[name], measured = self._program(name)(copies[name], batch)
                 jax.block_until_ready(measured)       # not of the state, whose members would be copied together
                 taken.append(time.perf_counter() - began)
-        seconds = {name: min(taken) for name, taken in times.items()}
+        seconds = {name: statistics.median(taken) for name, taken in times.items()}
         chosen = next(name for name in names if seconds[name] <= _CLOSE * min(seconds.values()))
         for name in names:
             if name != chosen:
