@@ -3,8 +3,8 @@
     python -m benchmarks.populations            # 16 members
     python -m benchmarks.populations 4
 
-All of them run in one process and alternate. A step is timed until the metrics of all members are there. A ratio to the
-fastest is the median of the ratios in the rounds.
+All of them run in one process and alternate, each for several consecutive steps. A step is timed until the metrics of
+all members are computed. A ratio to the fastest is the median of the ratios in the rounds.
 """
 
 from __future__ import annotations

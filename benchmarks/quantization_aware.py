@@ -3,10 +3,11 @@
     python -m benchmarks.quantization_aware
     python -m benchmarks.quantization_aware --qat_steps=1200 --qat_formats=int4
 
-The published weights are fine-tuned on CIFAR-10, enlarged to 64 x 64 pixels. Then the network is trained on, for half
-as many steps, as it is and with rounded kernels (`compress.fake_quantize`). Both versions are quantized and evaluated,
-so they differ in the rounding during training only. All convolutions but the first are rounded, with a scale for each
-output channel; int8 also rounds activations, with a scale for each image. With int4, depthwise convolutions have int8.
+The published weights are fine-tuned on CIFAR-10, enlarged to 64 x 64 pixels. Training then continues for half as many
+steps: once with float32 kernels, and once with rounded ones (`compress.fake_quantize`). Both results are quantized and
+evaluated, so they differ only in the rounding during training. All convolutions but the first are rounded, with a scale
+for each output channel; int8 also rounds activations, with a scale for each image. With int4, depthwise convolutions
+have int8.
 """
 
 from __future__ import annotations

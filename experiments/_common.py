@@ -24,7 +24,6 @@ from fnet import hardware as hw
 from fnet import introspect, parallel
 from fnet import training as tr
 from fnet.cli import no_device
-from fnet.models import pretrained
 
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 
@@ -114,6 +113,8 @@ def check_steps(steps):
 
 def weights_notes(path):
     """Notes of a run on its pretrained weights: where they are and, if they are of Hugging Face's hub, their commit."""
+    from fnet.models import pretrained  # here, because most scripts load no models
+
     commit = pretrained.revision(path)
     return {"weights": str(path)} | ({} if commit is None else {"weights_revision": commit})
 

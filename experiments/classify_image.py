@@ -143,13 +143,13 @@ def read_labels(config, path, classes=None):
     return labels
 
 
-def _labels(held):
+def _labels(found):
     """The labels of a list, of {number: label}, or of the config.json of transformers or timm."""
-    if isinstance(held, dict) and "label_names" in held:
-        words = held.get("label_descriptions") or {}
-        held = [words.get(name, name) for name in held["label_names"]]
-    held = held.get("id2label", held) if isinstance(held, dict) else dict(enumerate(held))
-    names = {int(index): str(name).replace("_", " ") for index, name in held.items()}
+    if isinstance(found, dict) and "label_names" in found:
+        descriptions = found.get("label_descriptions") or {}
+        found = [descriptions.get(name, name) for name in found["label_names"]]
+    found = found.get("id2label", found) if isinstance(found, dict) else dict(enumerate(found))
+    names = {int(index): str(name).replace("_", " ") for index, name in found.items()}
     return [names[index] for index in range(len(names))]
 
 

@@ -137,9 +137,9 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
     exceed the caches, between elementwise operations like those of a network, with which rounding and scaling fuse. The
     function is timed as well, with the original parameters and with all of them in each format: what XLA fuses depends
     on the whole function, so the times of the products are multiplied by the factor with which they agree with it. For
-    another chip, times are estimates: the longer of FLOPs / peak rate and bytes / bandwidth, and
-    the decoding of codes. A format is advised for a parameter if its products take less than 97 % of the time; the
-    fastest format is selected. Accuracy is not considered: measure it, and see `calibrate`.
+    another chip, times are estimates: the longer of FLOPs / peak rate and bytes / bandwidth, and the decoding of codes.
+    A format is advised for a parameter if its products take less than 97 % of the time; the fastest format is selected.
+    Accuracy is not considered: measure it, and see `calibrate`.
 
     The first and the last product of a function are not quantized, because they affect its outputs most.
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax import export
 
 from fnet import jaxpr
-from fnet.export import _outputs, _rebuild, _signature, _sizes, _write
+from fnet.export import _outputs, _rebuild, _signature, _write
 from fnet.export._tree import described_leaves, size_variables
 
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "int8": 0.25}    # of the largest element
@@ -160,11 +160,9 @@ def default_sizes(traced: Any) -> dict[str, int]:
 
 def _lowered(stable, constants, weights, sizes) -> bytes:
     """The program for these sizes as portable StableHLO, with its weights as constants."""
-    shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
-    values = [(dtype, shape(n)) for dtype, n in stable["values"]]
-    known = dict(zip(stable["constants"], constants))
-    run = _rebuild.Run(values, known, shape, {**_rebuild.OPERATIONS, **_OPERATIONS})
-    types = [jax.ShapeDtypeStruct(values[i][1], jnp.dtype(values[i][0])) for i in stable["inputs"][len(weights):]]
+    run = _rebuild.sized(stable, constants, sizes, {**_rebuild.OPERATIONS, **_OPERATIONS})
+    types = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+             for dtype, shape in (run.values[i] for i in stable["inputs"][len(weights):])]
     f = jax.jit(lambda *inputs: run.body(stable, [*weights, *inputs]), keep_unused=True)
     return bytes(export.export(f, platforms=["cpu"])(*types).mlir_module_serialized)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,14 +84,20 @@ def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Cal
         BundleError: the entry point has no stable form.
     """
     description, stable = bundle.manifest["entries"][name], bundle.stable(name)
-    shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
-    values = [(dtype, shape(axes)) for dtype, axes in stable["values"]]
 
     def run(weights, inputs):
-        known = dict(zip(stable["constants"], (weights[name] for name in description["constants"])))
-        return Run(values, known, shape).body(stable, [*(weights[name] for name in description["weights"]), *inputs])
+        constants, given = ([weights[name] for name in description[kind]] for kind in ("constants", "weights"))
+        return sized(stable, constants, sizes).body(stable, [*given, *inputs])
 
     return run
+
+
+def sized(stable: Mapping[str, Any], constants: Sequence[Any], sizes: Mapping[str, int],
+          operations: Mapping[str, Callable] | None = None) -> Run:
+    """The evaluation of a stable form for these sizes."""
+    shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
+    values = [(dtype, shape(axes)) for dtype, axes in stable["values"]]
+    return Run(values, dict(zip(stable["constants"], constants)), shape, operations)
 
 
 class Run:

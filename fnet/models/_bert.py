@@ -102,8 +102,8 @@ def architectures(prefix: str, without: str = "Model") -> dict:
 
 def tied(value, config):
     """`tie_word_embeddings`, which affects the masked LM alone."""
-    names, words = config.get("architectures"), ("ForMaskedLM", "ForPreTraining")
-    if value is not True and isinstance(names, list) and any(str(name).endswith(words) for name in names):
+    names, heads = config.get("architectures"), ("ForMaskedLM", "ForPreTraining")
+    if value is not True and isinstance(names, list) and any(str(name).endswith(heads) for name in names):
         raise ValueError("expected True for a masked LM")
     if not isinstance(value, bool):
         raise ValueError("expected True or False")

@@ -92,10 +92,10 @@ def test_a_list_of_special_tokens_replaces_the_tokens_of_the_model(tmp_path):
     config = json.loads((HERE / "gemma" / "tokenizer_config.json").read_text())
     del config["additional_special_tokens"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    words = models.read_tokenizer(tmp_path)
-    assert {token.content: token.special for token in words._tokenizer.get_added_tokens_decoder().values()} == (
+    tokenizer = models.read_tokenizer(tmp_path)
+    assert {token.content: token.special for token in tokenizer._tokenizer.get_added_tokens_decoder().values()} == (
         named | dict.fromkeys((*turns, "\n\n", "  ", "<table>"), False))
-    assert words.decode(words.encode("a<table>b")) == "a<table>b"
+    assert tokenizer.decode(tokenizer.encode("a<table>b")) == "a<table>b"
 
 
 @LIBRARY

@@ -1,4 +1,4 @@
-"""Programs that one process compiles are loaded by the next one, or compiled again whatever is wrong with the files."""
+"""A second process loads the programs that the first one compiled. Programs in damaged files are compiled again."""
 
 import os
 import subprocess

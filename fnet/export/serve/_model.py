@@ -44,6 +44,8 @@ class Model:
                  pad: Mapping[str, tuple[int, ...]]):
         self.name, self.version, self.bundle, self.entry = name, version, bundle, entry
         self._description = bundle.manifest["entries"][entry]
+        self._stable = jax.default_backend() == "cpu" and "not_stable" not in self._description
+        self._weights = [*self._description["weights"], *(self._description["constants"] if self._stable else ())]
         self.inputs = [leaf for name, tree in self._description["inputs"] for leaf in leaves(name, tree)]
         self.outputs = leaves("output", self._description["output"])
         self._programs: collections.OrderedDict[tuple, Any] = collections.OrderedDict()
@@ -100,8 +102,7 @@ class Model:
 
     def _run(self, arrays):
         key = tuple(x.shape for x in arrays)
-        names = {*self._description["constants"], *self._description["weights"]}
-        weights = {name: self.bundle.arrays[name] for name in names}
+        weights = {name: self.bundle.arrays[name] for name in self._weights}
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._compiled(weights, arrays)
@@ -111,14 +112,12 @@ class Model:
 
     def _compiled(self, weights, arrays):
         """The program for these shapes: of the stable form, tuned, on a CPU; else the one that JAX has serialized."""
-        if jax.default_backend() == "cpu" and "not_stable" not in self._description:
+        if self._stable:
             rest = iter(arrays)
             named = {name: _signature.unflatten(tree, rest) for name, tree in self._description["inputs"]}
             _, sizes = _signature.bound(self.name, self.entry, self._description, (), named)
             return ft.tune(jax.jit(_rebuild.function(self.bundle, self.entry, sizes))).lower(weights, arrays).compile()
-        weights = {name: weights[name] for name in self._description["weights"]}
-        program = self.bundle._program(self.entry).lower(weights, arrays).compile()
-        return lambda weights, arrays: program({name: weights[name] for name in self._description["weights"]}, arrays)
+        return self.bundle._program(self.entry).lower(weights, arrays).compile()
 
     @property
     def programs(self) -> int:

@@ -38,9 +38,8 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
     cannot be read or is damaged is compiled again.
 
     Args:
-      path: the folder, at most 4 GiB. It must belong to this user, and nobody else may be able to write to it, because
-        programs in it are executed; otherwise it is not used. Default: compiled/ in the environment's FNET_CACHE, or in
-        ~/.cache/fnet.
+      path: the folder, of at most 4 GiB. It is used only if this user owns it and no other user can write to it,
+        because its programs are executed. Default: compiled/ in the environment's FNET_CACHE, or in ~/.cache/fnet.
 
     Example:
       >>> import tempfile
