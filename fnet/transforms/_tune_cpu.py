@@ -57,7 +57,8 @@ def products(eqn, inputs):
     last axis; x^T y in two dimensions has the smaller side first.
 
     Under vmap, a dense layer is w a with result [out, ...]. If such results are added to arrays [..., out], XLA
-    recomputes their inputs in every layout that is read.
+    recomputes their inputs in every layout that is read. Under vmap over the weights, x w is one product for each w:
+    as one product of matrices, the weights would be transposed.
     """
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
@@ -68,6 +69,8 @@ def products(eqn, inputs):
     if not any(batch) and len(left) == 1 and (x.ndim == 2) != (y.ndim == 2):
         first = x.ndim == 2
         (array, matrix), (i, j) = (inputs[::-1], (right[0], left[0])) if first else (inputs, (left[0], right[0]))
+        if first and 0 < i == array.x.ndim - 2:
+            return _for_each(matrix, j, array, eqn.outvars[0].aval.size, rest)
         z = lax.dot_general(_ready(array, jnp.moveaxis(array.x, i, -1)), _ready(matrix, matrix.x),
                             (((array.x.ndim - 1,), (j,)), ((), ())), **rest)
         return [transposed(z, (z.ndim - 1, *range(z.ndim - 1))) if first else z]
@@ -85,6 +88,21 @@ def products(eqn, inputs):
     narrow = x.shape[1] <= y.shape[1]
     z = apart(dot(x, y) if narrow else dot(y, x))    # otherwise XLA swaps the sides again if the result is transposed
     return [(z if narrow else z.T).reshape(shape)]
+
+
+def _for_each(matrix, contracted, array, result, options):
+    """The product of one matrix with every matrix of the array [..., k, n], with result [m, ..., n]. None if the copies
+    of the matrix would be larger than the array and the result.
+    """
+    each = array.x.shape[:-2]
+    matrix = jnp.moveaxis(matrix.x, contracted, -1)
+    if math.prod(each) * matrix.size > max(array.x.size, result):
+        return None
+    matrix = apart(jnp.broadcast_to(matrix, (*each, *matrix.shape)))
+    axes = len(each)
+    batch = tuple(range(axes))
+    z = lax.dot_general(matrix, _ready(array, array.x), (((axes + 1,), (axes,)), (batch, batch)), **options)
+    return [transposed(z, (axes, *batch, axes + 1))]
 
 
 def _ready(value, x):
