@@ -301,3 +301,17 @@ def test_stop_tokens_of_generation_config(tmp_path):
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
         with pytest.raises(ValueError, match=r"generation_config.json: expected tokens as eos_token_id, a number or a"):
             models.read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("a\u061db", ["a\u061db"]),                               # punctuation since Unicode 14: not split
+    ("a\u166db", ["a", "\u166d", "b"]),                       # punctuation until Unicode 11
+    ("a\u1734b", ["ab"]),                                     # an accent until Unicode 13
+    ("a\u0898b", ["a\u0898b"]),                               # an accent since Unicode 14
+    ("\u1c89", ["\u1c8a"]),                                   # lowercase letters since Unicode 16
+    ("a\U00011938e\u0301", ["a\U00011938e"]),                 # not decomposed before Unicode 13
+    ("a\U0002b820b\U0002b920c", ["a\U0002b820b", "\U0002b920", "c"]),
+])
+def test_wordpiece_does_not_depend_on_the_unicode_version_of_python(text, words):
+    """Words of the library tokenizers 0.23.3 (`make verify-pretrained ARGS=code_points` compares all code points)."""
+    assert models.WordPiece(models.WordPiece.SPECIAL).words(text) == words

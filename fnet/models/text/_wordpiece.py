@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -13,11 +12,12 @@ import numpy as np
 
 from fnet.models.text import _tokenizer_config
 from fnet.models.text._tokenizers import clean_up, in_range
+from fnet.models.text._unicode import category, decomposed, lower
 from fnet.models.weights._files import SMALL, check_count, contents
 
-# Code points that BERT treats as Chinese characters, each a separate word.
+# Code points that are Chinese characters, each a separate word, for the library tokenizers. (BERT's file has 0x2B820.)
 _IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),
-               (0x2B820, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))
+               (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))
 _LONGEST = 100    # characters of a word; longer words are [UNK]
 _CONTROL = ("Cc", "Cf", "Co", "Cs")    # not Cn (unassigned), which depends on the Unicode version
 
@@ -146,9 +146,9 @@ class WordPiece:
     def _words(self, text):
         text = "".join(_cleaned(char, self.tokenize_chinese_chars) for char in text)
         if self.strip_accents:
-            text = "".join(char for char in unicodedata.normalize("NFD", text) if unicodedata.category(char) != "Mn")
+            text = "".join(char for char in decomposed(text) if category(char) != "Mn")
         if self.lowercase:
-            text = "".join(char.lower() for char in text)    # one by one: str.lower depends on neighbors
+            text = lower(text)
         return "".join(f" {char} " if _is_punctuation(char) else char for char in text).split()
 
     def _pieces(self, word):
@@ -174,7 +174,7 @@ def _cleaned(char, split):
     """Applies BERT's cleaning to one character, with spaces around Chinese ones if `split`."""
     if char in "\t\n\r":
         return " "
-    if char in "\0\ufffd" or unicodedata.category(char) in _CONTROL:
+    if char in "\0\ufffd" or category(char) in _CONTROL:
         return ""
     if char.isspace():
         return " "
@@ -184,4 +184,4 @@ def _cleaned(char, split):
 
 def _is_punctuation(char):
     """Whether a character is punctuation in Unicode, or ASCII but neither a letter, a digit nor a space."""
-    return (33 <= ord(char) <= 126 and not char.isalnum()) or unicodedata.category(char).startswith("P")
+    return (33 <= ord(char) <= 126 and not char.isalnum()) or category(char).startswith("P")
