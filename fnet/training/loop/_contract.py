@@ -14,8 +14,26 @@ from fnet.training._media import MEDIA
 from fnet.training.checkpoints import _leaves
 
 
+def traced(step: Callable) -> Callable:
+    """The step with metrics as `as_metrics` returns them. It is traced once for every function that contains it.
+
+    Raises:
+      TypeError: when called, if it does not return (state, metrics).
+    """
+    def outputs(state, batch):
+        result = step(state, batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"step(state, batch) must return (state, metrics); got a {type(result).__name__}")
+        return result[0], _metrics.as_metrics(result[1])
+
+    return jax.jit(outputs, inline=True)
+
+
 def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
     """The shapes of the metrics, once the step is known to return a state like the one it takes.
+
+    Args:
+      step: as `traced` returns it.
 
     Raises:
       TypeError: it returns another structure, or leaves of other shapes or dtypes: it could not be resumed. Or a leaf
@@ -28,13 +46,7 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
             raise TypeError(f"batches(i) returned {_metrics.described(leaf)}{where}: a batch is a tree of arrays and "
                             "numbers")
 
-    def outputs(state, batch):
-        result = step(state, batch)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(f"step(state, batch) must return (state, metrics); got a {type(result).__name__}")
-        return result[0], _metrics.as_metrics(result[1])
-
-    new, metrics = jax.eval_shape(outputs, state, batch)
+    new, metrics = jax.eval_shape(step, state, batch)
     check_state(state, new)
     return metrics
 

@@ -75,9 +75,9 @@ class Run:
         self.best, self.early_stop, self.progress, self.on_step = best, early_stop, progress, on_step
         self.nonfinite, self.debug, self.tune = nonfinite, debug, tune
         self.example = self.first()
-        self.plain = getattr(step, "plain", step)          # the step as one traceable function
         shapes = self.spread.shapes(lambda: self.example)
-        self.zeros = _metrics.zeros(_contract.metrics_of(self.plain, self.state, shapes))
+        self.traced = _contract.traced(getattr(step, "plain", step))    # as one function
+        self.zeros = _metrics.zeros(_contract.metrics_of(self.traced, self.state, shapes))
         _contract.check_watched(self.watched(), self.evaluate, state=self.state)
         if not self.alone:                                 # where an array of this process alone would not fit in
             self.zeros = jax.tree.map(np.asarray, self.zeros)
@@ -185,7 +185,7 @@ class Run:
         if self.at < self.steps and not self.loop["stopped"]:
             _ending.interruption(self, boundary=True)
             if self.progress is not None or self.logger is not None:
-                self.use = utilization(self.plain, self.state, self.spread.shapes(lambda: self.example))
+                self.use = utilization(self.traced, self.state, self.spread.shapes(lambda: self.example))
             if hasattr(self.step, "prepare"):              # of a population: it measures how its members run
                 self.facts["members"] = self.step.prepare(self.state, self.example, self.facts.get("members"))
             self.compile()
@@ -217,7 +217,9 @@ class Run:
         self.exempt = _nonfinite.exempt(self.state)
         if hasattr(self.step, "prepare"):                  # a member of a population that diverges ends by itself
             self.exempt |= {path for path in _leaves.paths(self.state) if path.startswith("members/")}
-        advance = _advance.function(self.spread.step(self.step), self.state, keeps=self.nonfinite == "skip",
+        whole = self.spread.plan is None and not hasattr(self.step, "plain")
+        step = self.traced if whole else self.spread.step(self.step)
+        advance = _advance.function(step, self.state, keeps=self.nonfinite == "skip",
                                     exempt=self.exempt, metrics=bool(self.on_step))
         if self.tune and not getattr(self.step, "separate", False):      # whose programs are tuned
             advance = _tuning.tuned(self, advance)
