@@ -32,15 +32,15 @@ def backend_is_up() -> bool:
 
 
 def notes():
-    """The store in which the processes of a run leave each other short texts, kept by the first of them."""
+    """JAX's key-value store, which the first process hosts and through which processes exchange short texts."""
     return _distributed.global_state.client
 
 
 def leave() -> None:
-    """Lets this process end by itself, without waiting for processes that are gone.
+    """Lets this process exit without waiting for processes that have ended.
 
-    Else JAX stands before a barrier at the exit until its time-out, and then aborts. What holds the connection is never
-    freed, since freeing it waits as well.
+    Otherwise, JAX waits at a barrier on exit until the timeout, and then aborts. The objects that hold the connection
+    are never freed, because freeing them waits as well.
     """
     atexit.unregister(_api.clean_up)
     atexit.unregister(_dispatch.wait_for_tokens)

@@ -13,19 +13,20 @@ import jax.numpy as jnp
 @functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0))
 def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
-    """Values that are close to multiples of their scales after rounding, so that the products change least.
+    """Rounds the kernel of a product to a quantized format so that the product changes as little as possible.
 
-    The inputs are rounded one after the other, the one with the largest second moment first. The error of each is
-    distributed over the inputs that are not rounded yet, so that |x (w - result)|^2 becomes small.
+    The rows of the kernel, one for each input, are rounded one after the other. The row whose input has the largest
+    second moment is rounded first. The rows that are not rounded yet are changed to compensate for the rounding error
+    of each row. This keeps |x (values - scale * result)|^2 small.
 
     Args:
-        rounded: scaled values as the format represents them.
-        values: [stack, n, outputs].
-        scale: [stack, n, outputs].
-        gram: [stack, n, n], the sum of x^T x.
+        rounded: function that rounds scaled values to the numbers that the format represents.
+        values: the kernel, [stack, n, outputs], where n is the number of inputs.
+        scale: the scale of each value, [stack, n, outputs].
+        gram: [stack, n, n], the sum of x^T x over the calibration batches.
 
     Returns:
-        The scaled values [stack, n, outputs] to be encoded.
+        The rounded scaled values, [stack, n, outputs].
 
     Source: Frantar et al. (2023), GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers,
     algorithm 1, with its damping of 1 %.

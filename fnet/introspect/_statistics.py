@@ -18,12 +18,12 @@ class Statistic:
     """Statistics of one array: the value of a site, or a parameter.
 
     Attributes:
-        name: the site or the path of the parameter. In a scan or stack, each iteration has a name, such as "blocks/mlp
-          [2]".
-        mean, std, largest: mean, standard deviation and maximum of |x| of its numbers.
-        nonfinite: how many numbers are NaN or infinite.
-        dead: the share of units (of the last axis) whose derivative is 0 everywhere, as behind a relu that is never
-            positive.
+        name: the site or the path of the parameter. In a scan or stack, each iteration has its own name, such as
+            "blocks/mlp [2]".
+        mean, std, largest: mean, standard deviation and largest absolute value of the finite elements.
+        nonfinite: how many elements are NaN or infinite.
+        dead: the fraction of units (indices of the last axis) whose derivative is 0 at every index of the other axes,
+            as for the input of a relu that is always negative.
         gradient: the Euclidean norm of the derivative of the function's result with respect to the array.
 
     >>> report = introspect.statistics(lambda w: ft.tag(w ** 2, "square").sum(), jnp.array([3.0, 4.0]))

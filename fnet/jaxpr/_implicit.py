@@ -91,8 +91,8 @@ class ImplicitArray:
         """Returns rows (slices of axis 0) of this array.
 
         Args:
-            take: `take(a)`, the same lookup in a plain array with the same number of rows. It gives NaN for indices out
-                of range if the program's lookup does, except in integers, where it clips.
+            take: `take(a)` performs the same lookup in a plain array `a` that has the same number of rows. For indices
+                out of range, it returns NaN if the program's lookup does; if `a` has integers, it clips the indices.
         """
         return NotImplemented
 

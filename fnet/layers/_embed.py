@@ -60,8 +60,8 @@ class Embed(Layer):
 
     @method
     def first(self, scope: Scope, count: int) -> jax.Array:
-        """Returns the vectors of tokens 0 .. count - 1, [count, features], for example as learned positions of a
-        text."""
+        """Returns the first `count` vectors, [count, features], for example the learned embeddings of `count`
+        positions."""
         return lax.slice_in_dim(jnp.asarray(self._table(scope)), 0, count, axis=0)
 
     @method

@@ -91,7 +91,7 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
 
 
 def architectures(prefix: str, without: str = "Model") -> dict:
-    """{transformers' class: fields}; ... is a field that config.json determines."""
+    """{transformers' class: fields of the model}. The value `...` means that another field of config.json sets it."""
     return {
         f"{prefix}{without}": dict(head=None), f"{prefix}ForMaskedLM": dict(head="masked_lm"),
         f"{prefix}ForSequenceClassification": dict(head="sequence", classes=...),

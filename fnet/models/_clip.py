@@ -262,9 +262,9 @@ class CLIP(Model):
         images: [images, size, size, 3].
         tokens: integers [texts, time]; each text has an end token.
 
-    Output: logits [images, texts], the cosine of the features of each image and each text times the exponential of the
-    parameter `logit_scale`. A softmax over texts classifies images without training. For the other direction, transpose
-    the logits.
+    Output: logits [images, texts]: the cosine similarity between the features of each image and each text, multiplied
+    by exp(`logit_scale`), where `logit_scale` is a parameter. A softmax over texts classifies images without training.
+    For the other direction, transpose the logits.
 
         images, texts = (f(params, x) for f, x in ((model.image_features, x), (model.text_features, tokens)))
 

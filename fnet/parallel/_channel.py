@@ -35,9 +35,9 @@ class Closed(Exception):
 class Channel:
     """Lets the processes of a plan agree on each step.
 
-    Before a step, each process writes its status to JAX's key-value store. The first process reads all of them and
-    writes the verdict. A step costs every process two queries, and the first process one more. Entries are deleted two
-    steps later.
+    Before a step, each process writes its status to JAX's key-value store. The first process reads the status of every
+    process and writes the verdict; the others wait for the verdict. This takes at least three requests to the store in
+    the first process, and two in each of the others. One more request deletes the entries of the previous step.
 
     Args:
         processes: the indices of all processes, including this one.

@@ -128,7 +128,10 @@ class _Pins(Interpreter):
         return [Value(y, 0) for y in mapped(*arrays)]
 
     def scan(self, eqn, at, inputs, notes):
-        """Pins the carry before the loop and at the end of each iteration. Sums are reduced after the loop."""
+        """Constrains the sharding of the carry, before the loop and at the end of each iteration.
+
+        Partial sums over the batch are reduced once, after the loop.
+        """
         parts = scan(eqn)
         consts, carry = parts.consts, parts.carry
         given = [value.note for value in inputs]

@@ -48,11 +48,11 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
 
     Strategies: "data" is data parallelism. "zero1" also splits the optimizer's state (Rajbhandari et al., 2020, ZeRO,
     stage 1). "fsdp" also splits the parameters and gathers them for each use (stage 3; Zhao et al., 2023, PyTorch
-    FSDP). "fsdp+pins" also constrains activations to the batch; without this, XLA may sum activations over all chips
-    instead of gathering weights. Both variants are compiled, because it depends on the model which one sends fewer
-    bytes. If none fits, each is tried with "+remat" (`ft.rematerialize`: activations are recomputed in the backward
-    pass), and then with "+microbatches=2", 4, ..., if the step has a keyword `microbatches` that it passes to
-    `ft.microbatch`.
+    FSDP). "fsdp+pins" also keeps the activations split over the batch; without these constraints, XLA may sum
+    activations over all chips instead of gathering weights. Both variants are compiled, because it depends on the
+    model which one sends fewer bytes. If none fits, each is tried with "+remat" (`ft.rematerialize`: activations are
+    recomputed in the backward pass), and then with "+microbatches=2", 4, ..., if the step has a keyword
+    `microbatches` that it passes to `ft.microbatch`.
 
     Args:
         step: written for one device.

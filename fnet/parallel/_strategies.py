@@ -28,7 +28,7 @@ class Strategy(NamedTuple):
 
     Attributes:
         state: how the state is split: "data", "zero1" or "fsdp".
-        pins: whether activations are constrained to the batch.
+        pins: whether sharding constraints keep the activations split over the batch.
         remat: whether activations are recomputed in the backward pass.
         microbatches: number of microbatches.
 

@@ -123,7 +123,7 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
 
 
 def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) -> tuple:
-    """((prompts, lengths, key), the sizes of the compiled program), checked."""
+    """Checks the arguments; returns ((prompts, lengths, key), {"room": ..., "capacity": ...}), the static sizes."""
     if sampled and key is None:
         raise ValueError(f"{caller}: sampling needs key=jax.random.key(...); or pass temperature=0")
     if not isinstance(samples, int) or samples < 1:

@@ -79,8 +79,10 @@ class Fields:
         absent: as in `Use`.
         write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP for none;
             raises ValueError if config.json cannot describe this model. Default: nothing is written.
-        partial: whether a model may have None for these fields: a model without the head that config.json describes.
-        others: other values that a model may have: heads whose arrays, if the file has them, mean the same.
+        partial: whether a model with None for these fields is accepted as well, such as a model without the head that
+            config.json describes.
+        others: further values that are accepted in the model, such as other heads. Each needs arrays whose names no
+            other head uses, so that a file without them raises an error.
     """
 
     read: Callable[[Any, Mapping], dict[str, Any]]
@@ -329,13 +331,13 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
     """A table for transformers' config.json: the fields of one family, and those common to all families.
 
     Args:
-        fields: the family's.
-        architectures: the classes whose files the model reads; a mapping gives the fields of the model for each class,
-            such as its head.
+        fields: {field: Use, Must or Fields} for this family.
+        architectures: the supported values of `architectures`, the names of transformers' classes. A mapping also
+            contains the fields of the model for each class, such as {"BertForMaskedLM": {"head": "masked_lm"}}.
         irrelevant: more fields that have no effect on the forward pass, separated by spaces. One that is also in
             `fields` is written where there is no value to copy.
-        other_heads: heads that a model may have although `architectures` has another one: no other head uses the names
-            of their arrays, so a file without them is an error.
+        other_heads: heads that are accepted in the model although `architectures` names another one. No other head
+            uses the names of their arrays, so a file without them raises an error.
         options: of `Config`.
     """
     def architecture(value, config):

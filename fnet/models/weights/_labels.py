@@ -11,7 +11,7 @@ def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str
     """The fields of transformers' config.json for the number of classes, `id2label` and `num_labels`.
 
     Args:
-        heads: the architectures, with the fields of the model for each; those whose `classes` is ... have classes.
+        heads: the architectures, with the fields of the model for each; those whose `classes` is `...` have classes.
         default: the architecture where config.json has none.
     """
     def read(value, config):

@@ -19,8 +19,10 @@ _runs: list[Signals] = []      # nested runs; the innermost one listens, because
 
 
 class Stopping(BaseException):
-    """Ends whatever the run waits for after a signal; `fit` catches it. Not an Exception, so that user code which
-    retries on errors does not swallow it."""
+    """Raised after a signal to interrupt an evaluation, a callback or a wait for data; `fit` catches it.
+
+    It is not a subclass of Exception, so that user code which retries after errors does not catch it.
+    """
 
 
 class Signals:
