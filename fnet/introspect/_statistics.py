@@ -23,7 +23,7 @@ class Statistic:
         mean, std, largest: mean, standard deviation and largest absolute value of the finite elements.
         nonfinite: how many elements are NaN or infinite.
         dead: the fraction of units (indices of the last axis) whose derivative is 0 at every index of the other axes,
-            as for the input of a relu that is always negative.
+            as for the inputs of a relu if they are never positive.
         gradient: the Euclidean norm of the derivative of the function's result with respect to the array.
 
     >>> report = introspect.statistics(lambda w: ft.tag(w ** 2, "square").sum(), jnp.array([3.0, 4.0]))
