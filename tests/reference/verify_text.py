@@ -118,7 +118,6 @@ def stories15m_speed():
                f"{np.median(times) / np.median(theirs):.2f} of its, fnet's best {max(times) / max(theirs):.2f}")
     else:
         yield "($LLAMA2C names no binary of llama2.c's run.c: its speed was not measured)"
-    assert max(times) >= 100
 
 
 @check
