@@ -31,17 +31,18 @@ _NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\
 class InputStatistics:
     """Statistics of the other operand of the products with one parameter. `calibrate` creates it.
 
-    `lead` are the leading axes of the parameter over which it is scanned, such as the layers of a `Stack`; n is the
-    number of contracted values.
+    `lead` are the sizes of the leading axes of the parameter over which a scan runs, such as the layers of a `Stack`.
+    n is the number of inputs of a product: the elements of a row that are contracted with the parameter (1 for
+    convolutions, in which each element is a row).
 
     Attributes:
-        rows: [*lead], the number of vectors.
-        largest: [*lead], the largest magnitude.
+        rows: [*lead], the number of recorded rows of n inputs.
+        largest: [*lead], the largest magnitude of an input.
         magnitude: [*lead, n], the mean magnitude of each input.
-        histogram: [*lead, 1920], how many values have a magnitude in each of the bins, whose upper bounds are `bounds`.
+        histogram: [*lead, 1920], the number of magnitudes in each bin; `bounds` has the upper bounds of the bins.
         gram: [*lead, n, n], the sum of x^T x over all rows x; None for convolutions, and with `gram=False`.
-        axes: the contracted axes of the parameter, counted from the end.
-        conflict: "", or why the statistics do not describe all products with the parameter.
+        axes: the contracted axes of the parameter, as negative numbers.
+        conflict: why the statistics do not describe all products with the parameter; "" if they do.
 
     >>> from fnet import compress
     >>> x, params = jnp.array([[1.0, -3.0]]), {"kernel": jnp.ones((2, 3))}
@@ -67,8 +68,8 @@ class InputStatistics:
         """The magnitude that 8-bit codes shall represent exactly, [*lead].
 
         Args:
-            method: "absmax", the largest; "percentile", that of which 99.99 % of the values are smaller; "mse", the
-                bound with the least mean squared error of rounding and clipping.
+            method: "absmax", the largest magnitude; "percentile", the bound below which 99.99 % of the magnitudes are;
+                "mse", the bound with the least mean squared error of rounding and clipping.
         """
         largest, counts, bounds = np.asarray(self.largest), np.asarray(self.histogram, float), self.bounds
         if method == "percentile":

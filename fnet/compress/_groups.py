@@ -32,20 +32,20 @@ class Cut:
     kept: tuple[tuple[np.ndarray | None, ...], ...]
 
     def apply(self, x: Any) -> Any:
-        """The array without the removed indices."""
+        """Removes the indices from an array."""
         for axis, (factors, kept) in enumerate(zip(self.factors, self.kept)):
             if any(each is not None for each in kept):
                 x = x.take(remaining_indices(factors, kept), axis=axis)
         return x
 
     def type(self, x: Any) -> jax.ShapeDtypeStruct:
-        """The type of the array without the removed indices."""
+        """The shape and dtype of the result of `apply`."""
         sizes = (math.prod(n if each is None else len(each) for n, each in zip(factors, kept))
                  for factors, kept in zip(self.factors, self.kept))
         return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
     def original(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an array before indices were removed; axes that have all of them may have any size."""
+        """The shape of an array before indices were removed. Axes from which none was removed may have any size."""
         if len(shape) != len(self.shape):
             return shape
         return tuple(full if any(each is not None for each in kept) else n
@@ -98,7 +98,7 @@ class Call:
                                    _returned(traced, kwargs.get("state")), hints)
 
     def evaluate(self, cuts: Mapping[str, Cut]) -> Any:
-        """f's result for arrays without the removed indices."""
+        """Returns f's result, if the arrays of the call no longer contain the indices that `cuts` removes."""
         kept: dict[int, np.ndarray] = {}
         for i, leaf in enumerate(self.leaves):
             if leaf.key in cuts:
@@ -170,7 +170,8 @@ class Group:
 def groups(call: Call) -> list[Group]:
     """The groups of axes of the parameters of a call.
 
-    Of the factors of an axis (heads and features of a head) the first one that can change does, in all its groups.
+    An axis can have several factors, such as the heads and the features of a head. Indices are removed from only one
+    factor of each axis, the first one that allows it. The groups of the other factors do not change, in any axis.
     """
     program, members, second = call.program, {}, set()
     for i, leaf in enumerate(call.leaves):

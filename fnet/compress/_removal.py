@@ -17,7 +17,7 @@ _STEPS = 8    # of the bisection: the fraction is found to 1 / 256
 
 
 def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
-    """f for arguments without the removed indices."""
+    """Returns f for arguments from which the indices have been removed."""
     @wraps(f)
     def shrunk(*args, **kwargs):
         return Call(f, args, kwargs, found).evaluate(found)

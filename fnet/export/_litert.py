@@ -1,8 +1,8 @@
 """Writes programs as LiteRT models, and compares them in LiteRT's interpreter with the program.
 
-The converter reads StableHLO and has no public API; `_converted` is what uses it. It does not support loops, nor
-symbolic sizes in all operations. So the stable form is evaluated for fixed sizes, with scans unrolled, and each choice
-of sizes is a signature of the model.
+The converter reads StableHLO and has no public API; only `_converted` calls it. It does not support loops, and it
+supports symbolic sizes in some operations only. Therefore the stable form is evaluated for fixed sizes, with scans
+unrolled, and each choice of sizes is a signature of the model.
 """
 
 from __future__ import annotations
@@ -85,10 +85,13 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
 
 def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes: Mapping[str, int] | None = None, *,
             signature: str = "predict", inputs: list | None = None, tolerance: float = TOLERANCE["float32"]) -> float:
-    """The largest difference of a signature in LiteRT from the program, relative to the largest element.
+    """Runs a signature in LiteRT's interpreter and compares its outputs with those of the program.
+
+    Returns:
+        The largest difference, relative to the largest element.
 
     Raises:
-        ValueError: it is larger than the tolerance.
+        ValueError: the difference is larger than the tolerance.
     """
     traced = program.entries[entry]
     if inputs is None:
@@ -205,7 +208,8 @@ def _scatter(run, options, types, x, indices, updates):
 
 
 def _convolution(run, options, types, x, kernel):
-    """Without a dilation of its input, as of transposed convolutions, whose padding the converter loses."""
+    """A convolution whose input dilation is written into the input as zeros, because the converter loses the padding of
+    convolutions with input dilation (transposed convolutions)."""
     padding = [(0, 0, 0)] * x.ndim
     for axis, dilation in zip(options["input"][2:], options["input_dilation"]):
         padding[axis] = (0, 0, dilation - 1)

@@ -194,7 +194,7 @@ class Bundle:
         return _compared(self.path, entry, "NumPy", description, output, wanted)
 
     def tests(self):
-        """{entry point: (leaves of the inputs, leaves of the outputs)} of the check; empty lists if there are none."""
+        """{entry point: (leaves of the inputs, leaves of the outputs)} for `check`; empty lists if there are none."""
         tests = self._archive.tensors(reader.TESTS)
         read = lambda kind: [tests[f"{kind}/{i}"] for i in range(sum(name.startswith(f"{kind}/") for name in tests))]
         return {entry: (read(f"{entry}/inputs"), read(f"{entry}/outputs")) for entry in self.entries}

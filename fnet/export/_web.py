@@ -20,7 +20,7 @@ _PIXELS = "float32", "uint8"
 
 def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | None = None, margin: float = 0.0,
         title: str = "Draw an image", runtime: str | os.PathLike | None = None) -> None:
-    """Writes a folder with a page on which one draws an image and the model classifies it while one draws.
+    """Writes a folder with a web page on which the user draws an image. The model classifies it while the user draws.
 
     The folder is static and complete: the page, the program as ONNX, and onnxruntime-web, so any web server can serve
     it, without access to other hosts. Needs fnet[onnx] and the npm package onnxruntime-web.
@@ -34,8 +34,8 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
             and predict its output; otherwise values from 0 to 1 if they are float32.
         folder: the folder, which is created.
         labels: the names of the classes. Default: their numbers.
-        margin: a drawing is moved to the middle and scaled to the size of the image, except this part of the size at
-            each edge, as in the images that the model was trained with: 0 for scikit-learn's digits, 0.14 for MNIST.
+        margin: the fraction of the image's size that stays empty at each edge; a drawing is centered and scaled to the
+            rest. Use the margin of the training images: 0 for scikit-learn's digits, 0.14 for MNIST.
         title: of the page.
         runtime: the folder of the npm package. Default: node_modules/onnxruntime-web in the working directory, or in
             one above it.

@@ -19,8 +19,9 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
     """Measures the matmul rates and the memory bandwidth of a device.
 
     The rate of a dtype is that of the product of two square matrices (2 size^3 FLOPs, the best of several batches). The
-    bandwidth is that of a scaled copy (one read, one write). These are rates of XLA's code on this machine at this
-    time, not the limits of the chip: an MFU based on them compares a step with a plain matmul.
+    bandwidth is measured by multiplying an array by a constant, which reads and writes each element once. These are
+    rates of XLA's code on this machine at this time, not the limits of the chip: an MFU based on them compares a step
+    with a plain matmul.
 
     The measurement takes about `seconds` times (number of dtypes + 1), plus compilation.
 
@@ -28,7 +29,7 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
         device: a `jax.Device`; by default the first local one.
         dtypes: the dtypes to measure. A dtype that the device cannot multiply is omitted and named in the notes.
         size: number of rows and columns of the matrices; by default 1024 on a CPU, 8192 elsewhere.
-        copy_bytes: bytes of the copied array; by default 256 MiB on a CPU, 1 GiB elsewhere.
+        copy_bytes: bytes of the array for the bandwidth; by default 256 MiB on a CPU, 1 GiB elsewhere.
         seconds: seconds for each measurement.
 
     Returns:
@@ -82,7 +83,8 @@ def _matmul(device: Any, dtype: Any, size: int, seconds: float) -> float:
 
 
 def _copy(device: Any, nbytes: int, seconds: float) -> float:
-    """Bytes/s read and written by a scaled copy. The buffer is donated, so that no new pages are allocated."""
+    """Bytes/s read and written by multiplying an array by a constant. The array is donated, so that no new pages are
+    allocated."""
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     held = [jax.device_put(jnp.ones(nbytes // 4, jnp.float32), device)]
 

@@ -1,4 +1,4 @@
-"""A program as SVG, with some scopes expanded. graph.js draws the same in the browser."""
+"""A program as SVG, with some scopes expanded. layout.js and graph.js draw the same in the browser."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
           `jax.named_scope`s.
         args: its arguments, arrays or `jax.ShapeDtypeStruct`s, and then, optionally, the file to write: its name ends
             in .html, .svg or .dot.
-        depth: number of levels of scopes that are expanded at first; None: as many as give at most 28 boxes.
+        depth: number of levels of scopes that are expanded at first; by default as many as give at most 28 boxes.
         color: the quantity that determines the color of a box: "flops", "bytes" (after fusion) or "time" (at the
           roofline).
         chip: as in `hardware.roofline`; by default this machine's.
@@ -123,7 +123,7 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
         A `Graph`.
 
     Raises:
-        ValueError: `color`, `depth` or the ending of the file name is not one of these.
+        ValueError: `color` or `depth` is invalid, or the file name does not end in .html, .svg or .dot.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> drawn = graph(model, jnp.ones((3, 5)))

@@ -1,4 +1,4 @@
-"""Sizes and positions of what is visible. The page of a graph computes the same in graph.js."""
+"""Sizes and positions of the visible nodes. layout.js computes the same ones for the page of a graph."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Scan:
         return self.options["length"]
 
     def split(self, values: Any) -> tuple[list, list, list]:
-        """The equation's inputs, or anything in their order, as constants, carry and slices."""
+        """Splits `values`, one for each input of the equation in the same order, into constants, carry and slices."""
         values, start = list(values), self.consts + self.carry
         return values[:self.consts], values[self.consts:start], values[start:]
 

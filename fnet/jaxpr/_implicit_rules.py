@@ -26,8 +26,9 @@ class Use:
 
     Attributes:
         leaf: the path of the array among the arguments.
-        scope, primitive: of the equation.
-        materialized: why the array was materialized for it; "" if it was used in its own form.
+        scope: the named scope of the equation.
+        primitive: the primitive of the equation.
+        materialized: why the array was materialized for the equation; "" if it was used in its own form.
     """
 
     leaf: str

@@ -62,7 +62,7 @@ class TiedProgram:
         return tuple(map(self.atoms.expand, self.inputs[i]))
 
     def evaluate(self, arrays: Sequence, kept: Mapping[int, np.ndarray]) -> list:
-        """The outputs for arrays without the removed indices; `kept` has the others of each atom that changes."""
+        """The outputs for arrays without the removed indices; `kept` has the remaining indices of each changed atom."""
         return Resizer(self.atoms, kept).whole(self.closed, self.frame, list(map(Value, arrays)))
 
     def shape(self, i: int, kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:

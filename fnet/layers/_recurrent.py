@@ -46,7 +46,7 @@ class _Recurrent(Layer):
     """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one product in each step.
 
     Each gate has a projected array of its own. If gates were slices of one array, XLA:CPU would compute the elementwise
-    part of a step one number at a time.
+    part of a step one element at a time.
     """
 
     gates: typing.ClassVar[int] = 1

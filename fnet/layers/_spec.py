@@ -128,7 +128,7 @@ def digest(name: str) -> np.uint32:
 
 
 def numbers(count: int) -> np.ndarray:
-    """The digests of "0", "1", ..., one for each of `count` copies: [count]."""
+    """The digests of the names "0", "1", ... of `count` copies of a layer: [count]."""
     return np.array([digest(str(i)) for i in range(count)], np.uint32)
 
 

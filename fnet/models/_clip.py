@@ -124,8 +124,8 @@ class CLIPText(_Encoder):
         hidden: features between a block's two dense layers.
         vocab_size: number of tokens.
         context: maximum length of a text in tokens.
-        end: the token at whose first position the features of a text are computed. None: the token with the highest
-            id in the text, which is the end token of OpenAI's vocabulary. Padding follows the end token.
+        end: the id of the end token. The features of a text are computed at the first position of this token; padding
+            follows it. If None, the end token is the token with the highest id in the text, as in OpenAI's vocabulary.
         dim: features of the projection. None: no projection.
         activation: "quick_gelu", x sigmoid(1.702 x), or "gelu".
         epsilon: epsilon of the norms.

@@ -65,7 +65,7 @@ def biases(absent=False):
 
 
 def read_by_others(check):
-    """A field that other fields read; its value is checked only."""
+    """A field that sets no field of the model. Its value is checked here, and other fields read it from config.json."""
     return Fields(lambda value, config: (check(value), {})[1])
 
 
@@ -94,7 +94,7 @@ def family(fields, architecture, *, irrelevant="", names=("huggingface",), sets=
         fields: the fields of config.json.
         architecture: the class of transformers.
         irrelevant, names: as in `transformers`.
-        sets: the fields of Decoder that an entry of `fields` sets that is not a `Use`, separated by spaces.
+        sets: the fields of Decoder, separated by spaces, that are set by entries of `fields` that are not a `Use`.
         constants: values of this family that differ from those of Llama.
     """
     taken = {entry.field for entry in fields.values() if isinstance(entry, Use)} | set(sets.split())

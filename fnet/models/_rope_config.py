@@ -26,7 +26,8 @@ def whole(value, least=1):
 
 
 def collapsed(values):
-    """A value for each layer as a field of Decoder: one value if all are equal, otherwise the shortest period."""
+    """Converts one value for each layer to a field of a model: a single value if all are equal, otherwise the shortest
+    tuple whose repetition gives the values of all layers."""
     values = tuple(values)
     period = next(n for n in range(1, len(values) + 1) if all(
         value == values[i % n] for i, value in enumerate(values)))

@@ -41,7 +41,8 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
 
 
 def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
-    """Creates the mesh, with axes of type Auto. If the chips cannot be compiled for, it has no devices."""
+    """Creates the mesh, with axes of type Auto. If programs cannot be compiled for the chips, it is an
+    `AbstractMesh`."""
     names, shape, types = tuple(axes), tuple(axes.values()), (AxisType.Auto,) * len(axes)
     if target.devices is None:
         return AbstractMesh(shape, names, axis_types=types)

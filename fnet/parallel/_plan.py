@@ -71,7 +71,7 @@ class Plan:
 
     Attributes:
         target: the devices.
-        mesh: their mesh. If programs cannot be compiled for the devices, the mesh has no devices.
+        mesh: their mesh: an `AbstractMesh` if programs cannot be compiled for the devices, otherwise a `Mesh`.
         options: the selected strategy as a `Strategy`. `strategy` is its name.
         state, batch: trees of `NamedSharding`s.
         candidates: the compared strategies.

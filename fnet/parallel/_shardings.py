@@ -1,4 +1,4 @@
-"""The shardings of a training state: along which axis each leaf is split, and why if it is not."""
+"""The shardings of a training state: the axis along which each leaf is split, or the reason why it is not split."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class Layout(NamedTuple):
 def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None) -> Layout:
     """Returns the specs of a state: "data" (nothing split), "zero1" (all but the parameters split), "fsdp" (all split).
 
-    An array is split along its largest axis that is a multiple of `chips`, the last of equal ones. Axes over which a
-    scan runs are excluded, because every iteration would gather them, and axes that a rule splits. Leaves with the path
-    and shape of a parameter, such as an optimizer's moments, are split like the parameter. The scales of an implicit
-    array are split along the same axis as their values, if they have as many numbers there or a divisor of them.
+    An array is split along the largest axis whose size is a multiple of `chips`; of several such axes with the same
+    size, along the last one. Two kinds of axes are excluded: those over which a scan runs, because every iteration
+    would gather them, and those that a rule splits. Leaves with the path and shape of a parameter, such as an
+    optimizer's moments, are split like the parameter. The scales of an implicit array are split along the same axis as
+    its values, if their size along this axis is a multiple of `chips`.
 
     Args:
         state: a tree of shapes.

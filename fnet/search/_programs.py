@@ -120,7 +120,7 @@ class Bayesian:
 
     Args:
       space: the hyperparameters.
-      seed: of the sampler. With the same seed and the same scores, the points are the same.
+      seed: the seed of the sampler. The same seed and the same scores give the same points.
 
     Raises:
       ModuleNotFoundError: Optuna is not installed.

@@ -45,11 +45,12 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     undone. Weight gradients are products of two matrices, with the smaller one as the first operand. bfloat16 products
     (including casts written by the user) have float32 sums and a form with fast kernels. Poolings whose windows do not
     overlap, and their gradients, become elementwise operations. Weight gradients of convolutions have the layout of a
-    forward convolution. Depthwise convolutions and their gradients become sums of products with shifted arrays, and
-    convolutions with up to 32 groups a convolution for each. Gradients of transposed convolutions have the form of
-    those of strided ones. If most of the FLOPs are in convolutions, compiler options select the library that computes
-    them: oneDNN for bfloat16, from jaxlib 0.12 on CPUs with AMX. NaN and Inf occur at the same positions, ties in a
-    pooling have XLA's result, and dtypes and named scopes do not change.
+    forward convolution. Depthwise convolutions and their gradients become sums of products with shifted arrays.
+    Convolutions with up to 32 groups become one convolution for each group. Gradients of transposed convolutions have
+    the form of gradients of strided convolutions. If most of the FLOPs are in convolutions, compiler options select the
+    library that computes them: oneDNN for bfloat16, from jaxlib 0.12 on CPUs with AMX. NaN and Inf occur at the same
+    positions. The gradient of a max pooling goes to the same element as in XLA, also for ties. Dtypes and named scopes
+    do not change.
 
     On a GPU or TPU: loops over layers are unrolled if the program stays small, because XLA then recomputes elementwise
     operations in the backward pass instead of storing their results. Casts of constants to 16 bits move out of loops.
@@ -68,8 +69,9 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
         rules: {name of a rule: False} disables rules. `ft.explain(ft.tune(step), *args)` lists the rules that apply.
         measure: whether the first call with arrays times the program with all rules, without any and without each one,
             on copies of its arguments, and uses the fastest form (`ft.explain` reports the times). It compiles a
-            program for each. The selection is kept in FNET_CACHE or ~/.cache/fnet for the next process. Programs with
-            callbacks, and calls whose arguments are not arrays, have all rules.
+            program for each. The selection is kept in FNET_CACHE or ~/.cache/fnet for the next process. All rules are
+            used without timing if the program has callbacks, an argument is neither an array nor a number, copies of
+            the arguments would need more than 10 % of this machine's memory, or there are several processes.
 
     Returns:
         A function with step's signature and results, and with `trace` and `lower` as of `jax.jit`.

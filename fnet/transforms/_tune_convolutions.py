@@ -1,8 +1,9 @@
 """Convolutions for which XLA:CPU has no fast kernel, in other forms, for tune on CPUs.
 
-XLA:CPU computes depthwise convolutions, the gradients of all convolutions with groups, and some with zeros between the
-elements of their input, number by number. As a sum over the window that is elementwise over channels, as a convolution
-for each group, and with an input that contains the zeros, they take between a half and a hundredth of the time
+XLA:CPU computes three kinds of convolutions one element at a time: depthwise convolutions, the gradients of all
+convolutions with groups, and some convolutions with zeros between the elements of their input. They are replaced by a
+sum over the window that is elementwise over channels, by one convolution for each group, and by a convolution of an
+input that contains the zeros. These take between a half and a hundredth of the time
 (`python -m benchmarks.convolutions`).
 """
 

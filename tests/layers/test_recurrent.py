@@ -241,7 +241,7 @@ def test_activation():
 @every
 def test_one_product_for_each_step(kind):
     """The inputs are multiplied ahead of the scan, and no step slices a gate out of an array of all times, which
-    XLA:CPU does number by number."""
+    XLA:CPU does one element at a time."""
     layer, params, x = made(kind)
 
     def equations(jaxpr):

@@ -1,4 +1,4 @@
-"""Files that grow: a local file, or objects, each of which is written again until it is full."""
+"""Logs that grow: a local file, or a sequence of objects in a store. The last object is rewritten until it is full."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _FULL = 256 << 10      # bytes of an object, after which the next one is begun
 
 
 def parts(path: Path | StorePath) -> list[Path | StorePath]:
-    """The files that hold a log, in order: after metrics.jsonl, in a store,
-    metrics.jsonl.0001, metrics.jsonl.0002..."""
+    """The files of a log, in order. A log in a store continues in metrics.jsonl.0001, metrics.jsonl.0002 and so on."""
     if isinstance(path, Path):
         return [path] if path.exists() else []
     pattern = re.compile(rf"{re.escape(path.name)}(\.\d+)?")
@@ -22,9 +21,9 @@ def parts(path: Path | StorePath) -> list[Path | StorePath]:
 
 
 def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
-    """Replaces the content of each part by what `keep` makes of it, the last part first.
+    """Replaces the content of each part by `keep(content)`, the last part first.
 
-    A kill in between leaves parts that are as they were, after others that are as they will be.
+    If the process is killed in between, the earlier parts have their old content, and the later parts the new one.
     """
     for part in reversed(parts(path)):
         raw = part.read_bytes()
@@ -41,10 +40,10 @@ def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
 class Objects:
     """A growing log in a store, with the methods of an unbuffered file. When `write` returns, the store has the line.
 
-    A store cannot append: the last object is written again with each line, and another one begun when it is full.
+    A store cannot append: each line rewrites the last object, and a new object is started when the last one is full.
 
     Args:
-      path: of the first object.
+      path: the path of the first object.
     """
 
     def __init__(self, path: StorePath):

@@ -17,12 +17,13 @@ _TEMPORARY = (".saving-", ".deleting-", ".replaced-")
 
 
 class Folder:
-    """Steps as folders. A step is written as .saving-STEP, synced to the disk and renamed.
+    """The steps in a local folder, each in a folder of its own.
 
-    `_objects.Objects` has the same methods for object stores.
+    A step is written as .saving-STEP, synced to the disk and renamed. `_objects.Objects` has the same methods for
+    object stores.
 
     Args:
-      folder: of all steps.
+      folder: the folder that contains all steps.
     """
 
     poll = 0.02      # seconds between two looks for what other processes have written
@@ -76,13 +77,13 @@ class Folder:
         return f"arrays-{process}.safetensors"
 
     def write_part(self, step: int, process: int, text: str) -> None:
-        """What a process tells the first one of its file."""
+        """Leaves a description of the file of `process` (JSON) for the first process, which commits the step."""
         part = self._part(step, process)
         part.with_suffix(".new").write_text(text)
         os.replace(part.with_suffix(".new"), part)
 
     def take_part(self, step: int, process: int) -> str | None:
-        """What a process has told; None as long as it has not."""
+        """Returns and removes the description that `process` left; None if there is none yet."""
         part = self._part(step, process)
         if not part.exists():
             return None

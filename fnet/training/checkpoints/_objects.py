@@ -15,11 +15,11 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class Objects:
-    """Steps as prefixes, with the methods of `_folder.Folder`.
+    """The steps in an object store, each under a prefix of its own. It has the methods of `_folder.Folder`.
 
-    Every save writes its arrays to objects of new names, so that it never overwrites those of a checkpoint. Its
-    manifest.json is then created, on condition that there is none, or replaces the one that it was, on condition that
-    this has not changed. A prefix without a manifest is not a checkpoint.
+    Every save writes its arrays to objects with new names, so it never overwrites the arrays of a checkpoint. Then it
+    writes manifest.json conditionally: if there is no manifest, only if there still is none; if there is one, only if
+    that manifest has not changed. A prefix without a manifest is not a checkpoint.
 
     Args:
       folder: the prefix of all steps.
@@ -102,8 +102,8 @@ class Objects:
                 (self.partial(step) / name).unlink(missing_ok=True)
 
     def discard(self, step: int) -> None:
-        """Lets the other processes go on. Arrays stay until `tidy`: that the manifest was not written is not certain
-        where the answer was lost."""
+        """Lets the other processes continue. Arrays stay until `tidy`: if a response of the store was lost, the
+        manifest may have been written."""
         with contextlib.suppress(OSError):
             for name in self.partial(step).keys():
                 if name.startswith(".part-"):

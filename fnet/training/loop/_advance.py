@@ -1,4 +1,4 @@
-"""The compiled function that `fit` calls for each step: the user's step and what is checked and summed with it."""
+"""The compiled function that `fit` calls for each step: runs the user's step, checks its results, sums its metrics."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
     """`advance(state, total, watch, batch) -> (state, total, watch, metrics)`, compiled; the first two are donated.
 
     Args:
-      step: as `fit` takes it.
-      state: the state before the first step, whose placement every later one keeps.
-      keeps: whether a step that is not finite leaves the state as it was.
+      step: as in `fit`.
+      state: the state before the first step. Every later state keeps its sharding.
+      keeps: whether a step with NaN or Inf leaves the state unchanged.
       exempt: paths of leaves that may be infinite.
-      metrics: whether the metrics of the step alone are returned; otherwise None.
+      metrics: whether to return the metrics of this step in addition to the sums; otherwise the fourth result is None.
     """
     places = jax.tree.map(_place, state)
     if getattr(step, "separate", False):
@@ -69,7 +69,7 @@ def _after(step, *, keeps, exempt, metrics):
 
 
 def _place(x: jax.Array) -> NamedSharding | None:
-    """The sharding that an array is to keep, if it is spread over devices and JAX does not see to it already."""
+    """The sharding that an array must keep, if it is on several devices and JAX does not keep the sharding itself."""
     place = x.sharding
     if not isinstance(place, NamedSharding) or place.num_devices == 1 or AxisType.Explicit in place.mesh.axis_types:
         return None

@@ -1,4 +1,4 @@
-"""What a run is identified by, so that it is not resumed as another one: configuration, data, number of steps."""
+"""Identifies a run by its configuration, data and number of steps, so that it is not resumed as a different run."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def as_dict(config: Any, name: str = "config") -> dict[str, Any] | None:
 
 
 def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, Any]:
-    """What the data is recognized by: what the source says of itself (`batches.identity()`), and a digest of one batch.
+    """Identifies the data by the description of the source (`batches.identity()`) and by a digest of one batch.
 
     Args:
-      batches: as `fit` takes it.
+      batches: as in `fit`.
       at: the step of the batch.
-      sample: that batch, or None where it is not known. It says nothing about a source that does not repeat itself.
+      sample: that batch, or None if it is not known. It is not used if the source does not repeat its batches.
     """
     described = batches.identity() if hasattr(batches, "identity") else {}
     if sample is None or getattr(batches, "resume", None) == "none":
@@ -68,16 +68,18 @@ def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, A
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, where: Any) -> None:
-    """Holds a run to the configuration, the data and the number of steps it was begun with.
+    """Checks that a resumed run has the configuration and the data of its checkpoint, and at least as many steps.
+
+    If this call or the checkpoint has no config, a `ResumeWarning` says that the configurations cannot be compared.
 
     Args:
       before: {"config", "data", "steps"} of the checkpoint that is resumed.
       now: {"config", "data", "steps"} of this call.
-      config: as `fit` was given it, for the defaults of fields that are new.
+      config: the argument of `fit`. A field that the checkpoint lacks may have its default.
       where: the run's folder, for messages.
 
     Raises:
-      ConfigError: with a config, naming each difference.
+      ConfigError: this call has a config, and there are differences; the message lists them.
     """
     old, new = before.get("config"), now["config"]
     data = _differences(before.get("data") or {}, now["data"], "the data's ")

@@ -83,12 +83,12 @@ def poll() -> None:
 
 @contextlib.contextmanager
 def signals() -> Iterator[Signals]:
-    """Notes the first SIGINT, SIGTERM, SIGHUP or SIGUSR1; a later one ends the process; restores the old handlers.
+    """Records the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 in the body of a with statement.
 
-    Signals within one second of the first count as the same, and the handlers stay until that has passed. In an
-    interactive session a later one raises KeyboardInterrupt instead. Signals that the process ignores (`nohup`) stay
-    ignored, and a SIGUSR1 handler of the user's own stays in force. Nothing is installed outside of the main thread.
-    Forked children get the old handlers back.
+    A later signal ends the process; in an interactive session, it raises KeyboardInterrupt instead. Signals within one
+    second of the first count as one, so the old handlers are restored no earlier than one second after it. Signals that
+    the process ignores (`nohup`) stay ignored, and a SIGUSR1 handler of the user stays installed. No handlers are
+    installed outside of the main thread. Forked children have the old handlers.
     """
     seen = Signals()
     if threading.current_thread() is not threading.main_thread():
