@@ -1,7 +1,9 @@
 """The conditions every test runs under: eight CPU devices, strict promotion, warnings as errors."""
 
+import collections
 import importlib.metadata
 import os
+import random
 import signal
 
 import pytest
@@ -42,8 +44,22 @@ def quickly():
     jax.clear_caches()    # other modules' operations are not to be those compiled here
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Rejects test names with an address: pytest-xdist needs the same names in each process."""
+    """Marks the cases of `@pytest.mark.sampled(n)` as exhaustive, except for n that are drawn with a fixed seed.
+
+    Rejects test names with an address: pytest-xdist needs the same names in each process.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("exhaustive"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, every in cases.items():
+        number = every[0].get_closest_marker("sampled").args[0]
+        kept = random.Random(name).sample(range(len(every)), min(number, len(every)))
+        for i, item in enumerate(every):
+            if i not in kept:
+                item.add_marker(pytest.mark.exhaustive)
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
         raise pytest.UsageError(f"these tests are named after an address: give them ids: {unstable}")

@@ -3,6 +3,7 @@
     python -m tests.mutation --lines             # once: runs all tests and records which lines each of them runs
     python -m tests.mutation                     # make mutation: all faults
     python -m tests.mutation --only=layers,jaxpr
+    python -m tests.mutation --redundant         # slow tests of lines that three quicker ones run as well
 
 For a fault, only the tests run that run the changed line: the quick ones first, those that take the least time before
 others, until one fails. If none fails, the other tests of the same modules run, since a module's tests may share what
@@ -26,6 +27,7 @@ import time
 from pathlib import Path
 
 from .faults import FAULTS
+from .redundant import redundant
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCHES = 24, 200, None    # how many tests run in one process, for one fault
@@ -144,6 +146,7 @@ def record(folder):
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
     parser.add_argument("--lines", action="store_true", help="record which lines each test runs; needs Python 3.12")
+    parser.add_argument("--redundant", action="store_true", help="list tests that make test-all could run alone")
     parser.add_argument("--folder", default=str(ROOT / ".mutation"), help="of these records")
     parser.add_argument("--only", default="", help="packages, separated by commas")
     parser.add_argument("--jobs", type=int, default=2)
@@ -154,6 +157,10 @@ def main():
     records = read(options.folder)
     if not records:
         sys.exit(f"no records in {options.folder}; run python3.12 -m tests.mutation --lines first")
+    if options.redundant:
+        for seconds, name, necessary, cases in redundant(records):
+            print(f"{seconds:6.1f} s, {necessary} of {cases} cases necessary: {name}")
+        return 0
     faults = [fault for fault in FAULTS if not options.only or fault.package in options.only.split(",")]
     counts = {"quick": 0, "complete": 0}
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
