@@ -1,4 +1,4 @@
-"""BERT, an encoder of text, with the heads of its tasks, and sentence embeddings computed with it."""
+"""BERT, a text encoder, with heads for several tasks, and sentence embeddings."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ HEADS = "masked_lm", "sequence", "tokens", "questions", "next_sentence", "pretra
 class Encoded(NamedTuple):
     """The output of an encoder, registered with `jax.export` as "fnet.models.Encoded".
 
-    An exported program that returns it can be deserialized only after `import fnet.models`. To read the program
-    without fnet, export a function that returns a dict: `lambda params, tokens: model(params, tokens)._asdict()`.
+    An exported program that returns an `Encoded` can be deserialized only after `import fnet.models`. To read the
+    program without fnet, export a function that returns a dict: `lambda params, tokens: model(params,
+    tokens)._asdict()`.
 
     Attributes:
         hidden: [batch, time, width], the features of each token.
-        pooled: [batch, width], the features of the first token after the pooler. None: the model has no pooler.
+        pooled: [batch, width], the features of each example. A `Bert` computes them from the first token with its
+            pooler. None if the model does not compute them.
 
     >>> model = models.Bert(vocab_size=8, depth=1, heads=2, width=4, hidden=8, context=8)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
@@ -81,7 +83,7 @@ ALIASES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.b
 
 
 def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tuple:
-    """Rules for the heads: keys of the masked LM's layers, and keys that files have beside the encoder."""
+    """Rules for the heads: keys of the masked LM's layers, and keys that files contain in addition to the encoder."""
     words = (torch.dense("masked_lm/dense", dense), torch.norm("masked_lm/norm", norm), Rule("masked_lm/bias", bias),
              Tied(f"{logits}.weight", "embed/words/embedding"), Tied(f"{logits}.bias", "masked_lm/bias"))
     spare = [f"{key}.{leaf}" for key in (dense, norm, logits, "classifier", "qa_outputs", *others)
@@ -101,7 +103,7 @@ def architectures(prefix: str, without: str = "Model") -> dict:
 
 
 def tied(value, config):
-    """`tie_word_embeddings`, which affects the masked LM alone."""
+    """`tie_word_embeddings`, which affects only the masked LM."""
     names, heads = config.get("architectures"), ("ForMaskedLM", "ForPreTraining")
     if value is not True and isinstance(names, list) and any(str(name).endswith(heads) for name in names):
         raise ValueError("expected True for a masked LM")
@@ -122,11 +124,11 @@ BERT = {**architectures("Bert"), "BertForPreTraining": dict(head="pretraining"),
 
 
 class Bert(Model):
-    """An encoder of text: BERT and models distilled from it, such as MiniLM.
+    """A text encoder: BERT and models distilled from it, such as MiniLM.
 
-    Embeddings of tokens, positions and segments are added. Blocks of bidirectional attention and an MLP with GELU
-    follow, each with a residual connection and a LayerNorm after it. The pooler is a dense layer with tanh on the first
-    token.
+    The embeddings of tokens, positions and segments are added. Each of the following blocks has bidirectional attention
+    and an MLP with GELU, both with a residual connection and a LayerNorm after it. The pooler is a dense layer with
+    tanh on the first token.
 
     Args:
         vocab_size: number of tokens.
@@ -136,10 +138,11 @@ class Bert(Model):
         hidden: features within the MLP.
         context: maximum length of a text in tokens.
         segments: number of segments.
-        head: what follows the encoder. None: nothing. "masked_lm": logits of the words, with the table of embeddings.
-            "sequence": classes of a text, from the pooler. "tokens": classes of each token. "questions": logits for
-            the start and the end of an answer. "next_sentence": logits for whether the second segment continues the
-            first, or is random. "pretraining": both, "masked_lm" and "next_sentence".
+        head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,
+            computed with the embedding table. "sequence": logits of the classes of a text, computed from the pooler's
+            output. "tokens": logits of the classes of each token. "questions": logits for the start and the end of an
+            answer. "next_sentence": two logits, for the second segment being the continuation of the first, or random.
+            "pretraining": both "masked_lm" and "next_sentence". Default: None.
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
         dropout: dropout rate of embeddings, attention weights and residual branches, and before the head.
@@ -149,11 +152,11 @@ class Bert(Model):
     Inputs:
         tokens: integers [batch, time].
         lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
-        segment: integers [batch, time], less than `segments`. Default: 0.
+        segment: the segment of each token, integers [batch, time], less than `segments`. Default: 0.
 
-    Output: `Encoded` without a head, else logits: [batch, time, vocab_size] of a masked LM, [batch, classes] of a
-    sequence, [batch, time, classes] of tokens, [batch, time, 2] of questions, [batch, 2] of the next sentence, and the
-    pair (words, next sentence) of pretraining.
+    Output: `Encoded` without a head. With a head, logits: [batch, time, vocab_size] for "masked_lm", [batch, classes]
+    for "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions", [batch, 2] for
+    "next_sentence", and for "pretraining" the pair of the logits of "masked_lm" and "next_sentence".
 
         tokenizer = models.WordPiece.read("vocab.txt")
         tokens, lengths = models.padded([tokenizer.encode("A cat."), tokenizer.encode("Dogs and cats.")])
@@ -230,7 +233,7 @@ class Bert(Model):
         return self._logits(scope, x)
 
     def _words(self, scope, x, table, words):
-        """The logits of the masked LM, with the table of embeddings."""
+        """The logits of the masked LM, computed with the embedding table."""
         x = gelu(nn.Dense(self.width)(scope["dense"], x))
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
         x = table.attend(words, x)                                                        # [batch, time, vocab_size]
@@ -289,11 +292,13 @@ class Bert(Model):
 
 
 def sentence_embedding(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Averages the valid tokens of each example and normalizes to length 1, so a dot product is the cosine.
+    """Averages the features of each example's valid tokens and normalizes the average to length 1.
+
+    The dot product of two such vectors is their cosine similarity.
 
     Args:
-        hidden: [batch, time, width].
-        lengths: integers [batch], at least 1.
+        hidden: the features of the tokens, [batch, time, width].
+        lengths: the number of valid tokens in each example, integers [batch], at least 1.
 
     Returns:
         [batch, width], in float32 or float64.

@@ -23,12 +23,12 @@ class Blocks(nn.Layer):
         block: the layer. Its output has the shape and dtype of its input.
         depth: number of copies.
         stacked: if True, the copies are one `nn.Stack`: compile time does not grow with the depth, and every parameter
-            has a leading axis of length depth. If False, they are unrolled as "0", "1", ... A decoding step, which
-            reads every weight once, then reads the weights in place. On a CPU it generates about 1.5 times as many
-            tokens per second.
-        kinds: the kind of each copy, for blocks with different constants and the same parameters, such as windows: the
-            block is called with `kind=kinds[i]`. A stack is then one scan for each periodic part of the kinds. Default:
-            all copies are equal.
+            has a leading axis of length depth. If False, they are unrolled as "0", "1", ... Text generation, which
+            reads every weight once for each token, then reads the weights in place; on a CPU, this generates about 1.5
+            times as many tokens per second.
+        kinds: an integer for each copy, for copies that have the same parameters but differ in constants, such as the
+            window of the attention: copy i is called with `kind=kinds[i]`. With `stacked`, each periodic part of
+            `kinds` becomes one scan. Default: all copies are equal.
 
     The results do not depend on `stacked`. Keyword arguments are passed to every copy.
     """
@@ -75,7 +75,7 @@ class Blocks(nn.Layer):
 
 
 def periods(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Splits kinds into periodic parts (start, period, count), each the one that leaves the fewest blocks to compile.
+    """Splits kinds into periodic parts (start, period, count). Each part saves the compilation of the most blocks.
 
     >>> periods((0, 0, 1, 0, 0, 1, 0, 2, 2, 2))
     [(0, 3, 2), (6, 1, 1), (7, 1, 3)]
@@ -95,13 +95,13 @@ def periods(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def unstack(model: nn.Layer, params: Mapping) -> tuple[nn.Layer, dict]:
-    """Converts a model and its parameters to `stacked=False`, which generates text fastest on a CPU.
+    """Converts a model and its parameters to `stacked=False`, with which text generation is fastest on a CPU.
 
         model, params = models.unstack(model, params)
 
     Args:
         model: a GPT, Decoder, Bert or ModernBert.
-        params: its parameters; those of the blocks are copied.
+        params: the parameters of the model. Those of the blocks are copied.
 
     Returns:
         `(model, params)` with the same outputs.

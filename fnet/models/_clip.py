@@ -88,7 +88,7 @@ def _tower(prefix, width, heads, hidden, fields):
 
 
 class _Encoder(Model):
-    """What both encoders share."""
+    """The fields and layers that both encoders share."""
 
     width: int
     depth: int
@@ -130,8 +130,8 @@ class CLIPText(_Encoder):
         activation: "quick_gelu", x sigmoid(1.702 x), or "gelu".
         epsilon: epsilon of the norms.
 
-    Input: integers [batch, time]. Output: `Encoded` with all tokens, and with the features of each text, [batch, dim]
-    ([batch, width] without a projection).
+    Input: integers [batch, time]. Output: `Encoded` with the features of all tokens in `hidden`, and those of each text
+    in `pooled`: [batch, dim], or [batch, width] without a projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
 
@@ -178,8 +178,8 @@ class CLIPVision(_Encoder):
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
 
-    Input: [batch, size, size, 3]. Output: `Encoded` with all tokens, and with the features of each image, [batch, dim]
-    ([batch, width] without a projection).
+    Input: [batch, size, size, 3]. Output: `Encoded` with the features of all tokens in `hidden`, and those of each
+    image in `pooled`: [batch, dim], or [batch, width] without a projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
 
@@ -256,7 +256,7 @@ class CLIP(Model):
 
     Args:
         text: the encoder of texts, with a projection.
-        vision: the encoder of images, with a projection to as many features.
+        vision: the encoder of images, with a projection to the same number of features.
 
     Inputs:
         images: [images, size, size, 3].

@@ -1,4 +1,4 @@
-"""CNN: stages of 3 × 3 convolutions with BatchNorm, each at half the resolution, similar to VGG."""
+"""CNN: stages of 3 × 3 convolutions with BatchNorm, each at half the resolution of the one before, similar to VGG."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def conv_norm_relu(scope, x, *, channels, kernel_size=3, stride=1):        # [ba
 
 
 class CNN(nn.Layer):
-    """A convolutional classifier: stages of 3 × 3 convolution, BatchNorm and ReLU, with 2 × 2 max-pooling in between.
+    """A convolutional classifier: stages of 3 × 3 convolutions, BatchNorm and ReLU, with 2 × 2 max-pooling in between.
 
     The last stage is followed by the mean over all positions, dropout and a dense layer.
 
     Args:
         classes: number of logits.
         widths: channels of each stage.
-        convs: convolutions in each stage, one number for all stages or one for each.
+        convs: number of convolutions in each stage: an integer for all stages, or a tuple with an integer for each.
         stem: (kernel size, stride) of the first convolution. Stride 2 divides the cost of all later layers by four.
         dropout: dropout rate before the last layer.
 

@@ -40,7 +40,7 @@ def _architecture_of(model):
 
 
 def _numbers(field, default):
-    """A list of four positive numbers."""
+    """A list of four positive integers."""
     def read(value, config):
         if not (isinstance(value, list) and len(value) == 4
                 and all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in value)):
@@ -74,11 +74,12 @@ class ConvNeXt(Model):
         depths: blocks of each of the four stages.
         widths: features of each stage.
         classes: number of logits. None: no last layer; the output is `Encoded`.
-        patch: height and width of the first convolution, which is also its stride.
-        epsilon: epsilon of the last norm. It is 1e-6 for all others.
+        patch: kernel size and stride of the first convolution.
+        epsilon: epsilon of the last norm. All other norms have 1e-6.
 
-    Input: [batch, height, width, 3], multiples of 32, 224 x 224 for pretrained weights. Output: [batch, classes], or
-    `Encoded` with hidden [batch, height / 32, width / 32, features] before the last norm, and pooled [batch, features].
+    Input: [batch, height, width, 3]. Height and width are multiples of 32, and 224 for pretrained weights. Output:
+    [batch, classes], or `Encoded` with hidden [batch, height / 32, width / 32, features] before the last norm, and
+    pooled [batch, features].
 
     Source: Liu et al. (2022), A ConvNet for the 2020s, table 9.
 

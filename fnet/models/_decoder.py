@@ -61,10 +61,10 @@ class Decoder(LanguageModel):
     """A decoder of text with rotary positions: Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3, SmolLM 2 and 3, OLMo
     2, GPT-NeoX and Pythia, Mixtral and Qwen 3 with experts, and the small models of llama2.c.
 
-    Blocks of causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`, with an RMSNorm before each and
-    a residual connection. The defaults are those of Llama; the options after `stacked` are those of other families.
-    `window`, `rotary_base` and `rope_scaling` may be tuples, with one value for each block: ("window", None) for blocks
-    with a window that alternate with blocks without. A tuple that is shorter than the depth is repeated.
+    Each block has causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`, both with an RMSNorm before
+    and a residual connection. The defaults are those of Llama. The options listed after `stacked` are for other
+    families. `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. A tuple that is
+    shorter than the depth is repeated: window=(4096, None) alternates blocks with and without a window.
 
     Args:
         vocab_size: number of tokens.
@@ -72,35 +72,39 @@ class Decoder(LanguageModel):
         depth: number of blocks.
         heads: attention heads; they must divide the width, unless `head_dim` is set.
         kv_heads: key/value heads. Each serves heads / kv_heads query heads.
-        hidden: features between gate, up and down.
+        hidden: features within the MLP, the outputs of gate and up.
         context: maximum length of a text in tokens.
         rotary_base: base of the rotary embedding; in a tuple, None for a block without positions (SmolLM 3).
-        interleaved: which features the rotary embedding pairs: (0, 1), (2, 3), ... as in the weights of Meta and
-            llama2.c, or (i, i + head_dim / 2) as in those of Hugging Face.
+        interleaved: whether the rotary embedding pairs the features (0, 1), (2, 3), ..., as in the weights of Meta and
+            llama2.c. If False, it pairs (i, i + head_dim / 2), as in the weights of Hugging Face.
         tied: whether the logits are computed with the embedding table.
         epsilon: epsilon of the norms.
         head_dim: features of a head. Default: width / heads.
-        window: a query attends to this many of the last tokens, including its own, as in Mistral 7B v0.1. Default: all.
+        window: number of the last tokens to which a query attends, including its own token, as in Mistral 7B v0.1.
+            Default: all.
         rope_scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `DynamicScaling` or `LongScaling`, for models
             whose context was extended after training.
-        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`. If they alternate, it is one scan over
-            their periods.
-        rotary_dim: number of features of each head that are rotated, the first ones (Phi-3, GPT-NeoX). Default: all.
-        qkv_bias, out_bias, mlp_bias: whether the projections of the attention, its output, and the MLP have biases
-            (Qwen 2, GPT-NeoX).
-        qk_norm: the norm of queries and keys: "head" (Qwen 3, Gemma 3), "all" heads at once (OLMo 2), or None.
-        query_scalar: scores are divided by its square root. Default: head_dim.
-        attention_softcap, logit_softcap: limit scores and logits to softcap * tanh(x / softcap) (Gemma 2).
-        activation: of the MLP: "silu", "gelu", "gelu_tanh" (Gemma) or "relu".
+        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`. If blocks of different kinds alternate,
+            one iteration of the scan applies one period of the blocks.
+        rotary_dim: number of features of each head that are rotated. These are the first features (Phi-3, GPT-NeoX).
+            Default: all.
+        qkv_bias, out_bias, mlp_bias: whether the projections to queries, keys and values, the output projection of the
+            attention, and the MLP have biases (Qwen 2, GPT-NeoX).
+        qk_norm: how queries and keys are normalized: "head", each head separately (Qwen 3, Gemma 3); "all", all heads
+            at once (OLMo 2); or None, not at all.
+        query_scalar: attention scores are divided by the square root of this number. Default: head_dim.
+        attention_softcap, logit_softcap: replace each attention score and each logit x by softcap * tanh(x / softcap)
+            (Gemma 2). Default: not replaced.
+        activation: activation of the MLP: "silu", "gelu", "gelu_tanh" (Gemma) or "relu".
         gated: whether the MLP has a gate; otherwise it is `down(activation(up(x)))` (GPT-NeoX).
         layer_norm: whether the norms are LayerNorms with bias (GPT-NeoX).
         norm_offset: offset of the RMSNorms' scales, 1 in Gemma.
-        pre_norm, post_norm: whether there are norms before, and after, attention and MLP (Gemma 2 and 3 have both,
-            OLMo 2 those after).
+        pre_norm, post_norm: whether attention and MLP have a norm before them (`pre_norm`) and after them
+            (`post_norm`). Gemma 2 and 3 have both, OLMo 2 only those after.
         parallel: whether attention and MLP have the same input (GPT-NeoX).
         scale_embeddings: whether the embeddings are multiplied by sqrt(width) (Gemma).
-        experts: the number of experts, if the MLP is an `nn.MixtureOfExperts` with `hidden` features in each (Mixtral,
-            Qwen 3). Default: one MLP.
+        experts: the number of experts. If it is set, the MLP is an `nn.MixtureOfExperts`, and `hidden` is the features
+            within each expert (Mixtral, Qwen 3). Default: None, a single MLP.
         experts_per_token, normalize_experts, expert_capacity: `top_k`, `normalize` and `capacity` of that layer.
 
     Inputs:
@@ -246,7 +250,7 @@ class Decoder(LanguageModel):
 
     @classmethod
     def of_model_bin(cls, path: str | os.PathLike) -> Decoder:
-        """Returns the configuration in the header of a model.bin of llama2.c.
+        """Returns the model that the header of llama2.c's model.bin describes.
 
         Raises:
             ValueError: the file is not a model.bin.

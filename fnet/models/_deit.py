@@ -40,14 +40,15 @@ def _architecture_of(model):
 class DeiT(ViT):
     """A vision transformer with a class token and a distillation token.
 
-    The distillation token has its own last layer, trained to predict the labels of a convolutional network. The logits
-    are the mean of both.
+    Each of the two tokens has its own last layer. That of the distillation token was trained to predict the labels of a
+    convolutional network. The output is the mean of the logits of both.
 
     Args:
         width, depth, heads, classes, patch, size, hidden, pooler, dropout, epsilon: as in `ViT`.
-        teacher: whether the distillation token has a last layer.
+        teacher: whether the distillation token has a last layer. If False, the output is computed from the class token
+            alone.
 
-    Input: [batch, size, size, 3]. Output: [batch, classes], or `Encoded` of all tokens.
+    Input: [batch, size, size, 3]. Output: [batch, classes], or `Encoded` if `classes` is None.
 
     Source: Touvron et al. (2021), Training data-efficient image transformers and distillation through attention.
 

@@ -30,7 +30,7 @@ class DistilBert(Bert):
 
     Args:
         vocab_size, width, depth, heads, hidden, context, classes, dropout, epsilon, stacked: as in `Bert`.
-        head: as in `Bert`, except "next_sentence" and "pretraining". Before the classes of a sequence is a dense layer
+        head: as in `Bert`, except "next_sentence" and "pretraining". The head "sequence" has an additional dense layer
             with ReLU.
 
     Inputs, output: as in `Bert`, without `segment`.

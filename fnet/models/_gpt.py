@@ -26,7 +26,7 @@ normal = functools.cache(jax.nn.initializers.normal)    # equal options give the
 @nn.layer
 def gpt_block(scope, x, lengths=None, kind=0, *, heads, hidden, dropout, epsilon, activation, scales, kernel_init,
               residual_init):
-    """Attention and MLP with residual connections. `scales` has the factor of the scores for each kind of block."""
+    """Attention and MLP with residual connections. `scales` has the factor of the attention scores for each kind."""
     norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]    # [batch, time, width]
     attention = nn.Attention(heads, causal=True, scale=scales[kind], dropout=dropout, kernel_init=kernel_init,
                              out_init=residual_init)
@@ -55,9 +55,10 @@ def _rules(ours, theirs):
 class GPT(LanguageModel):
     """A decoder of text: GPT-2 of any size.
 
-    Learned positions; blocks of causal attention and an MLP, with a LayerNorm before each and a residual connection.
-    The defaults are those of the published GPT-2: the tanh form of GELU, and tied logits. Kernels and tables are
-    initialized with standard deviation 0.02, those before a residual connection with 0.02 / sqrt(2 depth).
+    The model has learned position embeddings. Each block has causal attention and an MLP, both with a LayerNorm before
+    and a residual connection. The defaults are those of the published GPT-2: the tanh form of GELU, and tied logits.
+    Kernels and embedding tables are initialized with standard deviation 0.02, but the last kernel before a residual
+    connection with 0.02 / sqrt(2 depth).
 
     Args:
         vocab_size: number of tokens.
@@ -70,10 +71,11 @@ class GPT(LanguageModel):
         epsilon: epsilon of the norms.
         stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
         tied: whether the logits are computed with the embedding table.
-        activation: of the MLP: "gelu_tanh", "gelu", "silu" or "relu".
-        scale_scores: whether the scores of the attention are divided by sqrt(width / heads).
-        scale_by_depth: whether the scores of block i = 1, 2, ... are divided by i, too, which keeps them small in low
-            precision (Stanford CRFM's Mistral). The parameters are stacked; the blocks are compiled one by one.
+        activation: activation of the MLP: "gelu_tanh", "gelu", "silu" or "relu".
+        scale_scores: whether the attention scores are divided by sqrt(width / heads).
+        scale_by_depth: whether the attention scores of block i = 1, 2, ... are also divided by i, which keeps them
+            small in low precision (Stanford CRFM's Mistral). Then every block is compiled separately, even if the
+            parameters are stacked.
 
     Inputs:
         tokens: integers [batch, time].
@@ -156,7 +158,7 @@ class GPT(LanguageModel):
         return head, scope["head"], x
 
     def _positions(self, scope, tokens, lengths):
-        """Vectors of the positions, continued after those in the cache. Padding has position 0."""
+        """Embeddings of the positions, which continue those in the cache. Padding has position 0."""
         if tokens.ndim != 2 or not at_most("GPT", tokens.shape[1], self.context):
             raise ValueError(f"GPT: expected tokens [batch, time] with time <= context={self.context}; got shape "
                              f"{tokens.shape}")

@@ -13,7 +13,7 @@ class MLP(nn.Layer):
     Inputs with more than two axes are flattened first.
 
     Args:
-        widths: features of each layer; the last one is that of the output.
+        widths: output features of each layer. The last element is the number of outputs of the MLP.
         dropout: dropout rate after each hidden layer.
 
     Input: [batch, ...]. Output: [batch, widths[-1]].

@@ -15,7 +15,7 @@ from fnet.models.weights._weight_names import Names
 
 
 class Model(nn.Layer):
-    """A layer whose fields are its configuration, with published configurations by name.
+    """A layer whose fields are its configuration. `preset` returns a published configuration by its name.
 
         model = ResNet.preset("resnet50", classes=10)      # ResNet((3, 4, 6, 3), classes=10)
 
@@ -25,7 +25,7 @@ class Model(nn.Layer):
         NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
         CONFIGS: {model_type of config.json: Config}, for `pretrained.load` to compare the model with config.json. The
             key for timm's config.json is "timm".
-        HUB: {preset: where its weights are published}: repositories of Hugging Face's hub, or "torchvision:NAME" for
+        HUB: {preset: sources of its weights}. A source is a repository of Hugging Face's hub, or "torchvision:NAME" for
             weights that only torchvision distributes, as pickles.
 
     >>> model = models.ResNet.preset("resnet18", classes=10)
@@ -40,7 +40,7 @@ class Model(nn.Layer):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Model:
-        """Returns the published configuration `name`, with changed fields.
+        """Returns the published configuration `name`. `changes` replace the values of its fields.
 
         Raises:
             ValueError: this class has no preset of this name.
@@ -52,16 +52,18 @@ class Model(nn.Layer):
         return cls(**{**cls.PRESETS[name], **changes})
 
     def of_keys(self, keys: Collection[str]) -> Model:
-        """Returns the model for a file of weights with these keys, which determine what config.json does not.
+        """Returns the model for a file of weights with these keys. By default, this is the model itself.
 
-        `pretrained.load(folder)` calls it. Default: the model itself.
+        `pretrained.load(folder)` calls this method. Subclasses override it if config.json does not determine all
+        fields.
         """
         return self
 
     def example(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns shape and dtype of an input of the published size and batch 1: `model.spec(model.example())`.
+        """Returns the shape and dtype of an input of the published size, with a batch of 1.
 
-        A model with several inputs returns a tuple: `model.spec(*model.example())`.
+        Pass it to `spec`: `model.spec(model.example())`. A model with several inputs returns a tuple:
+        `model.spec(*model.example())`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no example(self)")
 
@@ -78,7 +80,9 @@ class LanguageModel(Model):
 
     @nn.method
     def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
-        """Computes the losses [batch, time] in nats of labels [batch, time], the next tokens. The logits are never all
-        in memory (`nn.linear_cross_entropy`), for large vocabularies."""
+        """Computes the losses [batch, time], in nats, for the labels [batch, time], which are the next tokens.
+
+        Only a part of the logits is in memory at a time, which allows large vocabularies; see
+        `nn.linear_cross_entropy`."""
         head, at, x = self._body(scope, tokens, lengths)
         return head.cross_entropy(at, x, labels, getattr(self, "logit_softcap", None))

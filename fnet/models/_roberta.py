@@ -33,14 +33,14 @@ def _config(prefix, words):
 class Roberta(Bert):
     """RoBERTa and XLM-R: the encoder of `Bert`, trained without segments and with other tokenizers.
 
-    The table of positions has padding + 1 rows before that of the first token. Padding tokens are not counted: if one
-    occurs within a text, the positions of later tokens do not include it.
+    The first token of a text has position padding + 1, so the table of position embeddings has additional rows at its
+    start. Padding tokens are not counted: a padding token within a text does not change the positions of later tokens.
 
     Args:
         vocab_size, width, depth, heads, hidden, context, segments, classes, pooler, dropout, epsilon, stacked: as in
             `Bert`.
         head: as in `Bert`, except "next_sentence" and "pretraining".
-        padding: the token that stands for padding.
+        padding: the padding token.
 
     Inputs, output: as in `Bert`.
 

@@ -1,4 +1,4 @@
-"""Loads and saves pretrained weights with the names of their original framework.
+"""Loads and saves pretrained weights under the parameter names of their original framework.
 
     model, params, state = pretrained.load("path/to/folder")             # config.json selects the model
     model, params, state = pretrained.load("resnet50")                   # a preset, from fnet's or Hugging Face's cache
@@ -52,39 +52,42 @@ __all__ = [
 
 def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None, *, dtype=None,
          names: str | None = None, check_config: bool = True, revision: str | None = None) -> tuple:
-    """Reads pretrained weights: `(params, state)` of a model, or `(model, params, state)` of a folder or preset.
+    """Reads pretrained weights: `(params, state)` for a model, or `(model, params, state)` for a folder or preset.
 
-    A repository of Hugging Face's hub that is in no cache is downloaded into Hugging Face's own
-    (`pip install 'fnet[hub]'`): config.json, generation_config.json, the files of the tokenizer and *.safetensors,
-    never pickles or code. A file is continued after an interrupted connection, complete files are kept, and
-    checksums are compared. HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
+    A repository of Hugging Face's hub that is not in a cache on this disk is downloaded into Hugging Face's cache
+    (this needs `pip install 'fnet[hub]'`). Only config.json, generation_config.json, the files of the tokenizer and
+    *.safetensors are downloaded, never pickles or code. An interrupted download is continued, complete files are kept,
+    and checksums are compared. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
 
-    If the folder contains a config.json (of transformers or timm), its fields determine the model. A given model is
-    compared with it: every field must have the model's value or be known to have no effect on the forward pass.
+    If you pass a folder or repository, its config.json (of transformers or timm) determines the model. If you pass a
+    model, it is compared with the config.json next to the weights, if there is one: every field of config.json must
+    agree with the model, or be known to have no effect on the forward pass.
 
     Args:
-        model: the model whose weights to read. Or, for `(model, params, state)`: a folder with a config.json, a
+        model: a model, to get `(params, state)`. To get `(model, params, state)`: a folder with a config.json, a
             model.bin of llama2.c, a repository of Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a
             preset ("resnet50").
-        path: the weights of a given model or preset: a safetensors file, a folder with one (or with shards and their
-            index), llama2.c's model.bin, the name of a folder in ~/.cache/fnet, or a repository of Hugging Face's hub.
-            Default for a preset: its name.
-        dtype: the dtype to which floating-point arrays are cast. Default: those of the file.
-        names: the framework whose names the file has, one of the model's `NAMES`. Default: detected from the keys.
-        check_config: whether to compare a config.json with the model.
-        revision: a branch, tag or commit of the repository. Default: what is in the cache, or "main". `revision(name)`
-            returns the commit.
+        path: the weights for a model or a preset: a safetensors file, a folder with a safetensors file (or with shards
+            and their index), a model.bin of llama2.c, the name of a folder in ~/.cache/fnet, or a repository of
+            Hugging Face's hub. Default: the name of the preset; a model needs a path.
+        dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
+        names: the framework whose names are the keys of the file, one of the model's `NAMES`. Default: detected from
+            the keys.
+        check_config: whether to compare the model with config.json.
+        revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if there is
+            none. `pretrained.revision(name)` returns the commit.
 
     Returns:
         `(params, state)` for a model, `(model, params, state)` for a folder or a preset. Params and state have the
         structure of `model.init`, with `jax.Array`s. State is `{}` if the model has none.
 
     Raises:
-        FileNotFoundError: the weights are not on this disk and cannot be downloaded. The message names the download.
+        FileNotFoundError: the weights are not on this disk and cannot be downloaded. The message says what to download.
         OSError: a download was interrupted (the next call continues it), or its checksum differs.
-        ValueError: the file is damaged or not a file of weights; keys are missing, unexpected or have another shape;
-            fields of config.json differ from the model or are unknown; the file is for another configuration.
-        TypeError: `dtype` is not a floating-point dtype, or the file's dtypes do not suit parameters.
+        ValueError: the file is damaged or not a file of weights; keys are missing or unexpected; an array has another
+            shape; fields of config.json differ from the model or are unknown; the file is for another configuration.
+        TypeError: an array of the file is not floating-point, or the resulting dtype is not supported by JAX (float64
+            without jax_enable_x64).
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -142,28 +145,32 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
          like: str | os.PathLike | None = None, max_shard_size: int | str = "5GB") -> Path:
     """Writes params and state to a file or folder that the original framework can load: the inverse of `load`.
 
-    A folder gets a config.json if its format (transformers' or timm's) describes the model, and `load(folder)` returns
-    an equal model. Arrays keep their dtypes.
+    If `path` is a folder, a config.json is also written, provided that the format of transformers or timm can describe
+    the model. `load(folder)` then returns an equal model. Arrays keep their dtypes.
 
     Args:
         model: the model.
-        params, state: as returned by `load` or `model.init`. State is `{}` if the model has none. Implicit arrays
-            (`compress`) are written as the arrays that they represent.
-        path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c. A file gets no config.json.
-        names: the framework whose names to write, one of the model's `NAMES`. Default: the only one that matches the
-            model's configuration.
-        like: a file or folder with the same names; its metadata and spare keys (such as PyTorch's number of batches)
-            are copied. From a folder to a folder, generation_config.json, the files of the tokenizer, and the fields of
-            config.json that do not affect the output are copied, too.
-        max_shard_size: the maximum size of a file in a folder, in bytes or as "5GB". Larger weights are written as
-            shards and their index, model.safetensors.index.json. A larger array has a file of its own.
+        params, state: as returned by `load` or `model.init`. State is `{}` if the model has none. Implicit arrays,
+            such as the quantized arrays of `compress`, are written as the arrays that they represent.
+        path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c. With a file, no config.json is
+            written.
+        names: the framework whose names to write, one of the model's `NAMES`. Default: the only framework that matches
+            the model's configuration.
+        like: weights from which `names` and metadata are copied: a file or folder. Its keys that the model does not
+            use (such as num_batches_tracked in PyTorch) are also copied. If `like` and `path` are folders, so are
+            generation_config.json, the files of the tokenizer, and the fields of config.json that do not affect the
+            output. Default: nothing is copied.
+        max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a string such as "5GB".
+            Larger weights are split into shards with an index, model.safetensors.index.json. An array that exceeds the
+            maximum has a file of its own.
 
     Returns:
         The path of the file, or of the index of the shards.
 
     Raises:
-        ValueError: params or state do not match the model in names or shapes, or `names` is ambiguous; the folder has
-            the config.json of a training run, or of another model although no config.json describes this one.
+        ValueError: params or state do not match the model in names or shapes; `names` is ambiguous; the folder contains
+            the config.json of a training run; or the folder contains a config.json, but no config.json can describe
+            this model.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -223,21 +230,21 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
 
 
 def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
-    """Returns the model for pretrained weights on this disk, by the name of a preset.
+    """Returns the preset `name` with the field values that the given weights require.
 
-    Weights of one architecture may differ in fields that no shape determines: Keras' ResNet-50 has an epsilon of 1e-3,
-    and its strides are in other convolutions. The result is the preset with the fields that these weights require.
+    Weights of one architecture may need different field values, which cannot be derived from shapes: Keras' ResNet-50
+    has an epsilon of 1e-3, and its strides are in other convolutions.
 
     Args:
         name: the preset, such as "resnet50".
         path: the weights, as in `load`. Default: the name of the preset.
-        changes: values for other fields of the preset.
+        changes: field values that replace those of the preset and of the weights.
 
     Returns:
         The model.
 
     Raises:
-        FileNotFoundError: the weights are not on this disk.
+        FileNotFoundError: the weights are not on this disk and cannot be downloaded.
         ValueError: no model has a preset of this name.
     """
     cls = _class_of(name)
@@ -245,7 +252,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
 
 
 def names_of(model: Model, path: str | os.PathLike) -> str:
-    """Returns the framework whose names a file has, one of the model's `NAMES`.
+    """Returns the framework whose names are the keys of a file, one of the model's `NAMES`.
 
         image = model.NAMES[pretrained.names_of(model, path)].image       # the preprocessing for these weights
 
@@ -257,13 +264,14 @@ def names_of(model: Model, path: str | os.PathLike) -> str:
 
 
 def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
-    """Returns the path of the weights that `load` would read: a path, the name of a preset, or a repository.
+    """Returns the path on this disk of the weights that `load` would read.
 
-    A repository that is in no cache is downloaded, as by `load`.
+    `name` is a path, the name of a preset, or a repository of Hugging Face's hub. A repository that is not in a cache
+    on this disk is downloaded, as by `load`.
 
     Raises:
-        FileNotFoundError: they are not on this disk and cannot be downloaded. The message lists the places searched,
-            and what to download.
+        FileNotFoundError: the weights are not on this disk and cannot be downloaded. The message lists the paths
+            searched and says what to download.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -276,7 +284,7 @@ def find(name: str | os.PathLike, *, revision: str | None = None) -> Path:
 
 
 def revision(name: str | os.PathLike) -> str | None:
-    """Returns the commit of weights from Hugging Face's hub, by path or name as in `find`; None for other weights.
+    """Returns the commit of weights from Hugging Face's hub, or None for other weights. `name` is as in `find`.
 
         path = pretrained.find("HuggingFaceTB/SmolLM2-135M")
         pretrained.revision(path)      # pass it as load(..., revision=) to read the same weights later

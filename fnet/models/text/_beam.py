@@ -14,7 +14,7 @@ from fnet import layers as nn
 from fnet.models.text import _generate
 from fnet.models.text._sampling import sampling
 
-_NEVER = -1e9      # the score of a text that does not exist
+_NEVER = -1e9      # the score of an invalid text
 
 
 class Beams(NamedTuple):
@@ -23,8 +23,8 @@ class Beams(NamedTuple):
     Attributes:
         tokens: [batch, beams, max_tokens], 0 after the end of a text.
         lengths: [batch, beams], the number of tokens of each text before its stop token.
-        scores: [batch, beams], the sum of the log-probabilities of its tokens and its stop token, divided by their
-            number to the power of the length penalty.
+        scores: [batch, beams], the sum of the log-probabilities of a text's tokens, including the stop token, divided
+            by n ** length_penalty, where n is the number of these tokens.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
@@ -40,27 +40,27 @@ class Beams(NamedTuple):
 def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int, max_tokens: int,
                 length_penalty: float = 1.0, stop: Sequence[int] = (), lengths: jax.Array | None = None,
                 dtype: Any = None) -> Beams:
-    """Continues each prompt with the texts of the highest scores that beam search finds.
+    """Continues each prompt with the highest-scoring texts that beam search finds.
 
     Each iteration extends the best `beams` texts of each prompt by every token, and keeps the best `beams` results. A
-    text that ends with a stop token is set aside. The search for a prompt ends if `beams` texts are finished and no
-    unfinished one has a higher score than the worst of these, or after `max_tokens` tokens.
+    text that ends with a stop token is finished and is not extended. The search for a prompt ends when `beams` texts
+    are finished and no unfinished text has a higher score than the worst finished text, or after `max_tokens` tokens.
 
         best = models.beam_search(model, params, prompts, beams=4, max_tokens=50, stop=tokenizer.stop)
         print(tokenizer.decode(best.tokens[0, 0, :best.lengths[0, 0]]))
 
     Args:
         model, params, prompts, lengths, stop, dtype: as for `generate`.
-        beams: how many texts are kept for each prompt.
+        beams: number of texts that are kept for each prompt.
         max_tokens: the maximum number of tokens to generate.
-        length_penalty: the exponent of the number of tokens, by which the sum of log-probabilities is divided. 0: the
-            sum itself, which prefers short texts.
+        length_penalty: the sum of the log-probabilities of n tokens is divided by n ** length_penalty. With 0, the
+            score is the sum itself, which prefers short texts.
 
     Returns:
         `Beams(tokens, lengths, scores)`, sorted by scores.
 
     Raises:
-        ValueError, TypeError: as `generate`, or beams < 1.
+        ValueError, TypeError: as for `generate`. ValueError also if beams < 1.
 
     Source: Wu et al. (2016), Google's Neural Machine Translation System, section 7, with the length penalty of
     transformers.

@@ -24,7 +24,7 @@ _WITHOUT_TOKENS = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "Toke
 
 
 class ChatTemplate:
-    """The chat template of a model: messages as the text on which the model was trained.
+    """The chat template of a model, which converts messages to text in the format on which the model was trained.
 
         template = models.ChatTemplate.read(folder)
         text = template.render([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
@@ -34,8 +34,8 @@ class ChatTemplate:
     may use loop controls, `raise_exception`, `strftime_now`, `tojson` and `{% generation %}`.
 
     Args:
-        template: the template, or {name: template}; "default" and "tool_use" are selected automatically.
-        tokens: the variables of special tokens, such as bos_token="<s>".
+        template: the template as a string, or {name: template}. `render` selects "default" or "tool_use" automatically.
+        tokens: the special tokens as variables of the template, such as bos_token="<s>".
 
     >>> template = ChatTemplate("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}",
     ...                         bos_token="<s>")
@@ -54,8 +54,10 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> ChatTemplate:
-        """Reads chat_template.jinja and additional_chat_templates of a folder, or chat_template of its
-        tokenizer_config.json, which also contains the special tokens.
+        """Reads the chat template of a folder of weights.
+
+        The template is in chat_template.jinja, with others in additional_chat_templates, or in the field chat_template
+        of tokenizer_config.json. The special tokens are in tokenizer_config.json.
 
         Raises:
             FileNotFoundError: the folder has no chat template.
@@ -74,19 +76,21 @@ class ChatTemplate:
         """Renders a conversation.
 
         Args:
-            messages: the conversation, a list of {"role": "user", "content": "..."}. Templates may support other
-                fields. Values must have the types of JSON.
+            messages: the conversation, a list of {"role": "user", "content": "..."}. A template may support more
+                fields. All values must have JSON types.
             add_generation_prompt: whether to append the text with which an answer begins.
             tools: JSON schemas of functions that the model may call.
             documents: {"title": ..., "text": ...} for retrieval.
-            name: which of several templates. Default: "tool_use" if there are tools and such a template, or "default".
+            name: the name of the template to use. Default: "tool_use" if `tools` is not empty and such a template
+                exists, otherwise "default".
             variables: other variables of the template, such as enable_thinking=False for Qwen3.
 
         Returns:
-            The text. It contains the special tokens: encode it without adding others.
+            The text. It already contains the special tokens: encode it with `special_tokens=False`.
 
         Raises:
-            ValueError: the messages have another form, or the template rejects them, fails, or exceeds a limit.
+            ValueError: the messages are not of the expected form, or the template rejects them, fails, or exceeds a
+                limit.
             ModuleNotFoundError: jinja2 is not installed.
         """
         messages = [_with_reasoning(message) for message in _checked(messages)]
@@ -160,25 +164,27 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
             answer += piece
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "When?"}]
 
-    The answer ends with a token of `tokenizer.stop`. Special tokens that are written in a message are read as such
-    tokens, as in transformers: remove them from texts of people who must not imitate other roles.
+    The answer ends before the first token of `tokenizer.stop`. If the content of a message contains the text of a
+    special token, it is encoded as that token, as in transformers. Remove such texts from the messages of untrusted
+    users, who could otherwise imitate other roles.
 
     Args:
         model, params: as for `generate`.
-        tokenizer: `models.read_tokenizer(folder)` reads it, with its `chat_template`.
+        tokenizer: the tokenizer with its `chat_template`, as `models.read_tokenizer(folder)` returns it.
         messages: the conversation, a list of {"role": "user", "content": "..."}.
         key: a `jax.random.key`, not needed for temperature 0.
         max_tokens: the maximum number of tokens of the answer.
-        template: a `ChatTemplate`. Default: that of the tokenizer.
+        template: a `ChatTemplate`. Default: `tokenizer.chat_template`.
         variables: other arguments of `ChatTemplate.render`: `tools`, `documents`, or variables of the template.
         stop: strings that end the answer, as for `stream_text`.
-        options: `temperature` and the other options of `generate`, for one text.
+        options: `temperature` and the other options of `generate`, except `samples` and `lengths`.
 
     Yields:
-        Strings, which joined are the answer.
+        Strings. Joined, they are the answer.
 
     Raises:
-        ValueError, TypeError: as `generate` and `ChatTemplate.render`, or the tokenizer has no chat template.
+        ValueError, TypeError: as for `generate` and `ChatTemplate.render`. ValueError also if the tokenizer has no chat
+            template.
 
     >>> tokenizer = models.CharTokenizer("user: be or not to\\n")
     >>> model = models.GPT(tokenizer.vocab_size, width=4, depth=1, heads=1, context=32)
@@ -198,7 +204,7 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
 
 
 def encoded(tokenizer, text: str) -> list[int]:
-    """The tokens of a rendered template, without those that the tokenizer adds to each text."""
+    """The tokens of a rendered template, without the tokens that the tokenizer adds to each text."""
     more = {"special_tokens": False} if "special_tokens" in inspect.signature(tokenizer.encode).parameters else {}
     return [int(token) for token in tokenizer.encode(text, **more)]
 
@@ -217,7 +223,7 @@ def _checked(messages):
 
 
 def _plain(name, value):
-    """A copy with the types of JSON alone: templates must not call methods of other objects."""
+    """A copy that contains only JSON types: templates must not call methods of other objects."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from fnet.layers._sizes import at_most, sized
 from fnet.models._blocks import unstack
 from fnet.models.text._sampling import Sampling, is_sampled, penalized, pick, sampling
 
-_SMALLEST = 16    # programs are compiled for lengths that are powers of two from here on
+_SMALLEST = 16    # programs are compiled for lengths that are powers of two, this one and above
 
 
 class Generated(NamedTuple):
@@ -24,9 +24,10 @@ class Generated(NamedTuple):
 
     Attributes:
         tokens: [batch * samples, max_tokens], 0 after the end of an example.
-        lengths: [batch * samples], the number of tokens of each example before its stop token, or max_tokens.
-        log_probs: [batch * samples, max_tokens], the log-probability of each token by the model, before penalties,
-            temperature and the selection of candidates; 0 after the end of an example.
+        lengths: [batch * samples], the number of tokens of each example before its stop token, or max_tokens if there
+            is no stop token.
+        log_probs: [batch * samples, max_tokens], the model's log-probability of each token, before penalties,
+            temperature, top_k, top_p and min_p are applied; 0 after the end of an example.
 
     >>> gpt = models.GPT(vocab_size=16, width=8, depth=1, heads=1, context=8)
     >>> params, _ = gpt.init(jax.random.key(0), gpt.example())
@@ -43,7 +44,7 @@ export.register_namedtuple_serialization(Generated, serialized_name="fnet.models
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Pads lists of tokens on the right with 0: `(tokens [rows, longest], lengths [rows])`.
+    """Pads lists of tokens on the right with 0. Returns `(tokens [rows, longest], lengths [rows])`.
 
     >>> padded([[5, 6, 7], [8]])
     (array([[5, 6, 7],
@@ -63,12 +64,12 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
              stop: Sequence[int] = (), lengths: jax.Array | None = None, dtype: Any = None) -> Generated:
     """Continues each prompt token by token.
 
-    The prompts run through the model at once, which stores their keys and values in a cache. Then one `lax.while_loop`
-    generates one token of every example in each iteration, until all examples have stopped. All of it is one compiled
-    program. The program is reused for prompts and `max_tokens` up to the next power of two, and for all values of the
-    options of sampling. Before the loop, the parameters are cast to `dtype` and the layers of a stacked model are
-    separated (`unstack`), because a step reads every weight once and updates every cache in place. This copies the
-    parameters.
+    First, one call of the model processes all prompts and stores their keys and values in a cache. Then a
+    `lax.while_loop` generates one token of every example in each iteration, until all examples have stopped. Both are
+    one compiled program. The program is reused for lengths of prompts and `max_tokens` up to the next power of two, and
+    for all values of the sampling options. The program first casts the parameters to `dtype` and separates the blocks
+    of a stacked model (`unstack`), so that an iteration reads every weight once and updates every cache in place. This
+    copies the parameters.
 
         out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
         print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
@@ -76,7 +77,7 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
     Args:
         model: a decoder: `model(params, tokens, lengths=, state=cache)` returns logits [batch, time, vocab_size], and
             `model.cache` creates the cache. Examples are GPT, Decoder and LSTMLanguageModel.
-        params: its parameters.
+        params: the parameters of the model.
         prompts: integers [batch, time], at least one token in each example, padded on the right.
         key: a `jax.random.key`, not needed for temperature 0. The random numbers of an example depend on its index in
             the batch and the index of the token, not on the other examples.
@@ -87,19 +88,21 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         top_p: sample only from the smallest set of tokens whose probabilities add up to p (Holtzman et al., 2020,
             nucleus sampling). It is applied after top_k.
         min_p: sample only from tokens whose probability is at least min_p times the largest one (Nguyen et al., 2024).
-        repetition_penalty: positive logits of the tokens of the prompt and of the text are divided by it, negative ones
-            multiplied (Keskar et al., 2019).
-        presence_penalty: is subtracted from the logits of the tokens that were generated before.
-        frequency_penalty: the same, times how often they were generated.
-        samples: how many texts to generate for each prompt, which is computed once. Row `i * samples + j` of the result
-            is text j of prompt i.
+        repetition_penalty: a factor for the logits of tokens that are in the prompt or were generated before: positive
+            logits are divided by it, negative logits are multiplied by it (Keskar et al., 2019).
+        presence_penalty: a number that is subtracted from the logits of tokens that were generated before.
+        frequency_penalty: a number that is subtracted from the logit of a token once for each time that the token was
+            generated before.
+        samples: number of texts to generate for each prompt. Each prompt is processed only once. Row `i * samples + j`
+            of the result is text j of prompt i.
         stop: tokens that end an example.
         lengths: integers [batch], the length of each prompt. Default: `time`.
-        dtype: floating-point parameters are cast to it, once; keys and values are cached in it. Default: that of the
-            parameters. "bfloat16" on GPUs and TPUs: a step is as fast as its bytes are read.
+        dtype: the dtype to which floating-point parameters are cast, and in which keys and values are cached. Default:
+            the dtype of the parameters. Use "bfloat16" on GPUs and TPUs, where the time of an iteration depends on the
+            number of bytes that it reads.
 
     Returns:
-        A `Generated` with tokens [batch * samples, max_tokens], lengths and log-probabilities.
+        `Generated(tokens, lengths, log_probs)`, with tokens [batch * samples, max_tokens].
 
     Raises:
         ValueError: prompts of another shape, lengths outside 1 .. time, an option outside its range, more tokens than
@@ -142,7 +145,7 @@ def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) 
 
 
 class Carry(NamedTuple):
-    """The state between two tokens. `last` [batch] is the last token, `counts` and `seen` are for penalties."""
+    """The carry of the loop over tokens. `last` [batch] is the last token, `counts` and `seen` are for penalties."""
 
     count: jax.Array
     last: jax.Array
@@ -189,7 +192,7 @@ def start(model, params, prompts, lengths, key, options: Sampling, *, room, capa
 
 
 def advance(model, params, carry: Carry, options: Sampling, stop, until, *, sampled) -> Carry:
-    """Generates tokens until there are `until`, or all examples have stopped."""
+    """Generates tokens until their number is `until`, or all examples have stopped."""
     seen = carry.seen
 
     def going(carry):
@@ -215,7 +218,7 @@ def advance(model, params, carry: Carry, options: Sampling, stop, until, *, samp
 
 
 def taken(model, cache, rows, batch, capacity):
-    """The cache of some of the examples: their indices `rows`, of `batch` examples."""
+    """The entries of a cache of `batch` examples for the examples with the indices `rows`."""
     other = jax.eval_shape(lambda: model.cache(jax.ShapeDtypeStruct((2 * batch, capacity), jnp.int32)))
 
     def take(x, other):
@@ -226,7 +229,7 @@ def taken(model, cache, rows, batch, capacity):
 
 
 def prepared(model, params, dtype):
-    """The model with separate layers and its parameters, cast."""
+    """The unstacked model, and its parameters cast to `dtype`."""
     if dtype is not None:
         params = jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, params)
     return unstack(model, params) if getattr(model, "stacked", False) else (model, params)

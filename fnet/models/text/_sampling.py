@@ -1,4 +1,4 @@
-"""How the next token is selected from the logits: penalties, temperature, and which tokens are candidates."""
+"""Selects the next token from the logits: penalties, temperature, and the set of tokens that may be sampled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RANGES = {"temperature": (0, np.inf), "top_k": (1, np.inf), "top_p": (0, 1), "m
 
 
 class Sampling(NamedTuple):
-    """The options of `generate` of the same names, as float32 scalars; None: not used."""
+    """The options of `generate` with the same names, as float32 scalars. None if an option is not used."""
 
     temperature: jax.Array
     top_k: jax.Array | None = None
@@ -27,16 +27,16 @@ class Sampling(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether the selection depends on which tokens the text has."""
+        """Whether the selection depends on the tokens of the text so far."""
         return any(x is not None for x in (self.repetition_penalty, self.presence_penalty, self.frequency_penalty))
 
 
 def sampling(caller: str, **options) -> Sampling:
-    """The options, checked.
+    """Checks the options and returns them as `Sampling`.
 
     Raises:
         TypeError: there is no option of this name.
-        ValueError: one is outside its range.
+        ValueError: an option is outside its range.
     """
     for name, value in options.items():
         if name not in _RANGES:
@@ -50,16 +50,16 @@ def sampling(caller: str, **options) -> Sampling:
 
 
 def is_sampled(temperature) -> bool:
-    """Whether tokens are drawn: of a traced temperature it is assumed."""
+    """Whether tokens are sampled. A traced temperature is assumed not to be 0."""
     return isinstance(temperature, jax.core.Tracer) or bool(temperature != 0)
 
 
 def penalized(logits: jax.Array, options: Sampling, prompt: jax.Array, counts: jax.Array) -> jax.Array:
-    """Logits [batch, vocab_size] with the penalties of tokens of the text.
+    """Logits [batch, vocab_size] after the penalties for tokens of the prompt and the text.
 
     Args:
-        prompt: booleans [batch, vocab_size], whether the prompt has the token.
-        counts: [batch, vocab_size], how often it was generated.
+        prompt: booleans [batch, vocab_size], whether the prompt contains the token.
+        counts: [batch, vocab_size], how often the token was generated.
     """
     if options.repetition_penalty is not None:
         factor = jnp.where(logits < 0, options.repetition_penalty, 1 / options.repetition_penalty)
@@ -91,9 +91,10 @@ def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
 
 
 def likeliest(logits: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
-    """Sets all logits to -inf except the fewest largest whose weights add up to `enough`: [batch, vocab_size].
+    """Keeps the largest logits, as few as have weights that add up to `enough`, and sets the others to -inf.
 
-    The smallest of these is determined bit by bit, with 32 sums. On a CPU this takes a tenth of the time of a sort.
+    The smallest logit that is kept is determined bit by bit, with 32 sums. On a CPU, this takes a tenth of the time of
+    a sort. All arrays are [batch, vocab_size].
     """
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)    # -0 becomes 0
     keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)                   # integers in the order of the logits

@@ -1,4 +1,4 @@
-"""Generated tokens and text while they are generated."""
+"""Streaming: yields tokens and text while they are generated."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fnet.models.text._sampling import is_sampled, sampling
 def stream(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | None = None, *, max_tokens: int,
            temperature: float = 1.0, samples: int = 1, stop: Sequence[int] = (), lengths: jax.Array | None = None,
            dtype: Any = None, **options: float | None) -> Iterator[np.ndarray]:
-    """Generates the tokens of `generate`, one of each example at a time.
+    """Generates the same tokens as `generate`, and yields one token of each example at a time.
 
         for tokens in models.stream(model, params, prompts, max_tokens=100, temperature=0):
             print(tokens)
 
-    The arguments are those of `generate`. They are checked by the first `next`.
+    The arguments are those of `generate`. They are checked when the first token is requested.
 
     Yields:
-        int32 [batch * samples], the next token of each example; -1 after its end.
+        int32 [batch * samples], the next token of each example, or -1 after the end of the example.
 
     Raises:
-        ValueError, TypeError: as `generate`.
+        ValueError, TypeError: as for `generate`.
 
     >>> model = models.GPT(vocab_size=7, width=4, depth=1, heads=1, context=32)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), int))
@@ -52,27 +52,28 @@ def stream(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array | N
 
 def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key: jax.Array | None = None, *,
                 stop: Sequence[str] = (), **options: Any) -> Iterator[str]:
-    """Continues a text, and yields it in pieces while it is generated.
+    """Continues a text, and yields the continuation in pieces while it is generated.
 
         for piece in models.stream_text(model, params, tokenizer, "Once upon a time", max_tokens=200, temperature=0):
             print(piece, end="", flush=True)
 
-    A piece ends with a complete character. Characters that may begin a stop string are yielded after the next
-    characters show that they do not.
+    A piece ends with a complete character. Characters that may be the start of a stop string are held back until the
+    next characters show that they are not.
 
     Args:
         model, params: as for `generate`.
-        tokenizer: `models.read_tokenizer` reads it: `encode`, `decode`, and `stop`, the tokens that end a text.
+        tokenizer: an object with `encode`, `decode`, and `stop`, the tokens that end a text. `models.read_tokenizer`
+            returns one.
         prompt: the text to continue, at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
-        stop: strings that end the text. The one that is complete first, and all that follows, is not a part of it.
-        options: `max_tokens` and the other options of `generate`, for one text.
+        stop: strings that end the text. The text ends before the stop string that is completed first.
+        options: `max_tokens` and the other options of `generate`, except `samples` and `lengths`.
 
     Yields:
-        Strings, which joined are the generated text.
+        Strings. Joined, they are the generated text.
 
     Raises:
-        ValueError, TypeError: as `generate`.
+        ValueError, TypeError: as for `generate`.
 
     >>> tokenizer = models.CharTokenizer("to be or not")
     >>> model = models.GPT(tokenizer.vocab_size, width=4, depth=1, heads=1, context=32)
@@ -115,8 +116,8 @@ def pieces(caller: str, model, params, tokenizer, start: list[int], key, stop: S
 
 
 def _end(text: str, stop: Sequence[str]) -> int | None:
-    """Where the stop string begins that is complete first, or None. The result does not depend on how the text is
-    divided into tokens."""
+    """The index at which the stop string that is completed first begins, or None. The result does not depend on how the
+    text is divided into tokens."""
     ends = [(at + len(each), at) for each in stop if (at := text.find(each)) >= 0]
     return min(ends)[1] if ends else None
 

@@ -114,26 +114,28 @@ class CharTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that Hugging Face's library runs (`pip install tokenizers`).
+    """A tokenizer that uses Hugging Face's library tokenizers (`pip install tokenizers`).
 
-    Use it for vocabularies that fnet does not read itself. Padding and truncation of the file are not applied: `encode`
-    returns the tokens of the whole text. Special and added tokens that occur in a text become those tokens.
+    Use it for vocabularies that fnet does not read itself. Padding and truncation settings of the file are ignored:
+    `encode` returns the tokens of the whole text. If a text contains the text of a special or added token, it is
+    encoded as that token.
 
     Args:
-        path: one of these files. The other files in its folder are read, too.
+        path: one of the following files. Related files in the same folder are also read.
 
-            - tokenizer.json. A tokenizer_config.json is compared with it.
+            - tokenizer.json. If the folder has a tokenizer_config.json, the two are compared.
             - vocab.json with merges.txt, the byte-level BPE of GPT-2, RoBERTa and Qwen.
             - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of Llama, T5 or XLM-R; the
               library sentencepiece reads it (`pip install 'fnet[sentencepiece]'`).
 
-            For the last two, the class and the special tokens come from tokenizer_config.json, special_tokens_map.json,
-            added_tokens.json and, if these do not state the class, config.json. The eos_token is in `stop`.
+            For the last two, the tokenizer's class and special tokens are read from tokenizer_config.json,
+            special_tokens_map.json and added_tokens.json. If these do not state the class, it is read from config.json.
+            `stop` contains the eos_token.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
-        ValueError: the file is damaged, has an unreasonable number of steps, contradicts tokenizer_config.json, or
-            belongs to an unknown class. `encode` and `decode` raise it if the library fails for a text.
+        ValueError: the file is damaged, describes too many processing steps, contradicts tokenizer_config.json, or
+            belongs to an unknown class. `encode` and `decode` raise ValueError if the library fails.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -237,17 +239,17 @@ def _check_tokenizer(wrong, text):
 
 
 def read_tokenizer(path: str | os.PathLike) -> Any:
-    """Reads the tokenizer of a file, or of a folder of weights.
+    """Reads a tokenizer from a file or from a folder of weights.
 
     Args:
-        path: vocab.txt (`WordPiece`), tokenizer.bin (`LlamaBPE`), characters.json (`CharTokenizer`), tokenizer.json,
-            vocab.json, tokenizer.model, spiece.model or sentencepiece.bpe.model (`HuggingFaceTokenizer`), or a folder
-            with one of them, searched in this order.
+        path: a file, which determines the class: vocab.txt (`WordPiece`), tokenizer.bin (`LlamaBPE`), characters.json
+            (`CharTokenizer`), tokenizer.json, vocab.json, tokenizer.model, spiece.model or sentencepiece.bpe.model
+            (`HuggingFaceTokenizer`). Or a folder, from which the first of these files is read.
 
     Returns:
         A tokenizer with `encode(text) -> int32 [tokens]`, `decode(tokens) -> text`, `vocab_size`, and `stop`, the
-        tokens that end a text, among them the eos_token_id of a generation_config.json in the folder.
-        `encode(text, special_tokens=False)` adds no tokens before and after the text. If `path` is a folder, also with
+        tokens that end a text. `encode(text, special_tokens=False)` adds no tokens before and after the text. If `path`
+        is a folder, `stop` includes the eos_token_id of generation_config.json, and the tokenizer also has
         `chat_template`, a `ChatTemplate` or None.
 
     Raises:
@@ -281,7 +283,7 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
 
 
 def _ends(path, tokenizer):
-    """The tokens that end a text by the eos_token_id of a generation_config.json."""
+    """The tokens that end a text according to the eos_token_id of generation_config.json."""
     if not path.is_file():
         return ()
     ends = read(path).get("eos_token_id")
