@@ -1,6 +1,6 @@
-"""Training: the state, the loop and what surrounds it.
+"""Training: the training state, the loop `fit`, checkpoints, data, metrics and optimizers.
 
-The step is a pure function that the user writes and reads, `(state, batch) -> (state, metrics)`;
+The user writes the training step, a pure function `(state, batch) -> (state, metrics)`.
 `fit` adds progress, logs, evaluation, checkpoints and exact resume.
 """
 

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging, and statistics of BatchNorm for averaged parameters."""
+"""Stochastic weight averaging, and BatchNorm statistics for averaged parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class AverageState(NamedTuple):
     """The state of `average_weights`.
 
     Attributes:
-        step: int32, the number of updates.
-        count: int32, how many parameters were averaged.
-        mean: their mean, a tree like the parameters; zeros at first.
+        step: the number of updates, an int32 scalar.
+        count: the number of updates whose results are included in the mean, an int32 scalar.
+        mean: the mean of the parameters, a tree with their structure; initially zeros.
 
     >>> tr.average_weights(start=2).init({"w": jnp.ones(3)}).mean["w"].tolist()
     [0.0, 0.0, 0.0]
@@ -28,18 +28,19 @@ class AverageState(NamedTuple):
 
 
 def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformation:
-    """Returns an Optax transformation that averages the parameters after some updates (stochastic weight averaging).
+    """Returns an Optax transformation that averages the parameters of several steps (stochastic weight averaging).
 
         tx = optax.chain(optax.sgd(0.05), tr.average_weights(start=1000, every=100))    # the last of the chain
         params = tr.averaged_weights(state.opt_state)
         stats = tr.batch_statistics(model, params, state.state, batches)
 
-    The mean of the parameters after the updates `start`, `start + every`, ... (the first update is 1). Updates are not
-    changed.
+    The average is the mean of the parameters after updates number `start`, `start + every`, ... (the first update has
+    number 1). The transformation does not change the updates.
 
     Args:
-        start: the first update whose result is averaged.
-        every: updates between two results; usually those of an epoch, or of a cycle of the schedule.
+        start: number of the first update whose result is averaged.
+        every: number of updates between two averaged results, usually the length of an epoch or of a cycle of the
+            schedule.
 
     Raises:
         ValueError: `start` or `every` is less than 1.
@@ -78,10 +79,10 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
 
 
 def averaged_weights(opt_state: Any) -> Any:
-    """Returns the mean of parameters in the state of an optimizer with `average_weights`.
+    """Returns the averaged parameters from the state of an optimizer that contains `average_weights`.
 
     Raises:
-        ValueError: there is no average, several, or nothing was averaged yet.
+        ValueError: the optimizer contains no `average_weights` or several, or nothing has been averaged yet.
 
     >>> tx = tr.average_weights(start=1)
     >>> _, state = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)), jnp.zeros(2))
@@ -98,27 +99,29 @@ def averaged_weights(opt_state: Any) -> Any:
 
 
 def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any], *, key: Any = None) -> Any:
-    """Computes the running statistics of a model anew: the mean over batches of the statistics of each batch.
+    """Recomputes the running statistics of a model, as the mean of the statistics of the given batches.
 
-    BatchNorm's running statistics belong to the parameters with which they were collected. Averaged, pruned or
-    quantized parameters need their own. Works for any model whose state is a running average,
-    `new = m * old + (1 - m) * statistic`.
+    BatchNorm's running statistics are valid only for the parameters with which they were collected. After averaging,
+    pruning or quantizing the parameters, recompute them. This function works for any model whose state consists of
+    running averages, `new = m * old + (1 - m) * statistic`.
 
     Args:
-        f: `f(params, *batch, state=state, key=key, train=True)`, which returns (output, new state).
+        f: the model, a function that is called as `f(params, *batch, state=state, key=key, train=True)` and returns
+            (output, new state).
         params: the parameters.
-        state: the state, such as that of the training run. Only shapes and dtypes are used, except for leaves that are
-            no running averages; these are returned as they are.
-        batches: tuples of the other arguments of f; or arrays, if there is one other argument. Equal sizes.
-        key: for f, or None.
+        state: the state of the model, for example from the training run. Leaves that are not running averages are
+            returned unchanged. Of all other leaves, only the shape and the dtype are used.
+        batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`, or an array
+            if there is only one such argument.
+        key: a PRNG key for f, or None.
 
     Returns:
-        The state.
+        The state with the new statistics.
 
     Raises:
-        ValueError: there is no batch.
+        ValueError: `batches` is empty.
 
-    Source: as `average_weights`, section 3.2; PyTorch's `torch.optim.swa_utils.update_bn`.
+    Source: the paper of `average_weights`, section 3.2; PyTorch's `torch.optim.swa_utils.update_bn`.
 
     >>> model = nn.BatchNorm()
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 1)))

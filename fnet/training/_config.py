@@ -1,4 +1,4 @@
-"""A run's configuration: a frozen dataclass, and the same as JSON in the run's folder."""
+"""The configuration of a run: a frozen dataclass, stored as JSON in the run's folder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fnet.training.checkpoints._storage import StorePath, location
 
 Config = TypeVar("Config")
 CONFIG = "config.json"
-LENGTHS = ("steps", "epochs")      # fields that say how long a run is: it may be made longer
+LENGTHS = ("steps", "epochs")      # fields that state the length of a run, which may be increased
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message has one line.
+    """The configuration cannot be used. The message has one line.
 
     >>> try:
     ...     tr.from_dict(dict, {"rate": "fast"})
@@ -32,8 +32,8 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
     """Returns an instance of the dataclass `cls`. Fields without a value get their defaults.
 
     Args:
-      cls: a dataclass whose fields are bool, int, float, str, or one of them | None.
-      values: by field name.
+      cls: a dataclass. The type of each field is bool, int, float or str, or one of these types | None.
+      values: the values, by field name.
       source: the origin of the values, for the error message.
 
     Raises:
@@ -72,10 +72,10 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
 
 
 def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
-    """The configuration in a JSON file, local or in an object store.
+    """Reads a configuration from a JSON file, which may be local or in an object store.
 
     Raises:
-      ConfigError: the file does not exist, is not a JSON object, or `from_dict` raises an error.
+      ConfigError: the file does not exist or does not contain a JSON object, or `from_dict` raises an error.
 
     >>> import dataclasses, tempfile
     >>> @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
 
     Args:
       config: a dataclass, or a dict of JSON types.
-      workdir: the run's folder, created if necessary, or its URL.
+      workdir: the run's folder, as a path or a URL. It is created if necessary.
 
     >>> import json, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +127,7 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
 
 
 def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...] = ()) -> None:
-    """Raises an error if `workdir` has a run with another configuration. `fit(config=)` does this, too.
+    """Raises an error if `workdir` contains a run with another configuration. `fit(config=)` does this, too.
 
     Args:
       config: the current configuration.

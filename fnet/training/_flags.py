@@ -1,4 +1,4 @@
-"""A frozen dataclass as absl flags: one flag for each field, with its help text and the values that it takes.
+"""Command-line flags (absl) from a frozen dataclass: one flag for each field, with a help text and the allowed values.
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Config:
@@ -28,14 +28,14 @@ STEPS = "[1, 2147483647]"        # what an int32 counter holds
 
 def option(default: Any, help: str, *, within: str | None = None, choices: Sequence[str] | None = None,
            decides: bool = True) -> Any:
-    """A field of a configuration.
+    """Returns a dataclass field for a configuration.
 
     Args:
-      default: its value without a flag; None: decided elsewhere, such as by a preset.
-      help: the help text of its flag.
-      within: the interval of its values, such as "[0, 1)" or "(0, 100]".
-      choices: the strings that it may be.
-      decides: whether it decides the result, so that a run is resumed with the same value only.
+      default: the value if the flag is not given. None: the value is determined elsewhere, such as by a preset.
+      help: the help text of the flag.
+      within: the interval of allowed values, such as "[0, 1)" or "(0, 100]"; None: any value.
+      choices: the allowed strings; None: any value.
+      decides: whether the field affects the result of a run. If True, a run can be resumed only with the same value.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,13 @@ def option(default: Any, help: str, *, within: str | None = None, choices: Seque
 
 
 def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
-    """Defines a flag for every field of a dataclass, and --config, a JSON file of values.
+    """Defines a flag for every field of a dataclass, and the flag --config, a JSON file of values.
 
     Args:
-      cls: the dataclass; its fields are bool, int, float or str, or one of them | None.
-      values: where to define them, such as absl.flags.FLAGS.
-      by: the field whose preset decides those that have no default.
+      cls: the dataclass. The type of each field is bool, int, float or str, or one of these types | None.
+      values: the object in which the flags are defined, such as absl.flags.FLAGS.
+      by: the name of the field that selects a preset, or None. The help texts state that the preset determines the
+        fields without a default.
     """
     from absl import flags
 
@@ -70,16 +71,20 @@ def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
 
 def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[str, Any]] | None = None, *,
          by: str | None = None) -> Config:
-    """The configuration: defaults, then the preset that the field `by` names, then --config, then the flags given.
+    """Returns the configuration that the flags describe.
+
+    A value comes from the flag itself, or else from the file --config, or else from the preset that the field `by`
+    names, or else from the default of the field.
 
     Args:
-      cls: the dataclass that was given to `define`.
+      cls: the dataclass that was passed to `define`.
       values: the parsed flags.
-      presets: values of fields by the name of the preset, such as `presets.IMAGE_CLASSIFICATION`.
-      by: the field that names one of them.
+      presets: the values of the fields for each preset, by the name of the preset, such as
+        `presets.IMAGE_CLASSIFICATION`.
+      by: the name of the field whose value is the name of a preset, or None.
 
     Raises:
-      ConfigError: an unknown preset, or a value of another type. Intervals and choices are checked by `check`.
+      ConfigError: the preset is unknown, or a value has the wrong type. Intervals and choices are checked by `check`.
     """
     chosen = {}
     if values.config:
@@ -96,7 +101,7 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
 
 
 def check(config: Any) -> None:
-    """Raises ConfigError for a value that its field does not take, by the `option` that defined it."""
+    """Raises ConfigError if a value is not allowed by `within` or `choices` of the `option` that defined its field."""
     for field in dataclasses.fields(config):
         value, choices = getattr(config, field.name), field.metadata.get("choices")
         if value is None:
@@ -108,7 +113,7 @@ def check(config: Any) -> None:
 
 
 def check_within(name: str, value: float, interval: str) -> None:
-    """Raises ConfigError unless the number lies in the interval, such as "(0, 1]"; NaN lies in none.
+    """Raises ConfigError unless the number is in the interval, such as "(0, 1]". NaN is in no interval.
 
     >>> tr.flags.check_within("rate", 0.5, "(0, 1]")    # no error
     """
@@ -120,7 +125,7 @@ def check_within(name: str, value: float, interval: str) -> None:
 
 
 def regular_file(name: str, path: str | Path) -> None:
-    """Raises ConfigError for a pipe or a device, which may never end."""
+    """Raises ConfigError if the path is a pipe or a device, because reading it may never end."""
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"--{name}={path}: expected a regular file")

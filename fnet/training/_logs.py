@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl always, and TensorBoard, which is imported when written."""
+"""Logs of a run: metrics.jsonl, and TensorBoard event files, for which tensorboardX is imported on first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METRICS, EVENTS, NOTES = "metrics.jsonl", "tensorboard", "events.jsonl"
 
 
 class LogWarning(UserWarning):
-    """Lines of metrics.jsonl could not be read; the file was kept under another name."""
+    """Lines of metrics.jsonl could not be read and were removed; a copy of the file with these lines was kept."""
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
 
     Raises:
-      ValueError: another line is not a JSON object with an integer "step".
+      ValueError: a line other than the last is not a JSON object with an integer "step".
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +57,7 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _parsed(raw: bytes) -> tuple[list[dict[str, Any]], dict[int, str], int]:
-    """(the rows, the lines that are none by number, the number of the last line)."""
+    """Returns (the rows, the lines that cannot be parsed by line number, the number of the last line)."""
     rows, wrong, number = [], {}, 0
     for number, line in enumerate(raw.splitlines(), 1):
         try:
@@ -73,17 +73,17 @@ def _parsed(raw: bytes) -> tuple[list[dict[str, Any]], dict[int, str], int]:
 class Logger:
     """Writes scalars to `workdir/metrics.jsonl` and to TensorBoard's event files.
 
-    Each line of metrics.jsonl is one object with "step" and the values of this step. NaN and infinity are written as
-    null. Arrays, such as a confusion matrix, are not written. `Histogram`, `Image` and `Text` are written only for
-    TensorBoard.
+    Each line of metrics.jsonl is a JSON object with "step" and the values of this step. NaN and infinity are written as
+    null. Arrays, such as a confusion matrix, are not written. `Histogram`, `Image` and `Text` are written only to
+    TensorBoard's files.
 
     Args:
-      workdir: the run's folder or URL. In an object store, a line is stored when `write` returns: each line rewrites
-        the object, and after 256 KiB a new object is started (metrics.jsonl.0001).
+      workdir: the run's folder, as a path or a URL. In an object store, each call of `write` rewrites the object, so a
+        line is stored when the call returns. After 256 KiB, a new object is started (metrics.jsonl.0001).
       step: the step from which the run is resumed. Lines of later steps, which a killed process wrote after its last
-        checkpoint, are removed, because they will be written again. Damaged lines are removed too, with a `LogWarning`;
-        the file with them is kept as metrics.jsonl.damaged.
-      tensorboard: False for metrics.jsonl alone.
+        checkpoint, are removed, because they will be written again. Damaged lines are also removed, with a
+        `LogWarning`, and the original file is kept as metrics.jsonl.damaged.
+      tensorboard: whether to write TensorBoard's event files, too.
       again: names of evaluations and values that the resumed run computes again at `step`. Their lines of this step are
         removed, too.
 
@@ -96,8 +96,8 @@ class Logger:
     [{'step': 1, 'train/loss': 0.5}]
     """
 
-    hyperparameters: Mapping[str, Any] | None = None       # shown by TensorBoard, set before the first line
-    compared: Sequence[str] = ()                           # with them: the metrics that runs are compared by
+    hyperparameters: Mapping[str, Any] | None = None       # shown by TensorBoard; set them before the first line
+    compared: Sequence[str] = ()                           # shown with them: the metrics by which runs are compared
 
     def __init__(self, workdir: str | os.PathLike, *, step: int = 0, tensorboard: bool = True,
                  again: Collection[str] = ()):
@@ -111,7 +111,7 @@ class Logger:
         self._file = _append.appending(path)
 
     def _kept(self, path: Path | StorePath, raw: bytes, step: int, again: frozenset[str]) -> bytes:
-        """The lines from which the run is resumed."""
+        """Returns the lines that a run resumed at `step` keeps."""
         rows, wrong, last = _parsed(raw)
         if torn := wrong.keys() - {last}:
             kept = path.parent / f"{path.name}.damaged"
@@ -124,10 +124,10 @@ class Logger:
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes one line; when this returns, the operating system has it.
+        """Writes one line. When `write` returns, the line has been passed to the operating system.
 
         Raises:
-          OSError: it cannot be written, naming the file.
+          OSError: the line cannot be written; the error names the file.
         """
         media = {name: value for name, value in values.items() if isinstance(value, MEDIA)}
         scalars = {k: float(v) for k, v in values.items() if k not in media and np.ndim(v) == 0}
@@ -156,8 +156,10 @@ class Logger:
 
 
 class _Events:
-    """TensorBoard's file, in tensorboardX's formats. Its SummaryWriter would write in a thread, which on a full disk
-    leaves tracebacks where the run has one sentence."""
+    """Writes a TensorBoard event file, with tensorboardX's protocol buffers.
+
+    tensorboardX's SummaryWriter is not used: it writes in a thread, which on a full disk prints tracebacks instead of
+    raising an error in the run."""
 
     def __init__(self, folder: Path | StorePath, first: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +167,7 @@ class _Events:
         self._event(file_version="brain.Event:2")
         from tensorboardX.proto.event_pb2 import SessionLog
 
-        # What an earlier process wrote of steps that are done again is not shown.
+        # TensorBoard then hides what an earlier process wrote for the steps that are repeated.
         self._event(step=first, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -196,7 +198,7 @@ class _Events:
 
 
 def _written(file: Any, data: bytes) -> None:
-    """All of it, to an unbuffered file. A disk that is nearly full takes a part."""
+    """Writes all of `data` to an unbuffered file. On a disk that is nearly full, one call may write only a part."""
     try:
         while data:
             data = data[file.write(data):]

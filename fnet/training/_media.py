@@ -1,4 +1,4 @@
-"""What TensorBoard shows besides scalars: histograms, images, text and hyperparameters."""
+"""Values for TensorBoard that are not scalars: histograms, images, text and hyperparameters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Histogram:
     """The distribution of an array's values, for `StepEnd.log` and the results of evaluations.
 
     Args:
-      values: numbers of any shape; NaN and infinities are left out.
-      bins: how many intervals between the smallest and the largest value.
+      values: an array of any shape; NaN and infinities are ignored.
+      bins: number of intervals between the smallest and the largest value.
 
     >>> tr.Histogram(jnp.arange(100.0), bins=10).bins
     10
@@ -45,11 +45,12 @@ class Image:
     """A picture, or a grid of pictures, for `StepEnd.log` and the results of evaluations.
 
     Args:
-      pixels: [height, width], [height, width, channels] or [pictures, height, width, channels] with 1 channel (gray),
-        3 (RGB) or 4 (with opacity): uint8 from 0 to 255, or floating-point from 0 to 1, clipped.
+      pixels: an array [height, width], [height, width, channels] or [pictures, height, width, channels] with 1 channel
+        (gray), 3 (RGB) or 4 (RGB and opacity). Values are uint8 from 0 to 255, or floating-point from 0 to 1;
+        floating-point values outside this range are clipped.
 
     Raises:
-      ValueError: another shape or dtype.
+      ValueError: the array has another shape or dtype.
 
     >>> image = tr.Image(jnp.zeros((28, 28)))    # for StepEnd.log or the result of an evaluation
     """
@@ -97,11 +98,11 @@ MEDIA = Histogram | Image | Text
 
 
 def hyperparameters(values: Mapping[str, Any], metrics: Collection[str]) -> list[Any]:
-    """The values of the event that TensorBoard's HPARAMS tab reads.
+    """Returns the values of the event that TensorBoard's HPARAMS tab reads.
 
     Args:
-      values: types of JSON; lists and dicts are shown as JSON.
-      metrics: the names of the scalars that runs are compared by.
+      values: the hyperparameters, of JSON types, by name; lists and dicts are shown as JSON.
+      metrics: the names of the scalars by which runs are compared.
     """
     from tensorboardX import summary
 
@@ -111,7 +112,7 @@ def hyperparameters(values: Mapping[str, Any], metrics: Collection[str]) -> list
 
 
 def _grid(pictures: np.ndarray) -> np.ndarray:
-    """[pictures, height, width, channels] as one picture of about as many rows as columns."""
+    """Arranges [pictures, height, width, channels] in one picture, a grid with about as many rows as columns."""
     count, height, width, channels = pictures.shape
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)

@@ -1,4 +1,4 @@
-"""Metrics that stay on the device: small pytrees that are added up there and fetched when logged."""
+"""Metrics: small pytrees that are summed on the device and fetched when they are logged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fnet.training.loop._signals import poll
 
 @struct.dataclass
 class Mean:
-    """A partial weighted mean, `total / count`, both float32 scalars. `+` combines two partial means.
+    """A partial weighted mean, `total / count`. Both fields are float32 scalars. `+` combines two partial means.
 
     >>> average = tr.mean(jnp.array([1.0, 2.0])) + tr.mean(jnp.array([6.0]))
     >>> float(average.total / average.count)
@@ -34,7 +34,7 @@ class Mean:
         return type(self)(self.total + other.total, self.count + other.count)
 
     def result(self) -> Any:
-        """The mean, NaN over nothing."""
+        """The mean, or NaN if `count` is 0."""
         if isinstance(self.total, jax.Array):
             return self.total / self.count
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -45,8 +45,9 @@ class Mean:
 class MemberMean(Mean):
     """The means of the members of a population: `total / count`, both [members].
 
-    A metric `name` of this kind is logged as name/mean, name/min, name/max (of the members that have a value) and
-    name/0, name/1, ..., one for each member. A member without a value, because it diverged, has NaN.
+    A metric `name` of this type is logged as name/0, name/1, ..., one value for each member, and as name/mean, name/min
+    and name/max over the members. The value of a member that has diverged is NaN, and name/mean, name/min and name/max
+    ignore it.
 
     >>> means = tr.MemberMean(jnp.array([2.0, 6.0]), jnp.array([2.0, 2.0]))
     >>> (means + means).result().tolist()
@@ -54,7 +55,7 @@ class MemberMean(Mean):
     """
 
     def values(self, name: str) -> dict[str, float]:
-        """The logged values by name."""
+        """Returns the values to log for the metric `name`, by their logged names."""
         values = np.asarray(self.result(), np.float64)
         known = values[~np.isnan(values)]
         known = known if len(known) else np.full(1, np.nan)
@@ -63,7 +64,7 @@ class MemberMean(Mean):
 
 
 def logged_names(metrics: Mapping[str, Any]) -> list[str]:
-    """The names under which metrics are logged."""
+    """Returns the names under which metrics are logged."""
     return [each for name, metric in metrics.items()
             for each in ([f"{name}/{kind}" for kind in ("mean", "min", "max", *range(metric.total.shape[0]))]
                          if isinstance(metric, MemberMean) else [name])]
@@ -71,7 +72,7 @@ def logged_names(metrics: Mapping[str, Any]) -> list[str]:
 
 @struct.dataclass
 class Total:
-    """A sum over all batches, of any shape, such as a confusion matrix. Add two with `+`.
+    """A sum over all batches, of any shape, such as a confusion matrix. `+` adds two partial sums.
 
     >>> both = tr.confusion(jnp.array([0]), jnp.array([1]), 2) + tr.confusion(jnp.array([1]), jnp.array([1]), 2)
     >>> both.total.tolist()
@@ -93,9 +94,9 @@ def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
         sum_i weight_i values_i / sum_i weight_i
 
     Args:
-      values: any shape, numbers or bools.
-      weight: same shape, or None for all ones. Values with weight 0, such as padding, have no effect, even if they are
-        NaN.
+      values: numbers or bools, of any shape.
+      weight: weights with the shape of `values`, or None for all ones. Values with weight 0, such as padding, have no
+        effect, even if they are NaN.
 
     Raises:
       ValueError: the shapes differ.
@@ -119,13 +120,13 @@ def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
 def confusion(
     label: jax.Array, prediction: jax.Array, classes: int, weight: jax.Array | None = None
 ) -> Total:
-    """Counts of (label, prediction) pairs: [classes, classes], rows are labels.
+    """Counts each pair (label, prediction). Returns a `Total` of shape [classes, classes] whose rows are the labels.
 
     Args:
-      label: [batch], int.
-      prediction: [batch], int.
-      classes: how many there are.
-      weight: [batch], or None for all ones.
+      label: the true classes, integers [batch].
+      prediction: the predicted classes, integers [batch].
+      classes: the number of classes.
+      weight: the weight of each example, [batch], or None for all ones.
 
     >>> tr.confusion(jnp.array([0, 1, 1]), jnp.array([0, 1, 0]), classes=2).total.tolist()
     [[1.0, 0.0], [1.0, 1.0]]
@@ -136,7 +137,7 @@ def confusion(
 
 
 def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain scalars as means over the steps, Mean and Total as they are."""
+    """Converts plain scalars to means over the steps. Returns Mean and Total unchanged."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"step(state, batch) must return (state, metrics) with a dict of metrics; got a "
                         f"{type(metrics).__name__} in its place")
@@ -166,17 +167,17 @@ def real(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """A value that is not a number, for errors."""
+    """Describes a value that is not a number, for error messages."""
     if hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return f"{type(value).__name__} {repr(value)[:60]}"
 
 
 def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """Two dicts of metrics, added name by name.
+    """Adds two dicts of metrics, name by name.
 
     Raises:
-      ValueError: their names differ.
+      ValueError: the names in the two dicts differ.
     """
     if left.keys() != right.keys():
         raise ValueError(f"the metrics {sorted(left)} became {sorted(right)}: return the same ones for each batch")
@@ -184,14 +185,14 @@ def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zeros(shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of these shapes, all zero: where a sum starts."""
+    """Returns metrics of these shapes with all values zero, the initial value of a sum."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), dict(shapes))
 
 
 def results(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Host values of a dict of metrics: floats for scalars, NumPy arrays for the rest.
+    """Fetches the values of a dict of metrics: floats for scalars, NumPy arrays for other shapes.
 
-    This is the one place where the host waits for the device.
+    The host waits for the device here.
     """
     out = {}
     for name, metric in jax.device_get(dict(metrics)).items():
@@ -210,21 +211,24 @@ def evaluator(
 ) -> Callable[[Any], dict[str, Any]]:
     """Returns a function that evaluates a state on a complete data set, without dropping or repeating examples.
 
-    The last, partial batch is padded to full size, and every batch carries `weight`, 1.0 for an
-    example and 0.0 for padding, so that one compiled program serves all of them. If the state is placed on several
-    chips by a plan, each chip evaluates its part of the examples.
+    All batches have the same size, so that one compiled program evaluates them: if the last batch is partial, it is
+    padded. Every batch contains `weight`, which is 1.0 for an example and 0.0 for padding. If a plan has placed the
+    state on several devices, each device evaluates a part of the examples.
 
     Args:
-      metrics: pure, `metrics(state, batch) -> dict` of `mean(values, batch["weight"])` and other
-        metrics of this module. A plain scalar would count the padding and is an error.
-      data: what `Batches` takes. A batch of a tuple (x, y) is (x, y, weight), of a single array (x, weight).
-      batch_size: examples in a batch; on several chips, it is rounded up to a multiple of their number.
+      metrics: a pure function, `metrics(state, batch) -> dict`. Its values are results of `mean(values,
+        batch["weight"])` or other metrics of this module. A plain scalar is an error, because it would include the
+        padding.
+      data: a data set, as for `Batches`. For a dict, a batch is a dict with the additional key "weight". For a tuple
+        (x, y), a batch is (x, y, weight). For a single array, a batch is (x, weight).
+      batch_size: number of examples in a batch. On several devices, the batch size is rounded up to a multiple of the
+        number of devices.
 
     Returns:
       `evaluate(state) -> dict` of floats and arrays on the host.
 
     Raises:
-      ValueError: the arrays have different lengths, one of them is named "weight", or a metric is a plain scalar.
+      ValueError: the arrays have different lengths, an array is named "weight", or a metric is a plain scalar.
       TypeError: values are missing or are not numbers.
 
     >>> def measure(state, batch):
@@ -269,12 +273,12 @@ def evaluator(
             total = _placed(zeros(jax.eval_shape(measured, state, batch)), whole) if total is None else total
             total = more(state, total, _placed(batch, place))
             in_flight.append(total)
-            if len(in_flight) > 2:                         # a signal must not have to wait for all of the data
+            if len(in_flight) > 2:                         # otherwise, a signal would have to wait for all of the data
                 jax.block_until_ready(in_flight.popleft())
         return results(total)
 
     def names(state):
-        """The metrics that `evaluate(state)` will return, found without running it."""
+        """Returns the names of the metrics that `evaluate(state)` would return, without running it."""
         return logged_names(jax.eval_shape(measured, state, next(batches(1))))
 
     evaluate.names = names
@@ -282,14 +286,14 @@ def evaluator(
 
 
 def _weighted(batch: Any, weight: np.ndarray) -> Any:
-    """A batch and its weights, as an `evaluator` passes them."""
+    """Adds the weights to a batch, in the form that `evaluator` documents."""
     if isinstance(batch, Mapping):
         return {**batch, "weight": weight}
     return (*batch, weight) if isinstance(batch, tuple) else (batch, weight)
 
 
 def _rows(state: Any) -> NamedSharding | None:
-    """How rows are spread over the chips that a state lies on; None where it is one, or the state says no axis."""
+    """The sharding of the rows of a batch over the devices of a state; None for one device or without a data axis."""
     for x in jax.tree.leaves(state):
         place = getattr(x, "sharding", None)
         if isinstance(place, NamedSharding) and place.mesh.size > 1:

@@ -35,7 +35,8 @@ SCHEDULES = ("constant", "cosine", "linear", "step", "one_cycle")
 
 
 def _usual_promotion(function: Schedule) -> Schedule:
-    """Optax divides integer counts by floats, which strict promotion forbids."""
+    """Calls an Optax schedule with standard promotion. It divides integer counts by floats, which strict promotion
+    forbids."""
 
     def rate(count):
         with jax.numpy_dtype_promotion("standard"):
@@ -49,20 +50,22 @@ def schedule(
 ) -> Schedule:
     """Returns a learning-rate schedule for a run of known length, by name.
 
-    With t = step / steps, after a linear warm-up from 0 over the first `warmup` of the run:
+    During the first `warmup` of the run (a fraction), the rate rises linearly from 0 to `peak`. Then it is
 
         constant    peak
-        cosine      final + (peak - final) (1 + cos(pi s)) / 2,  s in [0, 1] over the rest of the run
-        linear      peak + (final - peak) s
-        step        peak, a tenth of it from t = 1/2, a hundredth from t = 3/4
+        cosine      peak (final + (1 - final) (1 + cos(pi s)) / 2)
+        linear      peak (1 + (final - 1) s)
+        step        peak; peak / 10 from t = 1/2; peak / 100 from t = 3/4
         one_cycle   a cosine rise over the first 30 % and a cosine fall (Smith & Topin 2018)
+
+    where t = step / steps, and s increases from 0 to 1 between the end of the warm-up and the end of the run.
 
     Args:
       name: one of `SCHEDULES`.
-      peak: the largest step size.
-      steps: updates in the whole run.
-      warmup: fraction of the run, in [0, 1); one_cycle has its own.
-      final: the last step size, as a fraction of peak (cosine and linear).
+      peak: the largest learning rate.
+      steps: number of updates in the whole run.
+      warmup: length of the warm-up, as a fraction of the run in [0, 1). one_cycle ignores `warmup`.
+      final: the last learning rate of cosine and linear, as a fraction of `peak`.
 
     Returns:
       A function of the step, for `optimizer` or any Optax optimizer.
@@ -101,10 +104,10 @@ def schedule(
 
 
 def decays(params: Any) -> Any:
-    """Selects the leaves that weight decay applies to: a tree of bools, False for biases and norm scales.
+    """Returns a tree of bools: True for the leaves that weight decay applies to, False for biases and norm scales.
 
-    Weight decay does not apply to a leaf that is named `bias` or `scale`, or has fewer than two axes. Names are needed
-    because the scale of a stacked layer has two axes.
+    Weight decay does not apply to a leaf that is named `bias` or `scale`, or that has fewer than two axes. The number
+    of axes alone is not sufficient, because the scale of a stacked layer has two axes.
 
     >>> tr.decays({"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)})
     {'bias': False, 'kernel': True}
@@ -130,15 +133,17 @@ def optimizer(
 
     Args:
       name: one of `OPTIMIZERS`. momentum and nesterov are SGD with momentum 0.9.
-      learning_rate: a number or a schedule.
-      weight_decay: decoupled for adamw, nadamw, lion, lamb, lars and muon (Loshchilov & Hutter 2019). For the others,
-        it is added to the gradient, which is L2 regularization.
+      learning_rate: a number, or a schedule.
+      weight_decay: the coefficient of the weight decay. adamw, nadamw, lion, lamb and muon decouple the decay from the
+        gradient (Loshchilov & Hutter 2019). The other optimizers add `weight_decay` times the parameters to the
+        gradient, which is L2 regularization.
       decay_all: whether weight decay also applies to biases and norm scales (see `decays`).
-      clip: largest global norm of the gradient, or None.
-      **options: passed to the Optax optimizer (`b1=`, `momentum=`, `eps=`, ...).
+      clip: the largest global norm of the gradient; a larger gradient is scaled down. None: no clipping.
+      **options: options of the Optax optimizer (`b1=`, `momentum=`, `eps=`, ...).
 
     Raises:
-      ValueError: the name is unknown, Optax does not have an option, or `name` is "adam" with weight decay.
+      ValueError: the name is unknown, the optimizer does not have an option, or `name` is "adam" and `weight_decay` is
+        not 0.
 
     Example:
       >>> tx = optimizer("adamw", schedule("cosine", 1e-3, 1000, warmup=0.05), weight_decay=0.01)
@@ -179,15 +184,15 @@ class LookaheadState(NamedTuple):
 
 def lookahead(optimizer: optax.GradientTransformation, *, period: int = 5,
               rate: float = 0.5) -> optax.GradientTransformation:
-    """Returns `optax.lookahead` for parameters of the model's own structure: the slow weights are part of the state.
+    """Returns `optax.lookahead` with the slow weights in the optimizer state, so that params keep their structure.
 
-    Every `period` steps, the slow weights move toward the weights, which continue from them:
+    Every `period` steps, the slow weights move toward the weights w, and w is set to the slow weights:
 
         slow = slow + rate (w - slow),        w = slow
 
     Args:
         optimizer: an Optax optimizer of the weights w.
-        period: steps between two updates of the slow weights.
+        period: number of steps between two updates of the slow weights.
         rate: the step size of the slow weights.
 
     Source: Zhang et al. (2019), Lookahead Optimizer: k Steps Forward, 1 Step Back.

@@ -1,4 +1,4 @@
-"""Plots of a run; matplotlib is imported when the first one is drawn, and its global state is not changed."""
+"""Plots of a run. matplotlib is imported when the first plot is drawn, and its global state is not changed."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def _figure(**options) -> Figure:
 
 
 def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = None, *, title: str = "") -> Figure:
-    """Loss and, where it was measured, error rate by step, for every data set.
+    """Plots the loss by step for every data set, and the error rate if the accuracy was logged.
 
     Args:
-      rows: what `read_metrics` returns.
-      path: the PNG to write, or None.
-      title: above the picture.
+      rows: the result of `read_metrics`.
+      path: the path of a PNG file to write, or None.
+      title: the title above the plot.
 
     Returns:
-      The figure, which a notebook shows.
+      The matplotlib figure, which a notebook displays.
 
     Raises:
       ModuleNotFoundError: matplotlib is missing.
@@ -63,7 +63,7 @@ def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = N
         else:
             shown = [line.get_ydata() for line in axis.lines]
             top = max((np.percentile(values, 90) for values in shown), default=1)
-            axis.set_ylim(0, max(1.2 * top, 0.5))          # the first points would flatten the rest
+            axis.set_ylim(0, max(1.2 * top, 0.5))          # otherwise, the first points would flatten the rest
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
@@ -73,16 +73,16 @@ def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = N
 
 def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLike | None = None, *,
                      title: str = "") -> Figure:
-    """Which class was taken for which: counts written out, color by share of the row.
+    """Plots a confusion matrix. Each cell shows its count; the color of a mistake is its share of the row.
 
     Args:
-      counts: [classes, classes], rows are the true classes.
-      classes: their names.
-      path: the PNG to write, or None.
-      title: above the picture.
+      counts: the confusion matrix, [classes, classes]; rows are the true classes.
+      classes: the names of the classes.
+      path: the path of a PNG file to write, or None.
+      title: the title above the plot.
 
     Returns:
-      The figure, which a notebook shows.
+      The matplotlib figure, which a notebook displays.
 
     Raises:
       ModuleNotFoundError: matplotlib is missing.
@@ -95,7 +95,7 @@ def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLik
     axis = figure.subplots()
     counts = np.asarray(counts)
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    # Mistakes are a percent or two: a color scale up to 1 would show the diagonal and nothing else.
+    # Mistakes are typically 1 % to 2 %: with a color scale up to 1, only the diagonal would be visible.
     mistakes = np.where(np.eye(len(counts), dtype=bool), np.nan, share)
     limit = max(np.nanmax(mistakes), 0.05)
     colors = colormaps["Reds"].with_extremes(bad="0.92")

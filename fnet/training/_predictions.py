@@ -1,4 +1,4 @@
-"""What a classifier predicted for a test set, kept in the run's folder for `fnet report`."""
+"""Predictions of a classifier for a test set, saved in the run's folder for `fnet report`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
 
     Args:
       workdir: the run's folder, a local path.
-      probabilities: [examples, classes].
+      probabilities: the predicted probabilities, [examples, classes].
       labels: the true classes, integers [examples].
-      classes: the names of the classes.
-      images: [examples, height, width, channels], as `Image` takes them; or None.
-      worst: how many wrong predictions to keep, in the order of their probability.
+      classes: the names of the classes. None: "0", "1", ...
+      images: the images of the examples, [examples, height, width, channels], as for `Image`; or None.
+      worst: number of wrong predictions to save, those with the highest probability first.
 
     Raises:
       ValueError: the shapes do not match, or a label is not an index of `classes`.

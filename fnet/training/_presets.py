@@ -1,4 +1,4 @@
-"""Hyperparameters that are known to work: values of a configuration's fields, by the name of the preset."""
+"""Presets: hyperparameters that are known to work, as values of a configuration's fields, by name of the preset."""
 
 IMAGE_CLASSIFICATION = {      # by data set
     "digits": {"width": 32, "epochs": 40, "batch_size": 64, "learning_rate": 0.05, "weight_decay": 1e-3,
@@ -11,7 +11,7 @@ IMAGE_CLASSIFICATION = {      # by data set
                 "augment": "flip_crop_cutout"},
 }
 
-LANGUAGE_MODEL = {            # by size; 10m and 124m: about so many parameters
+LANGUAGE_MODEL = {            # by size; 10m and 124m state the approximate number of parameters
     "small": {"width": 128, "depth": 4, "heads": 4, "context": 128, "dropout": 0.0, "steps": 2000, "batch_size": 16,
               "learning_rate": 2e-3},
     "10m": {"width": 384, "depth": 6, "heads": 6, "context": 256, "dropout": 0.2, "steps": 5000, "batch_size": 64,
@@ -20,7 +20,7 @@ LANGUAGE_MODEL = {            # by size; 10m and 124m: about so many parameters
              "learning_rate": 6e-4},
 }
 
-FINETUNE = {                  # by what is trained: a linear probe of the features, or everything
+FINETUNE = {                  # by what is trained: a linear probe of the features, all parameters, or LoRA
     "linear": {"epochs": 50, "batch_size": 256, "optimizer": "adam", "learning_rate": 2e-3, "weight_decay": 0.0},
     "full": {"epochs": 5, "batch_size": 32, "optimizer": "nesterov", "learning_rate": 0.01, "weight_decay": 1e-4},
     "lora": {"epochs": 5, "batch_size": 32, "optimizer": "adamw", "learning_rate": 2e-3, "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""TrainState: everything that a training step carries to the next one."""
+"""TrainState: the state that each training step takes and returns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class TrainState:
     """The state of a training run: a pytree that can be passed through `jit`, donated, sharded and saved.
 
     Fields:
-      step: int32 scalar, the number of updates made.
+      step: the number of completed updates, an int32 scalar.
       params: the model's parameters.
-      state: the model's other arrays, such as batch statistics; `{}` if it has none.
+      state: the model's other arrays, such as batch statistics; `{}` if the model has none.
       opt_state: the optimizer's state.
       ema: an exponential moving average of params, or None.
-      decay: the decay of the moving average, or None. Static: not an array and not saved.
+      decay: the decay of the moving average, a float, or None. It is a static field: it is not traced and not saved in
+        checkpoints.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -47,13 +48,13 @@ class TrainState:
         state: Any = None,
         ema: float | None = None,
     ) -> TrainState:
-        """The state before the first step.
+        """Returns the state before the first step.
 
         Args:
           params: the model's parameters.
           tx: an Optax gradient transformation.
-          state: the model's other arrays, the second value of `model.init`.
-          ema: decay of a moving average of params, in [0, 1), or None for no average.
+          state: the model's other arrays, which are the second value that `model.init` returns. None: `{}`.
+          ema: the decay of a moving average of params, in [0, 1), or None for no average.
 
         Raises:
           ValueError: ema is outside [0, 1).
@@ -72,7 +73,7 @@ class TrainState:
         )
 
     def apply(self, tx: optax.GradientTransformation, grads: Any, *, state: Any = None, **extra: Any) -> TrainState:
-        """Returns the state after one update: new parameters, moving average and optimizer state, and step + 1.
+        """Returns the state after one update of the parameters, the moving average, the optimizer state and `step`.
 
             ema' = d ema + (1 - d) params',    d = min(decay, (1 + step) / (10 + step))
 
@@ -80,9 +81,9 @@ class TrainState:
 
         Args:
           tx: the transformation that was passed to `create`.
-          grads: a tree like params.
-          state: the model's new state; None keeps the old one.
-          extra: further arguments of `tx.update`, such as `gradient=` of `tr.svrg`.
+          grads: the gradient, a tree with the structure of params.
+          state: the model's new state; None keeps the old state.
+          **extra: further arguments of `tx.update`, such as `gradient=` of `tr.svrg`.
         """
         with jax.numpy_dtype_promotion("standard"):        # Adam's `decay ** step` needs it
             updates, opt_state = tx.update(grads, self.opt_state, self.params, **extra)
@@ -102,5 +103,5 @@ class TrainState:
 
     @property
     def averaged(self) -> Any:
-        """The parameters to evaluate with: the moving average if there is one, else params."""
+        """The parameters for evaluation: the moving average if there is one, otherwise params."""
         return self.params if self.ema is None else self.ema

@@ -15,8 +15,8 @@ class SVRGState(NamedTuple):
 
     Attributes:
         anchor: the parameters at which the full gradient was computed.
-        full: the full gradient there.
-        inner: the state of the optimizer.
+        full: the full gradient at the anchor.
+        inner: the state of the wrapped optimizer.
 
     >>> tr.svrg(optax.sgd(0.1)).init({"w": jnp.ones(2)}).anchor["w"].tolist()
     [1.0, 1.0]
@@ -28,7 +28,9 @@ class SVRGState(NamedTuple):
 
 
 def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer for stochastic variance-reduced gradients (SVRG).
+    """Returns an optimizer that uses stochastic variance-reduced gradients (SVRG).
+
+    The wrapped optimizer receives g instead of the gradient of the batch:
 
         g = grad f_batch(w) - grad f_batch(anchor) + full,        full = grad f(anchor) over all data
 
@@ -41,18 +43,19 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
             updates, state = tx.update(gradient(params), state, params, gradient=gradient)
             params = optax.apply_updates(params, updates)
 
-    g is an unbiased estimate of the full gradient. Its variance vanishes as w and the anchor approach the optimum, so a
-    constant step size converges linearly if f is strongly convex. A new anchor is usual after 2n / batch steps for a
-    convex f and 5n / batch steps otherwise. SVRG does not help deep networks (Defazio and Bottou 2019).
+    g is an unbiased estimate of the full gradient. Its variance vanishes as w and the anchor approach the optimum. If f
+    is strongly convex, SVRG therefore converges linearly with a constant step size. With n examples and batches of b
+    examples, the anchor is usually refreshed every 2n / b steps for a convex f, and every 5n / b steps otherwise. SVRG
+    does not help deep networks (Defazio and Bottou 2019).
 
-    Call `refresh_anchor` before the first update: without an anchor, g is zero.
+    Call `refresh_anchor` before the first update. Otherwise, `full` is zero and so is g.
 
     Args:
-        optimizer: an Optax optimizer, which receives g.
+        optimizer: an Optax optimizer, to which g is passed.
 
     Returns:
-        A transformation whose `update` needs `gradient=`, the gradient of the current batch as a function of
-        parameters.
+        A transformation whose `update` requires `gradient=`, a function that maps parameters to the gradient of the
+        current batch.
 
     Source: Johnson and Zhang (2013), Accelerating Stochastic Gradient Descent using Predictive Variance Reduction.
 
@@ -89,15 +92,15 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
 def refresh_anchor(state: SVRGState, params: Any, full_gradient: Callable[[Any], Any]) -> SVRGState:
     """Returns the state of `svrg` with these parameters as the anchor.
 
-    Under jit, call it in `jax.lax.cond` every so many steps.
+    In a jitted loop, call `refresh_anchor` in a branch of `jax.lax.cond`.
 
     Args:
         state: the state of `svrg`.
         params: the new anchor.
-        full_gradient: the gradient over all data as a function of parameters.
+        full_gradient: a function that maps parameters to the gradient over all data.
 
     Raises:
-        TypeError: the state is not that of `svrg`.
+        TypeError: `state` is not a state of `svrg`.
 
     >>> state = tr.svrg(optax.sgd(0.1)).init(jnp.float32(1))
     >>> state = tr.refresh_anchor(state, jnp.float32(3), lambda w: 2 * w)

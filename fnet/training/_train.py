@@ -1,4 +1,4 @@
-"""train: the step and the evaluation of supervised training, written for `fit`."""
+"""train: supervised training, with a step and an evaluation for `fit`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,28 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
           **options: Any) -> Any:
     """Trains a model to map inputs to targets, with `fit` and all of its options.
 
-    Minimizes the mean of loss(model(params, x), y) over the examples. For anything else, write a step for `fit`.
+    `train` minimizes the mean of loss(model(params, x), y) over the examples. For any other objective, write a step and
+    call `fit`.
 
     Args:
-      model: called as `model(params, x, state=, key=, train=)`; initialized from `seed`.
-      data: batches (x, y), or dicts with `inputs` and `targets`: a `Batches`, a `from_iterator`, or a function.
+      model: a layer with `init`, called as `model(params, x, state=, key=, train=)`. Its parameters are initialized
+        from `seed`.
+      data: a function of the step that returns a batch: a `Batches`, the result of `from_iterator`, or your own
+        function. A batch is a tuple (x, y), or a dict with the keys `inputs` and `targets`.
       loss: a function of the model's outputs and the targets that returns one value for each example, such as
         `optax.softmax_cross_entropy_with_integer_labels`.
       optimizer: an Optax gradient transformation.
-      epochs, steps: the length of the training; pass one of the two.
+      epochs, steps: the length of the training, in epochs or in steps. Pass exactly one of the two.
       validation: a data set with the structure of the batches. The loss and metrics of this data set are logged as
         "validation/loss" and so on.
-      metrics: further functions like `loss`, by name, such as {"accuracy": lambda logits, y: logits.argmax(-1) == y}.
-      inputs, targets: the keys of inputs and targets, if batches are dicts.
+      metrics: a dict of further functions like `loss`, such as {"accuracy": lambda logits, y: logits.argmax(-1) == y}.
+      inputs, targets: the keys of the inputs and the targets, if batches are dicts.
       seed: the seed of the initial parameters and of dropout.
-      ema: the decay of a moving average of the parameters. If it is given, the average is evaluated.
-      every: number of steps between evaluations; None: one epoch, or the whole run if the length of an epoch is
+      ema: the decay of a moving average of the parameters, or None. With a decay, the evaluation uses the average
+        instead of the parameters.
+      every: number of steps between two evaluations. None: one epoch, or the whole run if the length of an epoch is
         unknown.
-      options: options of `fit`, such as workdir, early_stop, restore_best, progress and config.
+      **options: options of `fit`, such as workdir, early_stop, restore_best, progress and config.
 
     Returns:
       The last `TrainState`, or the best one with `restore_best=True`.
@@ -48,7 +52,7 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
       TypeError: `model` has no `init`, `data` is not a function of the step, or a batch has no inputs and targets.
       ValueError: both or none of `epochs` and `steps` are given, the length of an epoch is unknown, or a loss or metric
         does not have one value for each example.
-      Others: as `fit`.
+      Other errors: as raised by `fit`.
 
     Example:
       >>> import numpy as np
@@ -110,7 +114,7 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
 
 
 def _steps(data: Callable, epochs: float) -> int | None:
-    """How many batches so many epochs have, where the source knows it."""
+    """The number of batches in this number of epochs, or None if the source does not know it."""
     try:
         return data.steps(epochs)
     except (AttributeError, TypeError):                    # a function; an iterable without a length

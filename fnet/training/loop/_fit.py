@@ -1,4 +1,4 @@
-"""fit: the loop around a step that the user wrote."""
+"""fit: the training loop, which calls a step function written by the user."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def fit(
         state = fit(step, state, Batches(data, 128), steps=1000, workdir="runs/digits",           # can be resumed
                     evaluate={"validation": evaluator(metrics, data)}, every=100, best="validation/accuracy")
 
-    Resuming is exact: an interrupted and resumed run has bit-identical parameters, optimizer state, average, metrics
-    and order of the data. Metrics are accumulated on the device and fetched every `log_every` steps. In between, the
-    host waits for the device only to limit the number of steps in flight to two.
+    Resuming is exact: a run that is interrupted and resumed has the same parameters, optimizer state, moving average,
+    metrics and order of the data as an uninterrupted run, bit for bit. Metrics are accumulated on the device, and
+    fetched every `log_every` steps. Between two fetches, the host runs at most two steps ahead of the device.
 
-    A run starts from the last complete checkpoint in `workdir`, or else from `state`. If there are checkpoints but none
-    can be read, an error is raised.
+    A run starts from the last complete checkpoint in `workdir`. If there are no checkpoints, it starts from `state`. If
+    there are checkpoints but none can be read, an error is raised.
 
     The arguments, by purpose:
 
@@ -86,66 +86,74 @@ def fit(
         compilation       jit, tune
 
     Args:
-      step: a pure function, `step(state, batch) -> (state, metrics)`. The step increases `state.step` by 1 and keeps
-        the structure, shapes and dtypes of the state. Metrics are scalars (averaged over the steps between two logs) or
-        results of `mean(values, weight)` (averaged over examples).
-      state: a `TrainState`, or any pytree with an integer array `step`. The state is copied, and the copy is donated.
-      batches: a function such as `Batches`: `batches(i)` is the batch of step i. A thread calls it for the next steps
-        while a step runs. The log reports the fraction of time that the loop waited for it ("time/data").
-      steps: total number of steps, including those of earlier calls with this workdir.
-      workdir: the folder of the run: config.json, metrics.jsonl, events.jsonl, tensorboard/, checkpoints/, and with
-        `plan` plan.txt. A path, or a URL of an object store (s3://bucket/run, gs://, az://; `pip install
-        'fnet[cloud]'`). None: nothing is written.
-      plan: the result of `parallel.plan(step, ...)`. The step runs on the plan's devices, with the results of one
-        device up to rounding. State and batches are transferred to the plan's shardings, and a resumed run may have
-        another plan. Short batches are padded with rows of weight 0, as by `parallel.feed`. With several processes,
-        `batches(i)` has all rows, equal in all processes, or the rows of this process.
-      evaluate: {name: function of the state} with results of `evaluator(...)`, which may include `Histogram`, `Image`
-        and `Text`.
-      every: steps between two evaluations. The last step is always evaluated. None: only the last step.
-      best: the name of a metric such as "validation/accuracy". The state with its best value is saved and kept.
-      best_mode: "max" or "min".
-      early_stop: an `EarlyStop`, the condition for ending the run before `steps`. `early_stop` also selects the metric
-        for `best`, unless `best` is given.
+      step: a pure function, `step(state, batch) -> (state, metrics)`. The step must increase `state.step` by 1 and keep
+        the structure, shapes and dtypes of the state. `metrics` is a dict. A scalar is averaged over the steps between
+        two logs, and a result of `mean(values, weight)` is averaged over the examples.
+      state: a `TrainState`, or any pytree with an integer array `step`. `fit` copies the state and donates the copy, so
+        `state` stays valid.
+      batches: a function, such as an instance of `Batches`: `batches(i)` returns the batch of step i. A background
+        thread prepares the batches of the next steps while a step runs. The log reports the fraction of time that the
+        loop waited for batches ("time/data").
+      steps: the total number of steps, including the steps of earlier calls with this workdir.
+      workdir: the folder of the run, as a path or as a URL of an object store (s3://bucket/run, gs://, az://; `pip
+        install 'fnet[cloud]'`). It contains config.json, metrics.jsonl, events.jsonl, tensorboard/, checkpoints/ and,
+        with `plan`, plan.txt. None: nothing is written.
+      plan: the result of `parallel.plan(step, ...)`, or None. The step runs on the devices of the plan, and the results
+        equal those of one device up to rounding. `fit` transfers the state and the batches to the plan's shardings. A
+        run may be resumed with another plan. Short batches are padded with rows of weight 0, as by `parallel.feed`.
+        With several processes, `batches(i)` returns either all rows, equal in all processes, or only the rows of this
+        process.
+      evaluate: a dict of evaluation functions, such as {"validation": evaluator(metrics, data)}. Each takes the state
+        and returns a dict of metrics, which may include `Histogram`, `Image` and `Text`.
+      every: number of steps between two evaluations. The last step is always evaluated. None: only the last step.
+      best: the name of a metric, such as "validation/accuracy". The state with the best value of it is saved and kept.
+      best_mode: "max" or "min", whether the largest or the smallest value is the best.
+      early_stop: an `EarlyStop`, the condition for ending the run before `steps`. Unless `best` is given, the metric of
+        `early_stop` is also used as `best`.
       restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last one.
-      save_every: steps between two checkpoints. None: `every`. The last step is always saved.
+      save_every: number of steps between two checkpoints. None: the same as `every`. The last step is always saved.
       keep: number of the latest checkpoints to keep.
-      keep_every: also keep every checkpoint whose step is a multiple of this.
-      restart: whether to delete the run in `workdir` first, after the arguments have been checked and if no other run
-        uses the folder.
+      keep_every: also keep every checkpoint whose step is a multiple of this number.
+      restart: whether to delete the earlier run in `workdir` first. Nothing is deleted if an argument is invalid or if
+        another run uses the folder.
       config: the hyperparameters, a dataclass or a dict of JSON types. The config is written to config.json and to each
-        checkpoint, with the number of steps and the identity of the data. A run is resumed only with equal ones, except
-        for a larger `steps`, fields named steps or epochs, and fields of a dataclass declared with `compare=False`.
-        Without a config, a `ResumeWarning` names what cannot be compared.
+        checkpoint. The checkpoint also records the number of steps and a description of the data. A run is resumed only
+        if all of these are equal. These may differ: `steps` may be larger, and fields named steps or epochs and
+        dataclass fields declared with `compare=False` may have any value. Without a config, the run is resumed with a
+        `ResumeWarning` that names what cannot be compared.
       notes: other data of JSON types to store in each checkpoint, such as {"policy": str(policy)}.
-      nonfinite: what to do after a step with a NaN or infinite metric or state. "stop" raises `Diverged`. "skip" keeps
-        the state before the step, except for its counter. "rollback" returns to the last checkpoint and continues with
-        the batches after the bad one.
-      debug: after such a step, whether to replay it and to name the first layer with a non-finite value.
-      log_every: steps between two fetches of the training metrics.
+      nonfinite: what to do after a step with a NaN or infinite metric or state. "stop" raises `Diverged`. "skip"
+        discards the update of this step: only the counter `step` increases. "rollback" returns to the last checkpoint
+        and continues with the batches after the bad one.
+      debug: whether to replay the step for which `Diverged` is raised, and to name the first layer with a non-finite
+        value in the message.
+      log_every: number of steps between two fetches of the training metrics.
       progress: a `Progress` that displays the run, or None.
       tensorboard: whether to write TensorBoard's event files.
-      on_step: a function, or several, called with a `StepEnd` after each step. If one raises an exception, the state is
-        saved and `fit` raises it.
-      jit: False runs each operation separately, for a debugger.
+      on_step: a function, or a sequence of functions, to call with a `StepEnd` after each step. If a function raises an
+        exception, the state is saved and `fit` raises the exception.
+      jit: whether to compile the step. False runs each operation separately, for a debugger.
       tune: whether to rewrite the step with `transforms.tune` into faster code for this chip, with equal results up to
-        rounding. If the run takes at least ten minutes on a CPU, even at its peak rate, the rules are selected by
-        timing the step with and without them, on copies of the state. A resumed run keeps its rules.
-      profile_steps: consecutive steps, such as range(100, 105), whose time by path and phase (`introspect.profile`) is
-        written to workdir/profile/100-105: profile.txt, .html and .json, and trace.json.gz for ui.perfetto.dev. The
-        first step of a process, which compiles, is left out.
+        rounding. For a run that takes at least ten minutes on a CPU even at the CPU's peak rate, the rules are selected
+        by timing the step with and without each rule, on copies of the state. A resumed run keeps its rules.
+      profile_steps: a range of consecutive steps to profile, such as range(100, 105), or None. The time of these steps
+        by path and phase (see `introspect.profile`) is written to workdir/profile/100-105, as profile.txt, profile.html
+        and profile.json, and trace.json.gz for ui.perfetto.dev. The first step of a process is not profiled, because it
+        compiles.
 
     Returns:
-      The state after the last step, or the best one with `restore_best`. `load` and `restore` read both from `workdir`.
+      The state after the last step, or with `restore_best` the best state. `load` and `restore` read both states from
+      `workdir`.
 
     Raises:
       Interrupted: a SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 arrived; the last complete step has been saved. A
-        second signal, more than one second later, ends the process immediately. (Only if `fit` runs in the main
-        thread.)
-      Diverged: the state or a metric is NaN or infinite; the message names the step and the leaf.
+        second signal, more than one second later, ends the process immediately. Signals are handled only if `fit` runs
+        in the main thread.
+      Diverged: the state or a metric is NaN or infinite; the message names the step and the leaf. With "skip" and
+        "rollback", `Diverged` is raised only if the run cannot recover.
       CheckpointError: no checkpoint can be read, the checkpoints belong to another model or optimizer, a checkpoint
         cannot be written, or another run uses or has replaced the workdir.
-      ConfigError: the run in `workdir` was started with another config, other data or more steps.
+      ConfigError: `config` is given, and the run in `workdir` has another config, other data or more steps.
       OutOfMemory: the device has too little memory; the message lists the largest arrays and estimates the largest
         batch.
       PeerLost: another process of the run has ended.
@@ -251,7 +259,7 @@ def _check_functions(step, batches, state, evaluate):
 
 
 def _counts(state, **counts):
-    """The numbers of steps as int, in the order given."""
+    """Returns the values of the keyword arguments as int, in their order. Raises ValueError for an invalid value."""
     most = jnp.iinfo(jnp.result_type(state.step)).max
     checked = []
     for name, value in counts.items():
@@ -265,7 +273,7 @@ def _counts(state, **counts):
 
 
 def _begin(run: Run, workdir, begun_with: Mapping[str, Any], config: Any, *, restart: bool) -> None:
-    """Takes the folder and goes to where the run is; everything that can be wrong with the arguments has been seen."""
+    """Locks the folder and restores the newest checkpoint. All arguments have been checked before."""
     try:                                                   # a store's lock may have to expire first
         with run.seen.interrupting(run.alone and isinstance(run.checkpoints.folder, StorePath)):
             run.checkpoints.lock()
