@@ -1,8 +1,8 @@
 """Dot-product attention as a primitive whose implementation is selected when the program is compiled.
 
 There are three primitives: attention itself; its tangent, which attention's JVP emits and which is linear in the
-tangents of query, key and value; and the transpose of that, which a backward pass runs. The derivatives of the last two
-are those of the equivalent ordinary operations.
+tangents of query, key and value; and the transpose of the tangent, which a backward pass runs. The derivatives of the
+second and third primitives are computed from equivalent ordinary operations.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
 
         out[t, h] = sum_s softmax_s(scale query[t, h] . key[s, g] + mask[t, s]) value[s, g],  g = h // (heads / groups)
 
-    On a CPU, blocks of keys that `causal` or `window` hides from a whole block of queries are skipped, forward and
-    backward. On a GPU or TPU, a flash attention kernel runs if it supports the arguments; otherwise XLA compiles the
+    On a CPU, the forward and backward passes skip each block of keys that `causal` or `window` hides from a whole block
+    of queries. On a GPU or TPU, a flash attention kernel runs if it supports the arguments; otherwise XLA compiles the
     formula. `transforms.explain` reports the implementation. Derivatives of any order, forward or reverse, are
-    supported. A backward pass stores query, key, value and output, under the name "attention" for
-    `jax.checkpoint_policies.save_only_these_names`, and recomputes the weights.
+    supported. For the backward pass, query, key, value and output are stored; the attention weights are recomputed. The
+    name of the stored values for `jax.checkpoint_policies.save_only_these_names` is "attention".
 
     Glossary: b batch, t time of the queries, s time of the keys, h heads, g key/value heads, d head_dim.
 
@@ -43,20 +43,23 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
         query: [b, t, h, d].
         key, value: [b, s, g, d] in the query's dtype. Each key/value head serves h / g query heads (Ainslie et al.,
             2023).
-        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any axis may be 1.
-        lengths: integers [b], the number of valid keys in each example. The keys after them are ignored.
-        starts: integers [b], the index of the first query among the keys of its example, used by `causal` and
-            `window`; None: 0.
-        causal: whether a query attends only to keys at its own and earlier positions.
+        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any axis may have length
+            1. In the formula, True stands for 0, and False for minus infinity. None: no mask.
+        lengths: integers [b], the number of valid keys in each example. The keys after them are ignored. None: all
+            keys are valid.
+        starts: integers [b], the position of each example's first query among its keys, used by `causal` and
+            `window`. None: 0.
+        causal: whether a query attends only to keys at its own and earlier positions. Default False.
         window: with `causal`, a query attends to the last `window` keys, including the one at its own position.
             Otherwise it attends to keys less than `window` positions away (Beltagy et al., 2020). None: no limit.
-        scale: factor of the logits; None: 1 / sqrt(d).
-        softcap: limits the scaled logits to softcap * tanh(logits / softcap), as in Gemma 2; None: no limit.
+        scale: the factor by which the logits are multiplied. None: 1 / sqrt(d).
+        softcap: a bound on the logits: scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
+            None: no bound.
 
     Returns:
-        [b, t, h, d] in the query's dtype; 0 for a query that attends to no key. The softmax is computed in float32, or
-        float64 for float64 inputs. A NaN in a key or value reaches the queries that attend to it; whether it reaches
-        other queries depends on the implementation.
+        [b, t, h, d] in the query's dtype. The output is 0 for a query that attends to no key. The softmax is computed
+        in float32, or in float64 for float64 inputs. A NaN in a key or value makes the outputs of the queries that
+        attend to this key NaN; whether it affects other queries depends on the implementation.
 
     Raises:
         ValueError: the shapes do not match, or `window` is less than 1.
@@ -85,7 +88,7 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
 
 def attend(query, key, value, *, mask=None, lengths=None, starts=None, causal, window, scale=None,
            softcap=None) -> jax.Array:
-    """`dot_product_attention` of validated arguments, with a mask of four axes."""
+    """Computes `dot_product_attention` for arguments that are already validated; the mask has four axes."""
     where = {"mask": mask, "lengths": lengths, "starts": starts}
     given = tuple(name for name, x in where.items() if x is not None)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
@@ -129,9 +132,9 @@ def _integers(x, batch, name):
     return x
 
 
-# The primitives. Operands: query, key, value, then those that `form.given` names, then those in the docstrings below.
-# `compute` is the dtype to which operands of products are rounded, `outs` has the dtypes of the results. Autocast sets
-# both.
+# The primitives. The operands are query, key and value, then the arrays named in `form.given`, then the operands listed
+# in the docstrings below. The parameter `compute` is the dtype to which operands of products are rounded, and `outs`
+# contains the dtypes of the results. Autocast sets both.
 
 attention_p = Primitive("attention")
 """-> out; with `residuals` also peak and total, the softmax statistics that a backward pass needs. They are not
@@ -161,7 +164,7 @@ def _backward(blocks, products, *args, form, compute, outs):
 
 def _whole(f, *args, **params):
     """Evaluates `f` as ordinary operations that are the same on every platform. Higher derivatives are derived from
-    these. In float32 instead of a narrow dtype, because XLA:CPU lacks some of the narrow products in them."""
+    these operations. They use float32 instead of a narrow dtype, because XLA:CPU lacks some of the narrow products."""
     form, compute = params["form"], params["compute"]
     products = Products(compute, xla.widened(compute), form.precision)
     return f([xla.Span(0, args[0].shape[1], 0, args[1].shape[1])], products, *args, **params)
@@ -174,8 +177,8 @@ def _by_xla(f, *args, **params):
 
 
 def _on_cpu(f, *args, **params):
-    # XLA:CPU has fast bfloat16 products with float32 sums in two forms only, and fails at run time if a program has
-    # another one: see transforms/_lowered.py.
+    # XLA:CPU supports bfloat16 products with float32 sums in two forms only. A program with another form fails at run
+    # time: see transforms/_lowered.py.
     form, compute = params["form"], params["compute"]
     products = Products(compute, compute, form.precision, barred=compute == jnp.bfloat16)
     return f(xla.spans(form, args[0].shape[1], args[1].shape[1]), products, *args, **params)
@@ -233,21 +236,22 @@ def _form(*, form, compute, **_):
 
 
 def _weights(eqn, arrays):
-    """The attention weights [b, h, t, s], which no form of the primitive keeps."""
+    """Recomputes the attention weights [b, h, t, s], which no form of the primitive stores."""
     form, compute = _form(**eqn.params)
     where = arrays[3:3 + len(form.given)]
     return xla.weights(form, Products(compute, xla.widened(compute), form.precision), *arrays[:2], *where)
 
 
 def _reweighted(eqn, arrays, weights):
-    """The outputs for other weights."""
+    """Returns the outputs that result from other attention weights."""
     form, compute = _form(**eqn.params)
     y = xla.mixed(Products(compute, xla.widened(compute), form.precision), weights, arrays[2])
     return [y.astype(eqn.outvars[0].aval.dtype)]
 
 
 def _axes(eqn):
-    """The axes of an equation's operands and result: time, key/value heads g and the query heads r of each, ..."""
+    """Returns letters for the axes of an equation's operands and result, such as t for time. The h heads are split into
+    g key/value heads and r query heads for each of them."""
     (b, t, h, d), (_, s, g, _) = (v.aval.shape for v in eqn.invars[:2])
     sizes = {"b": b, "t": t, "s": s, "g": g, "r": h // g, "d": d, "o": 1}
     names = {"lengths": "b", "starts": "b"}
@@ -258,7 +262,7 @@ def _axes(eqn):
 
 
 def _lower(params, compute, out) -> dict | None:
-    """The parameters that autocast changes to set the dtypes, or None if the user set a precision."""
+    """Returns the parameters that autocast changes to set the dtypes, or None if the user set a precision."""
     if params["compute"] != jnp.float32 or params["form"].precision is not None:
         return None
     return {"compute": compute, "outs": (out,) * len(params["outs"])}
@@ -266,7 +270,7 @@ def _lower(params, compute, out) -> dict | None:
 
 @functools.lru_cache(1024)
 def _types(f, types, params):
-    """The abstract results, from the ordinary operations, which propagate shardings and varying mesh axes."""
+    """Returns the abstract results. The ordinary operations propagate the shardings and the varying mesh axes."""
     return jax.make_jaxpr(functools.partial(_whole, f, **dict(params)))(*types).out_avals
 
 
@@ -357,7 +361,7 @@ def _backward_transpose(cotangents, *args, form, compute, outs):
 
 
 def _backward_by_definition(blocks, products, *args, form, compute, outs):
-    """`_backward` as a function of query, key, value and the cotangent: it recomputes out, peak and total from them."""
+    """Computes `_backward` from query, key, value and the cotangent of out; recomputes out, peak and total."""
     where = args[3:3 + len(form.given)]
     pull = jax.vjp(lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], *args[:3])[1]
     return [x.astype(dtype) for x, dtype in zip(pull(args[-1].astype(products.wide)), outs)]

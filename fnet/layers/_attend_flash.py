@@ -87,7 +87,7 @@ def _splash(form, compute, t, s, d):
 
 @functools.cache
 def _nvidia() -> tuple[float, int]:
-    """(compute capability, cuDNN version). Without a GPU, those of a GPU with all features except those of Hopper."""
+    """Returns (compute capability, cuDNN version). Without a GPU, they are those of an Ampere GPU with cuDNN 9.5."""
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -96,7 +96,7 @@ def _nvidia() -> tuple[float, int]:
 
 
 def forward(platform: str, form: Form, compute, residuals: bool, partitioning: str, q, k, v, *where):
-    """Returns [out], with `residuals` [out, peak, total]; peak and total are [b, h, t]."""
+    """Returns [out], or [out, peak, total] if `residuals` is True. Peak and total have the shape [b, h, t]."""
     arrays, kinds, (mask, lengths) = _operands(form, compute, q, k, v, where)
     results = ("bthd", "bht") if residuals else ("bthd",)
     out, *sums = _split(_KERNELS[platform][0], form, tuple(kinds), results, partitioning)(*arrays)
@@ -112,7 +112,7 @@ def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *re
     kinds = (*kinds, "bht", "bthd", "bthd")
     of_q, of_k, of_v = _split(_KERNELS[platform][1], form, kinds, ("bthd", "bsgd", "bsgd"), partitioning)(
         *arrays, peak, _cast(out, compute), _cast(_silent(blind, gradient), compute))
-    if lengths is not None:    # kernels return arbitrary values for padding keys; the cotangent is 0
+    if lengths is not None:    # the cotangents of padding keys are 0, but kernels return arbitrary values
         real = _real(lengths, k)[:, :, None, None]
         of_k, of_v = (jnp.where(real, x, 0) for x in (of_k, of_v))
     return [_silent(blind, of_q), of_k, of_v]
@@ -127,7 +127,7 @@ def _operands(form, compute, q, k, v, where):
         if lengths is not None:
             mask, lengths = mask & _real(lengths, k)[:, None, None], None
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
-        # The largest magnitude for which cuDNN's subtraction of two such numbers is correct.
+        # The largest magnitude for which cuDNN correctly subtracts two numbers of this magnitude.
         lowest = -(2 << 40) if compute == jnp.bfloat16 else -(2 << 14)
         arrays.append(jnp.where(mask, jnp.zeros((), compute), jnp.array(lowest, compute)))
         kinds.append("".join(c if n > 1 else c.upper() for c, n in zip("bh", mask.shape)) + "ts")
@@ -139,12 +139,15 @@ def _operands(form, compute, q, k, v, where):
 
 
 def _real(lengths, k):
-    """Which keys are not padding, [b, s]."""
+    """Returns booleans [b, s] that are True for keys that are not padding."""
     return jnp.arange(k.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
 
 
 def _blind(form, mask, lengths):
-    """Which queries attend to no key, broadcastable to [b, h, t], or None if every query attends to one."""
+    """Returns booleans, broadcastable to [b, h, t], that are True for queries that attend to no key.
+
+    Returns None if every query attends to at least one key.
+    """
     if mask is not None:
         t, s = mask.shape[2:]
         return ~(mask & jnp.tril(jnp.ones((t, s), bool))[None, None] if form.causal else mask).any(-1)
@@ -152,12 +155,12 @@ def _blind(form, mask, lengths):
 
 
 def _silent(blind, x):
-    """x [b, t, h, d], set to 0 for queries that attend to no key."""
+    """Returns x [b, t, h, d], set to 0 for queries that attend to no key."""
     return x if blind is None else jnp.where(blind.swapaxes(1, 2)[..., None], jnp.zeros((), x.dtype), x)
 
 
 def _named(kinds, arrays):
-    """(bias, lengths, the other arrays)."""
+    """Returns (bias, lengths, the other arrays); bias and lengths are None if they were not passed."""
     rest = list(arrays)
     bias = rest.pop(0) if len(kinds) > 3 and kinds[3].endswith("ts") else None
     return bias, rest.pop(0) if "b" in kinds else None, rest
@@ -207,11 +210,12 @@ _KERNELS = {"cuda": (_cudnn_forward, _cudnn_backward), "tpu": (_splash_forward, 
 
 
 def _split(kernel, form, operands, results, partitioning):
-    """`kernel(form, operands, results, *arrays)` as a function that XLA can partition along batch and heads. Arrays
-    split along other axes are gathered first.
+    """Returns `kernel(form, operands, results, *arrays)` as a function that XLA can partition along batch and heads.
+    Arrays that are split along other axes are gathered first.
 
     Args:
-        operands, results: the axes of each array: b is the batch, h and g are the heads; capital letters have length 1.
+        operands, results: the axes of each array: b is the batch, h and g are the heads. An axis with a capital letter
+            has length 1.
         partitioning: "whole" if nothing is partitioned.
     """
     whole = partitioning == "whole"

@@ -1,4 +1,4 @@
-"""Attention as ordinary XLA operations: forward and backward pass, in blocks of queries where a mask hides keys.
+"""Attention as ordinary XLA operations: forward and backward pass, in blocks of queries if a mask hides keys.
 
 Glossary: b batch, t time of the queries, s time of the keys, h heads, g key/value heads, r = h / g, d head_dim.
 Statistics of a row of logits: peak is its maximum, total the sum of exp(logits - peak), both [b, h, t].
@@ -19,12 +19,12 @@ from fnet.layers._sizes import sized
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The kind of an attention: everything except its arrays.
+    """The options of an attention operation: everything except its arrays.
 
     Attributes:
         causal, window, scale, softcap: as in `dot_product_attention`.
-        given: which of "mask", "lengths" and "starts" follow query, key and value, in this order.
-        precision: of the products, as in `jax.default_matmul_precision`; None: the platform's default.
+        given: the names of the arrays that follow query, key and value: "mask", "lengths", "starts", in this order.
+        precision: the precision of the products, as in `jax.default_matmul_precision`. None: the platform's default.
     """
 
     causal: bool
@@ -35,7 +35,7 @@ class Form:
     softcap: float | None = None
 
     def blind(self, t: int, s: int) -> bool:
-        """Whether some query may attend to no key. Different symbolic sizes are compared in either order."""
+        """Whether some query may attend to no key. If symbolic sizes differ, either of them may be the larger one."""
         more = t > s if sized(t, s) else t != s
         return bool(self.given) or (self.window is not None and more)
 
@@ -52,8 +52,8 @@ class Span(NamedTuple):
 def spans(form: Form, t: int, s: int) -> list[Span]:
     """Splits the queries into up to eight blocks (more with a window), each with the keys that it can attend to.
 
-    Four blocks of a causal mask do 5/8 of the work. Beyond eight blocks, products of few rows cost more than the
-    skipped keys save. Symbolic sizes give one block.
+    With a causal mask, four blocks need 5/8 of the work of one block. With more than eight blocks, the products have so
+    few rows that they lose more time than the skipped keys save. For symbolic sizes, there is one block.
     """
     if not sized(t, s):
         return [Span(0, t, 0, s)]
@@ -79,8 +79,8 @@ def widened(dtype):
 
 
 class Products(NamedTuple):
-    """Matrix products [b, g, m, k] x [b, g, k, n]. Operands are rounded to `compute`, the products read them as
-    `operand`, and sums are in `wide`."""
+    """Matrix products [b, g, m, k] x [b, g, k, n]. Operands are rounded to the dtype `compute` and then converted to
+    the dtype `operand`; sums have the dtype `wide`."""
 
     compute: Any
     operand: Any
@@ -125,7 +125,8 @@ class Products(NamedTuple):
 def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where):
     """Returns (out [b, t, h, d], peak, total), all in `products.wide`.
 
-    The division by the sum of the weights follows the product with the values: it divides [t, d] numbers, not [t, s].
+    The division by the sum of the weights follows the product with the values, because it then divides an array [t, d]
+    instead of an array [t, s].
     """
     b, t, h, _ = q.shape
     g = k.shape[2]
@@ -151,7 +152,7 @@ def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where)
 
 
 def weights(form: Form, products: Products, q, k, *where):
-    """The weights [b, h, t, s] of `products.wide`, which `forward` does not normalize; 0 for hidden keys."""
+    """Returns the normalized weights [b, h, t, s] in the dtype `products.wide`, with 0 for hidden keys."""
     g = k.shape[2]
     at = Span(0, q.shape[1], 0, k.shape[1])
     logits, seen = _logits(form, products, at, _split(q, g), _split(k, g)[:, :, 0], where)
@@ -160,7 +161,7 @@ def weights(form: Form, products: Products, q, k, *where):
 
 
 def mixed(products: Products, weights, v):
-    """The output [b, t, h, d] for these weights [b, h, t, s]."""
+    """Returns the output [b, t, h, d] for these weights [b, h, t, s]."""
     b, h, t, _ = weights.shape
     g = v.shape[2]
     y = products.mix(_grouped(weights, g), _split(v, g)[:, :, 0])
@@ -175,14 +176,14 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
-    sum(w w') equals sum(y y'), which costs less if y is available (Dao et al., 2022, FlashAttention, appendix B.4).
-    But in 16 bits y is rounded, and then the sum of logits' is not 0, as it should be.
+    sum(w w') equals sum(y y'), which is faster to compute (Dao et al., 2022, FlashAttention, appendix B.4). But in
+    16-bit dtypes y is rounded, so the sum of logits' would not be exactly 0. Therefore sum(w w') is computed here.
     """
     *where, _, peak, total, y = rest
     b, t, h, d = q.shape
     g, s = k.shape[2], k.shape[1]
     inverse = 1 / total.astype(products.wide)
-    # If the range of the dtype allows, the cotangent is divided, not the weights. In float16 it would underflow.
+    # The cotangent is divided instead of the weights, except in float16, where the divided cotangent would underflow.
     early = products.compute == jnp.float16
     y = _split(y.astype(products.wide), g)
     if not early:
@@ -220,7 +221,7 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
 
 def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v, *rest):
-    """The tangent of out for the tangents of query, key and value, as far as `moving` names them."""
+    """Returns the tangent of out. `rest` ends with tangents of query, key and value, if `moving` is True for them."""
     tangents = iter(rest[len(form.given):])
     return jax.jvp(lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[:len(form.given)])[0], (q, k, v),
                    tuple(_cast(next(tangents), x.dtype) if moves else jnp.zeros_like(x)
@@ -228,10 +229,12 @@ def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v,
 
 
 def seen(form: Form, at: Span, shape, where):
-    """Which keys of a span each query attends to, broadcastable to [b, h, t, s] of that span, or None for all.
+    """Returns booleans that are True if a query of a span attends to a key of the span, or None if all are True.
+
+    The booleans broadcast to [b, h, t, s] with the span's t queries and s keys.
 
     Args:
-        form: the kind of attention.
+        form: the options of the attention.
         at: the span.
         shape: (t, s) of all queries and keys.
         where: the arrays that `form.given` names.

@@ -30,20 +30,22 @@ class Rotary:
     A `Rotary` is called as `rotary(x, positions)` with x [batch, time, heads, head_dim] and positions [batch, time].
     The result has the shape and dtype of x. Angles are computed in float32.
 
-    With `scaling`, models whose context was extended after training have other angles (`models.Llama3Scaling`). It is
-    a function of the angles per position, float32 [head_dim / 2] in NumPy, and may have these attributes: `amplitude`,
-    a factor of the rotated features; `by_length`, if True, the function has a second argument, the numbers of tokens
-    of the examples [batch], and returns [batch, head_dim / 2]. An `Attention` then caches keys before rotation, and
-    rotates all cached keys according to the present length. (Cached keys and values of deeper layers still depend on
-    the angles with which they were computed.)
+    Models whose context was extended after training use other angles, which the function `scaling` computes, such as
+    `models.Llama3Scaling`. The function receives the angles per position, a NumPy array float32 [head_dim / 2], and
+    returns the new angles. It may have two attributes. `amplitude` is a factor by which the rotated features are
+    multiplied. If `by_length` is True, the function has a second argument, the numbers of tokens of the examples
+    [batch], and returns [batch, head_dim / 2]. An `Attention` then caches keys before rotation, and rotates all cached
+    keys according to the present length. (Cached keys and values of deeper layers still depend on the angles that were
+    in use when these keys and values were computed.)
 
     Args:
-        base: the slowest pair completes one rotation in about 2 pi base positions. Default 10,000.
-        interleaved: whether the pairs are (0, 1), (2, 3), ... as in the paper and llama2.c. By default they are
-            (i, i + head_dim / 2), as in GPT-NeoX and in Hugging Face's Llama.
-        scaling: as described above. None: unchanged.
-        features: number of features that are rotated, the first of each head; head_dim is replaced by this number
-            above. Default: all.
+        base: the base of the powers in the formula. The slowest pair completes one rotation in about 2 pi base
+            positions. Default 10,000.
+        interleaved: whether the pairs of features are (0, 1), (2, 3), ... as in the paper and llama2.c. Default False:
+            the pairs are (i, i + head_dim / 2), as in GPT-NeoX and in Hugging Face's Llama.
+        scaling: the function described above. Default None: the angles of the formula.
+        features: number of features that are rotated, starting with the first of each head. In the formula, head_dim is
+            then this number. Default: all.
 
     Source: Su et al. (2021), RoFormer, eq. 34.
 
@@ -95,20 +97,24 @@ class Attention(Layer):
 
         out = concat_h softmax(q_h k_h^T / sqrt(head_dim) + mask) v_h
 
+    In the formula, mask is 0 for keys to which a query may attend, and minus infinity for all others.
+
     Glossary: b batch, t time of the queries, s time of the keys, f features, h heads, g key/value heads, d head_dim.
 
     Args:
         heads: number of query heads.
         kv_heads: number of key/value heads. Each serves heads / kv_heads query heads (Ainslie et al., 2023). Default:
             heads.
-        head_dim: features of a head. Default: f / heads.
+        head_dim: number of features of each head. Default: f / heads.
         causal: whether a query attends only to keys at its own and earlier positions. Default False.
         rotary: a `Rotary` for queries and keys. Default None.
         window: with `causal`, a query attends to the last `window` keys, including the one at its own position.
             Otherwise it attends to keys less than `window` positions away (Beltagy et al., 2020). Default None: all.
-        scale: factor of the logits. Default: 1 / sqrt(head_dim).
-        softcap: limits the scaled logits to softcap * tanh(logits / softcap), as in Gemma 2. Default None.
-        qk_norm: a norm of queries and keys, before their rotation: `nn.RMSNorm()`. Default None.
+        scale: the factor by which the logits are multiplied. Default: 1 / sqrt(head_dim).
+        softcap: a bound on the logits: scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
+            Default None: no bound.
+        qk_norm: a normalization layer for queries and keys, such as `nn.RMSNorm()`. It is applied before the rotation.
+            Default None.
         norm_heads: whether `qk_norm` normalizes each head, as in Qwen 3, or all heads at once, as in OLMo 2. Default
             True.
         use_bias: whether the four projections have a bias. Default True.
@@ -120,21 +126,24 @@ class Attention(Layer):
     Inputs:
         x: [b, t, f], floating point.
         context: [b, s, f'], the source of keys and values for cross-attention. Default: x.
-        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s], [b, 1, t, s] or [b, h, t, s].
-        lengths: integers [b], the number of valid keys in each example. The keys after them are ignored.
-        positions: integers [b, t] or [t], for the rotary embedding. Default: 0, 1, ..., continued after the positions
-            in the cache.
+        mask: boolean, True if a query may attend to a key: [t, s], [b, t, s], [b, 1, t, s] or [b, h, t, s]. Default:
+            no mask.
+        lengths: integers [b], the number of valid keys in each example. The keys after them are ignored. Default: all
+            keys are valid.
+        positions: integers [b, t] or [t], the positions for the rotary embedding. Default: 0, 1, ..., or with a cache,
+            the positions that follow the cached ones.
 
-    Output: [b, t, f] in the dtype of x. For a query that attends to no key, the output projection receives 0. The
-    softmax is computed in float32, or float64 for float64 inputs.
+    Output: [b, t, f] in the dtype of x. For a query that attends to no key, the input of the output projection is 0.
+    The softmax is computed in float32, or in float64 for float64 inputs.
 
     Parameters: query/kernel [f, h d], key/kernel and value/kernel [f, g d], out/kernel [h d, f], and biases. With
     `qk_norm`, query_norm/scale and key_norm/scale.
     State of kind "cache", from `model.cache(x)`: cached_key and cached_value [b, g, max_length, d], index [b].
 
     With a cache in `state`, the keys and values of x are appended to it, and every query attends to the cached keys of
-    its example. If `lengths` is passed, only that many are appended, so prompts of unequal length can be padded on the
-    right. If an example exceeds the length of the cache, its outputs are NaN.
+    its example. If `lengths` is passed, only the first `lengths` keys and values of each example are appended, so
+    prompts of unequal length can be padded on the right. If an example exceeds the length of the cache, its outputs are
+    NaN.
 
     Source: Vaswani et al. (2017), Attention Is All You Need, section 3.2.
 
@@ -261,7 +270,7 @@ class Attention(Layer):
         return cache
 
     def _append(self, scope, cache, k, v, lengths):
-        """Appends keys and values to the cache. Also returns which examples fit into it."""
+        """Appends keys and values to the cache. Also returns which examples fit into the cache."""
         keys, values, index = cache
         new = jnp.full(index.shape, k.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
         rows = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
@@ -270,12 +279,12 @@ class Attention(Layer):
         values = values.at[rows, :, columns].set(v.astype(values.dtype), mode="drop")
         for name, value in ("cached_key", keys), ("cached_value", values), ("index", index + new):
             scope.update(name, value)
-        # Attention transposes them back, so that XLA reads them in place.
+        # Attention transposes keys and values back, so that XLA reads them without a copy.
         return (keys.swapaxes(1, 2).astype(k.dtype), values.swapaxes(1, 2).astype(v.dtype),
                 index + new <= keys.shape[2])
 
     def _dropped(self, scope, q, k, v, where):
-        """Attention [b, t, h, d] with dropout on the weights."""
+        """Computes attention with dropout on the weights: [b, t, h, d]."""
         b, t, heads, dim = q.shape
         groups, s = k.shape[2], k.shape[1]
         where = {name: x for name, x in where.items() if x is not None}

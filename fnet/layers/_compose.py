@@ -18,7 +18,7 @@ from fnet.layers._scope import Scope, describe
 
 
 class _Children(Layer):
-    """Named layers and functions: positional children are "0", "1", ..., keyword children have their keyword."""
+    """Named layers and functions. Positional children are named "0", "1", ..., keyword children by their keywords."""
 
     layers: tuple[Callable, ...]
     names: tuple[str, ...]
@@ -46,11 +46,11 @@ class _Children(Layer):
 
 
 class Sequential(_Children):
-    """Applies layers one after another: each receives the output of the one before.
+    """Applies layers one after another: each layer receives the output of the previous layer.
 
     Args:
-        layers: layers, or plain functions of one array. Positional children are named "0", "1", ... (functions
-            included), keyword children by their keywords.
+        layers: layers, or plain functions of one array. Positional children, including functions, are named "0", "1",
+            .... The name of a keyword child is its keyword.
 
     Inputs: those of the first layer. Output: that of the last layer.
 
@@ -77,9 +77,9 @@ class Residual(_Children):
     """Adds the input to the output of its children: `y = shortcut(x) + f(x)`.
 
     Args:
-        layers: as in `Sequential`; f applies them one after another.
-        shortcut: a layer or function that is applied to the input, with parameters under "shortcut". Default: the
-            input is added unchanged.
+        layers: the children, as in `Sequential`; f applies them one after another.
+        shortcut: a layer or function that is applied to the input. The path of its parameters begins with "shortcut".
+            Default: the input is added unchanged.
 
     Source: He et al. (2016), Deep Residual Learning for Image Recognition, eq. 1 and 2.
 
@@ -120,8 +120,8 @@ class Parallel(_Children):
     """Applies all children to the same inputs, and combines their outputs.
 
     Args:
-        layers: as in `Sequential`.
-        combine: a function of two outputs, applied from left to right. Default: addition.
+        layers: the children, as in `Sequential`.
+        combine: a function of two outputs, with which the outputs are reduced from left to right. Default: addition.
 
     >>> from fnet import layers as nn
     >>> model = nn.Parallel(nn.Dense(8), jax.nn.relu, combine=lambda a, b: a * b)
@@ -153,12 +153,12 @@ class Stack(Layer):
 
     Trace and compile time do not grow with the depth. Every array of the block gets a leading axis of length depth,
     whose logical name is "layers". Copy i is initialized like the child str(i) of `Sequential(*[block] * depth)`. The
-    stack adds no name to the path.
+    arrays have the paths that they have in the block alone.
 
     Args:
-        block: the layer. Its output must have the shape and dtype of its first input.
+        block: the layer that is copied. Its output must have the shape and dtype of its first input.
         depth: the number of copies.
-        unroll: copies in one iteration of the scan, as in `lax.scan`. Default 1.
+        unroll: the number of copies in one iteration of the scan, as in `lax.scan`. Default 1.
 
     Inputs: x, and any further inputs of the block, which are passed to every copy.
 
@@ -192,11 +192,12 @@ class Stack(Layer):
 class Remat(Layer):
     """A block whose intermediate values are recomputed in the backward pass instead of stored, with `jax.checkpoint`.
 
-    It adds no name to the path and does not change any result.
+    The results and the paths of the parameters are those of the block itself.
 
     Args:
         block: the layer.
-        policy: which values to store nevertheless, from `jax.checkpoint_policies`. Default: none.
+        policy: a policy from `jax.checkpoint_policies` that selects values to be stored instead of recomputed. Default:
+            no values.
 
     Source: Chen et al. (2016), Training Deep Nets with Sublinear Memory Cost.
 

@@ -30,8 +30,8 @@ class Conv(Layer):
             dimension: no output depends on later positions), or explicit: one number, one number for each dimension,
             or one (before, after) pair for each dimension.
         dilation: spacing of the window's elements. Default 1.
-        groups: number of channel groups, each with a convolution of its own. `groups=in` with
-            `features = multiplier * in` is a depthwise convolution; see `DepthwiseConv`. Default 1.
+        groups: number of channel groups, each with its own convolution. If `groups` is the number of input channels,
+            the convolution is depthwise; see `DepthwiseConv`. Default 1.
         use_bias: whether to add a bias. Default True.
         kernel_init, bias_init: initializers, as in `jax.nn.initializers`. Defaults: LeCun normal, zeros.
 
@@ -78,7 +78,7 @@ class Conv(Layer):
 
 
 class DepthwiseConv(Layer):
-    """A convolution of each input channel by itself: `Conv` with one group for each input channel.
+    """A separate convolution for each input channel: `Conv` with one group for each input channel.
 
     Args:
         kernel_size, strides, padding, dilation, use_bias, kernel_init, bias_init: as in `Conv`.
@@ -117,14 +117,15 @@ class ConvTranspose(Layer):
 
     It computes the gradient of a `Conv(in, ...)` with the same window, strides, padding and dilation with respect to
     that convolution's input, as in PyTorch and Keras. With "SAME", the output size is the input size times the stride.
-    With "VALID", it is (size - 1) * stride + window. Explicit padding is that of the convolution.
+    With "VALID", it is (size - 1) * stride + window. Explicit padding means the padding of that `Conv`.
 
     Args:
         features: number of output channels.
-        kernel_size, strides, padding, dilation, groups, use_bias, kernel_init, bias_init: as in `Conv`, without
-            "CAUSAL".
-        output_padding: positions added at the end of each dimension. A strided convolution maps several input sizes to
-            one output size; this selects among them. Default 0.
+        kernel_size, strides, padding, dilation, groups, use_bias, kernel_init, bias_init: as in `Conv`, except that
+            padding cannot be "CAUSAL".
+        output_padding: number of positions added at the end of each dimension of the output, one number or one for
+            each dimension. A strided `Conv` maps several input sizes to one output size; `output_padding` selects one
+            of them. Default 0.
 
     Input: [batch, *space, in]. Output: [batch, *space', features], in the input's dtype.
 
@@ -180,7 +181,7 @@ class ConvTranspose(Layer):
 
 
 def layout(ndim: int) -> lax.ConvDimensionNumbers:
-    """Dimension numbers: [batch, *space, channels], and kernel [*window, in, out]."""
+    """Returns the dimension numbers for inputs [batch, *space, channels] and kernels [*window, in, out]."""
     data = (0, ndim - 1, *range(1, ndim - 1))
     return lax.ConvDimensionNumbers(data, (ndim - 1, ndim - 2, *range(ndim - 2)), data)
 

@@ -38,8 +38,8 @@ class Layer:
     (4, 3)
 
     A layer is immutable, hashable, comparable, picklable and a static pytree. List fields become tuples; arrays and
-    dicts as fields raise an error. A lambda expression as a field is a new value in each evaluation, so `jax.jit`
-    traces again: define the function once.
+    dicts as fields raise an error. Each evaluation of a lambda expression creates a new function, so a model that is
+    constructed again with a lambda as a field is traced again by `jax.jit`. Define such a function once.
     """
 
     _varargs: typing.ClassVar[bool] = False    # whether the class or one of its bases defines __init__
@@ -56,7 +56,7 @@ class Layer:
         cls._varargs = getattr(cls, "_varargs", False) or "__init__" in vars(cls)
         own = {"__eq__", "__hash__"} & vars(cls).keys()
         dataclasses.dataclass(frozen=True, repr=False, init=not cls._varargs)(cls)
-        # Layer has these methods for all layers, so that help() of a layer does not list generated ones.
+        # Layer defines these methods for all subclasses, so that help() of a layer does not list generated methods.
         if not own:
             cls._equal, cls._hash = cls.__eq__, cls.__hash__
             del cls.__eq__, cls.__hash__
@@ -83,12 +83,12 @@ class Layer:
             logits, state = model(params, x, state=state, key=key, train=True)    # training
 
         Args:
-            where: a Scope inside a model, or the dict of parameters of a whole model.
-            inputs: the inputs of `forward`; `options` are its keyword inputs.
-            state: only outside. With a dict (even an empty one), the result is `(y, state)`, and this state has the
-                structure, shapes and dtypes of the one passed in. None: the result is the output alone.
-            key: only outside; a `jax.random.key` for layers that use random numbers, such as Dropout.
-            train: only outside; whether this is a training step, for layers such as Dropout and BatchNorm.
+            where: inside a model, the Scope of the layer; outside, the dict of the model's parameters.
+            inputs, options: the positional and keyword inputs of `forward`. Outside a model, there are three more:
+            state: the dict of the model's state. If a dict is passed (even an empty one), the result is `(output,
+                state)`, and the new state has the structure, shapes and dtypes of the old state. Default None.
+            key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default None.
+            train: whether this is a training step, for layers such as Dropout and BatchNorm. Default False.
 
         Returns:
             The output, or `(output, state)` if state is passed.
@@ -102,7 +102,7 @@ class Layer:
     def spec(self, *inputs: Any, train: bool = False, **options: Any) -> Spec:
         """Returns shapes and initializers of all arrays: `(params, state)`, two trees of `ParamSpec`.
 
-        Traces `forward` once, without computing anything. The arguments are those of `init`, without the key.
+        Traces `forward` once, without computing anything. The arguments are those of `init` except `key`.
         """
         record = self._record(inputs, options, train)
         return Spec(record["params"], record["state"])
@@ -110,16 +110,16 @@ class Layer:
     def init(self, key: jax.Array, *inputs: Any, train: bool = False, **options: Any) -> tuple[dict, dict]:
         """Creates `(params, state)`, plain nested dicts, without running the model.
 
-        The key of each array is `key` folded along the array's path, so adding a layer does not change the initial
-        values of other layers.
+        The random key of each array is derived from `key` and the array's path, so adding a layer does not change the
+        initial values of other layers.
 
         Args:
             key: a `jax.random.key`.
-            inputs: example inputs, arrays or `jax.ShapeDtypeStruct`s.
-            train: whether to trace a training step.
+            inputs, options: example inputs of `forward`, arrays or `jax.ShapeDtypeStruct`s.
+            train: whether to trace a training step. Default False.
 
         Returns:
-            `(params, state)`. State is `{}` if no layer has state.
+            `(params, state)`. The state is `{}` if no layer has state.
         """
         _check_key("init", key)
         record = self._record(inputs, options, train)
@@ -185,7 +185,7 @@ class Layer:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in _options(self).items())})"
 
     def __reduce__(self):
-        # Only fields that differ from the defaults, because JAX's initializers are closures, which do not pickle.
+        # Stores only fields that differ from their defaults: JAX's initializers are closures, which pickle rejects.
         return _restore, (type(self), {name: _portable(value) for name, value in _options(self).items()})
 
 
@@ -193,7 +193,7 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a method of a layer be called like the layer: with a scope inside a model, with params outside.
+    """Decorates a method of a layer so that it is called like the layer: with a scope inside a model, params outside.
 
     >>> class Twice(nn.Layer):
     ...     def forward(self, scope, x):
@@ -265,7 +265,7 @@ def _call(layer, function, where, inputs, options):
                             "train; omit them")
         place, run = where._place, where._place.run
         outer, path = run.here, place.path
-        # Named scopes only nest, so a scope shared from elsewhere in the tree enters its whole path.
+        # Named scopes can only be nested, so a shared scope from elsewhere in the tree enters its complete path.
         new = path[len(outer):] if path[:len(outer)] == outer else path
         run.here = path
         try:
@@ -336,7 +336,7 @@ def _options(layer):
 
 
 class _Public(typing.NamedTuple):
-    """A function by its public name. JAX's functions (`jax.nn.relu`) are wrapped, so they do not pickle themselves."""
+    """The public name of a function. JAX's functions (`jax.nn.relu`) are wrapped, so pickle cannot store them."""
 
     module: str
     name: str

@@ -10,8 +10,8 @@ from jax import lax
 
 from fnet.layers._sizes import sized
 
-LOGITS = 1 << 29    # of one chunk: 2 GiB in float32
-POSITIONS = 64    # the minimum length of a chunk: for a batch that is divided among many devices
+LOGITS = 1 << 29    # the maximum number of logits in a chunk: 2 GiB in float32
+POSITIONS = 64    # the minimum length of a chunk, which matters if a batch is divided among many devices
 
 
 def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, bias: jax.Array | None = None,
@@ -19,25 +19,26 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in chunks of positions.
 
     Logits [batch, time, vocab_size] are the largest array in a training step of a language model: 6.6 GB for 32 texts
-    of 1,024 tokens and GPT-2's 50,257 classes, and the same for their gradient. Up to 2^29 logits (2 GiB in float32:
-    10 such texts) are computed at once, as fast as the plain form or faster: the label's logit is selected by a
-    comparison, whose gradient, unlike that of a lookup, is not a scatter. For more logits, this function splits the
-    time axis into chunks. The logits of a chunk are computed, reduced and discarded, and recomputed for the gradient,
-    which requires four instead of three matrix products with the kernel. Sums over the vocabulary are in float32 for
-    every input dtype. Derivatives of any order, forward or reverse, are supported.
+    of 1,024 tokens and GPT-2's 50,257 classes. Their gradient needs the same amount. Up to 2^29 logits (2 GiB in
+    float32: 10 such texts) are computed at once, at least as fast as by the plain form: the label's logit is selected
+    by a comparison, because the gradient of a lookup would be a scatter. For more logits, this function splits the time
+    axis into chunks. The logits of a chunk are computed, reduced and discarded. They are recomputed for the gradient,
+    which requires four instead of three matrix products with the kernel. Sums over the vocabulary are computed in
+    float32 for every input dtype. Derivatives of any order, forward or reverse, are supported.
 
     Args:
         x: [..., time, features], floating point. The leading axes are not split, so they can be sharded.
         kernel: [features, vocab_size], cast to the dtype of x. For tied embeddings, pass `embedding.T`.
         labels: [..., time], integers in 0 .. vocab_size - 1. For other values the loss is NaN.
-        bias: [vocab_size], or None.
-        softcap: limits the logits to softcap * tanh(logits / softcap), as in Gemma 2. Default: no limit.
-        chunk_size: positions of the time axis in a chunk. By default, as many as have 2^29 logits, but at least 64. If
-            one chunk contains all positions, no logits are recomputed. While `jax.export` traces symbolic sizes, the
-            default is the whole axis, so set chunk_size for a large vocabulary.
+        bias: [vocab_size]. Default None: no bias.
+        softcap: a bound on the logits: they are replaced by softcap * tanh(logits / softcap), as in Gemma 2. Default
+            None: no bound.
+        chunk_size: maximum number of positions of the time axis in a chunk. Default: the number for which a chunk has
+            2^29 logits, but at least 64. If one chunk contains all positions, no logits are recomputed. While
+            `jax.export` traces symbolic sizes, the default is the whole axis, so set chunk_size for a large vocabulary.
 
     Returns:
-        Losses [..., time] in nats, float32. Padded positions have losses too; weight them with 0.
+        Losses [..., time] in nats, float32. Padded positions have losses too; multiply these by 0.
 
     Raises:
         ValueError: the shapes or dtypes of the arguments do not match.
@@ -69,7 +70,7 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     chunks = (jnp.moveaxis(x.reshape(*x.shape[:axis], count, size, x.shape[-1]), axis, 0),
               jnp.moveaxis(labels.reshape(*labels.shape[:axis], count, size), axis, 0))
     chunk = jax.checkpoint(lambda x, labels: _losses(x, kernel, labels, bias, softcap),
-                           prevent_cse=False)    # scan prevents CSE
+                           prevent_cse=False)    # scan already prevents common-subexpression elimination
     losses = lax.map(lambda pair: chunk(*pair), chunks)                        # [count, ..., size]
     losses = jnp.moveaxis(losses, 0, axis).reshape(*labels.shape[:-1], count * size)
     return lax.slice_in_dim(losses, 0, time, axis=axis)
@@ -81,7 +82,7 @@ def _losses(x, kernel, labels, bias, softcap):
         logits = logits + lax.expand_dims(bias, range(logits.ndim - 1))
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    # A comparison fused into the sum instead of a gather, because the gradient of a gather is a scatter.
+    # A comparison that is fused into the sum replaces a gather, because the gradient of a gather is a scatter.
     tokens = lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     chosen = jnp.where(tokens == labels[..., None], logits, 0).sum(-1)
     valid = (labels >= 0) & (labels < kernel.shape[1])
@@ -89,7 +90,8 @@ def _losses(x, kernel, labels, bias, softcap):
 
 
 def _count(time, chunk_size):
-    """The number of chunks: the fewest of at most this size, or a few more if those need no padding."""
+    """Returns the number of chunks: the smallest number for this size, or a larger one (up to 1.5 times) that needs no
+    padding."""
     fewest = -(-time // chunk_size)
     return next((count for count in range(fewest, min(fewest + fewest // 2, time) + 1) if time % count == 0), fewest)
 

@@ -1,8 +1,9 @@
 """Random initialization without a long compilation for every shape.
 
-Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is for the random bits. In JAX's threefry, a bit depends on
-the key and its own index, not on the number of bits. Therefore one program draws the bits for many shapes, and only the
-conversion from bits to numbers is compiled for each shape. The numbers are bit-identical to those of the initializer.
+Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is for the random bits. In JAX's threefry, a random bit
+depends on the key and on the index of the bit, not on the number of bits. Therefore one program draws the bits for many
+shapes, and only the conversion from bits to values is compiled for each shape. The values are bit-identical to those of
+the initializer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 
 from fnet import _jax, jaxpr
 
-_SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))    # the numbers of bits for which programs are compiled
+_SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))    # numbers of 32-bit words for which programs exist
 
 
 def compiled(init, key, shape, dtype):
@@ -29,7 +30,11 @@ def compiled(init, key, shape, dtype):
 
 @functools.lru_cache(1024)
 def _size(init, shape, dtype, x64):
-    """How many bits this initializer needs; None if it uses its key for anything but drawing bits, or not at all."""
+    """Returns the smallest size in `_SIZES` that suffices for this initializer.
+
+    Returns None if no size suffices, or if the initializer does not use its key, or uses it for other operations than
+    drawing 32-bit words.
+    """
     uses = list(_uses(jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype)))
     if not uses or any(eqn.primitive.name != "random_bits" or jaxpr.random_bits(eqn)[0] != 32
                        or eqn.invars[0].aval.shape for eqn in uses):
@@ -57,7 +62,7 @@ def _numbers(init, shape, dtype, bits):
 
 @functools.cache
 def _drawn(size):
-    """A key type whose keys contain the bits that are drawn from them."""
+    """Returns a key type whose keys contain the random bits that are drawn from them."""
     def draw(bits, width, shape):
         return bits[:math.prod(shape)].reshape(shape)
 

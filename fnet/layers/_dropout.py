@@ -18,11 +18,13 @@ class Dropout(Layer):
     Without `train=True`, or with rate 0, the output is the input and no key is needed.
 
     Args:
-        rate: the fraction to set to zero, in [0, 1]. None: the rate is an input.
-        broadcast: axes that share one random decision, e.g. `(1, 2)` drops whole channels of images. Default ().
+        rate: the fraction to set to zero, in [0, 1]. Default None: each call must pass `rate=`.
+        broadcast: axes along which all elements share one random decision. For example, `(1, 2)` drops whole channels
+            of images. Default ().
 
-    Input and output: an array of any shape. `rate=` of a call replaces the field. It may be an array without axes, such
-    as a hyperparameter of `fnet.search.population`. Rates outside [0, 1] of an array are not detected.
+    Input and output: a floating-point array of any shape with at least one axis. A `rate=` passed in a call replaces
+    the rate of the layer. It may be a scalar array, such as a hyperparameter of `fnet.search.population`. If the rate
+    is an array, values outside [0, 1] are not detected.
 
     Source: Srivastava et al. (2014), Dropout: A Simple Way to Prevent Neural Networks from Overfitting.
 

@@ -30,10 +30,10 @@ class Embed(Layer):
 
     Parameters: embedding [vocab_size, features].
 
-    `first(scope, count)` returns the first vectors of the table, as for learned positions.
+    `first(scope, count)` returns the first `count` vectors of the table, for example for learned positions.
 
-    `attend` computes logits over the vocabulary with the same table, and `cross_entropy` computes their losses without
-    storing all logits:
+    `attend` computes logits over the vocabulary with the same table. `cross_entropy` computes the cross-entropy of
+    these logits without storing all of them:
 
         embed, at = nn.Embed(50257, 768), scope["embed"]
         x = embed(at, tokens)                  # [batch, time, features]
@@ -74,7 +74,10 @@ class Embed(Layer):
 
     @method
     def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
-        """Computes the losses [...] in nats of tied logits for x [..., time, features]: `nn.linear_cross_entropy`."""
+        """Computes the cross-entropy of the logits of `attend`, with `nn.linear_cross_entropy`.
+
+        The shapes are x [..., time, features] and labels [..., time]. The losses are [..., time], in nats.
+        """
         x = floating(x, scope, "Embed.cross_entropy")
         return linear_cross_entropy(x, self._table(scope).T, labels, softcap=softcap)
 

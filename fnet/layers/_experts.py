@@ -1,4 +1,4 @@
-"""MixtureOfExperts: feed-forward networks of which a router selects a few for each token, and the router's losses."""
+"""MixtureOfExperts: several feed-forward networks, of which a router selects a few for each token. Router losses."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ class MixtureOfExperts(Layer):
 
     Args:
         experts: number of experts.
-        hidden: features between gate, up and down of an expert.
-        top_k: experts for each token. Default 2.
+        hidden: number of hidden features of an expert.
+        top_k: number of experts for each token. Default 2.
         normalize: whether the weights of the selected experts are divided by their sum, as in Mixtral. Default True.
-        capacity: the maximum load of an expert, as a multiple of the mean load: it processes at most
-            ceil(capacity * tokens * top_k / experts) tokens of the batch, first choices first, then earlier tokens
-            first, and adds nothing to the others. The work is then equal for all experts, so that they can be placed on
-            different devices: `parallel.rules(spec, {"expert": "tensor"})`. Default: no maximum (dropless).
-        activation: function of the gate. Default: `jax.nn.silu`.
-        kernel_init: initializer of gate, up and down, arrays [E, in, out].
+        capacity: the maximum load of an expert, as a multiple of the mean load. An expert processes at most
+            ceil(capacity * tokens * top_k / experts) tokens of the batch: first the tokens whose first choice it is,
+            then those whose second choice it is, and so on, in the order of the tokens. For further tokens, its output
+            is 0. The work is then equal for all experts, so that they can be placed on different devices:
+            `parallel.rules(spec, {"expert": "tensor"})`. Default: no maximum (dropless).
+        activation: the function that is applied to the outputs of gate. Default: `jax.nn.silu`.
+        kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
 
     Inputs:
         x: [..., f], floating point.
         valid: booleans [...], False for padding, which no expert processes. Default: all True.
 
-    Output: [..., f], in x's dtype. The weights are computed in float32.
+    Output: [..., f], in x's dtype. The weights p are computed in float32.
 
     Parameters: router/kernel [f, E]; gate, up [E, f, h]; down [E, h, f].
 
-    The output of the scope `router` are the logits for the losses `load_balancing_loss` and `router_z_loss`:
+    The output of the scope `router` consists of the logits for the losses `load_balancing_loss` and `router_z_loss`:
 
         loss, seen = ft.capture(loss_fn, ".*/router")(params, batch)
 
@@ -91,7 +92,7 @@ class MixtureOfExperts(Layer):
         weights, chosen = lax.top_k(jax.nn.softmax(wide(logits)), self.top_k)   # [tokens, top_k]
         if self.normalize:
             weights = weights / weights.sum(-1, keepdims=True)
-        # First choices of all tokens, then second choices, ...: the order in which a capacity is filled.
+        # The order in which a capacity is filled: the first choices of all tokens, then the second choices, ...
         chosen, weights = chosen.T.reshape(-1), weights.T.reshape(-1)           # [pairs]
         if valid is not None:
             chosen = jnp.where(jnp.tile(valid.reshape(-1), self.top_k), chosen, self.experts)
@@ -116,7 +117,7 @@ class MixtureOfExperts(Layer):
 
 
 def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | None = None) -> jax.Array:
-    """Computes a loss that is smallest if all experts receive equally many tokens.
+    """Computes a loss that has its minimum if all experts receive equally many tokens.
 
         E * sum over experts e of  f[e] * P[e]
 
@@ -125,7 +126,7 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
-        top_k: experts for each token.
+        top_k: number of experts for each token.
         valid: booleans [...], False for padding. Default: all True.
 
     Returns:
@@ -146,7 +147,7 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
 
 
 def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
-    """Computes mean(logsumexp(logits)^2), which keeps the logits of a router small and its rounding errors too.
+    """Computes mean(logsumexp(logits)^2). This loss keeps the logits of a router small, and thus its rounding errors.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -165,7 +166,7 @@ def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.A
 
 
 def _masked_mean(valid, shape):
-    """A function: [*shape, n] to its mean over the valid tokens [n]."""
+    """Returns a function that computes the mean of an array [*shape, n] over the valid tokens: [n]."""
     if valid is None:
         return lambda x: x.reshape(-1, x.shape[-1]).mean(0)
     valid = jnp.broadcast_to(valid, shape).reshape(-1, 1)
@@ -180,8 +181,8 @@ def _tiles(starts, sizes, pairs):
     """Divides the sorted pairs of each expert into tiles of equally many rows.
 
     Returns:
-        (the expert of each tile [tiles], the index of each row's pair among the sorted pairs, or `pairs` if the row is
-        empty [tiles, rows]). There are as many tiles as the most unequal sizes need.
+        (expert, index). `expert` [tiles] is the expert of each tile. `index` [tiles, rows] is the index of each row's
+        pair among the sorted pairs, or `pairs` if the row is empty. There are enough tiles for the most unequal sizes.
     """
     experts = sizes.shape[0]
     if isinstance(pairs, int):
@@ -198,5 +199,5 @@ def _tiles(starts, sizes, pairs):
 
 
 def _batched_dot(x, kernel):
-    """[E, rows, in] and [E, in, out] to [E, rows, out]."""
+    """Multiplies [E, rows, in] with [E, in, out]; returns [E, rows, out]."""
     return lax.dot_general(x, kernel, (((2,), (1,)), ((0,), (0,))))

@@ -55,7 +55,7 @@ _METHODS = {    # methods of models in other libraries -> the form in fnet
 
 
 def missing_name(name: str, known: Iterable[str]) -> AttributeError:
-    """The error for a name that `fnet.layers` does not have."""
+    """Returns the error for a name that `fnet.layers` does not have."""
     if name in _NAMES:
         return AttributeError(f"fnet.layers has no {name!r}; use {_NAMES[name]}", name=name)
     near = difflib.get_close_matches(name, known, 1)
@@ -64,14 +64,14 @@ def missing_name(name: str, known: Iterable[str]) -> AttributeError:
 
 
 def missing_attribute(layer, name: str) -> AttributeError:
-    """The error for an attribute that a layer does not have."""
+    """Returns the error for an attribute that a layer does not have."""
     kind = type(layer).__name__
     hint = f"; {_METHODS[name]}" if name in _METHODS else ""
     return AttributeError(f"{kind!r} object has no attribute {name!r}{hint}", name=name, obj=layer)
 
 
 def assigned(layer, name: str, fields: Iterable[str]) -> str:
-    """The message for an assignment to an attribute of a layer."""
+    """Returns the error message for an assignment to an attribute of a layer."""
     kind = type(layer).__name__
     if name in fields:
         return f"cannot assign to field {name!r}: {kind} is immutable; use dataclasses.replace(layer, {name}=...)"

@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
     """Converts a flax.linen module to a layer.
 
-    The layer's params are `variables["params"]`. Its state holds the other collections by name:
+    The layer's params are `variables["params"]`. Its state is a dict of the other collections, such as
     `{"batch_stats": {...}}`. Sown values are discarded. `init` calls `module.init` with a key derived from the layer's
-    path. With `train=True`, batch statistics are updated, and dropout uses the model's key (rngs "dropout", and
-    "params" for all other streams).
+    path. With `train=True`, batch statistics are updated. If the model is called with a key, the module receives two
+    rngs derived from this key: "dropout", and "params", which Flax uses for all other streams.
 
     Args:
-        module: the module, not bound. In its fields, lists become tuples and dicts become FrozenDicts, so that it can
-            be hashed.
-        train: the name of the module's argument that selects training mode, such as "is_training". If it selects
-            inference mode, write "not frozen". None: found in the signature of `__call__` (train, training,
-            is_training; deterministic, use_running_average, inference). "": there is no such argument.
+        module: the module, which must not be bound. In its fields, lists become tuples and dicts become FrozenDicts, so
+            that the module can be hashed.
+        train: the name of the module's argument that selects training mode, such as "is_training". If the argument
+            selects inference mode, write "not" before its name, for example "not frozen". "": there is no such
+            argument. Default None: the argument is found by its name in the signature of `__call__` (train, training or
+            is_training; deterministic, use_running_average or inference).
 
     Returns:
         A layer with the module's inputs.
@@ -54,13 +55,13 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
 def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
     """Converts a layer to a flax.linen module.
 
-    Its `variables["params"]` and `variables["batch_stats"]` are the layer's params and state, with the same names. For
-    a training step, call it with `train=True`; with `mutable=["batch_stats"]` if the layer has state, and with
-    `rngs={"dropout": key}` if it needs random numbers.
+    The module's `variables["params"]` and `variables["batch_stats"]` are the layer's params and state, with the same
+    names. For a training step, call the module with `train=True`, with `mutable=["batch_stats"]` if the layer has
+    state, and with `rngs={"dropout": key}` if the layer needs random numbers.
 
     Args:
         layer: the layer.
-        name: the module's name inside another linen module.
+        name: the module's name inside another linen module. Default: chosen by Flax.
 
     Returns:
         A flax.linen module with the layer's inputs.
@@ -82,10 +83,10 @@ def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
 
 
 def linen_variables(variables: Mapping) -> tuple[dict, dict]:
-    """Converts the variables of a flax.linen module to the `(params, state)` of its layer.
+    """Converts the variables of a flax.linen module to the `(params, state)` of the layer from `from_linen`.
 
-    The results are plain dicts: FrozenDicts are unfrozen, and boxes with logical axes are unboxed. The inverse is
-    `{"params": params, **state}`.
+    The results are plain dicts: FrozenDicts are unfrozen, and boxes with logical axes are unboxed. To convert them
+    back, write `{"params": params, **state}`.
 
     >>> from flax import linen
     >>> module = linen.BatchNorm(use_running_average=True)
@@ -100,16 +101,16 @@ def linen_variables(variables: Mapping) -> tuple[dict, dict]:
 def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) -> Layer:
     """Converts a flax.nnx module to a layer: `from_nnx(CNN, features=32)` for `CNN(features=32, rngs=...)`.
 
-    The layer's params are the module's `nnx.Param`s by path, as nested dicts (items of a list have their index as
-    name). The layer's state consists of all other variables, for example batch statistics. `init` constructs the module
-    with `rngs=nnx.Rngs(key)`. Each call creates a module with the arrays that it receives, sets train or eval mode, and
-    runs it. Random streams inside start from the model's key, which is needed whenever the module uses them (nnx.RNN
-    does for its first carry, even in eval mode).
+    The layer's params are the module's `nnx.Param`s, as nested dicts that follow the paths of the variables (the name
+    of a list item is its index). The layer's state consists of all other variables, for example batch statistics.
+    `init` constructs the module with `rngs=nnx.Rngs(key)`. Each call of the layer creates a module with the arrays that
+    were passed, sets train or eval mode, and runs the module. The module's random streams start from the model's key.
+    The key is needed whenever the module uses a stream (nnx.RNN uses one for its first carry, even in eval mode).
 
     Args:
-        constructor: the module's class, or a function that creates one. `rngs=` is passed if the constructor accepts
-          it.
-        args, kwargs: the arguments of the constructor; they must be hashable, like a layer's fields.
+        constructor: the module's class, or a function that returns a module. `rngs=` is passed if the constructor has
+          this argument.
+        args, kwargs: the arguments of the constructor. They must be hashable, like a layer's fields.
 
     Returns:
         A layer with the module's inputs.
@@ -133,13 +134,13 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
 def to_nnx(layer: Layer, *inputs: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Module:
     """Converts a layer to a flax.nnx module, with params and state initialized from `rngs`.
 
-    The arrays are `nnx.Param`s in `module.params` and `nnx.BatchStat`s in `module.state`, with the layer's names. As
-    with every nnx module, it is in train mode until `module.eval()`.
+    The arrays are `nnx.Param`s in `module.params` and `nnx.BatchStat`s in `module.state`, with the layer's names. Like
+    every nnx module, the result is in train mode until `module.eval()` is called.
 
     Args:
         layer: the layer.
-        inputs: inputs of its first call; only shapes and dtypes are used, as for `options`.
-        rngs: the streams "params" and "dropout".
+        inputs, options: example inputs of the layer. Only the shapes and dtypes of arrays are used.
+        rngs: an `nnx.Rngs` with the streams "params" and "dropout".
 
     Returns:
         A flax.nnx module with the layer's inputs.
@@ -160,7 +161,7 @@ def to_nnx(layer: Layer, *inputs: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Mo
 
 
 def nnx_variables(module: nnx.Module) -> tuple[dict, dict]:
-    """Returns the arrays of a flax.nnx module as the `(params, state)` of its layer (see `from_nnx`).
+    """Returns the arrays of a flax.nnx module as the `(params, state)` of the layer from `from_nnx`.
 
     >>> from flax import nnx
     >>> module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
@@ -177,9 +178,9 @@ def update_nnx(module: nnx.Module, params: dict, state: dict | None = None) -> N
     """Writes `(params, state)` of a layer, as returned by `nnx_variables`, into a flax.nnx module.
 
     Args:
-        module: the module, with arrays of the same shapes.
-        params: all of its parameters.
-        state: all of its other variables. Default: they do not change.
+        module: the module, whose arrays must have the same shapes.
+        params: all parameters of the module.
+        state: all other variables of the module. Default: the other variables do not change.
 
     Raises:
         ValueError: arrays are missing, have another shape, or are not in the module; the message lists them.

@@ -117,7 +117,7 @@ class FnetLayer(linen.Module):
 
 
 def mode(module, how, inputs, options, train) -> dict[str, bool]:
-    """Returns the arguments that tell a Flax module whether this is a training step."""
+    """Returns the keyword arguments with which a Flax module is called to select training or inference mode."""
     if how is not None:
         name = how.removeprefix("not ")
         return {name: train == (name == how)} if name and name not in options else {}
@@ -131,7 +131,10 @@ def mode(module, how, inputs, options, train) -> dict[str, bool]:
 
 
 def record_of(params, state, whole, path) -> dict[str, dict]:
-    """Returns spec trees for the trees of shapes (possibly boxed) that `whole(key) -> (params, state)` creates."""
+    """Returns spec trees for params and state, whose arrays `whole(key) -> (params, state)` creates all at once.
+
+    The arguments params and state are trees of shapes, which may be in Flax's boxes.
+    """
 
     def walk(node, names, number, kind):
         if isinstance(node, Mapping):
@@ -174,7 +177,7 @@ def _all_dicts(tree):
 
 
 def _hashable(value: Any):
-    """Replaces lists by tuples and dicts by FrozenDicts, in a module's fields as well."""
+    """Replaces lists by tuples and dicts by FrozenDicts, also in the fields of modules."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return tuple(map(_hashable, value))
     if isinstance(value, Mapping):

@@ -52,7 +52,10 @@ class Dense(Layer):
 
     @method
     def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
-        """Computes losses [...] in nats with the outputs for x [..., time, in] as logits: `nn.linear_cross_entropy`."""
+        """Computes the cross-entropy of this layer's outputs, taken as logits, with `nn.linear_cross_entropy`.
+
+        The shapes are x [..., time, in] and labels [..., time]. The losses are [..., time], in nats.
+        """
         x = floating(x, scope, "Dense.cross_entropy")
         kernel, bias = self._params(scope, x)
         return linear_cross_entropy(x, kernel, labels, bias=bias, softcap=softcap)
@@ -69,7 +72,7 @@ class Maxout(Layer):
 
     Args:
         features: length of the output's last axis.
-        pieces: number of affine maps.
+        pieces: number of affine maps. Default 2.
         use_bias, kernel_init, bias_init: as in `Dense`.
 
     Input: [..., in], floating point. Output: [..., features], in the input's dtype.
@@ -114,7 +117,7 @@ def floating(x, scope: Scope, name: str):
 
 
 def wide(x):
-    """Returns `x` in float32 if its dtype is narrower: the dtype in which statistics are computed."""
+    """Returns `x` in the dtype in which statistics are computed: float32, or the dtype of `x` if that is wider."""
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
@@ -123,7 +126,7 @@ def align(vector, x):
     return lax.expand_dims(vector, range(x.ndim - vector.ndim)).astype(x.dtype)
 
 
-# Inlined when traced. In eager mode, one dispatch instead of one for each operation.
+# The function is inlined when traced. In eager mode, it needs one dispatch instead of one for each operation.
 @functools.partial(jax.jit, inline=True)
 def linear(x, kernel):
     return lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))

@@ -143,8 +143,8 @@ class BatchNorm(Layer):
         epsilon: added to the variance. Default 1e-5.
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default True.
-        axis_name: a mapped axis (of `pmap`, `vmap` or `shard_map`) over which the statistics are computed as well.
-            Under `jit` over a mesh, the statistics are always global. Default None.
+        axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names. The statistics are
+            then also computed over these axes. Under `jit` over a mesh, the statistics are always global. Default None.
 
     Inputs:
         x: [batch, ..., channels], floating point.
@@ -222,9 +222,9 @@ class BatchNorm(Layer):
 def _moments(x):
     """Mean and (biased) variance over all axes but the last, [channels], in one pass over x.
 
-    The sums of x - shift and of its square are accurate if the shift is near the mean in terms of the standard
-    deviation, so the shift is the first position (Chan, Golub and LeVeque, 1983, Algorithms for computing the sample
-    variance, eq. 1.6 and section 5).
+    The sums of x - shift and of (x - shift)^2 are accurate if the distance between shift and mean is not much larger
+    than the standard deviation. The value at the first position meets this condition (Chan, Golub and LeVeque, 1983,
+    Algorithms for computing the sample variance, eq. 1.6 and section 5).
     """
     axes = range(x.ndim - 1)
     if 0 in x.shape:
@@ -239,15 +239,15 @@ def _moments(x):
 def _own(x):
     """Returns `x`, in float32 if its dtype is narrower, as a separate value whose gradient is summed up first.
 
-    A norm's gradient ends in the broadcast of a mean. If that is added last to the gradient of a residual stream,
-    XLA:CPU recomputes the sum for every use, and with it the sums of all later blocks. This doubles the time of a ViT's
-    step.
+    A norm's gradient ends in the broadcast of a mean. If this broadcast is added last to the gradient of a residual
+    stream, XLA:CPU recomputes the sum for every use, together with the sums of all later blocks. This doubles the time
+    of a ViT's training step.
     """
     return jnp.copy(wide(x))
 
 
 def _affine(norm, scope, shape, scale_init=ones):
-    """The parameters scale and bias; None for one that is not used."""
+    """Returns the parameters (scale, bias), with None for a parameter that is not used."""
     scale = scope.param("scale", shape, scale_init, ("norm",)) if norm.use_scale else None
     bias = scope.param("bias", shape, zeros, ("norm",)) if norm.use_bias else None
     return scale, bias
@@ -259,7 +259,7 @@ def _scale_shift(y, scale, bias):
     return y if bias is None else y + align(bias, y)
 
 
-# Inlined when traced. In eager mode, one dispatch instead of one for each operation.
+# The function is inlined when traced. In eager mode, it needs one dispatch instead of one for each operation.
 @functools.partial(jax.jit, inline=True, static_argnames=("epsilon", "center"))
 def _normalize(x, scale, bias, *, epsilon, center):
     y = _own(x) if center else wide(x)

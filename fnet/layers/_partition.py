@@ -1,4 +1,4 @@
-"""A tree of parameters in two parts, by path: those to be trained, and the others."""
+"""Splits a tree of parameters by path into two parts: the parameters to be trained, and all others."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from jax.tree_util import keystr, tree_map_with_path
 
 
 def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
-    """The parameters whose paths match, and the others, for training a part of a model.
+    """Splits parameters into those whose paths match a pattern and all others, to train a part of a model.
 
         trainable, frozen = nn.partition(params, "head")
         grads = jax.grad(lambda trainable: loss(nn.combine(trainable, frozen)))(trainable)
 
-    Both trees have the structure of `params`, with None in place of the leaves of the other. None is not a leaf in JAX,
-    so gradients, optimizer states and checkpoints of `trainable` contain no frozen parameters.
+    Both trees have the structure of `params`. Each contains None in place of the leaves that are in the other tree.
+    None is not a leaf in JAX, so gradients, optimizer states and checkpoints of `trainable` contain no frozen
+    parameters.
 
     Args:
-      params: a tree of arrays, or of their shapes (`jax.ShapeDtypeStruct`), traced or not.
-      pattern: a regular expression, or several. A pattern applies to a leaf if it matches the complete path of the
-        leaf, such as "block1/conv2/kernel", or a complete prefix of the path, such as "block1". All layers of a Stack
-        have the same path, so a pattern selects all of them or none.
+      params: a tree of arrays (traced or not) or of `jax.ShapeDtypeStruct`s.
+      pattern: a regular expression, or a sequence of them. A leaf is trainable if a pattern matches its complete path,
+        such as "block1/conv2/kernel", or the first names of the path, such as "block1" or "block1/conv2". All layers of
+        a Stack have the same path, so a pattern selects all of them or none.
 
     Returns:
       (trainable, frozen). Leaves without a gradient (integers, bools, keys) are always frozen.
@@ -70,13 +71,13 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
 
 
 def combine(*parts: Any) -> Any:
-    """The tree of parameters whose parts `partition` returned.
+    """Combines the parts that `partition` returned into one tree of parameters.
 
     Args:
-      parts: trees with the same structure. At each leaf, all trees but one have None.
+      parts: trees with the same structure. For each leaf, one tree contains the array, and all others contain None.
 
     Raises:
-      ValueError: the structures differ, or two parts hold the same leaf.
+      ValueError: the structures differ, or two parts contain the same leaf.
 
     Example:
       >>> params = {"body": jnp.ones(2), "head": jnp.zeros(2)}

@@ -22,7 +22,8 @@ class MaxPool(Layer):
     Args:
         window: size of the window, one number for all dimensions or one for each.
         strides: step of the window. Default: the window, so that windows do not overlap.
-        padding: "VALID" (default; no padding), "SAME", or explicit as in `Conv`. Padding never is the maximum.
+        padding: "VALID" (default; no padding), "SAME", or explicit as in `Conv`. Padded positions do not affect the
+            maximum.
 
     Input: [batch, *space, channels], real numbers. Output: [batch, *space', channels], in the input's dtype.
 
@@ -77,7 +78,7 @@ class AvgPool(Layer):
 
 
 class GlobalAvgPool(Layer):
-    """Computes the mean over all positions, [batch, *space, channels] to [batch, channels], in float32 or float64.
+    """Computes the mean over all positions, in float32 or float64: [batch, *space, channels] to [batch, channels].
 
     >>> from fnet import layers as nn
     >>> nn.GlobalAvgPool()({}, jnp.arange(8.0).reshape(1, 2, 2, 2)).tolist()

@@ -36,17 +36,17 @@ def orthogonal_gates(key, shape, dtype=jnp.float32):
 def open_forget_gate(key, shape, dtype=jnp.float32):
     """An initializer with 1 for the forget gate, the second of the four, and 0 elsewhere.
 
-    Source: Gers, Schmidhuber and Cummins (2000), Learning to Forget; Jozefowicz, Zaremba and Sutskever (2015), An
-    Empirical Exploration of Recurrent Network Architectures, which measured it.
+    Source: Gers, Schmidhuber and Cummins (2000), Learning to Forget. Measurements: Jozefowicz, Zaremba and Sutskever
+    (2015), An Empirical Exploration of Recurrent Network Architectures.
     """
     return jnp.repeat(jnp.array([0, 1, 0, 0], dtype), shape[0] // 4)
 
 
 class _Recurrent(Layer):
-    """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one product in each step.
+    """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one matrix product per step.
 
-    Each gate has a projected array of its own. If gates were slices of one array, XLA:CPU would compute the elementwise
-    part of a step one element at a time.
+    Each gate has its own projected array. If gates were slices of one array, XLA:CPU would not vectorize the
+    elementwise part of a step.
     """
 
     gates: typing.ClassVar[int] = 1
@@ -66,19 +66,19 @@ class _Recurrent(Layer):
     @method
     def scan(self, scope: Scope, x: jax.Array, carry: Any = None, *,
              lengths: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        """Computes the outputs and the final carry, from which the next steps can continue.
+        """Computes the outputs and the final carry. A later call can continue from this carry.
 
             y, carry = lstm.scan(params, prompt, lengths=lengths)
             y, carry = lstm.scan(params, token[:, None], carry)        # one more step
 
         Args:
             x: [batch, time, features_in].
-            carry: the initial carry, from an earlier call or from `zero_carry`. Default: zeros.
+            carry: the initial carry, returned by an earlier call or by `zero_carry`. Default: zeros.
             lengths: integers [batch], the number of valid steps in each example. Default: all.
 
         Returns:
-            `(outputs, carry)`: the outputs of the layer, and the carry after the last valid step of each example (in
-            the backward direction, after the first), in float32 or float64.
+            `(outputs, carry)`: the outputs of the layer, and the carry after the last valid step of each example, in
+            float32 or float64. In the backward direction, it is the carry after the first step, which runs last.
         """
         x = floating(x, scope, type(self).__name__)
         if x.ndim != 3:
@@ -127,12 +127,12 @@ class _Recurrent(Layer):
         return _scan(self, arrays, x, carry, valid, reverse)
 
     def _more(self, scope):
-        """Creates further parameters of one direction."""
+        """Returns additional parameters of one direction."""
         return {}
 
 
 class _OneWay(Layer):
-    """One direction of a bidirectional layer, with a scope of its own."""
+    """One direction of a bidirectional layer. It has its own scope."""
 
     layer: _Recurrent
 
@@ -147,26 +147,26 @@ class RNN(_Recurrent):
 
     Args:
         features: number of hidden units, f.
-        bidirectional: whether to run in both directions, from the first and from the last valid step of each example.
-            Default False.
+        bidirectional: whether to run in both directions: forward from the first step of each example, and backward from
+            its last valid step. Default False.
         activation: the activation function. Default tanh.
         use_bias: whether to add a bias. Default True.
         kernel_init: initializer of the kernel. Default: LeCun normal (its variance 1 / i is the same for all gates).
         recurrent_init: initializer of the recurrent kernel. Default: an orthogonal matrix for each gate, which
             preserves norms over time.
-        bias_init: initializer of the bias.
-        unroll: steps in one iteration of the scan. Default 1.
+        bias_init: initializer of the bias. Default: zeros.
+        unroll: number of steps in one iteration of the scan. Default 1.
 
     Inputs:
         x: [b, t, i], floating point.
-        lengths: integers [b], the number of valid steps in each example. The result of an example is the same as in a
-            batch of one: outputs after its end are 0, and its padding has no effect, even if it is NaN. Default: t.
+        lengths: integers [b], the number of valid steps in each example. The outputs after these steps are 0. The
+            padding of an example has no effect on the result, even if it is NaN. Default: t.
 
-    Output: [b, t, f], or [b, t, 2 f] if bidirectional (forward first). `scan` also accepts and returns the carry, to
-    continue step by step.
+    Output: [b, t, f], or [b, t, 2 f] if bidirectional (the forward outputs first). The method `scan` also accepts and
+    returns the carry, so that a sequence can be continued step by step.
 
-    Products with 16-bit inputs have 16-bit operands. The gates and the carry are float32, because rounding the carry to
-    16 bits in each step would lose small changes.
+    For 16-bit inputs, the operands of matrix products are 16-bit too. The gates and the carry are float32, because
+    small changes would be lost if the carry were rounded to 16 bits in each step.
 
     Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. If bidirectional, they are under "forward" and
     "backward".
@@ -277,7 +277,8 @@ class GRU(_Recurrent):
         return carry
 
 
-# Jitted, so that eager calls compile once for each layer and shape. The closure of an eager scan is new in each call.
+# Jitted, so that eager calls compile once for each layer and shape. An eager scan would compile in each call, because
+# its closure is a new function each time.
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 5))
 def _scan(layer, arrays, x, carry, valid, reverse):
     x = x.swapaxes(0, 1)    # [time, batch, features_in]
@@ -305,7 +306,7 @@ def _scan(layer, arrays, x, carry, valid, reverse):
 
 
 def _valid(lengths, x, layer, scope):
-    """Which steps are valid: [time, batch, 1]."""
+    """Returns booleans that are True for valid steps: [time, batch, 1]."""
     lengths = jnp.asarray(lengths)
     if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"{type(layer).__name__} at {scope}: lengths must be integers [batch] {x.shape[:1]}; got "

@@ -1,4 +1,5 @@
-"""Scope: the node of a model's trees that holds a layer's arrays. `forward` receives it as an ordinary argument."""
+"""Scope: a node of a model's params and state, with the arrays of one layer. It is an ordinary argument of `forward`.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Place:
         return self._key
 
     def read(self, name, spec):
-        """Returns the parameter `name` after checking its shape; while recording, zeros."""
+        """Returns the parameter `name` after checking its shape. While a spec is recorded, returns zeros."""
         if self.run.record is not None:
             return self.record("params", name, spec)
         held = self.params.get(name) if isinstance(self.params, Mapping) else self.params
@@ -92,7 +93,7 @@ class Place:
         }
 
     def misfit(self, kind, name, needed, held) -> ValueError:
-        """The error for a tree of the caller that lacks an array of the shape that this input needs."""
+        """Returns the error for a missing array, or for an array whose shape differs from the one that is needed."""
         path = (*self.path, name)
         expected = f"{quote(path)}: expected shape {needed} for this input"
         if held is not None:
@@ -152,10 +153,11 @@ class Scope:
         """Returns the parameter `name` of this layer.
 
         Args:
-            name: the last segment of its path in the parameter tree.
-            shape: the shape that this input needs.
-            init: `init(key, shape, dtype)`, as in `jax.nn.initializers`; only `Layer.init` calls it.
-            axes: a logical name (or None) for each axis, a hint for sharding without other effects.
+            name: the last segment of the parameter's path in the parameter tree.
+            shape: the shape of the parameter for the present input.
+            init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`. Only `Layer.init` calls it.
+            axes: a logical name or None for each axis of the parameter. The names are hints for sharding and have no
+                other effect. Default: no names.
 
         Returns:
             The array from the caller's `params`, without a cast. `Layer.init` creates it in float32.
@@ -182,18 +184,20 @@ class Scope:
 
     def state(self, name: str, shape: Sequence[int], init: Callable, kind: str = "stats", *,
               dtype: Any = jnp.float32) -> jax.Array | None:
-        """Returns the state `name` of this layer: the last value passed to `update`, or the caller's.
+        """Returns the state `name` of this layer: the last value passed to `update` in this call, or else the value
+        that the caller of the model passed.
 
         Args:
-            name: the last segment of its path in the state tree.
-            shape: its shape.
-            init: `init(key, shape, dtype)`, as in `jax.nn.initializers`.
-            kind: "stats" is created by `Layer.init` and is required. "cache" is created by `Layer.cache` and is
-                optional: the result is None if the caller passes none, and its shape is not checked.
-            dtype: the dtype with which it is created.
+            name: the last segment of the array's path in the state tree.
+            shape: the shape of the array.
+            init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
+            kind: "stats" (default): `Layer.init` creates the array, and the caller must pass it. "cache": `Layer.cache`
+                creates the array, and the caller may omit it. The result is then None. The shape of a cache is not
+                checked.
+            dtype: the dtype with which the array is created. Default float32.
 
         Raises:
-            ValueError: kind is "stats", and the caller passed no state of this name and shape.
+            ValueError: kind is "stats", and the caller passed no array of this name and shape.
         """
         self._use(name, "state")
         place, run, shape = self._place, self._place.run, tuple(shape)
@@ -215,10 +219,11 @@ class Scope:
     def update(self, name: str, value: Any) -> None:
         """Sets the state `name` to `value`. For a subtree (see `pure`), `value` is a dict of new values.
 
-        The caller receives it in the dtype of the state that was passed in.
+        The value is cast to the dtype of the state that was passed in.
 
         Raises:
-            RuntimeError: called inside a JAX transform that `forward` applies; the value cannot leave it.
+            RuntimeError: the call is inside a JAX transform that `forward` applies, and the value cannot leave this
+                transform.
             ValueError: `name` was not declared with `state`, or `value` has another shape.
         """
         place = self._place
@@ -234,10 +239,10 @@ class Scope:
         place.written[name] = _like(held, value, (*place.path, name))
 
     def key(self) -> jax.Array:
-        """Returns a new random key in each call: the caller's `key=`, folded along this path.
+        """Returns a new random key in each call, derived from the caller's `key=`, this scope's path and a counter.
 
         Raises:
-            RuntimeError: called inside a jax transform that was entered in `forward`; every call of the transformed
+            RuntimeError: the call is inside a JAX transform that `forward` applies, and every call of the transformed
                 function would return the same key.
             ValueError: the caller passed no key.
         """
@@ -261,14 +266,15 @@ class Scope:
                 scope.update(name, state[name])
 
         Args:
-            layer: the layer; it has the path and the names of this scope.
-            inputs: example inputs (of one copy); only their shapes and dtypes are used, as for `options`.
+            layer: the layer. Its arrays are stored at the path of this scope.
+            inputs: example inputs of one copy. Only the shapes and dtypes of arrays are used.
             copies: the number of stacked copies of the layer. Every array of params, state and key then has a leading
                 axis of this length, and copy `i` is initialized like a child named `str(i)`. Default: no such axis.
+            options: example keyword inputs, used as `inputs` are.
 
         Returns:
             `(f, params, state, key)` with `f(params, *inputs, state=None, key=None, train=None, **options) ->
-            (y, state)`. State and key are None if the caller passed none. `train=None` means the caller's value.
+            (y, state)`. State and key are None if the caller passed none. `train=None` selects the caller's `train`.
         """
         place, run = self._place, self._place.run
         recording = run.record is not None
@@ -338,7 +344,7 @@ def describe(value) -> str:
 
 
 def _like(held, value, path):
-    """Returns `value` with the dtypes of `held`, after checking that structure and shapes are equal."""
+    """Returns `value` with the dtypes of `held`, after checking that both have the same structure and shapes."""
     if isinstance(held, Mapping):
         if not isinstance(value, Mapping) or set(value) != set(held):
             given = sorted(value) if isinstance(value, Mapping) else type(value).__name__
@@ -352,9 +358,9 @@ def _like(held, value, path):
 
 
 def written(place: Place):
-    """The state of a node: the state passed in, with all values that were updated at this node and below.
+    """Returns the state of a node: the state passed in, with all values that were updated at this node and below.
 
-    None if no state was passed in; {} if the caller's state has nothing at this node.
+    Returns None if no state was passed in, and {} if the caller's state has nothing at this node.
     """
     if not place.run.stateful:
         return None

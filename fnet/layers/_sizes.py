@@ -1,4 +1,4 @@
-"""Sizes of arrays that `jax.export` traces: an int, or a symbolic size."""
+"""Sizes of arrays that `jax.export` traces. A size is an int or a symbolic size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 
 
 def sized(*sizes) -> bool:
-    """Whether all of these sizes are known, that is, none is symbolic."""
+    """Whether all of these sizes are integers, not symbolic."""
     return all(isinstance(size, int) for size in sizes)
 
 
@@ -19,7 +19,7 @@ def at_most(who: str, size, limit: int) -> bool:
         limit: the largest size allowed.
 
     Raises:
-        ValueError: the size is symbolic, and its constraints do not decide the question.
+        ValueError: the size is symbolic, and its constraints do not determine whether it is at most `limit`.
     """
     try:
         return size <= limit

@@ -23,9 +23,9 @@ class ParamSpec:
 
     Attributes:
         shape: the array's shape.
-        dtype: its dtype.
-        init: `init(key, shape, dtype)`, as in `jax.nn.initializers`.
-        axes: one logical name (or None) for each axis, a hint for sharding. None: no hints.
+        dtype: the array's dtype.
+        init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
+        axes: one logical name (or None) for each axis. The names are hints for sharding. None: no hints.
 
     >>> from fnet import layers as nn
     >>> spec = nn.Dense(3).spec(jax.ShapeDtypeStruct((2, 4), "float32"))
@@ -45,7 +45,7 @@ class ParamSpec:
 
     def make(self, keys: Any, path: tuple[str, ...], making: Making) -> jax.Array:
         """Creates the array. `keys[i]` is the key folded along `path[:i]`."""
-        # An initializer that is compiled by itself rounds as inside a larger program: init == jit(init), bit for bit.
+        # A compiled initializer rounds in the same way inside a larger program: init == jit(init), bit for bit.
         if making.staged:
             return jax.jit(self.init, static_argnums=(1, 2))(keys[-1], self.shape, self.dtype)
         return _draws.compiled(self.init, keys[-1], self.shape, self.dtype)
@@ -53,9 +53,10 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Copies(ParamSpec):
-    """`shape[0]` copies of `each`, created as children "0", "1", ... of the node `depth` names above the array.
+    """`shape[0]` stacked copies of the array `each`.
 
-    So the parameters of a stacked layer are the stacked parameters of the unrolled layers.
+    The copies are initialized like children "0", "1", ... of the node that is `depth` names above the array in the
+    tree. Therefore the parameters of a stacked layer are the stacked parameters of the unrolled layers.
     """
 
     each: ParamSpec = None
@@ -75,7 +76,7 @@ class Copies(ParamSpec):
 
 @dataclasses.dataclass(frozen=True)
 class Part(ParamSpec):
-    """One leaf of a tree that `whole(key)` creates at once, at the node `depth` names above the leaf."""
+    """One leaf of a tree whose arrays `whole(key)` creates all at once. The root is `depth` names above the leaf."""
 
     whole: Callable = None
     depth: int = 0
@@ -89,7 +90,7 @@ class Part(ParamSpec):
 
 
 class Making(NamedTuple):
-    """The data of one `init`: whether it is part of a larger program, and the results of each `Part.whole`."""
+    """The data of one `init`: whether `init` is traced in a larger program, and the results of each `Part.whole`."""
 
     staged: bool
     wholes: dict
@@ -107,7 +108,7 @@ class Spec(NamedTuple):
 
 
 def count_parameters(tree: Any) -> int:
-    """Counts the numbers in the arrays of a tree.
+    """Counts the elements of all arrays of a tree.
 
     Args:
         tree: parameters, specs (`model.spec(x).params`), or any tree whose leaves have a shape.
@@ -123,22 +124,22 @@ def count_parameters(tree: Any) -> int:
 
 
 def digest(name: str) -> np.uint32:
-    """32 bits derived from a name, equal in every process (unlike Python's `hash`)."""
+    """Returns a 32-bit hash of a name that is equal in every process (unlike Python's `hash`)."""
     return np.uint32(zlib.crc32(name.encode()))
 
 
 def numbers(count: int) -> np.ndarray:
-    """The digests of the names "0", "1", ... of `count` copies of a layer: [count]."""
+    """Returns the digests of the names "0", "1", ... of `count` copies of a layer: [count]."""
     return np.array([digest(str(i)) for i in range(count)], np.uint32)
 
 
 def fold(key, name: str):
-    """The key of the child `name` of the node that `key` belongs to."""
+    """Returns the random key of the child `name` of the node whose random key is `key`."""
     return jax.random.fold_in(key, digest(name))
 
 
 def make(tree: Mapping, key) -> dict:
-    """Creates the arrays of a tree of `ParamSpec`s, each from the key folded along its path."""
+    """Creates the arrays of a tree of `ParamSpec`s. The random key of each array is derived from `key` and its path."""
     making = Making(isinstance(key, jax.core.Tracer), {})
 
     def walk(node, keys, path):
@@ -153,7 +154,7 @@ def make(tree: Mapping, key) -> dict:
 
 
 def copies(tree: Mapping, count: int) -> dict:
-    """The spec tree of `count` stacked copies of `tree`."""
+    """Returns the spec tree of `count` stacked copies of `tree`."""
 
     def walk(node, depth):
         if isinstance(node, Mapping):
@@ -165,7 +166,7 @@ def copies(tree: Mapping, count: int) -> dict:
 
 
 def get(tree, path):
-    """The node at `path`, or None if there is none."""
+    """Returns the node at `path`, or None if there is no such node."""
     for name in path:
         if not isinstance(tree, Mapping) or name not in tree:
             return None
@@ -183,7 +184,7 @@ def leaves(tree, path=()):
 
 
 def partition(tree):
-    """Returns the arrays among a tree's leaves, and a function that puts arrays into their places.
+    """Returns the arrays among a tree's leaves, and a function that rebuilds the tree from such arrays.
 
     Other leaves (None, bools, strings, functions) stay Python values, so that layers can branch on them.
     """

@@ -1,8 +1,8 @@
 """Products of tiles of rows with the kernels of their experts, as two primitives that are each other's transposes.
 
-As ordinary operations the product is a scan over the tiles, in which each step reads one kernel in place. The transpose
-of such a scan adds an array of the size of all kernels for each tile; the second primitive updates one array instead.
-`lax.ragged_dot` computes the same, but multiplies all rows with all kernels on CPUs.
+With ordinary operations, the product is a scan over the tiles, in which each step reads one kernel without copying it.
+The transpose of such a scan adds, for each tile, an array of the size of all kernels. The second primitive updates one
+array instead. `lax.ragged_dot` computes the same results, but on CPUs it multiplies all rows with all kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tile_dot(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
     Args:
         x: [tiles, rows, in].
         kernel: [E, in, out], in x's dtype.
-        expert: integers [tiles].
+        expert: integers [tiles], the index of each tile's expert.
 
     Returns:
         [tiles, rows, out], in x's dtype.
@@ -35,7 +35,7 @@ def tile_dot(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 def _dot(x, kernel, expert, *, axis, out):
-    """`tile_dot` over this axis of the kernels: 1, or 2 for transposed kernels."""
+    """Computes `tile_dot`. `axis` is the axis of the kernels that is summed over: 1, or 2 for transposed kernels."""
     dtype = max(x.dtype, kernel.dtype, key=_bits)
 
     def one(_, operands):
@@ -48,7 +48,10 @@ def _dot(x, kernel, expert, *, axis, out):
 
 
 def _outer(x, y, expert, *, experts, out):
-    """Sums `x[t].T @ y[t]` for each expert, in float32: [tiles, rows, a] and [tiles, rows, b] to [experts, a, b]."""
+    """Sums `x[t].T @ y[t]` over the tiles t of each expert, in float32.
+
+    The shapes are x [tiles, rows, a] and y [tiles, rows, b]. The result is [experts, a, b].
+    """
     dtype = max(x.dtype, y.dtype, key=_bits)
     total = jnp.zeros((experts, x.shape[-1], y.shape[-1]), max(dtype, jnp.dtype("float32"), key=_bits))
 
@@ -67,7 +70,7 @@ def _bits(dtype):
 
 @functools.lru_cache(1024)
 def _type(f, types, params):
-    """The abstract result, from the ordinary operations, which propagate shardings and varying mesh axes."""
+    """Returns the abstract result. The ordinary operations propagate the shardings and the varying mesh axes."""
     return jax.make_jaxpr(functools.partial(f, **dict(params)))(*types).out_avals[0]
 
 
@@ -97,7 +100,8 @@ def _outer_transpose(cotangent, x, y, expert, *, experts, out):
 
 
 def _batch(primitive, f, args, axes, **params):
-    """Appends the tiles of all examples if they have the same kernels; otherwise maps the ordinary operations."""
+    """Batching rule. If all examples have the same kernels, their tiles are concatenated; otherwise the ordinary
+    operations are mapped with vmap."""
     x, kernel, expert = args
     if primitive is not dot_p or axes[1] is not None:
         return jax.vmap(functools.partial(f, **params), axes)(*args), 0
