@@ -79,18 +79,20 @@ def _ratio(model):
 class DINOv2(ViT):
     """A vision transformer trained without labels. Its features serve classification, retrieval and dense prediction.
 
-    It differs from `ViT` in a scale for each feature of a residual branch, and in a gated hidden layer (SwiGLU) of the
-    largest model. A linear classifier reads the class token and the mean of the other tokens.
+    Unlike `ViT`, it multiplies the output of each residual branch by a learned scale for each feature, and its largest
+    model has a gated hidden layer (SwiGLU). The input of the linear classifier is the class token concatenated with the
+    mean of the other tokens.
 
     Args:
         width, depth, heads, patch, size, dropout, epsilon: as in `ViT`.
         classes: number of logits. None: no last layer; the output is `Encoded`.
         hidden: features between a block's two dense layers.
         gated: whether the hidden layer is gated by SiLU.
-        interpolate: whether images of other sizes are supported, whose positions are interpolated as in PyTorch.
+        interpolate: whether images of other sizes are supported. Their position embeddings are interpolated as in
+            PyTorch.
 
-    Input: [batch, size, size, 3]; with `interpolate`, height and width are multiples of the patch. Output: [batch,
-    classes], or `Encoded` with all tokens and the class token.
+    Input: [batch, size, size, 3]; with `interpolate`, any height and width that are multiples of `patch`. Output:
+    [batch, classes], or `Encoded` with all tokens as `hidden` and the class token as `pooled`.
 
     Source: Oquab et al. (2023), DINOv2: Learning Robust Visual Features without Supervision.
 

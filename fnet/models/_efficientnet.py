@@ -1,4 +1,4 @@
-"""EfficientNet and EfficientNet-Lite: inverted residual blocks of depth and width that are scaled together."""
+"""EfficientNet and EfficientNet-Lite: inverted residual blocks, scaled together in depth and width."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _torch(ours, conv, norm):
 
 
 def _names_of_blocks(key, expand, depthwise, squeeze, project):
-    """Rules for blocks that are counted through all stages: one set for each number that a stage can begin with."""
+    """Rules for blocks that are numbered through all stages."""
     return (_torch("block{b}/expand", *(f"{key}.{each}" for each in expand)),
             _torch("block{b}/depthwise", *(f"{key}.{each}" for each in depthwise)),
             torch.conv("block{b}/reduce", f"{key}.{squeeze[0]}"), torch.conv("block{b}/restore", f"{key}.{squeeze[1]}"),
@@ -79,7 +79,7 @@ def _names_of_blocks(key, expand, depthwise, squeeze, project):
 
 
 def _timm():
-    """Rules for timm's keys, which count the blocks of each stage, of the models with depth 1: B0 and Lite0."""
+    """Rules for timm's keys, which number the blocks within each stage, for models with depth 1: B0 and Lite0."""
     number = 0
     for s, (_, _, blocks, _, _) in enumerate(STAGES):
         inner = ("conv_dw", "bn1"), ("conv_pw", "bn2")
@@ -98,15 +98,16 @@ class EfficientNet(Model):
     """A convolutional network of inverted residual blocks with squeeze and excitation, scaled in width, depth and size.
 
     Args:
-        width: factor of all numbers of channels, which are multiples of 8.
-        depth: factor of the number of blocks of each stage.
+        width: factor of all channels, which are rounded to multiples of 8.
+        depth: factor of the number of blocks of each stage, which is rounded up.
         classes: number of logits.
         size: height and width of the images with which pretrained weights were trained; other sizes are supported.
-        lite: whether the network is EfficientNet-Lite: ReLU6 instead of SiLU, no squeeze and excitation, and first and
-            last layers of constant width.
+        lite: whether the network is EfficientNet-Lite: ReLU6 instead of SiLU, and no squeeze and excitation. `width`
+            does not change its first and last convolution, `depth` does not change its first and last stage.
         padding: zeros around the input of a convolution with stride 2. "same": as in TensorFlow. "symmetric": equal on
-            both sides, as in most of timm's weights. "after": one more at the end for every size, as in transformers.
-        centered: with "after": the numbers of the blocks whose padding is symmetric.
+            both sides, as in most of timm's weights. "after": one more zero at the end than at the start for every
+            size, as in transformers.
+        centered: indices of the blocks whose padding is symmetric although `padding` is "after".
         dropout: dropout rate before the last layer.
         epsilon: epsilon of BatchNorm.
 

@@ -1,4 +1,4 @@
-"""Preprocessing of photos for pretrained weights: size, crop, order of channels, mean and standard deviation."""
+"""Image preprocessing for pretrained weights: size, crop, order of channels, mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class ImageInput:
         size: height and width of the network's input in pixels.
         resize: length in pixels to which the shorter side is scaled before the center is cropped. None: the photo is
             scaled to the size of the input without preserving its aspect ratio.
-        resample: "bilinear" or "bicubic".
-        mean, std: mean and standard deviation of each channel, in the order of the input, after `scale` was applied.
+        resample: the interpolation, "bilinear" or "bicubic".
+        mean, std: mean and standard deviation of each channel of the scaled pixel values, with the channels in the
+            order `order`.
         scale: factor of the pixel values, 1 / 255 for inputs in 0..1, or 1 for inputs in 0..255.
         order: order of the channels, "rgb" or "bgr".
 
@@ -50,7 +51,7 @@ class ImageInput:
             x = prepare.normalize(prepare.crop(photo))[None]                        # [1, height, width, 3]
 
         Raises:
-            FileNotFoundError: the folder has neither.
+            FileNotFoundError: the folder has neither of these files.
             ValueError: a field has a value that `ImageInput` does not support; the message names it.
         """
         from fnet.models.weights._json import read
@@ -66,7 +67,7 @@ class ImageInput:
         return cls(**_fields_of(path, config, _timm))
 
     def at(self, size: int) -> ImageInput:
-        """Returns the preprocessing for another size of the input, with the same fraction of the photo."""
+        """Returns the preprocessing for another size of the input. The crop keeps the same fraction of the photo."""
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
         return dataclasses.replace(self, size=size, resize=resize)
 
@@ -84,7 +85,9 @@ class ImageInput:
         return np.array(photo.crop((left, top, left + self.size, top + self.size)))
 
     def normalize(self, pixels: np.ndarray) -> np.ndarray:
-        """Converts uint8 [..., 3] (red, green, blue; a NumPy or JAX array) to the network's input, float32."""
+        """Converts uint8 pixels [..., 3] in the order red, green, blue to the network's input, float32.
+
+        `pixels` is a NumPy or JAX array."""
         pixels = (pixels if self.order == "rgb" else pixels[..., ::-1]).astype(np.float32)
         lead = (1,) * (pixels.ndim - 1)
         mean, std = (np.array(value, np.float32).reshape(*lead, 3) for value in (self.mean, self.std))

@@ -75,7 +75,7 @@ class MobileNetV2(Model):
 
     Args:
         classes: number of logits.
-        width: factor of all numbers of channels, which are multiples of 8. The last layer has at least 1,280 inputs.
+        width: factor of all channels, which are rounded to multiples of 8. The last layer has at least 1,280 inputs.
         dropout: dropout rate before the last layer.
 
     Input: [batch, height, width, 3], 224 × 224 for pretrained weights. Output: [batch, classes].

@@ -1,4 +1,4 @@
-"""ModernBERT, an encoder of long texts, with the heads of its tasks."""
+"""ModernBERT, an encoder of long texts, with heads for several tasks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _window_written(model):
 
 
 def _padding_written(model):
-    """Null where transformers' default is not a token of the model, which transformers refuses."""
+    """Null if transformers' default is not in the model's vocabulary, because transformers rejects such a file."""
     return SKIP if model.vocab_size > 50283 else None
 
 
@@ -83,9 +83,9 @@ def _rope(config):
 class ModernBert(Model):
     """ModernBERT: an encoder of texts of up to 8192 tokens, with rotary positions.
 
-    Blocks of bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`, with a LayerNorm before
-    each and a residual connection. Every third block attends to the whole text, the others to a window around each
-    token. The embeddings have a norm, and the first block has none before its attention.
+    Each block has bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`, both with a LayerNorm
+    before and a residual connection. In every third block, a token attends to the whole text, in the others to a window
+    around it. The first block has no norm before its attention, because the embeddings are normalized.
 
     `window`, `rotary_base` and `rope_scaling` may be tuples, with one value for each block, as in `Decoder`.
 
@@ -94,22 +94,25 @@ class ModernBert(Model):
         width: features of a token.
         depth: number of blocks, at least 2.
         heads: attention heads; they must divide the width.
-        hidden: features between gate, up and down.
+        hidden: features within the MLP, the outputs of gate and up.
         context: maximum length of a text in training, in tokens.
-        window: a token attends to those at most window // 2 positions away, in both directions. None: to all.
+        window: a token attends to tokens that are at most window // 2 positions away, in both directions. None: to all
+            tokens.
         rotary_base: base of the rotary embedding.
         rope_scaling: scaling of the rotary embedding, as in `Decoder`.
-        head: what follows the encoder. None: nothing. "masked_lm": logits of the words, with the table of embeddings.
-            "sequence": classes of a text. "tokens": classes of each token. "questions": logits for the start and the
-            end of an answer.
+        head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,
+            computed with the embedding table. "sequence": logits of the classes of a text. "tokens": logits of the
+            classes of each token. "questions": logits for the start and the end of an answer. Default: None.
         classes: number of logits of the heads "sequence" and "tokens".
-        pooling: the features of a text from which its classes are computed: those of the first token, "cls", or the
-            mean of all valid tokens, "mean".
-        activation, head_activation: of the MLPs, and of the dense layer of all heads: "gelu", "gelu_tanh", "silu" or
-            "relu".
+        pooling: the input of the head "sequence": "cls", the features of the first token, or "mean", the mean of all
+            valid tokens.
+        activation, head_activation: the activation of the MLPs, and that of the dense layer with which every head
+            begins: "gelu", "gelu_tanh", "silu" or "relu".
         norm_bias, attention_bias, mlp_bias, head_bias, decoder_bias: whether the norms, the projections of the
-            attention, the MLPs, the dense layer of all heads, and the logits of the words have biases.
-        dropout: dropout rate of embeddings, attention weights and outputs, and MLPs, and before classes.
+            attention, the MLPs, the dense layer with which every head begins, and the logits of "masked_lm" have
+            biases.
+        dropout: dropout rate of embeddings, attention weights, attention outputs and MLPs, and before the last layer of
+            the heads with classes.
         epsilon: epsilon of the norms.
         stacked: whether the blocks after the first are one scan; see `models.unstack`.
 
@@ -117,8 +120,8 @@ class ModernBert(Model):
         tokens: integers [batch, time].
         lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
 
-    Output: `Encoded` without a pooled vector if there is no head, else logits: [batch, time, vocab_size] of a masked
-    LM, [batch, classes] of a sequence, [batch, time, classes] of tokens, [batch, time, 2] of questions.
+    Output: `Encoded` with `pooled` None if there is no head. With a head, logits: [batch, time, vocab_size] for
+    "masked_lm", [batch, classes] for "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions".
 
     Source: Warner et al. (2024), Smarter, Better, Faster, Longer: A Modern Bidirectional Encoder for Fast, Memory
     Efficient, and Long Context Finetuning and Inference.

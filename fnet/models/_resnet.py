@@ -17,7 +17,7 @@ from fnet.models.weights._weight_names import Names, keras, torch
 
 @nn.layer
 def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias, epsilon):
-    """Two convolutions, or three in a bottleneck, the last with four times the channels; plus the (projected) input."""
+    """Two convolutions, or three in a bottleneck, whose last has four times the channels. The input is added."""
 
     def conv_norm(at, i, x, features, kernel_size, stride=1):
         padding = kernel_size // 2                          # on both sides, for every stride
@@ -60,8 +60,8 @@ class ResNet(Model):
         bottleneck: whether a block has three convolutions (50 layers and more) instead of two.
         classes: number of logits.
         width: channels of the first stage's 3 × 3 convolutions.
-        version: the convolution of a bottleneck that has stride 2. "v1": the first one, as in the paper and Keras.
-            "v1.5": the 3 × 3 one, as in torchvision, which is about half a percent more accurate.
+        version: which convolution of a bottleneck has stride 2. "v1": the first convolution, as in the paper and Keras.
+            "v1.5": the 3 × 3 convolution, as in torchvision, which is about half a percent more accurate.
         use_bias: whether convolutions have a bias. A bias before BatchNorm has no effect, but Keras' weights include
           it.
         epsilon: epsilon of BatchNorm.
@@ -143,8 +143,8 @@ class ResNet(Model):
 class ResNet9(Model):
     """A small residual network for 32 × 32 images: 94 % accuracy on CIFAR-10 after a few dozen epochs.
 
-    Four stages of a 3 × 3 convolution, BatchNorm and ReLU, with max-pooling after each but the first. The second and
-    the last stage also have a residual pair of such convolutions. The maximum over all positions follows.
+    Each of four stages has a 3 × 3 convolution, BatchNorm and ReLU, and all but the first also max-pooling. The second
+    and the last stage end with a residual branch of two more such convolutions. The maximum over all positions follows.
 
     Args:
         classes: number of logits.

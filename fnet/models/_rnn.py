@@ -15,7 +15,7 @@ zeros = jax.nn.initializers.zeros
 
 
 class LSTMLanguageModel(LanguageModel):
-    """A decoder of text: a stack of LSTMs with dropout between them, but not over time.
+    """A language model: a stack of LSTMs with dropout between them, but not between time steps.
 
     Args:
         vocab_size: number of tokens.
@@ -28,8 +28,8 @@ class LSTMLanguageModel(LanguageModel):
         tokens: integers [batch, time].
         lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
 
-    Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), which holds every LSTM's
-    carry, the text is continued; `models.generate` uses this.
+    Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), the tokens continue the
+    cached text; `models.generate` uses this. The cache contains the carry of every LSTM.
 
     Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization. The presets are its three
     sizes for the Penn Treebank. Tied logits: Press and Wolf (2017).

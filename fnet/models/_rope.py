@@ -40,13 +40,13 @@ class LinearScaling:
 class Llama3Scaling:
     """Llama 3.1's scaling of rotary positions.
 
-    Slow pairs of features are divided by the factor, fast ones do not change, and those in between are interpolated. A
-    pair is slow if it completes less than `low_freq_factor` rotations within the original context, and fast if it
-    completes more than `high_freq_factor`.
+    The rotation rates of slow pairs of features are divided by the factor, those of fast pairs do not change, and those
+    in between are interpolated. A pair is slow if it completes fewer than `low_freq_factor` rotations within the
+    original context, and fast if it completes more than `high_freq_factor`.
 
     Args:
         factor: the factor, > 0.
-        low_freq_factor, high_freq_factor: numbers of rotations within the original context.
+        low_freq_factor, high_freq_factor: numbers of rotations below which a pair is slow, and above which it is fast.
         original_context: maximum length in tokens of the texts in the original training.
 
     Source: Grattafiori et al. (2024), The Llama 3 Herd of Models; llama-models, apply_scaling.
@@ -78,16 +78,16 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN's scaling of rotary positions.
 
-    Slow pairs of features are divided by the factor, fast ones do not change, and those in between are interpolated
-    linearly by their number. The rotated features are multiplied by an amplitude.
+    The rotation rates of slow pairs of features are divided by the factor, those of fast pairs do not change, and those
+    in between are interpolated linearly in the index of the pair. The rotated features are multiplied by an amplitude.
 
     Args:
         factor: the factor, > 0.
         original_context: maximum length in tokens of the texts in the original training.
-        beta_fast, beta_slow: numbers of rotations within the original context of the slowest pair that does not
-            change, and of the fastest pair that is divided by the factor.
-        amplitude: factor of the rotated queries and keys. Default: 0.1 ln(factor) + 1 if the factor is above 1.
-        truncate: whether the range of interpolated pairs starts and ends at whole numbers.
+        beta_fast, beta_slow: numbers of rotations within the original context: pairs with more than `beta_fast` are
+            fast, pairs with fewer than `beta_slow` are slow.
+        amplitude: factor of the rotated queries and keys. Default: 0.1 ln(factor) + 1, or 1 if the factor is at most 1.
+        truncate: whether the range of interpolated indices is extended to integers.
 
     Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models, section 3.
 
@@ -130,9 +130,9 @@ def growth(factor: float, strength: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScaling:
-    """Rotary positions with a base that grows with the text, if it is longer than the original context.
+    """Rotary positions whose base grows with the length of a text that is longer than the original context.
 
-    The lengths are those of each example, so examples of one batch are independent.
+    The base is computed for each example from its own length, so examples of one batch are independent.
 
     Args:
         factor: the factor, > 0.
@@ -168,11 +168,13 @@ class DynamicScaling:
 class LongScaling:
     """LongRoPE's scaling of rotary positions, as in Phi-3: a divisor for each pair of features.
 
-    There is one list of divisors for texts within the original context and one for longer texts. The lengths are those
-    of each example, so examples of one batch are independent. The rotated features are multiplied by an amplitude.
+    There is one list of divisors for texts within the original context and one for longer texts. The list is selected
+    for each example by its own length, so examples of one batch are independent. The rotated features are multiplied by
+    an amplitude.
 
     Args:
-        short, long: the divisors, one for each pair of rotated features.
+        short, long: the divisors for texts within the original context and for longer texts, one for each pair of
+            rotated features.
         original_context: maximum length in tokens of the texts in the original training.
         amplitude: factor of the rotated queries and keys.
 

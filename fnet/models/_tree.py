@@ -24,8 +24,8 @@ class Trees(NamedTuple):
 
     Attributes:
         labels: integers [batch, nodes], the token of each node.
-        parents: integers [batch, nodes], the index of each node's parent in its example. It is `nodes`, one past the
-            end, for the root and for padding.
+        parents: integers [batch, nodes], the index of each node's parent in its example. For the root and for padding,
+            the index is `nodes`, one past the end.
         lengths: integers [batch], the number of valid nodes.
 
     >>> trees = models.pack_trees([("not", True)], {"not": 0, True: 1}, nodes=4)
@@ -42,12 +42,15 @@ export.register_namedtuple_serialization(Trees, serialized_name="fnet.models.Tre
 
 
 def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int | None = None) -> Trees:
-    """Converts trees to arrays. A tree is the label of a leaf, or a tuple: the label of a node, then its children.
+    """Converts trees to arrays.
+
+    A tree is either a label, for a tree with one node, or a tuple of the label of the root and its subtrees.
 
     Args:
         trees: the trees.
         vocabulary: the token of each label.
-        nodes: the length of the node axis, to get one shape for all batches. Default: nodes of the largest tree.
+        nodes: the length of the node axis. Set it to get the same shape for all batches. Default: the number of nodes
+            of the largest tree.
 
     Returns:
         The trees as `Trees`.
@@ -111,7 +114,7 @@ class TreeLSTM(Model):
     Inputs: labels, parents and lengths, as in `Trees`.
 
     Output: logits [batch, nodes, classes] of every node. The logits of a tree are those of its root,
-    `logits[jnp.arange(batch), lengths - 1]`. Those of padding are meaningless.
+    `logits[jnp.arange(batch), lengths - 1]`. The logits of padding are meaningless.
 
     Source: Tai, Socher and Manning (2015), Improved Semantic Representations From Tree-Structured Long Short-Term
     Memory Networks, eq. 2 to 8.

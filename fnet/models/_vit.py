@@ -38,7 +38,7 @@ def encoder_block(scope, x, *, heads, hidden, dropout, epsilon, activation=gelu,
 
 
 def fused(weight, bias):
-    """Rules for query, key and value as one array of the file."""
+    """Rules for query, key and value that are one array in the file."""
     parts = [tuple(f"blocks/attention/{name}/{leaf}" for name in QKV) for leaf in ("kernel", "bias")]
     return Rule(parts[0], weight, DENSE), Rule(parts[1], bias)
 
@@ -89,7 +89,7 @@ def sizes(intermediate=True):
 
 
 def pooled_size(value, config):
-    """`pooler_output_size`, which affects models with a pooler alone."""
+    """`pooler_output_size`, which affects only models with a pooler."""
     if "pooler_output_size" in config and value not in (None, config.get("hidden_size", 768)) and _bare(config):
         raise ValueError("expected the value of hidden_size, or null")
     return {}
@@ -123,10 +123,10 @@ class ViT(Model):
         size: height and width of the images in pixels, for which positions are learned.
         hidden: features between a block's two dense layers. Default: four times the width.
         pooler: whether a model without classes has a pooler, a dense layer with tanh on the class token.
-        dropout: dropout rate after the positions, after attention and in the dense layers.
+        dropout: dropout rate after the position embeddings, after attention and after each dense layer of the blocks.
         epsilon: epsilon of the norms.
 
-    Input: [batch, size, size, 3]. Output: [batch, classes], or `Encoded` of all tokens.
+    Input: [batch, size, size, 3]. Output: [batch, classes], or `Encoded` if `classes` is None.
 
     Source: Dosovitskiy et al. (2021), An Image is Worth 16x16 Words, eq. 1 to 4. Ti and S: Touvron et al. (2021),
     Training data-efficient image transformers, table 1.

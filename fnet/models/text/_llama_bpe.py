@@ -20,17 +20,17 @@ _FIRST = _BYTES + 256             # the first piece of text
 
 
 class LlamaBPE:
-    """A byte-pair encoding: pairs of pieces are merged, the pair with the best score first (the leftmost if equal).
+    """A byte-pair encoding: merges pairs of pieces, first the pair with the best score (the leftmost of equal scores).
 
-    A space is added before the text. A character that is not in the vocabulary becomes its bytes.
+    A space is added before the text. A character that is not in the vocabulary is encoded as the bytes of its UTF-8.
 
         tokenizer = LlamaBPE.read("tokenizer.bin")
         tokenizer.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
 
     Args:
-        pieces: all tokens by number: <unk>, <s>, </s>, the 256 bytes (<0x00> to <0xFF>, or in old files the code points
-            with these numbers), then the pieces of text.
-        scores: the score of each piece as the result of a merge.
+        pieces: all tokens in the order of their indices: <unk>, <s>, </s>, the 256 bytes (<0x00> to <0xFF>, or in old
+            files the code points 0 to 255), then the pieces of text.
+        scores: for each piece, the score of a merge that results in it.
 
     Raises:
         ValueError: the tokens 3 to 258 are not the bytes, or the numbers of pieces and scores differ.
@@ -96,7 +96,7 @@ class LlamaBPE:
             text: the text.
             bos: whether to start with <s>.
             eos: whether to end with </s>.
-            special_tokens: False: neither of the two.
+            special_tokens: if False, neither <s> nor </s> is added.
         """
         tokens = []
         for char in (" " + text if text else ""):

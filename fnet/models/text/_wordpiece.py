@@ -25,16 +25,17 @@ _CONTROL = ("Cc", "Cf", "Co", "Cs")    # not Cn (unassigned), which depends on t
 class WordPiece:
     """Splits words into the longest pieces in the vocabulary, from left to right.
 
-    First, the text is normalized as in BERT: control characters are removed, white space becomes one space, Chinese
-    characters become separate words, accents are removed and letters become lowercase, as the options specify. It is
-    then split at spaces and around every punctuation mark. Pieces after the first begin with ##. A word that cannot be
-    split into pieces becomes [UNK]. Special tokens that occur in a text, such as [MASK], become those tokens.
+    First, the text is normalized as in BERT: control characters are removed and white space becomes one space.
+    Depending on the options, Chinese characters become separate words, accents are removed and letters become
+    lowercase. The text is then split into words at spaces and around every punctuation mark. All pieces of a word but
+    the first begin with ##. A word that cannot be split into pieces becomes [UNK]. If a text contains the text of a
+    special token, such as [MASK], it is encoded as that token.
 
         tokenizer = WordPiece.read("vocab.txt")
         tokenizer.encode("Unaffable!")               # [CLS] una ##ffa ##ble ! [SEP]
 
     Args:
-        vocabulary: all tokens by number, including [UNK], [CLS], [SEP] and [PAD].
+        vocabulary: all tokens in the order of their indices, including [UNK], [CLS], [SEP] and [PAD].
         lowercase: whether letters become lowercase: True for models called "uncased".
         strip_accents: whether accents are removed. Default: `lowercase`.
         tokenize_chinese_chars: whether each Chinese character is a separate word.
@@ -86,12 +87,13 @@ class WordPiece:
 
         Args:
             path: the file.
-            lowercase: as above. Default: the setting in tokenizer_config.json or tokenizer.json in the same folder. If
-                there is neither, True if the vocabulary lacks the letters A to Z. If given, these files are not read.
+            lowercase: whether letters become lowercase. Default: the setting in tokenizer_config.json or tokenizer.json
+                in the same folder. If there is neither file, True if the vocabulary lacks the letters A to Z. If you
+                pass `lowercase`, these files are not read.
 
         Raises:
-            ValueError: the file is not a vocab.txt, or one of the other two describes another tokenizer or has an
-                unknown field.
+            ValueError: the file is not a vocab.txt, or tokenizer_config.json or tokenizer.json describes another
+                tokenizer or has an unknown field.
         """
         text = contents(path, most=SMALL)
         check_count(path, text.count("\n"))
@@ -107,11 +109,12 @@ class WordPiece:
             vocabulary, **_tokenizer_config.wordpiece(Path(path).parent, tokenizer._numbers))
 
     def encode(self, text: str, max_length: int | None = None, *, special_tokens: bool = True) -> np.ndarray:
-        """Converts text to tokens: [CLS], the pieces of the text, [SEP] as int32 [tokens].
+        """Converts text to tokens, int32 [tokens]: [CLS], the pieces of the text, and [SEP].
 
         Args:
             text: the text.
-            max_length: the maximum number of tokens, including [CLS] and [SEP]; the rest is cut off.
+            max_length: the maximum number of tokens, including [CLS] and [SEP]. Pieces beyond it are dropped. Default:
+                no maximum.
             special_tokens: whether to add [CLS] and [SEP].
         """
         if max_length is not None and max_length < 2 * special_tokens:

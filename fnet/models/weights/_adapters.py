@@ -1,4 +1,4 @@
-"""Adapters of PEFT: changes of low rank in files with the names of transformers."""
+"""Adapters of PEFT: low-rank changes of kernels, in files with the names of transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLAIN = {"peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), 
 
 
 def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, names: str = "huggingface") -> dict:
-    """Reads a LoRA adapter that PEFT saved, for parameters of its base model.
+    """Reads a LoRA adapter that was saved by PEFT, and applies it to the parameters of its base model.
 
         params, _ = pretrained.load("smollm-135m")
         adapted = pretrained.load_adapter(model, params, "path/to/adapter")
@@ -35,12 +35,13 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
 
     Args:
         model: the base model.
-        params: its parameters; kernels may be quantized.
+        params: the parameters of the base model. Kernels may be quantized.
         path: the folder with adapter_config.json and adapter_model.safetensors.
-        names: whose modules the adapter names, one of the model's `NAMES`, such as "torchvision" for a ResNet.
+        names: the framework whose module names the adapter has, one of the model's `NAMES`, such as "torchvision" for a
+            ResNet.
 
     Returns:
-        The parameters with `compress.LowRank` leaves.
+        The parameters, in which the leaves that the adapter changes are `compress.LowRank`.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -85,19 +86,20 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
 
     Args:
         model: the base model.
-        params: its parameters with `LowRank` leaves.
+        params: the parameters of the base model, with `LowRank` leaves.
         path: the folder to write.
-        base: the name of the base model on Hugging Face's hub, for adapter_config.json.
-        prefix: the prefix of module names in the class of transformers that is adapted: "transformer." in
-            GPT2LMHeadModel, "" in GPT2Model. Default: that of the class with a head.
+        base: the name of the base model on Hugging Face's hub, which is written to adapter_config.json. Default: null
+            is written.
+        prefix: the prefix of module names in the class of transformers to which PEFT applies the adapter:
+            "transformer." for GPT2LMHeadModel, "" for GPT2Model. Default: the prefix for the class with a head.
         names: as for `load_adapter`.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: there is no `LowRank` leaf, PEFT has no form for one (such as a depthwise convolution), or the model
-            has no such prefix or names.
+        ValueError: there is no `LowRank` leaf; PEFT cannot represent a `LowRank` leaf, such as that of a depthwise
+            convolution; or the model has no such prefix or names.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -174,7 +176,7 @@ def _entries(model, prefix, names):
 
 
 def _bases(entry):
-    """The names of the modules that hold the arrays of an entry."""
+    """The names of the modules that contain the arrays of an entry."""
     return [key.removesuffix(".weight") for key in entry.keys]
 
 
@@ -203,7 +205,7 @@ def _is_supported(entry):
 
 
 def _is_tied(model, entry):
-    """Whether an entry is the table of tokens with which the logits are computed, too."""
+    """Whether an entry is the embedding table that is also used to compute the logits."""
     return entry.paths == ("embed/embedding",) and getattr(model, "tied", False)
 
 

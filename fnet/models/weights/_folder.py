@@ -1,4 +1,4 @@
-"""Folders of weights as transformers writes them: config.json, shards and their index, and the files beside them."""
+"""Folders of weights as transformers writes them: config.json, shards and their index, and related files."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ def bytes_of(size: int | str) -> int:
 
 
 def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
-    """Returns the config.json of a model, for weights with the names `names`; None if no table describes the model.
+    """Returns the config.json of a model whose weights have the names `names`; None if no table describes the model.
 
     Args:
         model: the model.
-        names: one of its `NAMES`.
-        like: another config.json. Its `model_type` is preferred, and its fields without effect are copied.
+        names: one of the model's `NAMES`.
+        like: another config.json. Its `model_type` is preferred, and its fields that do not affect the output are
+            copied.
     """
     kinds = sorted(model.CONFIGS, key=lambda kind: kind != _config.kind_of(like))
     for kind in kinds:
@@ -84,10 +85,12 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
 
 
 def check(folder: Path, config: Mapping | None) -> None:
-    """Checks that saving a model into a folder leaves no config.json of something else beside the weights.
+    """Checks that saving a model into a folder neither replaces the config.json of a training run nor leaves that of
+    another model next to the weights.
 
     Raises:
-        ValueError: the folder has a config.json of a training run; or of a model, and `config` is None.
+        ValueError: the folder has the config.json of a training run, and `config` is not None; or it has that of a
+            model, and `config` is None.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -107,7 +110,7 @@ def like(folder: Path | None) -> dict:
 
 
 def write_config(folder: Path, config: Mapping, params: Mapping) -> None:
-    """Writes config.json, with the dtype of the parameters if it is transformers'."""
+    """Writes config.json. In the format of transformers, it contains the dtype of the parameters."""
     config = dict(config)
     if "model_type" in config:
         config.pop("torch_dtype", None)
@@ -135,8 +138,8 @@ def copy_beside(source: Path, folder: Path) -> None:
 def write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], most: int) -> Path:
     """Writes model.safetensors; or, if it would have more than `most` bytes, shards and their index.
 
-    Weights that the folder already has under these names are replaced. If this is interrupted, the folder has either
-    the old weights or shards without an index, which `read` does not load.
+    Existing weights with these names are replaced. If this function is interrupted, the folder contains either the old
+    weights or shards without an index, which `read` does not load.
 
     Returns:
         The path of the file, or of the index.

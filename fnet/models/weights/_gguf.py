@@ -33,18 +33,20 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
         model, params, _ = pretrained.load_gguf("llama-q4_0.gguf")
         logits = ft.use_implicit_arrays(model)(params, tokens)
 
-    Matrices in the formats Q8_0 and Q4_0 stay quantized: they become `compress.Quantized` leaves with the codes and
-    scales of the file. Other formats, such as Q6_K, are decoded to float32. The tokenizer in the file is not read.
+    Matrices in the formats Q8_0 and Q4_0 remain quantized: they become `compress.Quantized` leaves with the codes and
+    scales of the file. Arrays in other formats, such as Q6_K, are decoded to float32. The tokenizer in the file is not
+    read.
 
     Args:
-        path: a file *.gguf whose architecture is llama.
+        path: a *.gguf file whose architecture is "llama".
 
     Returns:
         (model, params, state). State is `{}`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, has another architecture, or fields or arrays that the model does not have.
+        ValueError: the file is damaged, has another architecture, lacks arrays of the model, or has fields or arrays
+            that the model does not have.
         ImportError: the package gguf is not installed (fnet[gguf]).
 
     Source: the specification of GGUF and the block formats of ggml (ggml-quants.c).
@@ -120,7 +122,7 @@ def _model(file, fields, tensors) -> Decoder:
 
 
 def _array(file, entry, tensors) -> Any:
-    """The array of an entry, from one tensor or from one for each layer: quantized if all have the same such format."""
+    """The array of an entry, from one tensor or one for each layer. Quantized if all have the same quantized format."""
     (shape,), lead = {spec.shape for spec in entry.specs}, len(entry.copies)
     transposed = entry.rule.layout.name == "dense"
     rows = shape[lead:][::-1] if transposed else shape[lead:]

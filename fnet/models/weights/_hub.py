@@ -1,4 +1,4 @@
-"""Finds weights on this disk, in fnet's cache and in Hugging Face's cache; else downloads them into the latter."""
+"""Finds weights on this disk, in fnet's cache or in Hugging Face's cache, or downloads them into the latter."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ def hugging_face() -> Path:
 
 
 def find(name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: str | None = None) -> Path:
-    """Returns the file or folder with this name. A repository that is in no cache is downloaded.
+    """Returns the file or folder with this name. A repository that is not in a cache is downloaded.
 
     Args:
         name: a path, the name of a folder in fnet's cache, or a repository of Hugging Face's hub
             ("sentence-transformers/all-MiniLM-L6-v2").
-        repositories: where the weights are published, as in `Model.HUB`.
-        revision: a branch, tag or commit of the repository. Default: what is in the cache, or "main".
+        repositories: the sources of the weights, as in `Model.HUB`.
+        revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if there is
+            none.
 
     Raises:
-        FileNotFoundError: it is not on this disk and cannot be downloaded. The message lists the places searched, and
-            what to download.
-        OSError, ValueError: as `_download.download`.
+        FileNotFoundError: the file is not on this disk and cannot be downloaded. The message lists the paths searched
+            and says what to download.
+        OSError, ValueError: as for `_download.download`.
     """
     path = _expanded(name)
     if path.exists() and revision is None:
@@ -90,7 +91,7 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: 
 
 
 def commit(path: Path) -> str | None:
-    """The commit of a path in Hugging Face's cache; None for other paths."""
+    """The commit of a path in Hugging Face's cache, or None for other paths."""
     for folder in (path, *path.parents):
         if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
             return folder.name
@@ -98,7 +99,7 @@ def commit(path: Path) -> str | None:
 
 
 def _snapshot(repository: str, revision: str | None) -> Path | None:
-    """The snapshot of a repository in Hugging Face's cache: that of the revision; by default main's, or the newest."""
+    """The snapshot of a revision in Hugging Face's cache. Default: that of main or, if there is none, the newest."""
     snapshots = _download.snapshots(hugging_face(), repository)
     if revision is not None and (snapshots / revision).is_dir():
         return snapshots / revision

@@ -1,12 +1,13 @@
 """Rules for the names of a model's arrays in the files of other frameworks, used for reading and for writing.
 
-A rule connects the path of an array in fnet with its key in the file, and names the change of layout between the two:
+A rule connects the path of an array in fnet with its key in the file, and states the change of layout between the two:
 
     Rule("stage{s}/block{b}/conv1/kernel", "layer{s}.{b}.conv1.weight", CONV)
 
-`{s}` matches a number. In the key, a constant may be added to it (`{s+1}`), or it may be a letter (`{b:letter}`: 0 is
-a). A number that is only in the key counts the copies of an `nn.Stack`: the array in fnet has a leading axis for it. If
-a rule has several paths for one key, their arrays are parts of the file's array along the last axis, as in a fused qkv.
+The field `{s}` matches an integer. In the key, `{s+1}` adds a constant to it, and `{b:letter}` writes it as a letter
+(0 is a). A field that is only in the key is the index of a copy in an `nn.Stack`: the array in fnet has a leading axis
+for it. If a rule has several paths for one key, their arrays in fnet are parts of the array in the file, split along
+the last axis, as for query, key and value in one array.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from fnet.models._images import ImageInput
 
 
 class Layout(NamedTuple):
-    """A reversible layout change. `ours` maps the file's array to fnet's, `theirs` is the inverse. Both are views.
+    """A reversible layout change. `ours` maps the array of the file to that of fnet, and `theirs` is the inverse.
+
+    Both return views.
 
     >>> transpose = Layout("transpose", lambda x: x.T, lambda x: x.T)
     >>> transpose.ours(np.ones((10, 64))).shape                # [out, in] in the file, [in, out] in fnet
@@ -38,7 +41,9 @@ def _swap(array):
 
 
 def flattened(height: int, width: int) -> Layout:
-    """The kernel of a dense layer after flattening an image: [out, c h w] in the file, [h w c, out] in fnet.
+    """The layout of the kernel of a dense layer after an image is flattened.
+
+    The kernel is [out, c h w] in the file and [h w c, out] in fnet.
 
     >>> flattened(7, 7).ours(np.ones((10, 3 * 7 * 7))).shape
     (147, 10)
@@ -55,8 +60,9 @@ def flattened(height: int, width: int) -> Layout:
 
 
 def interleaved(heads: int) -> Layout:
-    """Query, key and value in one array, interleaved by head as in GPT-NeoX: [heads 3 head_dim, in] or a bias in the
-    file, [in, 3 heads head_dim] in fnet.
+    """The layout of query, key and value in one array that is interleaved by head, as in GPT-NeoX.
+
+    A kernel is [heads 3 head_dim, in] in the file and [in, 3 heads head_dim] in fnet. A bias has no axis `in`.
 
     >>> interleaved(4).ours(np.ones((4 * 3 * 8, 32))).shape
     (32, 96)
@@ -84,14 +90,16 @@ DEPTHWISE = Layout("depthwise", _swap, _swap)                                # [
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A key of the file for one path in fnet, or for several whose arrays are its parts along the last axis.
+    """Connects a key of the file with one path in fnet, or with several paths.
+
+    The arrays of several paths are parts of the array in the file, split along its last axis.
 
     Args:
-        ours: the path or paths in fnet, with fields for numbers.
+        ours: the path or paths in fnet, with fields for integers, such as "stage{s}".
         theirs: the key in the file, with the same fields. A field that occurs only here is the index of a copy in a
           `Stack`.
         layout: the change of layout between the two.
-        beside: keys that the file may contain in addition, with the same numbers.
+        beside: keys that the file may contain in addition, with the same fields.
 
     >>> rule = models.pretrained.Rule("blocks/fc/kernel", "layers.{i}.fc.weight", models.pretrained.DENSE)
     """
@@ -122,16 +130,16 @@ class Spare:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A second key that a file may contain for the array at `ours`. Its array must be equal to the first.
+    """A second key that a file may contain for the array at `ours`. The arrays of the two keys must be equal.
 
-    If a `Rule` of the model already reads that key, `Tied` has no effect. So one list of names serves models with tied
-    and with separate logits.
+    If a `Rule` of the model already reads the key `theirs`, `Tied` has no effect. The same rules can therefore be used
+    for models with tied and with separate logits.
 
     Args:
         theirs: the key in the file.
         ours: the path of the array in fnet, which a `Rule` reads.
         layout: as in `Rule`.
-        write: whether `save` writes it.
+        write: whether `save` writes the second key.
 
     >>> Tied("lm_head.weight", "embed/embedding").ours
     'embed/embedding'
@@ -148,16 +156,16 @@ class Names:
     """All rules for one class of models and one framework.
 
     Args:
-        rules: `Rule`, `Spare` and `Tied`, in any nesting of tuples. The first rule that matches a path is used. Rules
-            may refer to paths that some configurations do not have. Or a function of the model that returns the rules,
-            if a layout depends on the model.
+        rules: `Rule`, `Spare` and `Tied` objects in tuples, which may be nested. The first rule that matches a path is
+            used. Rules may refer to paths that some configurations do not have. If a layout depends on the model,
+            `rules` is a function that takes the model and returns the tuple.
         prefixes: possible prefixes of the keys; `save` writes the first, or the last for a model with a head.
-        heads: rules whose keys have no prefix, as those of a task's head beside an encoder.
-        aliases: {end of a key in older files: end of the key now}.
-        config: the fields of the model that these weights require but no shape determines, such as BatchNorm's
-            epsilon.
+        heads: rules whose keys have no prefix, such as those of a task's head after an encoder.
+        aliases: {end of a key in older files: end of the same key in newer files}.
+        config: the fields of the model that these weights require but that cannot be derived from shapes, such as
+            BatchNorm's epsilon.
         metadata: the metadata that `save` writes into the file.
-        image: the preprocessing of photos with which these weights were trained.
+        image: the image preprocessing with which these weights were trained.
         header: for llama2.c's model.bin, a function from the model to the header. None: the file is safetensors.
         only_named: whether `save` writes these names only if they are selected with `names=` or `like=`.
 
@@ -175,7 +183,7 @@ class Names:
     only_named: bool = False
 
     def of(self, model: Any) -> Names:
-        """These names with the rules for a model."""
+        """Returns the same names with the tuple of rules for a model."""
         return dataclasses.replace(self, rules=self.rules(model)) if callable(self.rules) else self
 
     def flat(self) -> list:
@@ -186,9 +194,10 @@ class Names:
 
 
 class Words:
-    """The conventions of one framework for the arrays of its layers: creates the rules of a layer from its two names.
+    """One framework's conventions for the names and layouts of arrays. Each method returns the rules of one layer.
 
-    torch: [out, in] and [out, in, *window], weight, running_mean. keras: fnet's layouts, kernel, gamma, moving_mean.
+    `torch` has the layouts [out, in] and [out, in, *window], and names such as weight and running_mean. `keras` has the
+    layouts of fnet, and names such as kernel, gamma and moving_mean.
     """
 
     def __init__(self, join, dense, conv, kernel, bias, norm, count=None):
@@ -208,7 +217,7 @@ class Words:
         return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}") for mine, name in self._norm[:2])
 
     def batch_norm(self, ours: str, theirs: str) -> tuple:
-        """Rules for scale, bias, mean and var of a BatchNorm, and for PyTorch's unused number of batches."""
+        """Rules for scale, bias, mean and var of a BatchNorm, and for PyTorch's unused num_batches_tracked."""
         count = () if self._count is None else (Spare(f"{theirs}{self._join}{self._count}", write=np.int64(0)),)
         return tuple(Rule(f"{ours}/{mine}", f"{theirs}{self._join}{name}", beside=count if mine == "mean" else ())
                      for mine, name in self._norm)
