@@ -1,4 +1,4 @@
-"""Data sets: trees of arrays and data frames, as trees of NumPy arrays with one row for each example."""
+"""Converts data sets (trees of arrays and data frames) to trees of NumPy arrays with one row for each example."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ INT32 = np.iinfo(np.int32)
 
 
 def is_frame(data: Any) -> bool:
-    """Whether this is a data frame as pandas defines it; pandas is never imported."""
+    """Whether `data` is a pandas DataFrame or has its interface; pandas is not imported for this."""
     return hasattr(data, "iloc") and hasattr(data, "columns")
 
 
 def is_series(data: Any) -> bool:
-    """Whether this is a column of a data frame."""
+    """Whether `data` is a column of a data frame."""
     return hasattr(data, "iloc") and hasattr(data, "dtype")
 
 
 def is_leaf(data: Any) -> bool:
-    """Whether this holds values of examples: a list is one unless it holds arrays, dicts or tuples itself."""
+    """Whether `data` is a leaf: a data frame, a column, or a list that contains no arrays, dicts or tuples."""
     if isinstance(data, list):
         return not any(isinstance(x, dict | tuple) or getattr(x, "shape", ()) != () for x in data)
     return is_frame(data) or is_series(data)
 
 
 def as_arrays(data: Any, what: str) -> tuple[Any, int]:
-    """A data set as a tree of NumPy arrays, and the number of its examples. Arrays mapped from files stay mapped.
+    """Converts a data set to a tree of NumPy arrays. Returns the tree and the number of examples.
+
+    Memory-mapped arrays stay memory-mapped.
 
     Args:
-      data: a tree of arrays (dicts, tuples, lists and their nestings), of data frames, or one of these alone. A data
-        frame becomes a dict of its columns.
+      data: an array, a data frame, or a tree of them (nested dicts, tuples and lists). A data frame becomes a dict of
+        its columns.
       what: the name of the data in error messages.
 
     Raises:
       ValueError: there are no arrays, or their lengths differ.
-      TypeError: values that are no numbers (text, dates, categories), or that are missing.
+      TypeError: values are missing, or are not numbers (text, dates, categories).
     """
     names, arrays = [], []
 
@@ -68,7 +70,7 @@ def as_arrays(data: Any, what: str) -> tuple[Any, int]:
 
 
 def take(data: Any, rows: np.ndarray) -> Any:
-    """The examples of these numbers, in this order."""
+    """Returns the examples with the indices `rows`, in this order."""
     pick = lambda leaf: leaf.iloc[rows] if is_frame(leaf) or is_series(leaf) else np.asarray(leaf)[rows]
     return jax.tree.map(pick, data, is_leaf=is_leaf)
 
@@ -80,7 +82,7 @@ def _array(leaf: Any, what: str, name: str) -> np.ndarray:
 
 
 def _column(series: Any, what: str, name: str) -> np.ndarray:
-    """A column of a data frame as an array, if all of its values are numbers."""
+    """Returns a column of a data frame as an array. Raises TypeError unless all of its values are numbers."""
     missing = np.asarray(series.isna())
     if missing.any():
         raise TypeError(f"{what}: column '{name}' has {missing.sum()} missing values, the first in row "
@@ -95,7 +97,7 @@ def _column(series: Any, what: str, name: str) -> np.ndarray:
 
 
 def numbers_of(array: np.ndarray, what: str, name: str) -> np.ndarray:
-    """The array, if JAX can hold its values."""
+    """Returns the array. Raises TypeError if a JAX array cannot represent its values."""
     if array.dtype.names:
         raise TypeError(f"{what}: '{name}' is an array of records: pass its fields as a dict, "
                         "{name: array[name] for name in array.dtype.names}")

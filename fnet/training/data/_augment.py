@@ -1,7 +1,7 @@
-"""Augmentations: pure functions of a key and a batch of images, static in shape, to be jitted.
+"""Augmentations: pure functions of a PRNG key and a batch of images, which can be jitted.
 
-Every example of the batch draws its own numbers. Images are [batch, height, width, channels] of
-any dtype; what comes back has the same shape and dtype.
+Each image of the batch is transformed with its own random values. Images are arrays
+[batch, height, width, channels] of any dtype; the result has the same shape and dtype.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def _batch(images: jax.Array, who: str) -> tuple[int, int, int, int]:
 def random_crop(
     key: jax.Array, images: jax.Array, padding: int = 4, *, mode: str = "constant"
 ) -> jax.Array:
-    """Pads every side, and crops a window of the original size at a random position.
+    """Pads each image on every side, and crops a window of the original size at a random position.
 
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels].
       padding: pixels added to each side.
-      mode: `jnp.pad`'s: "constant" adds zeros, "reflect" mirrors.
+      mode: the padding mode of `jnp.pad`: "constant" adds zeros, "reflect" mirrors the image.
 
     Example:
       >>> random_crop(jax.random.key(0), jnp.ones((2, 8, 8, 1)), 2).shape
@@ -47,7 +47,7 @@ def random_crop(
 
 
 def random_shift(key: jax.Array, images: jax.Array, pixels: int = 2) -> jax.Array:
-    """Shifts each image by up to `pixels` along both axes, and fills with zeros.
+    """Shifts each image by up to `pixels` along both axes, and fills the border with zeros.
 
     >>> tr.random_shift(jax.random.key(0), jnp.ones((2, 8, 8, 1)), pixels=1).shape
     (2, 8, 8, 1)
@@ -106,12 +106,13 @@ def random_affine(
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels], floating.
-      degrees: the angle is uniform in [-degrees, degrees].
-      scale: the factor is uniform in [1 - scale, 1 + scale].
-      shift: the translation along each axis is uniform in [-shift, shift] times the size of the image.
+      degrees: the largest angle; the angle is uniform in [-degrees, degrees].
+      scale: the largest change of size; the scale factor is uniform in [1 - scale, 1 + scale].
+      shift: the largest translation along each axis, as a fraction of the image size; the translation is uniform in
+        [-shift, shift] times the size of the image.
 
     Raises:
-      TypeError: images are integers, which cannot be interpolated.
+      TypeError: the images are integers, which cannot be interpolated.
 
     >>> tr.random_affine(jax.random.key(0), jnp.ones((2, 8, 8, 1)), degrees=15.0).shape
     (2, 8, 8, 1)
@@ -137,7 +138,7 @@ def random_affine(
 
 
 def _bilinear(images: jax.Array, y: jax.Array, x: jax.Array) -> jax.Array:
-    """images at the real places (y, x), each [batch, height, width]; zeros outside."""
+    """Interpolates the images at the real coordinates (y, x), each [batch, height, width]; zero outside the image."""
     n, height, width, channels = images.shape
     top, left = jnp.floor(y), jnp.floor(x)
     flat = images.reshape(n, height * width, channels)

@@ -13,16 +13,17 @@ from fnet.training.data._arrays import as_arrays
 class Batches:
     """Shuffled batches of arrays in memory; `batches(i)` is the batch of step i.
 
-    Each epoch is a random permutation of the examples. The permutations of all epochs form one sequence, and batch i
-    contains its examples i * batch_size to (i + 1) * batch_size - 1. So every example occurs once per epoch, all
-    batches have the same size, and a resumed run continues with the same batches without a saved iterator.
+    Each epoch is a random permutation of the examples. The permutations of all epochs, one after the other, form one
+    sequence. Batch i contains the elements i * batch_size to (i + 1) * batch_size - 1 of this sequence. So every
+    example occurs once per epoch, all batches have the same size, and a resumed run continues with the same batches
+    without a saved iterator.
 
     Args:
-      data: arrays with one row for each example: a dict such as {"image": [n, ...], "label": [n]}, a tuple, any
-        nesting of them, or a pandas DataFrame, which becomes a dict of its columns. A batch has the same structure.
-      batch_size: examples in a batch.
-      seed: decides every permutation.
-      shuffle: If False, every epoch has the order of the arrays.
+      data: arrays with one row for each example: a dict such as {"image": [n, ...], "label": [n]}, a tuple, nested
+        dicts and tuples, or a pandas DataFrame, which becomes a dict of its columns. A batch has the same structure.
+      batch_size: number of examples in a batch.
+      seed: the seed of the permutations.
+      shuffle: whether to permute the examples. If False, every epoch has the order of the arrays.
 
     Raises:
       ValueError: `data` contains no arrays or arrays of different lengths, or `batch_size` is less than 1.
@@ -51,7 +52,7 @@ class Batches:
         return jax.tree.map(lambda array: array[index], self.data)
 
     def index(self, step: int) -> np.ndarray:
-        """Which examples batch `step` holds: [batch_size], int."""
+        """Returns the indices of the examples in batch `step`: [batch_size], int."""
         first = step * self.batch_size
         parts, missing = [], self.batch_size
         while missing:
@@ -67,7 +68,7 @@ class Batches:
         return {"examples": self.length, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
 
     def steps(self, epochs: float) -> int:
-        """The number of batches that contain every example `epochs` times."""
+        """Returns the number of batches after which every example has occurred `epochs` times."""
         return -int(-epochs * self.length // self.batch_size)
 
     def _permutation(self, epoch: int) -> np.ndarray:

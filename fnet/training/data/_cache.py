@@ -1,4 +1,4 @@
-"""Files of data in an object store, copied to this machine when they are first read."""
+"""Local copies of data files in an object store, made when a file is first read."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CHUNK = 8 << 20
 def local(where: str | os.PathLike) -> Path:
     """Returns a local path unchanged, and for a URL the path of a copy in FNET_DATA or ~/.cache/fnet.
 
-    The copy is used again while the object is the same version and the copy has the checksum it was written with;
-    otherwise it is downloaded again, under another name that is changed when it is complete.
+    An existing copy is used if the object still has the same version and the copy has the checksum with which it was
+    written. Otherwise, the object is downloaded again, under a temporary name until the download is complete.
 
     Raises:
-      FileNotFoundError: there is no such object, or no home directory.
+      FileNotFoundError: the object or the home directory does not exist.
       StorageError: the store cannot be read.
     """
     source = location(where)

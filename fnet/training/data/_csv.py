@@ -18,23 +18,24 @@ _BOOLS = {"true": True, "false": False}
 
 def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter: str = ",",
              missing: Any = None) -> dict[str, np.ndarray]:
-    """The columns of a CSV file by name, for `Batches`.
+    """Reads a CSV file. Returns a dict of its columns by name, for `Batches`.
 
-    A column of integers becomes int32 (int64 if int32 is too small), a column of other numbers float32, and a column of
-    true and false bool. Any other column becomes text, as NumPy's str. The file is in UTF-8. Cells may be quoted, and
-    quoted cells may hold delimiters and line breaks. Empty lines are skipped.
+    A column of integers gets the dtype int32, or int64 if int32 is too small. A column of other numbers gets float32,
+    and a column of the values true and false gets bool. Any other column is text, in NumPy's str dtype. The file must
+    be encoded in UTF-8. Cells may be quoted, and quoted cells may contain delimiters and line breaks. Empty lines are
+    skipped.
 
     Args:
-      path: the file, or its URL as for `read_tokens`. Its first line names the columns.
-      names: the names of the columns, for a file whose first line is data.
+      path: the path of the file, or its URL as for `read_tokens`. The first line contains the names of the columns.
+      names: the names of the columns, for a file whose first line is data. None: the first line.
       delimiter: the character between cells, such as ";" or a tab.
-      missing: how to treat a cell that is empty, NA, N/A, NaN, null, none or ? in a column of numbers or bools. None
-        raises an error, "drop" omits the row, and a number or {column: number} replaces the cell. Cells in a column of
-        text are not changed.
+      missing: what to do with a missing value, which is a cell that is empty or contains NA, N/A, NaN, null, none or ?
+        in a column of numbers or bools. None raises an error, "drop" omits the row, and a number or {column: number}
+        replaces the cell. Cells in a column of text are not changed.
 
     Raises:
-      ValueError: the file is not a table of this form, or a cell is missing. The message names the file and the line.
-      FileNotFoundError: there is no file.
+      ValueError: the file is not a table of this form, or a value is missing. The message names the file and the line.
+      FileNotFoundError: the file does not exist.
 
     Example:
       >>> table = read_csv("iris.csv")                                     # doctest: +SKIP
@@ -98,7 +99,7 @@ def _missing(cell: str) -> bool:
 
 
 def _kind(cells: Sequence[str]) -> Callable[[str], Any] | None:
-    """What converts the cells of a column of numbers or bools; None for a column of text."""
+    """Returns the function that converts the cells of a column of numbers or bools; None for a column of text."""
     present = [cell for cell in cells if not _missing(cell)]
     if present and all(cell.strip().lower() in _BOOLS for cell in present):
         return lambda cell: _BOOLS[cell.strip().lower()]

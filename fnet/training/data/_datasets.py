@@ -1,4 +1,4 @@
-"""Four image data sets in their authors' own formats: digits, MNIST, Fashion-MNIST, CIFAR-10."""
+"""Four image data sets, read from the files that their authors publish: digits, MNIST, Fashion-MNIST, CIFAR-10."""
 
 import difflib
 import hashlib
@@ -26,20 +26,20 @@ from fnet.training.data._image_formats import (
 __all__ = ["NAMES", "Dataset", "load", "load_digits", "read_idx"]
 
 _CHUNK = 1 << 20
-_TIMEOUT = 8    # seconds that a server may be silent; with two mirrors, a refusal takes less than 20
+_TIMEOUT = 8    # seconds to wait for a server; with two mirrors, a failed download takes less than 20
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images and their labels, as the authors split them into training and test sets.
+    """Images and labels, split into a training set and a test set.
 
     Attributes:
-        name: as given to `load`.
-        train_images: uint8 [n, height, width, channels], 0 is black.
-        train_labels: int32 [n], indices into `classes`.
-        test_images: uint8 [m, height, width, channels].
-        test_labels: int32 [m].
-        classes: the name of every label.
+        name: the name of the data set, as for `load`.
+        train_images: the training images, uint8 [n, height, width, channels]; 0 is black.
+        train_labels: the training labels, int32 [n], indices into `classes`.
+        test_images: the test images, uint8 [m, height, width, channels].
+        test_labels: the test labels, int32 [m], indices into `classes`.
+        classes: the names of the classes, a tuple of strings.
 
     >>> tr.datasets.load("digits").train_images.shape    # needs scikit-learn
     (1437, 8, 8, 1)
@@ -55,7 +55,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class _File:
-    """A file as it is published: its size in bytes and its MD5 tell whether a download is whole."""
+    """A published file. Its size in bytes and its MD5 show whether a download is complete."""
 
     name: str
     size: int
@@ -71,7 +71,7 @@ class _Source:
 
 _TEN = tuple("0123456789")
 _SOURCES = {
-    # The authors' page no longer hands out the files; these two mirrors hold the same bytes.
+    # The authors' page no longer serves the files; these two mirrors have identical copies.
     "mnist": _Source(
         (
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -124,28 +124,29 @@ def load(
     base_url: str | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Dataset:
-    """Reads a data set from disk, downloading what is missing.
+    """Reads a data set from disk, and downloads missing files.
 
-    Files are looked for in `data_dir/name`, then in `data_dir` itself, under their authors' names.
-    What is missing is downloaded into `data_dir/name`, each file checked against its published
-    size and MD5 before it gets its name.
+    The files must have their published names. They are searched in `data_dir/name`, then in
+    `data_dir`. Missing files are downloaded into `data_dir/name`. A downloaded file is stored
+    under its name only if it has the published size and MD5.
 
     Args:
-        name: digits, mnist, fashion_mnist or cifar10.
-        data_dir: default: the environment's FNET_DATA, otherwise ~/.cache/fnet. digits needs none.
-        split: how digits' 1,797 images are split, as `load_digits` says: "random" (stratified
-            80/20, fixed) or "last20" (the last 20 %, as is conventional). The other sets come
-            split by their authors.
+        name: "digits", "mnist", "fashion_mnist" or "cifar10".
+        data_dir: the folder of the files, which digits does not need. None: the folder in the
+            environment variable FNET_DATA, or ~/.cache/fnet.
+        split: how to split the 1,797 images of digits (see `load_digits`): "random" is a fixed,
+            stratified 80/20 split, and "last20" uses the last 20 % as the test set, as is
+            conventional. The other data sets have the split of their authors.
         download: whether missing files may be downloaded.
-        base_url: an address to download from instead of the published ones.
-        announce: called with one sentence before each download.
+        base_url: the URL to download from, or None for the published URLs.
+        announce: a function that is called with a sentence before each download, or None.
 
     Returns:
-        A Dataset.
+        A `Dataset`.
 
     Raises:
-        ValueError: an unknown name or split, or a file that is not what it should be.
-        FileNotFoundError: a file is neither on disk nor to be had by download.
+        ValueError: the name or the split is unknown, or a file does not have the expected content.
+        FileNotFoundError: a file is not on disk and cannot be downloaded.
 
     >>> load("digits").test_images.shape
     (360, 8, 8, 1)
@@ -185,21 +186,22 @@ def load(
 
 
 def load_digits(split: str = "random") -> Dataset:
-    """scikit-learn's 1,797 scans of handwritten digits, 8×8 pixels.
+    """Returns scikit-learn's 1,797 scans of handwritten digits, 8×8 pixels.
 
-    Their 17 levels, 0 (black) to 16, become round(255 · level / 16), which is one to one, so that
-    the same division by 255 suits every data set.
+    The gray levels, 0 (black) to 16, are converted to round(255 · level / 16), so that the images
+    of all data sets can be divided by 255.
 
     Args:
-        split: "random" sorts the images by class, in a fixed random order within each, and takes
-            every fifth into the test set: 1,437 and 360 images, each class split 80/20 to within
-            one image. "last20" takes the last 360 images of the file instead.
+        split: "random" sorts the images by class, in a fixed random order within each class, and
+            puts every fifth image into the test set. This gives 1,437 training and 360 test
+            images; each class is split 80/20 to within one image. "last20" uses the last 360
+            images of the file as the test set.
 
     Returns:
-        A Dataset.
+        A `Dataset`.
 
     Raises:
-        ValueError: an unknown split.
+        ValueError: the split is unknown.
         ModuleNotFoundError: scikit-learn is not installed.
 
     >>> len(tr.datasets.load_digits().test_labels)    # needs scikit-learn
@@ -218,17 +220,17 @@ def load_digits(split: str = "random") -> Dataset:
     order = np.arange(len(labels))
     test = order >= 1437
     if split == "random":
-        # RandomState's stream is frozen for good, default_rng's is not: NumPy's NEP 19.
+        # NumPy guarantees the stream of RandomState forever, but not that of default_rng (NEP 19).
         order = np.random.RandomState(0).permutation(len(labels))
         order = order[np.argsort(labels[order], kind="stable")]
         test = np.arange(len(labels)) % 5 == 0
-    # Sorted again: the loader shuffles, and sorted by class an unshuffled batch would hold one.
+    # Back to the order of the file: sorted by class, an unshuffled batch would have only one class.
     train, test = np.sort(order[~test]), np.sort(order[test])
     return Dataset("digits", images[train], labels[train], images[test], labels[test], _TEN)
 
 
 def _find_idx(name, folder):
-    """The four files of an IDX set, {published name: path}, and the published names missing."""
+    """Returns the files of an IDX data set, {published name: path}, and the names of missing files."""
     found, missing = {}, []
     for file in _SOURCES[name].files:
         paths = [folder / file.name, folder / file.name.removesuffix(".gz")]
@@ -265,7 +267,7 @@ def _load_idx(name, found):
 
 
 def _find_cifar10(name, folder):
-    """The unpacked files or the archive, {name: path}, and what to download if neither is there."""
+    """Returns the unpacked files or the archive, {name: path}, and the names of missing files."""
     for place in (folder / CIFAR_FOLDER, folder):
         files = {n: place / n for n in (*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES)}
         found = {n: path for n, path in files.items() if path.is_file()}
@@ -284,7 +286,7 @@ def _load_cifar10(name, found):
 
 
 def _download(name, file, folder, *, base_url, announce):
-    """Fetches one file into `folder` under its published name, or leaves nothing there."""
+    """Downloads one file into `folder` under its published name. After an error, no file is left."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -292,7 +294,7 @@ def _download(name, file, folder, *, base_url, announce):
             f"{name}: {file.name} is missing and {folder} cannot be created ({error.strerror}); "
             "choose another data_dir"
         ) from None
-    # Its own name until it is whole: a killed or a second download never leaves half a file.
+    # A temporary name until it is complete: a killed or concurrent download leaves no partial file.
     temporary = folder / f".{file.name}.{secrets.token_hex(4)}"
     failures, damaged = [], False
     for address in (base_url,) if base_url else _SOURCES[name].addresses:
@@ -326,7 +328,7 @@ def _download(name, file, folder, *, base_url, announce):
 
 
 def _copy(reply, out, limit):
-    """Size and MD5 of what was copied: at most one byte more than `limit`."""
+    """Copies at most `limit` + 1 bytes, and returns their number and their MD5."""
     size, md5 = 0, hashlib.md5(usedforsecurity=False)
     while size <= limit and (chunk := reply.read(min(_CHUNK, limit + 1 - size))):
         size += len(chunk)

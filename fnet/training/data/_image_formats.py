@@ -1,7 +1,7 @@
 """Readers of IDX (the format of MNIST) and of CIFAR-10's binary version, for untrusted files.
 
-Every input gives an array or a ValueError that names the file. Memory grows with the data in the file, not with the
-sizes that its headers claim, and a small file cannot unpack to a large array.
+Every input results in an array or a ValueError that names the file. The memory used depends on the data in the file,
+not on the sizes in its headers, and a small file cannot unpack to a large array.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ _BLOCK = 512    # bytes of a tar header
 
 
 def read_idx(path: str | os.PathLike, *, max_bytes: int | None = None) -> np.ndarray:
-    """Reads an IDX file, the format of MNIST, compressed by gzip or not.
+    """Reads an IDX file (the format of MNIST), which may be compressed by gzip.
 
-    An IDX file is two zero bytes, a type, the number of dimensions, each dimension as a big-endian uint32, and then the
-    values in row-major order.
+    An IDX file consists of two zero bytes, a type, the number of dimensions, each dimension as a big-endian uint32, and
+    the values in row-major order.
 
     Args:
-        path: the file. gzip is recognized by its first bytes, not by the name.
-        max_bytes: the largest size of the values in bytes. The default is 1 GiB; for a compressed file it is 32 times
-            the file's size, at least 64 MiB and at most 1 GiB, so that a small file cannot fill the memory.
+        path: the path of the file. A gzip file is recognized by its first bytes, not by its name.
+        max_bytes: the largest allowed size of the values in bytes. None: 1 GiB; for a compressed file, 32 times its
+            size, but at least 64 MiB and at most 1 GiB, so that a small file cannot fill the memory.
 
     Returns:
         An array in native byte order: uint8, int8, int16, int32, float32 or float64.
@@ -95,15 +95,16 @@ def read_cifar10(files):
     """Reads CIFAR-10's binary version.
 
     Args:
-        files: {name: path} of the unpacked files: data_batch_1.bin to data_batch_5.bin,
-            test_batch.bin and, if there, batches.meta.txt; or the path of the .tar.gz itself.
+        files: the unpacked files as a dict {name: path}, with data_batch_1.bin to
+            data_batch_5.bin, test_batch.bin and optionally batches.meta.txt; or the path of the
+            .tar.gz file.
 
     Returns:
         (train_images, train_labels, test_images, test_labels, classes): uint8 images
-        [n, 32, 32, 3], int32 labels [n], the ten names or None.
+        [n, 32, 32, 3], int32 labels [n], and the ten class names or None.
 
     Raises:
-        ValueError: a file that is not what it should be.
+        ValueError: a file does not have the expected content.
 
     Source: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version".
     """
@@ -121,7 +122,7 @@ def _read_file(path):
 
 
 def _parse_member(name, path, blob):
-    """The images and labels of a file of CIFAR-10, or the names of the classes."""
+    """Returns the images and labels in a file of CIFAR-10, or the names of the classes."""
     if name != CIFAR_NAMES or len(blob) > _CHUNK:
         return _parse_cifar(path, blob)
     classes = tuple(blob.decode("ascii", "replace").split())
@@ -145,7 +146,7 @@ def _parse_cifar(path, blob):
 
 
 def checked_labels(path, labels):
-    """Returns labels as int32. Raises an error if a label is not in the ten classes."""
+    """Returns the labels as int32. Raises an error if a label is not one of the ten classes."""
     if labels.max(initial=0) > 9:
         raise ValueError(
             f"{path}: holds label {labels.max()}, but the ten classes are 0 to 9; download it again"
@@ -158,7 +159,7 @@ class _BadArchive(Exception):
 
 
 def _read_archive(path):
-    """The known members, parsed: {name: what _parse_member returns}.
+    """Parses the known members of the archive. Returns {name: result of _parse_member}.
 
     CIFAR-10's archive needs regular files with short names only. All other members are skipped, including those in
     which GNU tar and pax store long names and other attributes. Nothing is written and no link is followed.
@@ -198,12 +199,12 @@ def _read_archive(path):
 
 
 def _parse_header(block):
-    """(name, bytes that follow, whether it is a regular file) from the header of a tar member (POSIX.1-1988 ustar)."""
+    """Parses a tar header (POSIX.1-1988 ustar). Returns (name, size of the data, whether it is a regular file)."""
     checksum = sum(block) - sum(block[148:156]) + 8 * ord(" ")
     if len(block) < _BLOCK or _octal(block[148:156]) != checksum:
         raise _BadArchive("a member's header is damaged")
     kind = block[156:157]
-    # Links, devices and folders have no data, whatever their size says. A size from 8 GiB on is not octal.
+    # Links, devices and folders have no data, whatever size the header states. A size of 8 GiB or more is not octal.
     size = 0 if kind in b"123456" else _octal(block[124:136]) if block[124] < 128 else _ARCHIVE_LIMIT + 1
     if size is None:
         raise _BadArchive("a member's header is damaged")
@@ -225,7 +226,7 @@ def _skip(file, size):
 
 
 def _read_upto(file, size) -> bytearray:
-    """At most `size` bytes, a chunk at a time."""
+    """Reads at most `size` bytes, one chunk at a time."""
     data = bytearray()
     while chunk := file.read(min(_CHUNK, size - len(data))):
         data += chunk

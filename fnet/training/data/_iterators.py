@@ -26,43 +26,44 @@ GUARANTEES = {
              "source yields the same ones whenever it is asked for that epoch",
     "none": "a resumed run reads the data from its beginning",
 }
-_SAVED = 8       # of so many checkpoints the states are kept, and
-_STATES = 64     # of so many steps the states are kept: batches are prepared before they are needed
+_SAVED = 8       # number of checkpoints whose states are kept
+_STATES = 64     # number of steps whose states are kept, because batches are prepared before they are needed
 
 
 def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, shuffle: bool = True,
                   resume: str | None = None) -> Callable[[int], Any]:
-    """Converts a source that can be iterated into batches for `fit`: `batches(i)` is the batch of step i, epoch after
-    epoch.
+    """Converts an iterable source to batches for `fit`: `batches(i)` is the batch of step i.
 
-    The attribute `batches.resume` states which batches a resumed run gets, and `fit` logs it:
+    After the last batch of an epoch, the first batch of the next epoch follows. The attribute `batches.resume` states
+    with which batches a resumed run continues, and `fit` logs this attribute:
 
-    - "exact": the batches of an uninterrupted run. A sequence, a Grain MapDataset and a Hugging Face Dataset are read
-      by index. Iterables and iterators with state_dict and load_state_dict, or get_state and set_state, have their
-      state stored in each checkpoint: a Hugging Face IterableDataset, a torchdata StatefulDataLoader, a Grain
-      IterDataset.
-    - "epoch": the batches after the current one; the epoch is read again up to this batch. So the batches are those of
-      an uninterrupted run if the source yields the same batches each time an epoch is read. Functions of the epoch, a
-      torch DataLoader in fixed order, a Hugging Face IterableDataset after `shuffle(buffer_size=)`, whose state leaves
-      out the buffer.
-    - "none": the batches from the beginning of the data, with a `ResumeWarning`. An example is a shuffled DataLoader,
-      whose order cannot be repeated.
+    - "exact": with the batches of an uninterrupted run. A sequence, a Grain MapDataset and a Hugging Face Dataset are
+      read by index. The state of an iterable or iterator with state_dict and load_state_dict, or with get_state and
+      set_state, is stored in each checkpoint. Examples are a Hugging Face IterableDataset, a torchdata
+      StatefulDataLoader and a Grain IterDataset.
+    - "epoch": with the next batch of the interrupted epoch, which is read again up to this batch. The batches are those
+      of an uninterrupted run if the source yields the same batches each time an epoch is read. Examples are functions
+      of the epoch, a torch DataLoader in fixed order, and a Hugging Face IterableDataset after `shuffle(buffer_size=)`,
+      whose state does not contain the buffer.
+    - "none": with the first batch of the data, with a `ResumeWarning`. An example is a shuffled DataLoader, whose order
+      cannot be repeated.
 
-    Arrays of torch and TensorFlow become NumPy arrays. fnet does not import torch, TensorFlow, datasets, torchdata or
-    grain for this.
+    Arrays of torch and TensorFlow are converted to NumPy arrays. For this, fnet does not import torch, TensorFlow,
+    datasets, torchdata or grain.
 
     Args:
-      source: an iterable that can be iterated again for each epoch, or a function that returns one, of no argument or
-        of the number of the epoch. Its items are batches: trees of arrays.
-      batch_size: number of examples in a batch, if the items of the source are examples instead of batches.
-      seed, shuffle: with batch_size and a source that has random access: the order of the examples, as in `Batches`.
+      source: an iterable that can be iterated again for each epoch, or a function that returns an iterable. The
+        function takes no argument, or the number of the epoch. The items of the iterable are batches: trees of arrays.
+      batch_size: number of examples in a batch, if the items of the source are examples instead of batches; or None.
+      seed, shuffle: the order of the examples, as in `Batches`. Used only with batch_size and a source that is read by
+        index.
       resume: "epoch" or "none", to select a weaker guarantee than the source supports, for example because it takes too
-        long to read an epoch again.
+        long to read an epoch again. None: the strongest guarantee.
 
     Raises:
-      TypeError: `source` is an iterator, which can be iterated only once, or cannot be iterated; or, when a batch is
-        read, its items are not numbers.
-      ValueError: the source has no batches, or, when a batch is read, its structure differs from that of the previous
+      TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be iterated. When a batch
+        is read: its items are not numbers.
+      ValueError: the source has no batches. When a batch is read: its structure differs from that of the previous
         batch.
 
     Example:
@@ -104,7 +105,7 @@ class _Indexed:
     def __init__(self, items: Any, batch_size: int | None, seed: int, shuffle: bool):
         self._items, self._many = items, hasattr(items, "column_names")
         self._rows = batch_size and Batches(np.arange(len(items)), batch_size, seed=seed, shuffle=shuffle)
-        self._endless = hasattr(items, "to_iter_dataset")  # a MapDataset counts on, each epoch in an order of its own
+        self._endless = hasattr(items, "to_iter_dataset")  # a MapDataset has no last index: epochs differ in order
         self._structure = _Structure()
 
     def __call__(self, step: int) -> Any:
@@ -129,8 +130,8 @@ class _Stream:
     """Batches of an iterable, in order.
 
     Attributes:
-      resume: the guarantee.
-      why: the reason, where it is "none".
+      resume: the guarantee, as documented in `from_iterator`.
+      why: the reason if the guarantee is "none".
     """
 
     def __init__(self, source: Any, factory: bool, batch_size: int | None, resume: str | None):
@@ -166,7 +167,7 @@ class _Stream:
         return math.ceil(epochs * math.ceil(len(self._opened) / (self._batch_size or 1)))
 
     def position(self, step: int) -> dict[str, Any]:
-        """Where batch `step` begins, in types of JSON, for a step at most a few before the newest one."""
+        """Returns the position of batch `step` in JSON types. `step` may be at most a few steps before the newest."""
         self._saved[step] = None
         if len(self._saved) > _SAVED:
             self._saved.pop(old := next(iter(self._saved)))
@@ -187,7 +188,7 @@ class _Stream:
                 self._saved[step] = None
 
     def _go(self, step: int) -> None:
-        """To batch `step`, from the nearest position that is known, reading the batches between."""
+        """Goes to batch `step`: reads the batches after the nearest known position."""
         if step != self._at and self.resume != "none":
             start = max(at for at in (*self._epochs, *self._states) if at <= step)
             if not start <= self._at < step:
@@ -228,13 +229,13 @@ class _Stream:
         return _state_methods(self._opened) or _state_methods(self._iterator)
 
     def _next(self) -> Any:
-        """The next batch, of this epoch or the next one."""
+        """Returns the next batch, which belongs to this epoch or is the first of the next epoch."""
         epoch = self._epochs[self._first]
         item = next(self._items, _END)
         if item is _END and self._at > self._first:
             epoch, self._first = epoch + 1, self._at
             self._epochs[self._first] = epoch
-            self._states.pop(self._first, None)            # of the end of the epoch before
+            self._states.pop(self._first, None)            # the state at the end of the previous epoch
             self._opened = self._make(epoch)
             self._start()
             item = next(self._items, _END)
@@ -253,7 +254,7 @@ class _Stream:
 
 
 class _Structure:
-    """Converts batches to NumPy arrays, and compares their structure with that of the first."""
+    """Converts batches to NumPy arrays, and checks that all batches have one structure."""
 
     def __init__(self):
         self._paths: list[str] | None = None
@@ -277,7 +278,8 @@ class _Structure:
 
 
 def _array(leaf: Any) -> np.ndarray | jax.Array:
-    """A leaf as NumPy's: a tensor of torch (which NumPy cannot always read) or TensorFlow, a list of numbers."""
+    """Converts a leaf (an array, a list, a tensor of torch or TensorFlow) to a NumPy array. NumPy cannot read every
+    torch tensor."""
     if hasattr(leaf, "detach"):
         leaf = leaf.detach().cpu()
         return leaf.float().numpy().astype(jnp.bfloat16) if "bfloat16" in str(leaf.dtype) else leaf.numpy()
@@ -318,7 +320,8 @@ def _takes_epoch(function: Callable) -> bool:
 
 
 def _unrepeatable(source: Any, fresh: bool) -> str | None:
-    """Why the order of a DataLoader cannot be repeated: its sampler is random, by a generator that goes on."""
+    """Returns why the order of a DataLoader cannot be repeated, or None. The reason is a random sampler whose generator
+    is not created again for each epoch."""
     sampler = getattr(getattr(source, "batch_sampler", None), "sampler", None) or getattr(source, "sampler", None)
     if hasattr(sampler, "generator") and (sampler.generator is None or not fresh):
         return ("a shuffled DataLoader has another order in each process: pass a function of the epoch, lambda epoch: "
@@ -327,8 +330,8 @@ def _unrepeatable(source: Any, fresh: bool) -> str | None:
 
 
 def _forgets(source: Any) -> bool:
-    """Whether its state leaves out a shuffle buffer, as that of a Hugging Face IterableDataset does: a resumed run
-    would have other batches."""
+    """Whether the state of the source does not contain its shuffle buffer, as for a Hugging Face IterableDataset. A run
+    resumed from this state would have other batches."""
     parts = [source]
     while parts:
         part = parts.pop()

@@ -13,7 +13,7 @@ from fnet.training.data._arrays import is_leaf, take
 
 
 def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify: Any = None) -> tuple[Any, ...]:
-    """Divides the examples of a data set at random into parts that have no example in common.
+    """Divides the examples of a data set at random into disjoint parts.
 
     The parts depend only on the number of examples, the sizes and the seed. The examples in a part keep their order.
 
@@ -22,15 +22,15 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
       sizes: for two parts, the size of the second (validation): a fraction such as 0.2, or a number of examples. For
         any number of parts, a sequence of the sizes of all parts: fractions with the sum 1, or numbers of examples.
       seed: the seed of the random assignment of examples to parts.
-      stratify: labels, integers [n]. The number of examples of each class in a part then differs from the exact share
-        by at most one.
+      stratify: the class of each example, integers [n], or None. If given, the number of examples of each class in a
+        part differs by at most one from the exact share.
 
     Returns:
       The parts, each with the structure of `data`.
 
     Raises:
-      ValueError: the sizes are not positive or have a wrong sum, a part has no examples, or the labels have another
-        length.
+      ValueError: the sizes are not positive or have a wrong sum, a part has no examples, or `stratify` does not have
+        one label for each example.
 
     Example:
       >>> data = {"x": np.arange(10), "y": np.arange(10) % 2}
@@ -52,7 +52,7 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
             raise ValueError(f"split: stratify= expects one label for each of {n} examples, got shape {labels.shape}")
         order = order[np.argsort(np.unique(labels, return_inverse=True)[1][order], kind="stable")]
     parts = []
-    for count in counts[:0:-1]:                            # at equal distances in the order of the classes
+    for count in counts[:0:-1]:                            # evenly spaced in the order of the classes
         position = np.arange(len(order)) * count
         chosen = (position + count) // len(order) > position // len(order)
         parts.append(order[chosen])

@@ -13,18 +13,18 @@ from fnet.training.data._cache import local
 class Windows:
     """Batches of windows of consecutive tokens at random positions of an array; `windows(i)` is the batch of step i.
 
-    If the array is memory-mapped, only the windows of a batch are read from the file.
+    If the array is memory-mapped, a batch reads only its windows from the file.
 
     Args:
-      tokens: [tokens], integers.
+      tokens: the token array, integers [tokens].
       length: number of predicted tokens in a window; a window has `length + 1` tokens.
-      batch_size: windows in a batch.
+      batch_size: number of windows in a batch.
       seed: the seed of the random positions.
-      vocab_size: if given, a token in a batch must be less than this.
+      vocab_size: the size of the vocabulary, to check that each token is less than it; None: tokens are not checked.
 
     Raises:
-      ValueError: `tokens` is not longer than `length` or is not an integer array, a size is less than 1, or, when a
-        batch is read, a token is not less than `vocab_size`.
+      ValueError: `tokens` is not longer than `length` or is not an integer array, or a size is less than 1. When a
+        batch is read: a token is negative or not less than `vocab_size`.
 
     Example:
       >>> windows = Windows(np.arange(100), length=4, batch_size=2, seed=0)
@@ -62,7 +62,7 @@ class Windows:
         return {"tokens": len(self.tokens), "length": self.length, "batch_size": self.batch_size, "seed": self.seed}
 
     def starts(self, step: int) -> np.ndarray:
-        """The first positions of the windows of batch `step`: [batch_size]."""
+        """Returns the first position of each window in batch `step`: [batch_size]."""
         generator = np.random.Generator(np.random.PCG64([self.seed, step]))
         return generator.integers(0, len(self.tokens) - self.length, self.batch_size)
 
@@ -71,11 +71,11 @@ def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
     """Divides an array of tokens into windows that overlap by one token, so that each token is predicted once.
 
     Args:
-      tokens: [tokens], integers.
+      tokens: the token array, integers [tokens].
       length: number of predicted tokens in a window; a window has `length + 1` tokens.
 
     Returns:
-      [windows, length + 1], a view of `tokens`. Tokens at the end that do not fill a window are omitted.
+      The windows, [windows, length + 1], a view of `tokens`. Tokens at the end that do not fill a window are omitted.
 
     Raises:
       ValueError: `tokens` is not longer than `length`, or is not an integer array.
@@ -92,11 +92,12 @@ def read_tokens(path: str | os.PathLike) -> np.ndarray:
     """Memory-maps a file of tokens in the format of nanoGPT's data scripts: unsigned 16-bit numbers without a header.
 
     Args:
-      path: the path of the file, or its URL (s3://, gs://, az://). An object is copied to FNET_DATA (default:
-        ~/.cache/fnet) when it is first read; the checksum of the copy is verified each time.
+      path: the path of the file, or its URL (s3://, gs://, az://). A file in an object store is copied to the folder in
+        the environment variable FNET_DATA (default: ~/.cache/fnet) when it is first read. The checksum of the copy is
+        verified each time.
 
     Returns:
-      [tokens], uint16, memory-mapped.
+      The tokens, uint16 [tokens], memory-mapped.
 
     Raises:
       ValueError: the file is empty or has an odd number of bytes.
