@@ -1,4 +1,4 @@
-"""Parameters in fewer bytes, small trainable changes of large ones, and fewer channels, heads and hidden units.
+"""Model compression: quantization, LoRA, and pruning of channels, heads and hidden units.
 
     from fnet import compress
 

@@ -1,4 +1,4 @@
-"""Which formats of parameters pay on a chip: bytes and time of each product."""
+"""Which formats of parameters make a function faster on a chip: bytes and time of each product."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fnet.hardware._roofline import seconds_text
 from fnet.jaxpr import is_implicit
 from fnet.transforms import use_implicit_arrays
 
-_GAIN = 0.97    # a format is selected up to this fraction of the time
-_ORIGINAL = "original"    # the name of the parameter's own dtype among those of formats
-_COLD, _WORK = 2**25, 2e9    # a probe reads so many bytes of parameters, but computes at most so many FLOPs
+_GAIN = 0.97    # a format is selected if it takes at most this fraction of the original time
+_ORIGINAL = "original"    # the name of the parameter's own dtype among the names of formats
+_COLD, _WORK = 2**25, 2e9    # a probe reads 2**25 bytes of parameters, but computes at most 2e9 FLOPs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +34,13 @@ class Advised:
     """The advice about one parameter.
 
     Attributes:
-        path: of the parameter.
-        product: its products, as text.
-        bytes, seconds: {name of a format: bytes of the parameter, seconds of its products}; "original" is that of the
-            parameter itself. A format that cannot represent the parameter is missing.
-        format: the format that is advised, or None.
-        reason: why.
+        path: the path of the parameter.
+        product: the products with the parameter, as text.
+        bytes: {name of a format: the bytes of the parameter in this format}. The name of the parameter's own dtype is
+            "original". Formats that cannot represent the parameter are missing.
+        seconds: {name of a format: the time of the products in this format}.
+        format: the format that is advised, or None to keep the parameter.
+        reason: the reason for the advice.
 
     >>> from fnet import compress
     >>> row = compress.Advised("w", "[8, 4] x [4, 2]", {"original": 32}, {"original": 1e-6}, None, "the first product")
@@ -57,11 +58,11 @@ class Advised:
 
 @dataclasses.dataclass(frozen=True)
 class Advice(Mapping):
-    """What `advise` returns: a recipe {pattern: format} for `quantize`. Printed, it is a table.
+    """The result of `advise`: a recipe {pattern: format} for `quantize`. `print` shows it as a table.
 
     Attributes:
         chip: the chip.
-        measured: whether times were measured on it. Otherwise they are estimates from its peaks.
+        measured: whether times were measured on the chip. Otherwise they are estimated from its peak rates.
         rows: one `Advised` for each parameter of a product.
         formats: {name: format}.
         before: seconds of the function with the original parameters, or None.
@@ -98,7 +99,7 @@ class Advice(Mapping):
         return self._total({row.path: label(row.format) for row in self.rows if row.format is not None})
 
     def predict(self, params: Any) -> float | None:
-        """The seconds of the function with these parameters, for example those that `quantize` returned.
+        """Predicts the seconds of the function with other parameters, for example those that `quantize` returned.
 
         Raises:
             ValueError: a parameter has a format that was not considered, or cannot be predicted.
@@ -118,7 +119,7 @@ class Advice(Mapping):
             return None
         old = sum(row.seconds[_ORIGINAL] for row in self.rows)
         new = sum(row.seconds[formats.get(row.path, _ORIGINAL)] for row in self.rows)
-        # Probes of separate products may take longer than the whole function, which then consists of products alone.
+        # Probes of separate products may take longer than the whole function. It is then assumed to have only products.
         return self.before - old + new if old <= self.before else self.before * new / old
 
     def __str__(self) -> str:
@@ -127,27 +128,28 @@ class Advice(Mapping):
 
 def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequence[Format] | None = None,
            measure: bool | None = None) -> Advice:
-    """Advises which parameters to quantize: for each product with a parameter, bytes and time in each format.
+    """Advises which parameters to quantize, from the bytes and the time of each product in each format.
 
         advice = compress.advise(model, params, tokens)
         print(advice)
         small = compress.quantize(params, advice)
 
-    On the chip that holds the arguments, each product is timed in each format, with as many copies of the parameter as
-    exceed the caches, between elementwise operations like those of a network, with which rounding and scaling fuse. The
-    function is timed as well, with the original parameters and with all of them in each format: what XLA fuses depends
-    on the whole function, so the times of the products are multiplied by the factor with which they agree with it. For
-    another chip, times are estimates: the longer of FLOPs / peak rate and bytes / bandwidth, and the decoding of codes.
-    A format is advised for a parameter if its products take less than 97 % of the time; the fastest format is selected.
-    Accuracy is not considered: measure it, and see `calibrate`.
+    On the local chip, each product is timed in each format. A probe has more copies of the parameter than fit into the
+    caches, and elementwise operations before and after the product, with which rounding and scaling fuse as in a
+    network. The whole function is also timed, with the original parameters and with all parameters in each format. What
+    XLA fuses depends on the whole function, so the times of the products are multiplied by a factor that makes their
+    sum agree with the time of the function. For another chip, times are estimates: the longer of FLOPs / peak rate and
+    bytes / bandwidth, plus the time to decode the codes.
 
-    The first and the last product of a function are not quantized, because they affect its outputs most.
+    The fastest format is advised for a parameter if its products then take at most 97 % of the original time. Accuracy
+    is not considered: measure it, and see `calibrate`. If more than two parameters have products, those of the first
+    and the last product are not quantized, because they affect the outputs most.
 
     Args:
         f: `f(params, *args)`, a model of any library.
-        params: its parameters. Implicit arrays, biases and norms stay as they are.
-        *args: its other arguments. With `jax.ShapeDtypeStruct`s, nothing is measured.
-        chip: a `hardware.Chip`, a device or a device kind. By default the first local device.
+        params: the parameters of f. Implicit arrays, biases and norms are not changed.
+        *args: the other arguments of f. With `jax.ShapeDtypeStruct`s, nothing is measured.
+        chip: a `hardware.Chip`, a device or a device kind. Default: the first local device.
         formats: the formats to consider. Default: Int8(), Int8(activations="dynamic") and Int4(group=32).
         measure: whether to time products. Default: True if the arguments are arrays and `chip` is attached.
 
@@ -200,7 +202,7 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
 
 
 def label(format: Format) -> str:
-    """The name of a format in a table: without axes and groups."""
+    """The name of a format in a table, without axes and groups."""
     activations = getattr(format, "activations", None)
     return type(format).__name__ + ("" if activations is None else f" {activations}")
 
@@ -212,7 +214,7 @@ def _uncalibrated(format: Format) -> tuple[Format, bool]:
 
 
 def _fitted(format, product) -> Format | None:
-    """The format for the contracted axes of a product, with a group that divides the last; None if there is none."""
+    """The format for the contracted axes of a product, with a group that divides the last axis; None if none does."""
     n, group = product.w.shape[product.axes[-1]], format.group
     if format.bits == 4 and n % 2:
         return None
@@ -270,9 +272,9 @@ def _bytes(leaf, format) -> int:
 def _probed(product: Product, candidates: Mapping[str, Format], *, returned: bool) -> dict[str, float]:
     """Seconds of one computation of a product: with the original parameter, and in each format.
 
-    In a network, operands come from elementwise operations and results go to others (biases, norms, activations). The
-    rounding of x and the scaling of y fuse with them, and do not read or write their arrays once more. Results that the
-    function returns go to no other operation.
+    In a network, elementwise operations (biases, norms, activations) compute the operands of a product and use its
+    result. The rounding of x and the scaling of y fuse with these operations, and do not read or write the arrays once
+    more. Results that the function returns are not used by another operation.
     """
     one = product.w.size * product.w.dtype.itemsize
     copies = max(1, min(64, math.ceil(_COLD / one), int(_WORK / product.flops)))

@@ -29,19 +29,19 @@ _NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\
                    meta_fields=["axes", "conflict"])
 @dataclasses.dataclass(frozen=True)
 class InputStatistics:
-    """Statistics of the other operand of the products with one parameter. `calibrate` creates it.
+    """Statistics of the inputs of the products with one parameter. `calibrate` creates it.
 
-    `lead` are the sizes of the leading axes of the parameter over which a scan runs, such as the layers of a `Stack`.
-    n is the number of inputs of a product: the elements of a row that are contracted with the parameter (1 for
-    convolutions, in which each element is a row).
+    The input of a product is its other operand. Its rows have n elements, which are contracted with the parameter. For
+    convolutions, n is 1: each element is a row. `lead` are the sizes of the leading axes of the parameter over which a
+    scan runs, such as the layers of a `Stack`.
 
     Attributes:
-        rows: [*lead], the number of recorded rows of n inputs.
-        largest: [*lead], the largest magnitude of an input.
-        magnitude: [*lead, n], the mean magnitude of each input.
+        rows: [*lead], the number of recorded rows.
+        largest: [*lead], the largest magnitude of an element.
+        magnitude: [*lead, n], the mean magnitude of each element of a row.
         histogram: [*lead, 1920], the number of magnitudes in each bin; `bounds` has the upper bounds of the bins.
         gram: [*lead, n, n], the sum of x^T x over all rows x; None for convolutions, and with `gram=False`.
-        axes: the contracted axes of the parameter, as negative numbers.
+        axes: the contracted axes of the parameter, counted from the end (negative).
         conflict: why the statistics do not describe all products with the parameter; "" if they do.
 
     >>> from fnet import compress
@@ -65,11 +65,11 @@ class InputStatistics:
         return 2.0 ** (_LOWEST + np.arange(1, _BINS + 1) / _PER_OCTAVE)
 
     def bound(self, method: str) -> np.ndarray:
-        """The magnitude that 8-bit codes shall represent exactly, [*lead].
+        """The magnitude that the largest 8-bit code represents, [*lead].
 
         Args:
             method: "absmax", the largest magnitude; "percentile", the bound below which 99.99 % of the magnitudes are;
-                "mse", the bound with the least mean squared error of rounding and clipping.
+                "mse", the bound for which rounding and clipping have the least mean squared error.
         """
         largest, counts, bounds = np.asarray(self.largest), np.asarray(self.histogram, float), self.bounds
         if method == "percentile":
@@ -93,8 +93,8 @@ class _Observed(Wrapped):
     """A parameter that tags statistics of the other operand of each product.
 
     Attributes:
-        leaf: the number of the parameter.
-        original: its number of axes outside of scans.
+        leaf: the index of the parameter.
+        original: the number of axes of the parameter outside of scans.
         gram: whether to compute x^T x.
     """
 
@@ -133,13 +133,15 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
         f: `f(params, *batch)`, a model of any library, or a loss.
         params: a tree of arrays. Parameters with fewer than two axes, those named bias, scale, b or offset, and
             implicit arrays are not observed.
-        batches: tuples of the other arguments of f; or arrays, if there is one other argument. A few hundred rows in
-            total suffice for ranges; the correction of rounding needs more rows than inputs of a product.
-        gram: whether to record x^T x, which `quantize` uses to correct rounding errors. It has n^2 values for n inputs.
+        batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array if there is one
+            other argument. A few hundred rows in total suffice for the ranges of inputs. The correction of rounding
+            errors needs more rows than a row has elements.
+        gram: whether to record x^T x, which `quantize` uses to correct rounding errors. It has n^2 elements for rows
+            of n elements.
 
     Returns:
-        {path of a parameter: `InputStatistics`}, for parameters that f reads in products or convolutions outside of
-        while loops and branches of cond.
+        {path of a parameter: `InputStatistics`}, for the parameters that f uses in products or convolutions. Products
+        inside while loops and branches of cond are not recorded.
 
     Raises:
         ValueError: there is no batch, or no product with a parameter.

@@ -16,15 +16,16 @@ def distillation_loss(logits: jax.Array, teacher_logits: jax.Array, labels: jax.
 
         weight T^2 KL(softmax(teacher_logits / T) || softmax(logits / T)) + (1 - weight) cross_entropy(logits, labels)
 
-    The factor T^2 keeps the size of the first gradient independent of the temperature T. The teacher's logits get no
-    gradient.
+    The factor T^2 keeps the size of the first term's gradient independent of the temperature T. The teacher's logits
+    get no gradient.
 
     Args:
-        logits: of the student, [..., classes].
-        teacher_logits: [..., classes].
-        labels: integers [...]. None: the first term alone, with weight 1.
-        temperature: T > 0. A larger one shows more of the classes that the teacher considers unlikely.
-        weight: of the first term, in [0, 1].
+        logits: the logits of the student, [..., classes].
+        teacher_logits: the logits of the teacher, [..., classes].
+        labels: integers [...]. If None, the loss is the first term with weight 1.
+        temperature: T > 0. With a larger T, the student learns more about the classes that the teacher considers
+            unlikely.
+        weight: the weight of the first term, in [0, 1].
 
     Returns:
         Losses [...] in nats.
@@ -63,14 +64,14 @@ def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: M
         loss = compress.hidden_loss(seen, wanted, {"blocks": "encoder"}, {"blocks": projection})
 
     Args:
-        student, teacher: {site: value}, the second results of functions of `ft.capture`. The teacher's values get no
-            gradient.
+        student, teacher: {site: value}, the second result of a function that `ft.capture` returns. The teacher's values
+            get no gradient.
         pairs: {site of the student: site of the teacher}.
-        projections: {site of the student: matrix [features, teacher's features]}, trained with the student, for sites
-            with other numbers of features.
+        projections: {site of the student: matrix [features, teacher's features]}, for sites at which student and
+            teacher have different numbers of features. Train the matrices with the student. Default: none.
 
     Returns:
-        The mean over pairs of the mean over all values: a scalar.
+        A scalar: the mean squared difference of each pair, averaged over the pairs.
 
     Raises:
         KeyError: a site was not captured.

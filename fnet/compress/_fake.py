@@ -23,12 +23,14 @@ from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
                    meta_fields=["format", "axes"])
 @dataclasses.dataclass(frozen=True)
 class FakeQuantized(ImplicitArray):
-    """A trainable parameter that a program reads rounded to multiples of a trainable step. `fake_quantize` creates it.
+    """A trainable parameter whose values are rounded to multiples of a trainable step when a program uses them.
+
+    `fake_quantize` creates it.
 
     Attributes:
-        values: the parameter.
-        step: the scale of each block of values, as in `Quantized`.
-        inputs: None, or the step of the other operand.
+        values: the values of the parameter before rounding.
+        step: the scale of each block of values, as `scale` in `Quantized`.
+        inputs: None, or the step to whose multiples the other operand of a product is rounded.
         format, axes: as in `Quantized`.
 
     >>> from fnet import compress
@@ -69,7 +71,7 @@ class FakeQuantized(ImplicitArray):
         return take(self.materialize())
 
     def quantized(self) -> Quantized:
-        """The parameter as codes and scales, with the values that programs read before."""
+        """The parameter as codes and scales. It represents the same rounded values."""
         result = self._quantized(self.values.astype(jnp.float32))
         largest = self.format.largest
         codes = self.format.encode(jnp.clip(result.codes / result.full_scale(), -largest, largest))
@@ -90,7 +92,7 @@ class FakeQuantized(ImplicitArray):
 
 
 def _scaled_gradient(step, count, largest):
-    """The step, with a derivative divided by sqrt(count * largest), so that steps and values move at similar rates."""
+    """The step, with its derivative divided by sqrt(count * largest): steps and values then change at similar rates."""
     factor = 1 / math.sqrt(count * largest)
     return factor * step + lax.stop_gradient(step - factor * step)
 
@@ -103,25 +105,25 @@ def _rounded(x, step, largest):
 
 def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
                   stats: Mapping[str, InputStatistics] | None = None) -> Any:
-    """Replaces parameters by trainable ones that are rounded where they are read (quantization-aware training).
+    """Replaces parameters by trainable parameters that are rounded where they are used (quantization-aware training).
 
         params = compress.fake_quantize(params, {".*": compress.Int4(group=32)})
         loss = lambda params: f(ft.use_implicit_arrays(model)(params, x))    # train as usual
         params = compress.convert(params)                                    # codes and scales
 
-    The derivative ignores the rounding (straight-through). The steps, which become the scales, are trained too: learned
-    step size quantization. They start at the scales of `quantize`.
+    The derivative ignores the rounding (straight-through estimator). The steps, which become the scales, are also
+    trained (learned step size quantization). They start at the scales that `quantize` computes.
 
     Args:
         params: a tree of arrays.
         recipe: {pattern: format}, as for `quantize`, with the formats `Int8` and `Int4`.
-        stats: statistics of inputs from `calibrate`, for the first scales of activations.
+        stats: statistics of inputs from `calibrate`, for the initial scales of activations. Default: none.
 
     Returns:
         The tree with `FakeQuantized` leaves.
 
     Raises:
-        ValueError: as `quantize`.
+        ValueError: as for `quantize`.
         TypeError: a format is not `Int8` or `Int4`.
 
     Source: Esser et al. (2020), Learned Step Size Quantization, equations 1 to 5.
@@ -147,7 +149,7 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
 
 
 def convert(params: Any) -> Any:
-    """The tree with `Quantized` leaves in place of `FakeQuantized` ones, after training.
+    """Replaces the `FakeQuantized` leaves of a tree by `Quantized` leaves, after training.
 
     >>> from fnet import compress
     >>> params = compress.fake_quantize({"kernel": jnp.ones((2, 2))}, {"kernel": compress.Int8()})

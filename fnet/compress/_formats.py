@@ -15,16 +15,16 @@ _NF4 = np.array([
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32)
 
-METHODS = "absmax", "percentile", "mse"    # by which a scale of activations follows from statistics
+METHODS = "absmax", "percentile", "mse"    # methods to compute the scale of activations from statistics
 
 
 class Format:
     """How a parameter is stored: `values = decode(codes) * scale`, with one scale for each block of values.
 
     Attributes:
-        bits: of one code.
-        group: how many values along the last contracted axis share a scale; None if all do.
-        axes: the contracted axes, which share a scale; None for the defaults of `quantize`.
+        bits: the number of bits of one code.
+        group: the number of values along the last contracted axis that share a scale; None if all do.
+        axes: the contracted axes, over which values share a scale; None for the defaults of `quantize`.
         largest: the decoded value to which the largest value of a block is mapped.
     """
 
@@ -63,15 +63,15 @@ class Int8(Format):
     """8-bit integers: codes -127 .. 127, a quarter of the bytes of float32.
 
     Args:
-        group: how many values along the contracted axis share a scale. Default None: all of them, so that a product is
-            computed with the codes and scaled afterwards.
+        group: the number of values along the contracted axis that share a scale. Default: None, all values. Then a
+            product is computed with the codes, and its result is scaled.
         axes: the axes over which the parameter is contracted. See `quantize`.
         activations: None keeps the activations in their dtype ("weight-only"). Otherwise they are also rounded to 8
-            bits; products are then computed with integers, convolutions with the rounded values. "dynamic": one scale
-            for each row (all contracted axes) or example of a convolution, computed from its values. "absmax",
-            "percentile" or "mse": one scale, which `quantize` takes from statistics by this method
-            (`InputStatistics.bound`). Derivatives with respect to activations ignore the rounding
-            (straight-through).
+            bits; products are then computed with integers, convolutions with the rounded values. "dynamic": the scale
+            is computed from the values of each row (over all contracted axes), or of each example of a convolution.
+            "absmax", "percentile" or "mse": a single scale, which `quantize` computes from statistics by this method
+            (`InputStatistics.bound`). Derivatives with respect to activations ignore the rounding (straight-through
+            estimator).
 
     >>> Int8().bits
     8
@@ -102,7 +102,8 @@ class Int4(Format):
     """4-bit integers: codes -8 .. 7, two in a byte. The largest magnitude of a block is 7 scales.
 
     Args:
-        group: how many values along the contracted axis share a scale. Default 32, as in GGUF; None: all of them.
+        group: the number of values along the contracted axis that share a scale, or None for all values. Default: 32,
+            as in GGUF.
         axes: the axes over which the parameter is contracted. See `quantize`.
 
     >>> Int4().group
@@ -126,7 +127,8 @@ class NF4(Format):
     """4-bit codes of 16 quantiles of a normal distribution, two in a byte.
 
     Args:
-        group: how many values along the contracted axis share a scale. Default 64, as in the paper; None: all of them.
+        group: the number of values along the contracted axis that share a scale, or None for all values. Default: 64,
+            as in the paper.
         axes: the axes over which the parameter is contracted. See `quantize`.
 
     Source: Dettmers et al. (2023), QLoRA: Efficient Finetuning of Quantized LLMs, section 3.
@@ -152,7 +154,7 @@ class Float8(Format):
     """8-bit floating point, float8_e4m3fn: 4 bits of exponent, 3 of mantissa, largest value 448.
 
     Args:
-        group: how many values along the contracted axis share a scale. Default None: all of them.
+        group: the number of values along the contracted axis that share a scale. Default: None, all values.
         axes: the axes over which the parameter is contracted. See `quantize`.
 
     Source: Micikevicius et al. (2022), FP8 Formats for Deep Learning.

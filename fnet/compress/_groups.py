@@ -19,12 +19,12 @@ Factors = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """What remains of a leaf.
+    """The indices of a leaf that remain.
 
     Attributes:
         shape: the original shape.
         factors: for each axis, the sizes of its factors.
-        kept: for each axis and factor the indices that remain, or None for all.
+        kept: for each axis and factor, the indices that remain, or None for all indices.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Cut:
     kept: tuple[tuple[np.ndarray | None, ...], ...]
 
     def apply(self, x: Any) -> Any:
-        """Removes the indices from an array."""
+        """Removes all other indices from an array."""
         for axis, (factors, kept) in enumerate(zip(self.factors, self.kept)):
             if any(each is not None for each in kept):
                 x = x.take(remaining_indices(factors, kept), axis=axis)
@@ -45,7 +45,7 @@ class Cut:
         return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
     def original(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an array before indices were removed. Axes from which none was removed may have any size."""
+        """The shape of an array before indices were removed. An axis without removed indices may have any size."""
         if len(shape) != len(self.shape):
             return shape
         return tuple(full if any(each is not None for each in kept) else n
@@ -68,13 +68,14 @@ class _Leaf:
 
 
 class Call:
-    """A call f(params, *args, **kwargs), traced, with its axes tied. Axes of `params` and of `state=` may change.
+    """A traced call f(params, *args, **kwargs), with its axes tied. Axes of `params` and of `state=` may change.
 
     Args:
-        cuts: {key of a leaf: `Cut`}; then arrays with a cut have fewer indices than f expects.
+        cuts: {key of a leaf: `Cut`}. The arrays with these keys have fewer indices than f expects. Default: none.
 
     Attributes:
-        program: the tied program. leaves: its inputs.
+        program: the tied program.
+        leaves: the inputs of the program.
     """
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict, cuts: Mapping[str, Cut] | None = None):
@@ -98,7 +99,7 @@ class Call:
                                    _returned(traced, kwargs.get("state")), hints)
 
     def evaluate(self, cuts: Mapping[str, Cut]) -> Any:
-        """Returns f's result, if the arrays of the call no longer contain the indices that `cuts` removes."""
+        """Returns f's result. The arrays of the call must not contain the indices that `cuts` removes."""
         kept: dict[int, np.ndarray] = {}
         for i, leaf in enumerate(self.leaves):
             if leaf.key in cuts:
@@ -132,7 +133,7 @@ def _role(path) -> str:
 
 
 def _returned(traced, state) -> dict[int, int]:
-    """{output: input} of the state in a result (y, state), and of the nnx variables among the arguments."""
+    """{index of an output: index of the input} for the state in a result (y, state), and for nnx variables."""
     jaxpr = traced.closed.jaxpr
     result, modules = traced.tree([_Output(i) for i in range(len(jaxpr.outvars))])
     arrays, found = [] if modules is None else modules.arrays, {}
@@ -155,10 +156,10 @@ class Group:
     """Axes of parameters that must have the same indices, such as the channels between two convolutions.
 
     Attributes:
-        atom: its number in the program.
-        size: how many indices it has.
-        members: (leaf, axis, position): the factor at this position of an axis of an input of the program.
-        reason: why no index can be removed; "" if some can.
+        atom: the number of the group in the program.
+        size: the number of indices.
+        members: tuples (leaf, axis, position), each for the factor at this position of an axis of a program input.
+        reason: why no index can be removed; "" if indices can be removed.
     """
 
     atom: int
@@ -171,7 +172,7 @@ def groups(call: Call) -> list[Group]:
     """The groups of axes of the parameters of a call.
 
     An axis can have several factors, such as the heads and the features of a head. Indices are removed from only one
-    factor of each axis, the first one that allows it. The groups of the other factors do not change, in any axis.
+    factor of each axis, the first factor that allows it. The groups of the other factors are not reduced in any axis.
     """
     program, members, second = call.program, {}, set()
     for i, leaf in enumerate(call.leaves):

@@ -1,4 +1,4 @@
-"""Changes of low rank: LoRA, and QLoRA on quantized parameters."""
+"""Low-rank changes of parameters: LoRA, and QLoRA for quantized parameters."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fnet.jaxpr import materialize as _materialized
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale", "inputs"])
 @dataclasses.dataclass(frozen=True)
 class LowRank(ImplicitArray):
-    """A parameter with a change of low rank: `base + scale * a @ b`. `lora` creates it.
+    """A parameter with a low-rank change: `base + scale * a @ b`. `lora` creates it.
 
     Attributes:
-        base: an array [*lead, *in, out], plain or implicit.
+        base: the original parameter, a plain or implicit array [*lead, *in, out].
         a: [*lead, *in, rank].
-        b: [*lead, rank, out], zeros at first.
+        b: [*lead, rank, out], initially zeros.
         scale: alpha / rank.
         inputs: the number of `in` axes.
 
@@ -86,22 +86,23 @@ class LowRank(ImplicitArray):
 
 
 def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float | None = None) -> Any:
-    """Adds trainable changes of low rank to parameters: `w + alpha / rank * a @ b`.
+    """Adds trainable low-rank changes to parameters: `w + alpha / rank * a @ b`.
 
         params = compress.lora(key, params, {"blocks/attention/.*": 8})
         trainable, frozen = nn.partition(params, ".*/[ab]")
         loss = lambda trainable: f(ft.use_implicit_arrays(model)(nn.combine(trainable, frozen), x))
 
-    `b` starts at zero, so the model's outputs are unchanged at first. With quantized parameters this is QLoRA.
+    `b` is initialized with zeros, so the outputs of the model do not change before training. With quantized parameters,
+    this is QLoRA.
 
     Args:
-        key: for `a`, uniform with variance 1 / (3 n) for n inputs, as in PEFT.
+        key: a `jax.random.key` for `a`, whose distribution is uniform with variance 1 / (3 n) for n inputs, as in PEFT.
         params: a tree of arrays and quantized arrays. Kernels are [in, out], stacked kernels [depth, in, out], and
             kernels of convolutions [height, width, in, out].
-        rules: {pattern: rank}. A regular expression applies to a parameter if it matches its path, or a prefix of it,
-            completely; the first one that matches decides. Parameters with fewer than two axes, and those named bias,
-            scale, b or offset, are not changed.
-        alpha: scale times rank. Default: twice the rank.
+        rules: {pattern: rank}. A pattern is a regular expression that matches the whole path of a parameter, or a whole
+            prefix of it such as "blocks". The first pattern that matches a parameter applies. Parameters with fewer
+            than two axes, and parameters named bias, scale, b or offset, are not changed.
+        alpha: the scale of the change times its rank. Default: twice the rank.
 
     Returns:
         The tree with `LowRank` leaves.
@@ -140,7 +141,9 @@ def _digest(path) -> int:
 
 
 def merge(params: Any) -> Any:
-    """The tree with the changes of `lora` added to their parameters. Quantized parameters below become plain arrays.
+    """Adds the low-rank changes of `lora` to their parameters, and returns a tree without `LowRank` leaves.
+
+    A quantized parameter with a low-rank change becomes a plain array.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> merge(lora(jax.random.key(0), params, {"kernel": 1}))["kernel"].tolist()

@@ -1,4 +1,4 @@
-"""Pruning by masks: training that sets the smallest parameters to zero, more of them over time."""
+"""Pruning by masks: training that gradually sets the parameters of smallest magnitude to zero."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PruneState(NamedTuple):
 
     Attributes:
         count: the number of updates so far, int32.
-        masks: the tree of parameters with a boolean array in place of each pruned one (False: the value is zero), and
-            `optax.MaskedNode()` in place of the others.
+        masks: the tree of parameters, with a boolean array in place of each parameter that is pruned (False where the
+            value is zero), and `optax.MaskedNode()` in place of every other parameter.
 
     >>> optimizer = compress.prune({"kernel": 0.5}, end=10)
     >>> params = {"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
@@ -38,32 +38,34 @@ class PruneState(NamedTuple):
 
 def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 1,
           jointly: bool = False) -> optax.GradientTransformationExtraArgs:
-    """An Optax transformation that sets the parameters of smallest magnitude to zero and keeps them there.
+    """An Optax transformation that sets the elements of smallest magnitude of parameters to zero and keeps them zero.
 
         optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
 
-    It is the last transformation of a chain. The fraction of zeros grows from 0 at update `begin` to the sparsity s of
-    the rule at update `end`:
+    It must be the last transformation of a chain. The fraction of zeros grows from 0 at update `begin` to the sparsity
+    s of the rule at update `end`:
 
         s_t = s - s (1 - (t - begin) / (end - begin))^3
 
-    A parameter that is zero stays zero. `shrink` removes whole channels and heads instead, and makes a program faster.
+    An element that was set to zero stays zero. Zeros do not make a program faster; `shrink` does, because it removes
+    whole channels and heads.
 
     Args:
-        rules: {pattern: sparsity between 0 and 1}. A pattern matches a parameter if it matches its path, or a prefix of
-            it, completely; the first that matches decides. Parameters with fewer than two axes, and those named bias,
-            scale, b or offset, are not pruned.
-        begin, end: the first and the last update that selects parameters; updates count from 0.
+        rules: {pattern: sparsity between 0 and 1}. A pattern is a regular expression that matches the whole path of a
+            parameter, or a whole prefix of it such as "blocks". The first pattern that matches a parameter applies.
+            Parameters with fewer than two axes, and parameters named bias, scale, b or offset, are not pruned.
+        begin, end: the first and the last update that selects elements. Updates count from 0.
         every: the number of updates between selections.
-        jointly: whether the parameters of a rule are ranked together (global pruning), so that some lose more than
-            others. Default: each loses the same fraction. Stacked layers are one parameter.
+        jointly: whether the elements of all parameters of a rule are ranked together (global pruning), so that some
+            parameters lose a larger fraction than others. Default: each parameter loses the same fraction. Stacked
+            layers are one parameter.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with a `PruneState`. Its update function needs the parameters.
 
     Raises:
-        ValueError: a sparsity is not between 0 and 1, the updates are not in order, or (in `init`) a pattern matches no
-            parameter.
+        ValueError: a sparsity is not between 0 and 1, not 0 <= begin <= end, every < 1, or (in `init`) a pattern
+            matches no parameter.
 
     Source: Zhu and Gupta (2017), To prune, or not to prune, equation 1.
 
@@ -85,7 +87,7 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
             raise ValueError(f"prune: expected a sparsity between 0 and 1 for {pattern!r}; got {sparsity!r}")
 
     def patterns(params) -> list[str | None]:
-        """The rule of each leaf. Of implicit arrays, only the values of `FakeQuantized` are pruned."""
+        """The pattern for each leaf. Of implicit arrays, only the values of `FakeQuantized` are pruned."""
         paths = []
         for path, leaf in jax.tree.leaves_with_path(params, is_implicit):
             name = keystr(path, simple=True, separator="/") if is_kernel(path, leaf) else ""
@@ -126,7 +128,7 @@ def _due(count, begin, end, every):
 
 
 def _progress(count, begin, end):
-    """The part of the final sparsity that is due: 1 - (1 - elapsed)^3."""
+    """The fraction of the final sparsity at this update: 1 - (1 - elapsed)^3."""
     elapsed = jnp.clip((count - begin).astype(jnp.float32) / max(1, end - begin), 0, 1)
     return 1 - (1 - jnp.where(count >= end, 1.0, elapsed)) ** 3
 

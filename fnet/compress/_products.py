@@ -26,12 +26,12 @@ class Product:
     """A product or convolution with one parameter, or with one layer of a stacked parameter.
 
     Attributes:
-        path: of the parameter.
+        path: the path of the parameter.
         x, w, y: shapes and dtypes of the other operand, the parameter and the result.
         axes: the contracted axes of the parameter, counted from the end, in increasing order.
         function: `function(x, w)`, for a plain or an implicit array w.
         convolution: whether it is a convolution.
-        count: how often the function computes it: iterations of scans times the size of batches.
+        count: how often the function computes the product: iterations of scans times the size of batches.
         sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then copies it.
     """
 
@@ -47,18 +47,18 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of one computation."""
+        """The FLOPs of one computation."""
         return 2 * self.y.size * math.prod(self.w.shape[i] for i in self.axes)
 
     @property
     def key(self) -> tuple:
-        """Equal for products that compute the same with other values."""
+        """A key that is equal for products that differ only in the values of their operands."""
         program = jax.make_jaxpr(self.function)(self.x, self.w)
         return self.x.shape, str(self.x.dtype), self.w.shape, self.axes, self.sliced, str(program)
 
 
 class _Log(list):
-    """Products in the order of tracing. Compared by identity, as a part of a tree's structure."""
+    """Products in the order of tracing. Logs are compared by identity, because they are part of a tree's structure."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -67,7 +67,7 @@ class _Log(list):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["path", "log"])
 @dataclasses.dataclass(frozen=True)
 class _Recorded(Wrapped):
-    """A parameter that adds each product with it to a log, and tags the other operand with its number in the log."""
+    """A parameter that adds each of its products to a log, and tags the other operand with the index in the log."""
 
     path: str
     log: _Log
@@ -112,7 +112,7 @@ def products(f: Callable, params: Any, *args: Any) -> list[Product]:
 
 
 def by_parameter(found: list[Product]) -> dict[str, list[Product]]:
-    """{path: its products}"""
+    """{path of a parameter: its products}"""
     paths = dict.fromkeys(product.path for product in found)
     return {path: [product for product in found if product.path == path] for path in paths}
 
@@ -124,7 +124,7 @@ def leaves_by_path(params: Any) -> dict[str, Any]:
 
 
 def grouped(found: list[Product]) -> list[list[Product]]:
-    """Lists of products that compute the same with other values."""
+    """Lists of products that differ only in the values of their operands."""
     key = lambda pair: pair[0]
     keyed = sorted(((product.key, i) for i, product in enumerate(found)), key=lambda pair: (repr(pair[0]), pair[1]))
     return [[found[i] for _, i in group] for _, group in itertools.groupby(keyed, key)]

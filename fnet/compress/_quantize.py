@@ -28,12 +28,12 @@ class Quantized(ImplicitArray):
     """A parameter as codes of few bits and scales: `values = decode(codes) * scale`. `quantize` creates it.
 
     Attributes:
-        codes: [*shape] in int8 or float8; two 4-bit codes in a uint8 along the last of `axes`.
-        scale: float32, of length 1 on `axes`; with groups, of length n / group on the last of them.
-        format: how values are encoded.
+        codes: [*shape] in int8 or float8. Of 4-bit codes, two neighbors along the last of `axes` are in one uint8.
+        scale: float32. The axes in `axes` have length 1; with groups, the last of them has length n / group.
+        format: the format of the codes.
         axes: the contracted axes, counted from the end (negative).
-        dtype: of the values.
-        inputs: None, or the scale of the other operand, of length 1 on all axes but those of a stack.
+        dtype: the dtype of the values.
+        inputs: None, or the scale of the other operand of a product. All axes but those of a stack have length 1.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> params["kernel"].codes.dtype, params["kernel"].scale.shape, params["kernel"].shape
@@ -94,7 +94,7 @@ class Quantized(ImplicitArray):
         return getattr(self.format, "activations", None) is not None
 
     def _input_scale(self, x, axes):
-        """The scale of x, in float32: known, or that of its values over `axes`."""
+        """The scale of x, in float32: `inputs`, or computed from the values of x over `axes`."""
         if self.inputs is not None:
             return self.inputs.reshape((1,) * x.ndim)
         largest = jnp.abs(x).max(tuple(axes), keepdims=True)
@@ -109,14 +109,14 @@ class Quantized(ImplicitArray):
         return self._scaled(jnp.ones(jnp.shape(self.codes), jnp.float32), self.scale)
 
     def pack(self, codes: jax.Array) -> jax.Array:
-        """Two 4-bit codes in a byte; codes of other formats unchanged."""
+        """Packs two 4-bit codes into a byte. Codes of other formats do not change."""
         if not self.format.packed:
             return codes
         low, high = (lax.slice_in_dim(codes, start, None, 2, codes.ndim + self.axes[-1]) for start in (0, 1))
         return low | (high << 4)
 
     def _unpack(self, codes):
-        """One code in each element. The axis of groups is counted from the end, so that rows can be unpacked, too."""
+        """Unpacks to one code in each element. The axis is counted from the end, so that rows can also be unpacked."""
         if not self.format.packed:
             return codes
         axis = codes.ndim + self.axes[-1]
@@ -124,7 +124,7 @@ class Quantized(ImplicitArray):
         return pairs.reshape(*codes.shape[:axis], 2 * codes.shape[axis], *codes.shape[axis + 1:])
 
     def _scaled(self, values, scale):
-        """values * scale, of equal rank; the last contracted axis of `scale` may have an element for each group."""
+        """values * scale, of equal rank. The last contracted axis of `scale` may have one element for each group."""
         axis = values.ndim + self.axes[-1]
         groups, n = scale.shape[axis], values.shape[axis]
         if groups in (1, n):
@@ -161,34 +161,36 @@ def _integer_dot_jvp(axes, primals, tangents):
 
 
 def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, InputStatistics] | None = None) -> Any:
-    """Replaces parameters by quantized ones.
+    """Replaces parameters by quantized parameters.
 
         params = compress.quantize(params, {"blocks/.*": compress.Int4(group=32), "embed": compress.Int8(axes=-1)})
         logits = ft.use_implicit_arrays(model)(params, x)
 
-    A scale is max|w| / largest over a block of values, where `largest` is that of the format (127, 7, 1 or 448). A
-    block extends over the contracted axes of the parameter, or over a group along the last of them. The default of
-    `axes` is the second-last axis, for kernels [in, out] and stacked kernels [depth, in, out]; for kernels with four or
-    more axes (convolutions [height, width, in, out]) all axes but the last. An embedding [vocab, features] whose logits
-    are tied is contracted over its last axis: `axes=-1`. Any axes are correct. Products are fastest if `axes` are the
-    axes that the program contracts, because the scale is then applied to the result.
+    Each block of values has one scale, max|w| / largest, where `largest` depends on the format (127, 7, 1 or 448). A
+    block extends over the axes `axes` of the format, or over a group along the last of these axes. By default, `axes`
+    is the second-last axis, for kernels [in, out] and stacked kernels [depth, in, out]. For kernels with four or more
+    axes (convolutions [height, width, in, out]), it is all axes but the last. Any axes give correct results. Products
+    are fastest if `axes` are the axes that the program contracts, because the scale is then applied to the result. For
+    an embedding [vocab, features] with tied logits, this is the last axis: `axes=-1`.
 
     Args:
         params: a tree of arrays.
-        recipe: {pattern: format}. A regular expression applies to a parameter if it matches its path, or a prefix of
-            it, completely; the first one that matches decides. Parameters with fewer than two axes, those named bias,
-            scale, b or offset, and those that are not floating point are not changed.
-        stats: statistics of inputs, from `calibrate`. They give the scales of activations. The rounding errors of
-            kernels are corrected for these inputs (GPTQ, Frantar et al. 2023). With 4 bits, the magnitudes of scales
-            are those of the least squared error between 0.54 and 1 of max|w| / largest, and scales may be negative.
-            Without statistics every value is rounded to the nearest code.
+        recipe: {pattern: format}. A pattern is a regular expression that matches the whole path of a parameter, or a
+            whole prefix of it such as "blocks". The first pattern that matches a parameter applies. Parameters with
+            fewer than two axes, parameters named bias, scale, b or offset, and parameters that are not floating point
+            are not changed.
+        stats: statistics of inputs, from `calibrate`. The scales of activations are computed from them, and the
+            rounding errors of kernels are corrected for these inputs (GPTQ, Frantar et al. 2023). With 4 bits, the
+            scales with the least squared error are selected: their magnitudes are between 0.54 and 1 times
+            max|w| / largest, and they may be negative. Default: none; every value is rounded to the nearest code.
 
     Returns:
         The tree with `Quantized` leaves. Biases, norms, and leaves that no pattern matches are unchanged.
 
     Raises:
         ValueError: a pattern matches no parameter that can be quantized, a group does not divide its axis, a format
-            needs statistics that are missing, or products contract a parameter over other axes than `axes`.
+            needs statistics that are missing, or according to `stats` products contract a parameter over other axes
+            than `axes`.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
     >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.ones(2)}
@@ -201,7 +203,7 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
 
 
 def checked_stats(who: str, stats: Any) -> Mapping[str, InputStatistics]:
-    """The statistics; {} for None."""
+    """Returns the statistics, or {} if they are None."""
     if stats is not None and not isinstance(stats, Mapping):
         raise TypeError(f"{who}: expected stats from compress.calibrate(...), a mapping by path; got "
                         f"{type(stats).__name__}")
@@ -225,7 +227,7 @@ def _quantized(stats, path, w, format) -> Quantized:
 
 
 def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> jax.Array:
-    """The scale of the other operand by the method of the format, with the rank of the parameter."""
+    """The scale of the other operand, computed by the format's method, with the rank of the parameter."""
     method = array.format.activations
     if found is None:
         raise ValueError(f"quantize: {path} needs statistics of its inputs for activations={method!r}; pass "
@@ -235,7 +237,7 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
 
 
 def _corrected(path, array, found):
-    """The parameter with other scales, and values that are corrected for the errors of rounding (GPTQ)."""
+    """The parameter with the scales of least error, and values that compensate for rounding errors (GPTQ)."""
     if found.conflict or found.axes != array.axes:
         reason = found.conflict or f"products contract it over axes {found.axes}"
         raise ValueError(f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "
@@ -255,7 +257,7 @@ def _corrected(path, array, found):
 
 
 def _searched(array, weights):
-    """The parameter with those scales that have the least squared error in each block, weighted. Scales are tried with
+    """The parameter with the scales that have the least weighted squared error in each block. Scales are tried with
     both signs, because 4-bit codes represent one more negative value."""
     best, least = array.scale, jnp.inf
     for factor in np.outer([1, -1], np.linspace(1, 0.54, 24)).flat if array.format.packed else ():
@@ -310,7 +312,7 @@ def _axes(path, w, format) -> tuple[int, ...]:
 
 
 def materialize(params: Any) -> Any:
-    """The tree with the arrays that implicit arrays represent.
+    """Replaces the implicit arrays of a tree by the plain arrays that they represent.
 
     >>> params = compress.quantize({"kernel": jnp.eye(2)}, {"kernel": compress.Int8()})
     >>> compress.materialize(params)["kernel"].tolist()
@@ -320,7 +322,7 @@ def materialize(params: Any) -> Any:
 
 
 def size(params: Any) -> int:
-    """The bytes of all arrays in a tree, including those of implicit arrays.
+    """Returns the number of bytes of all arrays in a tree, including the arrays within implicit arrays.
 
     >>> params = {"kernel": jnp.zeros((4, 8))}
     >>> compress.size(params), compress.size(compress.quantize(params, {"kernel": compress.Int8()}))

@@ -1,4 +1,4 @@
-"""Which indices of each group to remove, for a fraction of the indices or a limit of FLOPs or seconds."""
+"""Selects the indices of each group to remove, for a fraction of the indices or a limit of FLOPs or seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fnet import hardware as hw
 from fnet.compress._groups import Call, Cut, Group, cuts
 from fnet.jaxpr import is_array, wraps
 
-_STEPS = 8    # of the bisection: the fraction is found to 1 / 256
+_STEPS = 8    # iterations of the bisection: the fraction is found to 1 / 256
 
 
 def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
@@ -29,9 +29,10 @@ class Removal:
     """The removal of indices from a call.
 
     Args:
-        free: the groups that can change. fractions: {atom: the fraction that a rule prescribes}.
+        free: the groups that can change.
+        fractions: {atom: the fraction of indices that a rule of `keep` states}.
         ranks: {atom: all indices, the most important first}.
-        chip: for seconds; the numbers of indices fill its tiles. None: any numbers.
+        chip: the chip for `seconds`. The numbers of indices are multiples of its tiles. None: any numbers of indices.
     """
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict, call: Call, free: list[Group],
@@ -41,7 +42,7 @@ class Removal:
         self._tiles = {group.atom: 1 if chip is None else _tile(call, group, chip) for group in free}
 
     def kept(self, fraction: float) -> dict[int, np.ndarray]:
-        """{atom: the indices that remain} for the groups that lose some."""
+        """{atom: the indices that remain} for the groups that lose indices."""
         found = {}
         for group in self._free:
             tile = self._tiles[group.atom]
@@ -88,7 +89,7 @@ def _type(x: Any) -> Any:
 
 
 def _tile(call, group, chip) -> int:
-    """The multiple of indices with which the axes of a group fill the chip's tiles."""
+    """The axes of a group fill the chip's tiles if the number of indices is a multiple of the result."""
     unit = 1
     for i, axis, position in group.members:
         sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]

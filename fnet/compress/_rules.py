@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from fnet.jaxpr import is_implicit
 
-_VECTORS = {"bias", "scale", "b", "offset"}    # in fnet and Flax, and in Haiku; stacked, they have two axes
+_VECTORS = {"bias", "scale", "b", "offset"}    # names in fnet, Flax and Haiku; if stacked, they have two axes
 
 
 def is_kernel(path: Any, leaf: Any) -> bool:
@@ -24,14 +24,13 @@ def is_kernel(path: Any, leaf: Any) -> bool:
 
 def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable, accepts: Callable,
                 change: Callable) -> Any:
-    """The tree with `change(path, leaf, option)` for each kernel or table that a rule matches and `accepts(leaf)`
-    accepts.
+    """Replaces each kernel or table that a rule matches by `change(path, leaf, option)`, if `accepts(leaf)` is true.
 
     Args:
-        who: the public function, for its errors.
+        who: the name of the public function, for error messages.
         params: a tree; its implicit arrays count as leaves.
-        rules: {pattern: option}. A pattern matches a leaf if it matches its path, or a prefix of it, completely; the
-            first that matches decides.
+        rules: {pattern: option}. A pattern is a regular expression that matches the whole path of a leaf, or a whole
+            prefix of it. The first pattern that matches applies.
         check: `check(pattern, option)` raises an error for an invalid option.
 
     Raises:
@@ -54,9 +53,9 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
 def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str,
              check: Callable = lambda pattern, option: None, others: Mapping[str, str] = MappingProxyType({})
              ) -> dict[str, str]:
-    """{path: the first pattern that matches it, or a prefix of it, completely}; raises as `apply_rules`.
+    """{path: the first pattern that matches the whole path, or a whole prefix of it}. Raises errors as `apply_rules`.
 
-    `others` are {path: kind} of leaves that cannot be changed, for the error.
+    `others` is {path: kind} of the leaves that cannot be changed, for the error message.
     """
     if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
         raise TypeError(f"{who}: expected rules {{pattern: option}}; got {rules!r}")

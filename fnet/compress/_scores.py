@@ -34,7 +34,7 @@ def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tupl
 
 
 def _mean_square(call, x, i, axis, position):
-    """[size], of the factor at `position` of an axis, over everything else in the array."""
+    """The mean square for each index of the factor at `position` of an axis, over all other axes and factors: [size]."""
     sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
     x = np.moveaxis(np.asarray(x, float), axis, 0).reshape(*sizes, -1)
     return np.square(x).mean(tuple(k for k in range(x.ndim) if k != position))
@@ -45,7 +45,7 @@ def _arrays(tree):
 
 
 def _gradients(f, args, kwargs, loss):
-    """The derivatives of loss(f(...)) with respect to the arrays of the parameters; zeros for integers."""
+    """The derivatives of loss(f(...)) with respect to the arrays of the parameters. For integers, they are zeros."""
     leaves, structure = jax.tree.flatten(args[0])
     moving = [i for i, x in enumerate(leaves) if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -60,7 +60,7 @@ def _gradients(f, args, kwargs, loss):
 
 
 def _activations(call) -> dict[int, np.ndarray]:
-    """The mean square of what the products of the program read, for each index."""
+    """For each index, the mean square of the inputs of the program's products."""
     arrays = [jnp.asarray(leaf.array) for leaf in call.leaves]
     evaluate = lambda *arrays: observe(call.program, list(arrays))
     names = [site.name for site in sites(evaluate)(*arrays) if _NAME.fullmatch(site.name) and site.inside is None]

@@ -24,9 +24,9 @@ class Axes:
     """Axes of parameters, a row of the report of `shrink`.
 
     Attributes:
-        parameters: "path (axis)" of each.
-        size, kept: the number of indices before and after, of each axis or a factor of it.
-        reason: "" for a group that lost indices together; or why these axes kept all.
+        parameters: "path (axis)" for each axis.
+        size, kept: the number of indices before and after, of each axis or of a factor of it.
+        reason: "" for a group that lost indices together; otherwise, why these axes kept all indices.
     """
 
     parameters: tuple[str, ...]
@@ -37,13 +37,14 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True)
 class ShrinkReport:
-    """What `shrink` removed and what it could not remove. `str()` is a table.
+    """What `shrink` removed and what it could not remove. `print` shows it as a table.
 
     Attributes:
         axes: the groups of axes that lost indices, then the other axes.
-        parameters, flops: their number before and after.
+        parameters: the number of parameters before and after.
+        flops: the number of FLOPs before and after.
         seconds: the time at the chip's roofline before and after; None without `seconds=`.
-        chip: the name of that chip, or "".
+        chip: the name of the chip, or "" without `seconds=`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
     >>> shrunk = compress.shrink(model, model.init(jax.random.key(0), x)[0], x, fraction=0.5)
@@ -78,10 +79,11 @@ class Shrunk:
     """The result of `shrink`.
 
     Attributes:
-        f: a function with the arguments of the original one, for `params` and `state`; other batch sizes and other
-            keyword arguments are allowed. It can be differentiated, compiled and batched.
-        params, state: arrays without the removed indices; `state` is None if there was none.
-        model: the original model with other fields, if it computes the same as `f`; or None.
+        f: a function with the same arguments as the original function, to call with `params` and `state`. Other batch
+            sizes and other keyword arguments are allowed. It can be differentiated, compiled and batched.
+        params, state: the parameters and the state without the removed indices. `state` is None if there was none.
+        model: the original model with smaller values in its fields, if such a model computes the same as `f`; otherwise
+            None.
         report: what was removed and what could not be removed.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
@@ -108,39 +110,44 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         shrunk = compress.shrink(model, params, x, state=state, fraction=0.5)    # with BatchNorm
         y, state = shrunk.f(shrunk.params, x, state=shrunk.state, train=True)
 
-    f is traced, and axes of parameters that must have equal sizes form a group: the channels between two convolutions
-    with the normalization in between, all channels that residual connections add to each other, the heads of an
-    attention with their columns of four kernels, the key/value heads with their query heads. From each group the
-    indices with the lowest scores are removed, in all of its parameters. The result equals f with these parameters set
-    to zero. An axis cannot be cut if that would not hold, such as the features that a LayerNorm averages, or if it is
-    one of an argument or a result of f; `report` states the reason for each. Of the factors of an axis, such as heads
-    and features of a head, the first that can be cut is.
+    f is traced, and axes of parameters that must have equal sizes form a group. Examples of groups are the channels
+    between two convolutions, with the normalization in between; all channels that residual connections add to each
+    other; the heads of an attention in its four kernels; and the key/value heads with their query heads. From each
+    group, the indices with the lowest scores are removed in all parameters of the group. The result equals that of f
+    with the removed parameters set to zero. An axis for which this is impossible is not cut, for example the features
+    that a LayerNorm averages. Axes of arguments and results of f are not cut either. `report` states the reason for
+    each axis that is not cut. If an axis has several factors, such as heads and features of a head, the first factor
+    that can be cut is cut.
 
     Exactly one of `fraction`, `flops` and `seconds` is required.
 
     Args:
-        f: `f(params, *args, **kwargs)`, a model of any library or any JAX function. It is traced again when the result
-            is called with other shapes, so jit the result.
+        f: `f(params, *args, **kwargs)`, a model of any library or any JAX function. f is traced again in each call of
+            the shrunk function, so apply `jax.jit` to the shrunk function.
         params: a tree of arrays.
         *args, **kwargs: example arguments; for `score="magnitude"`, `jax.ShapeDtypeStruct`s suffice. Axes of the
-            keyword argument `state` are cut as well; f then returns (result, new state).
-        fraction: of each group, the part of the indices to keep, between 0 and 1, rounded up.
-        flops: the FLOPs that the result may need for these arguments, as counted by `hardware.count`. All groups keep
-            the same fraction, the largest that suffices.
-        seconds: the same for the time at the roofline of `chip`; the sizes are multiples of the chip's tiles.
-        chip: a chip, a device or a device kind, for `seconds`. Default: the local one.
+            keyword argument `state` are also cut; f then returns (result, new state).
+        fraction: the fraction of the indices of each group to keep, between 0 and 1. The number of indices is rounded
+            up.
+        flops: the maximum FLOPs of the shrunk function for these arguments, as counted by `hardware.count`. All groups
+            keep the same fraction of indices, the largest within this limit.
+        seconds: the maximum time of the shrunk function at the roofline of `chip`, with the same rule as for `flops`.
+            Sizes are multiples of the chip's tiles.
+        chip: a chip, a device or a device kind, for `seconds`. Default: the local chip.
         score: how indices are ranked. "magnitude": the mean square of their parameters. "taylor": the mean square of
-            parameter times derivative of `loss`. "activations": the mean square of the inputs of products for `args`.
-        loss: maps the result of f to a scalar, for `score="taylor"`.
-        keep: {pattern: fraction} for groups that contain a parameter whose path, or a prefix of it, the pattern matches
-            completely; 1 keeps all. The first one that matches decides.
+            each parameter times the derivative of `loss` with respect to it. "activations": the mean square of the
+            inputs of products for `args`.
+        loss: function that maps the result of f to a scalar, for `score="taylor"`.
+        keep: {pattern: fraction of the indices to keep}. A pattern is a regular expression that matches the whole path
+            of a parameter, or a whole prefix of it. It applies to the groups that contain such a parameter; the first
+            pattern that matches applies. With 1, all indices are kept.
 
     Returns:
-        A `Shrunk(f, params, state, model, report)`.
+        `Shrunk(f, params, state, model, report)`.
 
     Raises:
-        ValueError: none or several of the three limits, a fraction that is not between 0 and 1, a limit that cannot be
-            reached, a pattern that matches no parameter, or no axis can be cut.
+        ValueError: not exactly one of the three limits is set, a fraction is not between 0 and 1, a limit cannot be
+            reached, a pattern matches no parameter, or no axis can be cut.
         TypeError: a parameter is an implicit array.
 
     Source: Li et al. (2017), Pruning Filters for Efficient ConvNets; Molchanov et al. (2017), Pruning Convolutional
@@ -182,7 +189,7 @@ def _size(params) -> int:
 
 
 def _rows(call, found, kept, fractions) -> tuple[Axes, ...]:
-    """Groups that lose indices first, then all others of one size and reason together."""
+    """First the groups that lose indices, then one row for all other groups of the same size and reason."""
     cut, whole = [], {}
     for group in found:
         names = _names(call, group)

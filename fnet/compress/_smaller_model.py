@@ -19,12 +19,14 @@ _MOST = 512    # combinations of fields that are tried
 
 def smaller_model(f: Any, shrunk: Callable, args: tuple, kwargs: dict,
                   removed: Mapping[str, Cut]) -> Any:
-    """f with smaller numbers in its fields, if that is the same program as `shrunk` for these arguments; or None.
+    """The model f with smaller integers in its fields, if its program equals that of `shrunk` for these arguments.
+
+    The result is None if there is no such model.
 
     Args:
-        f: a model; anything but a dataclass has no such fields.
-        shrunk: the shrunk function of `args` and `kwargs`, which have fewer indices.
-        removed: what was removed of each leaf.
+        f: a model. If f is not a dataclass, the result is None.
+        shrunk: the shrunk function of `args` and `kwargs`, whose arrays have fewer indices.
+        removed: the cut of each leaf.
     """
     if not dataclasses.is_dataclass(f) or isinstance(f, type):
         return None
