@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, saved in the background, verified when read."""
+"""Checkpoints: written atomically and in the background, verified when read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fnet.training.checkpoints._writing import write
 
 
 class Checkpoints(Reading):
-    """The checkpoints of one run. They are saved in the background; the last ones and the best one are kept.
+    """The checkpoints of one run. They are saved in the background. The latest and the best checkpoints are kept.
 
     A checkpoint is a folder whose name is its step. It contains safetensors files, and a manifest with the checksum of
     every shard, of every file and of the manifest. In a local folder, the checkpoint is written under a temporary name,
@@ -35,8 +35,8 @@ class Checkpoints(Reading):
       folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix, gs://, az://). It is created if
         necessary, and locked for this process by the first save.
       keep: number of the latest checkpoints to keep.
-      keep_every: also keep every checkpoint whose step is a multiple of this.
-      best: the name of a metric that is passed to `save`. The checkpoint with the best value is kept, too.
+      keep_every: also keep every checkpoint whose step is a multiple of this number.
+      best: the name of a metric that is passed to `save`. The checkpoint with the best value of it is kept, too.
       mode: "max" if the largest value of the metric is the best, "min" if the smallest is.
 
     Raises:
@@ -73,7 +73,7 @@ class Checkpoints(Reading):
         return self
 
     def __exit__(self, kind, *_) -> None:
-        if kind is not None:      # what went wrong first is what is raised
+        if kind is not None:      # the first error is raised, not one of `wait`
             self._hurry.set()
             with contextlib.suppress(CheckpointError):
                 self.wait()
@@ -84,8 +84,8 @@ class Checkpoints(Reading):
         incomplete saves.
 
         Raises:
-          CheckpointError: another run uses the folder, it cannot be written to, or it was replaced after it had been
-            locked.
+          CheckpointError: another run uses the folder, the folder cannot be written to, or it was replaced after it had
+            been locked.
         """
         if jax.process_index() > 0:
             return
@@ -109,8 +109,8 @@ class Checkpoints(Reading):
         """Removes all checkpoints.
 
         Raises:
-          CheckpointError: another run uses the folder, or it contains files that do not belong to checkpoints. Then no
-            file is removed.
+          CheckpointError: another run uses the folder, or the folder contains files that do not belong to checkpoints.
+            In both cases, no file is removed.
         """
         self.wait()
         self.lock()
@@ -121,7 +121,7 @@ class Checkpoints(Reading):
         self._values.clear()
 
     def _ready(self) -> None:
-        """Locks the folder; before the first save, every process waits until the first one has locked and tidied it."""
+        """Locks the folder. Before the first save, every process waits until the first process has locked it."""
         if self._shared or jax.process_count() == 1:
             self.lock()
             return
@@ -139,24 +139,24 @@ class Checkpoints(Reading):
         self._shared = True
 
     def _held(self, *, ask: bool = True) -> None:
-        """Raises if the folder is another run's. An object store is only asked where that does not hold up the loop."""
+        """Raises an error if another run owns the folder. With `ask=False`, an object store is not queried."""
         if self._lock is not None and not (self._lock.holds() if ask else self._lock.kept()):
             raise CheckpointError(f"{self.folder}: this folder was removed or replaced, or another run took it over; "
                                   "nothing more is written there. Start the run again")
 
     def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None,
              notes: Mapping[str, Any] | None = None, sound: Any = None) -> None:
-        """Starts to save `tree` as step `step`, and returns when the copy on the device has been dispatched.
+        """Starts to save `tree` as the checkpoint of step `step`. Returns when the copy on the device is dispatched.
 
         An earlier checkpoint of the same step is replaced. An error of the background save is raised by the next
         `save`, by `wait` and by `close`.
 
         Args:
-          step: the number of the checkpoint.
-          tree: any pytree of arrays, NumPy arrays, PRNG keys and Python numbers.
-          metrics: values by name, one of which is the metric of `best`.
-          notes: other data of JSON types to store in the manifest.
-          sound: a bool on the device. If its value is False, the checkpoint is not saved.
+          step: the step, which is also the name of the checkpoint.
+          tree: any pytree of JAX arrays, NumPy arrays, PRNG keys and Python numbers.
+          metrics: metrics by name, among them the metric of `best`; or None.
+          notes: other data of JSON types to store in the manifest, by name; or None.
+          sound: a bool on the device, or None. If the value is False, the checkpoint is not saved.
 
         Raises:
           CheckpointError: the folder cannot be written to, another run uses it, or the previous save failed.
@@ -174,15 +174,17 @@ class Checkpoints(Reading):
 
     def amend(self, step: int, *, metrics: Mapping[str, float] | None = None,
               notes: Mapping[str, Any] | None = None) -> None:
-        """Adds metrics and notes to the manifest of a saved step, after all pending saves. The arrays are not written
-        again. A step that was not saved because `sound` was False is ignored.
+        """Adds metrics and notes to the manifest of a saved step, after all pending saves.
+
+        The arrays are not written again. If the step was not saved because `sound` was False, this call has no effect.
 
         Args:
           step: a step that was passed to `save`.
           metrics, notes: as in `save`; values with the same name are replaced.
 
         Raises:
-          CheckpointError: another run has replaced the folder. Errors of the background thread are raised as by `save`.
+          CheckpointError: another run has replaced the folder. Errors of the background thread are raised by the next
+            `save`, `wait` or `close`.
         """
         self._held(ask=False)
         if jax.process_index() == 0:
@@ -208,7 +210,7 @@ class Checkpoints(Reading):
                 self._lock.release()
                 self._lock = None
 
-    # Writing, in a thread of its own.
+    # Writing, in a separate thread.
 
     def _save(self, head: dict[str, Any], entries: dict[str, Any], copies: Mapping[str, Any], sound: Any) -> None:
         step = head["step"]
@@ -216,7 +218,7 @@ class Checkpoints(Reading):
             if sound is not None and not bool(sound):
                 return
             content = write(self._where, head, entries, copies, self._hurry)
-            if content is None:                            # the first process commits it
+            if content is None:                            # the first process commits the step
                 return
             self._where.commit(step, content, self._held)
             self._values[step] = head["metrics"].get(self._best, math.nan)
@@ -250,7 +252,7 @@ class Checkpoints(Reading):
             return
         try:
             steps = self.steps()
-        except CheckpointError:                            # what is known without the store
+        except CheckpointError:                            # the steps that are known without the store
             steps = sorted(self._values)
         kept = [before for before in steps if before != step]
         kept = f"the checkpoint of step {kept[-1]} is whole" if kept else "there is none before it"

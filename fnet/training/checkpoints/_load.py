@@ -1,4 +1,4 @@
-"""Reading what a run has saved: without the code that created it, or as a full state."""
+"""Reads what a run has saved: as a `Snapshot`, without the code that created it, or as a full state."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fnet.training.checkpoints._workdir import CHECKPOINTS
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What `load` returns.
+    """The result of `load`: a saved state of a run.
 
     Fields:
-      step: the step at which it was saved.
-      params: the parameters, with the dicts, lists and tuples of the run.
-      state: the model's other arrays, such as batch statistics; {} if it has none.
+      step: the step at which the state was saved.
+      params: the parameters, with the same dicts, lists and tuples as in the run.
+      state: the model's other arrays, such as batch statistics; {} if the model has none.
       config: the `config` that was passed to `fit`, as a dict, or None.
-      metrics: the evaluations at that step by name, such as {"validation/accuracy": 0.97}; {} if there was no
-        evaluation.
+      metrics: the metrics of the evaluations at that step, by name, such as {"validation/accuracy": 0.97}; {} if there
+        was no evaluation.
       ema: the moving average of the parameters, or None.
 
     >>> snapshot = tr.Snapshot(step=10, params={"w": jnp.ones(3)}, state={}, config=None, metrics={})
@@ -42,26 +42,26 @@ class Snapshot:
 
     @property
     def averaged(self) -> Any:
-        """The parameters to evaluate with: the moving average if there is one, else params."""
+        """The parameters for evaluation: the moving average if there is one, otherwise params."""
         return self.params if self.ema is None else self.ema
 
 
 def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
-    """Loads the best, the last or any other saved state of a run, without the code that created it.
+    """Loads the best, the last or another saved state of a run, without the code that created it.
 
     Every byte is verified. The files contain only JSON and arrays, and nothing in them is executed.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      which: "best", by the metric that `fit(best=)` or `early_stop` named; "last"; or the number of a step.
+      which: "best" (by the metric of `fit(best=)` or `fit(early_stop=)`), "last", or the number of a step.
 
     Returns:
       A `Snapshot`. If the state is not a `TrainState`, `params` is the complete state.
 
     Raises:
-      FileNotFoundError: there is no run, or no such step.
+      FileNotFoundError: `workdir` contains no run, or the step was not saved.
       CheckpointError: the checkpoint is damaged, or `which` is "best" and the run has no metric for `best`.
-      ValueError: another `which`.
+      ValueError: `which` has another value.
 
     Example:
       >>> snapshot = load("runs/digits", which="best")                     # doctest: +SKIP
@@ -81,16 +81,16 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      like: a state of the same structure, such as `TrainState.create(...)`; its arrays may be jax.ShapeDtypeStruct.
-      which: "best", "last" or a step, as for `load`.
-      cast: whether a leaf of another dtype is converted to that of `like`.
+      like: a state with the same structure, such as `TrainState.create(...)`. Its arrays may be jax.ShapeDtypeStruct.
+      which: "best", "last" or the number of a step, as for `load`.
+      cast: whether to convert a leaf of another dtype to the dtype in `like`.
 
     Returns:
       The state, for example to train it further with `fit(step, state, ...)` in another workdir.
 
     Raises:
-      FileNotFoundError, ValueError: as `load`.
-      CheckpointError: as in `load`, or leaves differ from `like` in name, shape or dtype. The message lists these
+      FileNotFoundError, ValueError: as for `load`.
+      CheckpointError: as for `load`, or leaves differ from `like` in name, shape or dtype. The message lists these
         leaves.
 
     >>> import tempfile
@@ -106,9 +106,9 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
 
 
 def _step(checkpoints: Checkpoints, which: str | int) -> int | None:
-    """The number of a step; None for the newest one that is good."""
+    """Returns the number of the step, or None for the newest undamaged step."""
     if not isinstance(which, (str, bool)):
-        with contextlib.suppress(TypeError):               # of what is no integer
+        with contextlib.suppress(TypeError):               # `which` is not an integer
             return operator.index(which)
     if which not in ("best", "last"):
         raise ValueError(f"which={which!r}: use 'best', 'last' or the number of a step")
@@ -116,11 +116,11 @@ def _step(checkpoints: Checkpoints, which: str | int) -> int | None:
         return None
     best = None
     for step in reversed(checkpoints.steps()):
-        with contextlib.suppress(CheckpointError):         # a damaged one; another says the same
+        with contextlib.suppress(CheckpointError):         # damaged; the others contain the same note
             best = checkpoints.notes(step).get("fit", {}).get("best")
             break
     if not checkpoints.steps():
-        checkpoints.notes()                                # raises the error that says what there is
+        checkpoints.notes()                                # raises an error that lists the existing steps
     if not best:
         raise CheckpointError(f"{checkpoints.folder}: no metric says which state of this run is the best: train with "
                               "fit(..., best='validation/accuracy') or early_stop=, or load which='last'")

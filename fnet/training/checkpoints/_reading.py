@@ -1,4 +1,4 @@
-"""Reading checkpoints: which there are, the newest that is whole, every byte verified."""
+"""Reads checkpoints, and verifies every byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used or written; the message says what to do."""
+    """A checkpoint cannot be used or written. The message says what to do."""
 
 
 class CheckpointWarning(UserWarning):
@@ -27,7 +27,7 @@ class CheckpointWarning(UserWarning):
 
 
 class Reading:
-    """What `Checkpoints` does that needs no right to write, except for setting damaged steps aside."""
+    """The part of `Checkpoints` that reads. It writes to the folder only to rename damaged checkpoints."""
 
     folder: Path | StorePath
     _where: Folder | Objects
@@ -39,21 +39,21 @@ class Reading:
         raise NotImplementedError
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints, ascending; unfinished ones and those set aside do not count."""
+        """The steps of the checkpoints, ascending. Unfinished checkpoints and renamed damaged ones are not included."""
         with named(self.folder):
             return self._where.steps()
 
     def damaged(self) -> list[str]:
-        """The names of folders that were found damaged and set aside."""
+        """The names of the folders of damaged checkpoints, which were renamed to STEP.damaged."""
         with named(self.folder):
             return self._where.damaged()
 
     def latest(self) -> int | None:
-        """The last step saved, or None."""
+        """The last saved step, or None."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step whose metric was best, or None."""
+        """The step with the best value of the metric `best`, or None."""
         if self._best is None:
             return None
         values = {step: self._value(step) for step in self.steps()}
@@ -62,10 +62,10 @@ class Reading:
         return min(finite, key=lambda step: (sign * values[step], step), default=None)
 
     def notes(self, step: int | None = None) -> dict[str, Any]:
-        """The notes that were given to `save` with a step; None for the latest.
+        """Returns the notes that were passed to `save` for a step, or for the latest step if `step` is None.
 
         Raises:
-          FileNotFoundError, CheckpointError: as `restore`.
+          FileNotFoundError, CheckpointError: as for `restore`.
         """
         step = self._there(step)
         try:
@@ -74,40 +74,42 @@ class Reading:
             raise CheckpointError(self._named(step, error)) from None
 
     def restore(self, target: Any, step: int | None = None, *, cast: bool = False, part: str = "") -> Any:
-        """The tree saved at `step`, in the structure, placement and kinds of `target`.
+        """Returns the tree that was saved at `step`, with the structure, shardings and leaf types of `target`.
 
-        Without a `step` it is the newest one that is whole: damaged ones are set aside (renamed to STEP.damaged, never
-        deleted), with a `CheckpointWarning`.
+        If `step` is None, the newest undamaged checkpoint is used. Newer checkpoints, which are damaged, are renamed to
+        STEP.damaged, with a `CheckpointWarning`. They are never deleted.
 
         Args:
-          target: a tree like the saved one; arrays may be jax.ShapeDtypeStruct. Their shardings decide where things go,
-            on however many devices and processes the run was before. In a run of several processes, each one reads
-            and verifies the shards that its devices need.
-          step: None for the newest good one.
-          cast: whether a leaf of another dtype is converted to the target's.
-          part: the path of the subtree that `target` is like, such as "state"; "" for all that was saved.
+          target: a tree with the structure of the saved tree. Its arrays may be jax.ShapeDtypeStruct. The arrays are
+            placed with the shardings of `target`. The run may have been saved with any number of devices and
+            processes. With several processes, each process reads and verifies the shards that its devices need.
+          step: the step of the checkpoint; None: the newest undamaged checkpoint.
+          cast: whether to convert a leaf of another dtype to the dtype in `target`.
+          part: the path of the subtree to restore, which has the structure of `target`, such as "state"; "" for the
+            complete saved tree.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
-          CheckpointError: none can be read, or it differs from the target in a leaf's name, shape or dtype, each of
-            which is listed. Nothing is dropped or started afresh.
+          CheckpointError: no checkpoint can be read, or the checkpoint differs from `target` in the name, shape or
+            dtype of a leaf. The message lists all differences. No leaf is silently omitted or initialized.
         """
         return self._newest(step, lambda step: self._read(step, target, cast, part))
 
     def read(self, step: int | None = None) -> tuple[dict[str, Any], Any]:
-        """(the manifest, the tree) of a checkpoint without a target: dicts, lists and tuples of arrays and numbers.
+        """Returns (manifest, tree) of a checkpoint without a target. The tree has dicts, lists, tuples, arrays and
+        numbers.
 
         Args:
-          step: None for the newest good one, as `restore`.
+          step: the step of the checkpoint; None: the newest undamaged checkpoint, as for `restore`.
 
         Raises:
-          FileNotFoundError, CheckpointError: as `restore`.
+          FileNotFoundError, CheckpointError: as for `restore`.
         """
         return self._newest(step, self._plain)
 
     def _newest(self, step: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
-        """What is made of a step, or of the newest good one. `read` reads and verifies, what it returns makes the tree.
-        """
+        """Returns `read(step)()` for `step`, or for the newest undamaged step. `read` reads and verifies the files, and
+        returns a function that builds the tree."""
         if jax.process_count() > 1:
             return self._together(step, read)
         if step is not None:
@@ -127,7 +129,7 @@ class Reading:
         raise self._none_good(failed)
 
     def _together(self, wanted: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
-        """`_newest` in several processes: the first one chooses the step, and all of them have to read it well."""
+        """`_newest` for several processes: the first process selects the step, and all must read it successfully."""
         me, failed, tried = jax.process_index(), [], []
         while True:
             step = self._there(wanted) if wanted is not None else self._candidate(tried)
@@ -154,7 +156,7 @@ class Reading:
             failed.append(self._set_aside(step, why) if me == 0 else f"step {step} is damaged ({why})")
 
     def _candidate(self, tried: list[int]) -> int:
-        """The newest step that the first process sees and that has not been tried; -1 for none."""
+        """Returns the newest step that the first process finds and that has not been tried, or -1."""
         if jax.process_index() > 0:
             if (step := _shards.first_says(0)) == -2:
                 raise CheckpointError(f"{self.folder}: the first process could not list the checkpoints; its own "
@@ -168,11 +170,11 @@ class Reading:
         return _shards.first_says(step)
 
     def verify(self, step: int | None = None) -> int:
-        """Reads a checkpoint, the newest if None, and returns its step.
+        """Reads and verifies a checkpoint (the newest if `step` is None), and returns its step.
 
         Raises:
-          FileNotFoundError: there is none.
-          CheckpointError: it is damaged; the message names the file or the leaf.
+          FileNotFoundError: there is no such checkpoint.
+          CheckpointError: the checkpoint is damaged; the message names the file or the leaf.
         """
         step = self._there(step)
         try:
@@ -233,7 +235,7 @@ class Reading:
             return _manifest.read_leaves(folder, content)
 
     def _set_aside(self, step: int, why: Damaged) -> str:
-        try:      # not where another run writes, nor where nothing can be written
+        try:      # fails if another run uses the folder or if it cannot be written to
             self.lock()
             name = self._where.set_aside(step)
         except (CheckpointError, OSError):
@@ -265,7 +267,7 @@ class Reading:
             except Damaged:
                 return math.nan
             except CheckpointError:
-                if isinstance(self.folder, StorePath):     # unreachable for now: it may well be the best
+                if isinstance(self.folder, StorePath):     # currently unreachable, but it may be the best
                     raise
                 return math.nan
         return self._values[step]
@@ -277,7 +279,7 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def named(folder: Path | StorePath) -> Iterator[None]:
-    """Turns an OSError of the body into a CheckpointError that names the folder."""
+    """Converts an OSError in the body of the with statement to a CheckpointError that names the folder."""
     try:
         yield
     except StorageError as error:

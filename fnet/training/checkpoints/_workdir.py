@@ -1,4 +1,4 @@
-"""A run's folder: what `fit` and `save_config` leave there, and how to remove it."""
+"""Removes the files that `fit` and `save_config` have written to a run's folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ CHECKPOINTS, PLAN = "checkpoints", "plan.txt"
 
 
 def clear(workdir: str | os.PathLike) -> None:
-    """Removes the run in `workdir`: its checkpoints, logs, config.json and plan.txt, and no other file.
+    """Removes the run in `workdir`: its checkpoints, logs, config.json and plan.txt. Other files are kept.
 
     To start a run again from its first step, `fit(..., restart=True)` is safer: it removes the old run only after the
     arguments of the new run have been checked.
 
     Args:
-      workdir: the run's folder or URL; it need not exist.
+      workdir: the run's folder, as a path or a URL. It does not have to exist.
 
     Raises:
-      CheckpointError: a run uses the folder, or checkpoints/ contains files that do not belong to checkpoints. Nothing
-        is removed then.
+      CheckpointError: a run uses the folder, or checkpoints/ contains files that do not belong to checkpoints. In both
+        cases, nothing is removed.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

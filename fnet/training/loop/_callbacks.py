@@ -1,4 +1,4 @@
-"""What the user's functions are called with after each step of `fit`."""
+"""StepEnd: the argument of the user's `on_step` functions, which `fit` calls after each step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StepEnd:
-    """A step of `fit` that has just been dispatched; the argument of `on_step`.
+    """The argument of an `on_step` function: a step of `fit` that has just been dispatched.
 
     Fields:
-      step: the number of steps so far.
-      state: the state after it. The next step reuses its memory, so copy arrays that you keep (`jax.device_get`).
+      step: the number of steps so far, including this one.
+      state: the state after this step. The next step reuses the memory of this state, so copy the arrays that you keep
+        (`jax.device_get`).
 
     >>> losses = []
     >>> step = lambda state, batch: (state.apply(optax.sgd(0.1), {"w": batch}), {"loss": batch.sum()})
@@ -43,15 +44,17 @@ class StepEnd:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The metrics that the step returned, by name. Reading them waits for the device."""
+        """The metrics that the step returned, by name. Reading this property waits for the device."""
         return _metrics.results(self._metrics)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Writes values at this step: numbers to metrics.jsonl and TensorBoard; `Histogram`, `Image` and `Text` to
-        TensorBoard. Without a workdir it does nothing.
+        """Logs values by name for this step. Does nothing if `fit` has no workdir.
+
+        Numbers are written to metrics.jsonl and to TensorBoard. `Histogram`, `Image` and `Text` are written to
+        TensorBoard.
 
         Raises:
-          TypeError: a value of another kind.
+          TypeError: a value has another type.
         """
         for name, value in values.items():
             number = np.ndim(value) == 0 and jnp.issubdtype(np.asarray(value).dtype, np.number)
@@ -66,8 +69,10 @@ class StepEnd:
 
 
 def call(run: Run, metrics: Any) -> None:
-    """Calls the user's functions after a step. If one raises or a signal ends it, the state is saved first, with what
-    is still to be done at this step."""
+    """Calls the user's functions after a step.
+
+    If a function raises an error or is ended by a signal, the state is saved first, with a note of what is still to be
+    done at this step."""
     def write(values):
         if run.logger is not None:
             run.logger.write(run.at, values)
@@ -83,7 +88,7 @@ def call(run: Run, metrics: Any) -> None:
                 function(StepEnd(run.at, run.state, metrics, write, stop))
     except Stopping:
         _ending.put_off(run)
-        _ending.interruption(run, boundary=False)          # which raises unless nothing is left to be done
+        _ending.interruption(run, boundary=False)          # raises Interrupted unless the run is complete
     except BaseException:
         _ending.put_off(run)
         _ending.rescue(run)

@@ -1,7 +1,8 @@
-"""Compiled programs on disk, so that the next process that needs one does not compile it again.
+"""A cache of compiled programs on disk, so that later processes do not compile them again.
 
 JAX has such a cache, which is off by default. Its files are written in place and are not verified: a process that is
-killed while it writes leaves a damaged file. Here, files appear complete, have a checksum, and old ones are deleted.
+killed while it writes leaves a damaged file. In this cache, a file appears only when it is complete, each file has a
+checksum, and old files are deleted.
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ from pathlib import Path
 from fnet import _jax
 from fnet.hardware._cache import cache_folder
 
-LIMIT = 4 << 30      # bytes; above it, the programs that were not used for the longest time are deleted
-SHORTEST = 0.05      # seconds of compilation; programs that take less are compiled each time
+LIMIT = 4 << 30      # bytes; if the cache is larger, the least recently used programs are deleted
+SHORTEST = 0.05      # seconds of compilation; programs that compile faster are not stored
 _DIGEST = hashlib.sha256().digest_size
 _lock, _users = threading.Lock(), 0
 
 
 @contextlib.contextmanager
 def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
-    """Loads programs that an earlier process compiled, and keeps those that this one compiles.
+    """Loads compiled programs from a cache on disk, and stores newly compiled programs in it.
 
         with tr.compilation_cache():
             state = init(jax.random.key(0))        # a second process starts without compiling
 
-    `fit` and the experiments do this by themselves. JAX identifies a program by its operations, shapes, devices,
-    options and versions; here, also by the instructions of the CPU. A folder that the user has chosen for JAX
-    (JAX_COMPILATION_CACHE_DIR) is used instead, and JAX_ENABLE_COMPILATION_CACHE=false disables both. A program that
-    cannot be read or is damaged is compiled again.
+    `fit` and the experiments use this cache automatically. JAX identifies a program by its operations, shapes, devices,
+    options and versions. This cache also uses the instruction set of the CPU. If JAX_COMPILATION_CACHE_DIR is set,
+    JAX's own cache in that folder is used instead. JAX_ENABLE_COMPILATION_CACHE=false disables both caches. A program
+    that cannot be read or is damaged is compiled again.
 
     Args:
-      path: the folder, of at most 4 GiB. It is used only if this user owns it and no other user can write to it,
-        because its programs are executed. Default: compiled/ in the environment's FNET_CACHE, or in ~/.cache/fnet.
+      path: the folder of the cache, which grows to at most 4 GiB. Its programs are executed, so it is used only if this
+        user owns it and no other user can write to it. None: the folder compiled/ in the folder that the environment
+        variable FNET_CACHE names, or in ~/.cache/fnet.
 
     Example:
       >>> import tempfile
@@ -69,13 +71,13 @@ def _begin(path):
 
 
 class Store:
-    """Programs by key in a folder. Those that cannot be read are missing, those that cannot be written are not kept."""
+    """Programs by key in a folder. A program that cannot be read counts as missing, and write errors are ignored."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def open(self) -> bool:
-        """Makes the folder. Returns whether it exists and only this user can write to it."""
+        """Creates the folder. Returns whether it exists and only this user can write to it."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.path.stat()
@@ -119,7 +121,7 @@ class Store:
 
 @functools.cache
 def _cpu() -> str:
-    """The CPU for which XLA compiles: its instructions and the number of its cores, which JAX's keys do not contain."""
+    """Identifies the CPU by its instruction set and number of cores, which JAX's keys do not contain."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:

@@ -8,16 +8,16 @@ import math
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStop:
-    """Stop when a metric has not improved for `patience` evaluations in a row.
+    """A rule that stops a run when a metric has not improved for `patience` evaluations in a row.
 
-    A value that is NaN or infinite is no improvement. `fit` returns the last state unless `restore_best=True`.
+    A value that is NaN or infinite is not an improvement. `fit` returns the last state unless `restore_best=True`.
 
     Args:
-      metric: its name as logged, such as "validation/accuracy". Compute it on data that is used neither for training
-        nor for the reported result.
+      metric: the logged name of the metric, such as "validation/accuracy". Compute the metric on data that is used
+        neither for training nor for the reported result.
       patience: number of consecutive evaluations without improvement after which the run stops.
-      mode: "max" if larger is better, "min" if smaller is.
-      min_delta: the smallest difference that counts as an improvement.
+      mode: "max" if larger values are better, "min" if smaller values are better.
+      min_delta: the difference from the best value that an improvement must exceed.
 
     Raises:
       ValueError: `mode` is neither "max" nor "min", `patience` is less than 1, or `min_delta` is negative or not
@@ -41,14 +41,14 @@ class EarlyStop:
             raise ValueError(f"min_delta={self.min_delta}: the smallest improvement is a number from 0 up")
 
     def update(self, best: float, stale: int, value: float) -> tuple[float, int]:
-        """Returns the best value and the number of evaluations since then, after one more evaluation. Before the first
-        evaluation, `best` is NaN."""
+        """Returns the best value and the number of evaluations since the best, including the new evaluation `value`.
+        Before the first evaluation, `best` is NaN."""
         if better(value, best, self.mode, self.min_delta):
             return value, 0
         return best, stale + 1
 
 
 def better(value: float, best: float, mode: str, min_delta: float = 0.0) -> bool:
-    """Whether a metric's value is finite and improves on `best`, which is NaN where there is none yet."""
+    """Whether a metric's value is finite and improves on `best`, which is NaN if there is no earlier value."""
     gain = value - best if mode == "max" else best - value
     return math.isfinite(value) and (math.isnan(best) or gain > min_delta)

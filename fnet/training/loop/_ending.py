@@ -1,4 +1,4 @@
-"""How a run ends before its last step: what is still to be done is noted, the last complete step is saved."""
+"""The end of a run before its last step: saves the last complete step, and notes what is still to be done."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Interrupted(Exception):
 
 
 def put_off(run: Run) -> None:
-    """Leaves the log and the evaluation of this step to the resumed run."""
+    """Marks the log and the evaluation of this step as pending, for the resumed run."""
     logs, measures = run.left()
     run.unlogged = logs
     run.loop["due"] = np.array(measures and bool(run.evaluate))
 
 
 def rescue(run: Run) -> None:
-    """Saves the last complete step after an error in user code, which is then raised. Nothing is saved where the step
-    has begun to compute, because its arguments were donated."""
+    """Saves the last complete step after an error in user code; the caller then raises the error. If the next step has
+    already started, nothing is saved, because the state was donated to it."""
     if run.alone and run.at > run.begun and not any(
             x.is_deleted() for x in jax.tree.leaves((run.state, run.loop)) if isinstance(x, jax.Array)):
         with contextlib.suppress(CheckpointError, OSError, jax.errors.JaxRuntimeError):
@@ -37,7 +37,7 @@ def rescue(run: Run) -> None:
 
 
 def interruption(run: Run, *, boundary: bool) -> None:
-    """Saves and ends the run if a signal has come; several processes agree on it at boundaries."""
+    """Saves and ends the run if a signal has arrived. Several processes agree on this only at a boundary."""
     if not run.alone:
         if not boundary:
             return
@@ -58,7 +58,7 @@ def _interrupted(run):
         raise Interrupted(f"{name}: stopped at step {run.at}; without a workdir, the state is not saved")
     run.checkpoints.wait()
     saved = "it"
-    if run.nonfinite != "skip" and (bad := int(run.watch["bad"])) >= 0:      # so that it was not saved
+    if run.nonfinite != "skip" and (bad := int(run.watch["bad"])) >= 0:      # such a state was not saved
         if run.nonfinite == "stop" or run.checkpoints.latest() is None:
             raise _recovery.diverged(run, bad)
         saved = f"step {run.checkpoints.latest()}, the last that was finite,"

@@ -22,10 +22,10 @@ class ResumeWarning(UserWarning):
 
 
 def as_dict(config: Any, name: str = "config") -> dict[str, Any] | None:
-    """A dataclass or mapping as a dict of JSON types; None for None.
+    """Converts a dataclass or a mapping to a dict of JSON types, and None to None.
 
     Raises:
-      TypeError: it is neither, or a value has no JSON type.
+      TypeError: `config` is neither a dataclass nor a mapping, or a value has no JSON type.
       ValueError: a value is NaN or infinite.
     """
     if config is None:
@@ -50,8 +50,8 @@ def identity(batches: Callable[[int], Any], at: int, sample: Any) -> dict[str, A
 
     Args:
       batches: as in `fit`.
-      at: the step of the batch.
-      sample: that batch, or None if it is not known. It is not used if the source does not repeat its batches.
+      at: the step of the batch `sample`.
+      sample: the batch, or None if it is not known. The batch is ignored if the source does not repeat its batches.
     """
     described = batches.identity() if hasattr(batches, "identity") else {}
     if sample is None or getattr(batches, "resume", None) == "none":

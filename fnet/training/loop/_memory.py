@@ -1,4 +1,4 @@
-"""A step that runs out of memory: its largest arrays by path, and the largest batch that fits, estimated."""
+"""The error for a step that runs out of memory: its largest arrays by path, and an estimate of the largest batch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _GUESSES = 6
 
 
 class OutOfMemory(MemoryError):
-    """The step needs more memory than its device has."""
+    """The step, or an evaluation, needs more memory than the device has."""
 
 
 def exhausted(error: BaseException) -> bool:
-    """Whether XLA raised this because memory ran out, at compile time or at run time."""
+    """Whether XLA raised this error because memory ran out, at compile time or at run time."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def error(reason: BaseException, run: Run) -> OutOfMemory:
-    """What to raise in place of XLA's error, which does not name what holds the memory."""
+    """Returns the error to raise instead of XLA's error, which does not name the arrays that use the memory."""
     first = "the first step" if run.clock.compiled is None else f"the step, near step {run.at},"
     lines = [f"{run.busy or first} ran out of memory ({str(reason).strip().splitlines()[0][:160]})"]
     step, batch, plan = run.step, run.batch_kinds.shapes(), run.spread.plan
@@ -44,7 +44,7 @@ def error(reason: BaseException, run: Run) -> OutOfMemory:
     if not run.busy:
         try:
             lines += _needs(step, state, batch, plan, memory, largest)
-        except Exception as failed:                        # the report must not hide the error that it is about
+        except Exception as failed:                        # an error in the report must not hide the original error
             lines.append(f"  (what it needs cannot be estimated: {type(failed).__name__})")
     largest.sort(key=lambda array: -array[0])
     where = " on each device" if plan else ""
@@ -56,7 +56,7 @@ def error(reason: BaseException, run: Run) -> OutOfMemory:
 
 
 def _needs(step, state, batch, plan, memory, largest) -> list[str]:
-    """Lines on the peak and the largest batch; adds the activations at the peak to `largest`."""
+    """Returns lines about the peak and the largest batch, and adds the activations at the peak to `largest`."""
     rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=0)
     unit = 1 if plan is None else plan.options.microbatches * math.prod(plan.mesh.shape[name] for name in plan.axes)
     estimated = lambda rows_: _estimated(step, state, _resized(batch, rows, rows_), plan)

@@ -1,4 +1,4 @@
-"""Metrics and states that are not finite: noticed on the device, and in a replay traced to their layer."""
+"""Metrics and states that are not finite: detected on the device, and in a replay attributed to a layer."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Diverged(ArithmeticError):
 
 
 def start(skipped: Any) -> dict[str, Any]:
-    """The watch before anything has happened: the first bad step or -1, its first bad leaf, the steps skipped."""
+    """Returns the initial watch: the first bad step (-1: none), its first bad leaf, and the number of skipped steps."""
     return {"bad": np.array(-1, np.int32), "leaf": np.array(-1, np.int32), "skipped": np.asarray(skipped, np.int32)}
 
 
 def watched(metrics: Mapping[str, Any], state: Any, exempt: Collection[str] = ()) -> list[tuple[str, Any]]:
-    """The floating-point leaves that are checked, with what a message calls them: metrics, the loss first, then the
-    state."""
+    """Returns the floating-point leaves to check, each with its name in messages: first the loss, then the other
+    metrics, then the state."""
     found = []
     for name in sorted(metrics, key=lambda name: name != "loss"):
         called = "the loss" if name == "loss" else f"the metric '{name}'"
@@ -46,8 +46,8 @@ def watched(metrics: Mapping[str, Any], state: Any, exempt: Collection[str] = ()
 
 
 def exempt(state: Any) -> set[str]:
-    """Paths of leaves that are not finite before the first step, parameters apart: `optax.contrib.reduce_on_plateau`
-    begins with a best value of infinity. Leaves of over a megabyte are not looked at."""
+    """Returns the paths of leaves, except parameters, that are not finite before the first step. For example,
+    `optax.contrib.reduce_on_plateau` starts with a best value of infinity. Leaves larger than 1 MiB are not checked."""
     def infinite(path, leaf):
         if path.startswith("params/") or not _inexact(leaf) or leaf.nbytes > 1 << 20 or not leaf.is_fully_replicated:
             return False
@@ -58,7 +58,7 @@ def exempt(state: Any) -> set[str]:
 
 def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any], *, skip: bool,
          exempt: Collection[str] = ()) -> tuple[jax.Array, dict[str, Any]]:
-    """(whether the step from `old` to `new` was finite, the watch after it), on the device."""
+    """Returns, on the device, whether the step from `old` to `new` was finite, and the updated watch."""
     leaf = _first([leaf for _, leaf in watched(metrics, new, exempt)])
     sound = leaf < 0
     first = ~sound & (watch["bad"] < 0)
@@ -70,11 +70,11 @@ def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any
 
 
 def _first(arrays: Sequence[jax.Array]) -> jax.Array:
-    """The index of the first array that holds NaN or infinity, or -1.
+    """Returns the index of the first array that contains NaN or infinity, or -1.
 
-    The sum of an array's squares is finite only if all of the array is, and is computed at four times the speed of
-    `isfinite(x).all()` on a CPU. The converse is not true (squares overflow), so that a sum which is not finite is
-    followed by the exact question.
+    If the sum of squares of an array is finite, all elements are finite. On a CPU, this sum is computed four times as
+    fast as `isfinite(x).all()`. The converse is not true, because squares can overflow. So if a sum is not finite, the
+    elements are checked exactly.
     """
     if not arrays:
         return jnp.int32(-1)
@@ -96,7 +96,7 @@ def _square(x):
 
 
 def kept(sound: jax.Array, new: Any, old: Any) -> Any:
-    """`new` where the step was finite, else `old`; the counter `step` increases either way."""
+    """Returns `new` if the step was finite, otherwise `old`. The counter `step` increases in both cases."""
     def choose(path, a, b):
         if jax.tree_util.keystr(path, simple=True, separator="/") == "step":
             return a
@@ -109,7 +109,7 @@ def kept(sound: jax.Array, new: Any, old: Any) -> Any:
 
 
 def sound(watch: Mapping[str, Any], skip: bool) -> Any:
-    """Whether the state may be saved, a bool on the device: the host need not wait."""
+    """Returns whether the state may be saved, as a bool on the device, so that the host does not wait."""
     return None if skip else watch["bad"] < 0
 
 
@@ -119,9 +119,9 @@ def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any]
     Operations that also produce such values in the previous, finite step are omitted, because these are intended.
 
     Args:
-      step: as `fit` takes it.
-      inputs: (state, batch) of the step that broke.
-      before: those of the step before it, or None.
+      step: the step function, as in `fit`.
+      inputs: (state, batch) of the step that was not finite.
+      before: (state, batch) of the previous step, or None.
     """
     origins = _tracer(step)
     usual = set() if before is None else {index for index, *_ in origins(*before)}
@@ -140,8 +140,8 @@ def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any]
 
 
 def _tracer(step) -> Callable[[Any, Any], list[tuple[int, str, str, str, str]]]:
-    """A function of (state, batch): (number, scope, primitive, what, shape) of each operation that makes NaN or
-    infinity from finite inputs."""
+    """Returns a function of (state, batch), which returns (number, scope, primitive, what, shape) of each operation
+    that produces NaN or infinity from finite inputs."""
     known: list[tuple[str, str, str]] = []
     fired: dict[int, str] = {}
     lock = threading.Lock()
@@ -183,4 +183,4 @@ def _all_finite(arrays):
 _ENTERED = {"jit", "closed_call", "core_call", "scan", "while", "cond", "remat2", "checkpoint", "shard_map",
             "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"}
 _KEEP = {"broadcast_in_dim", "reshape", "transpose", "slice", "squeeze", "neg", "copy", "rev", "select_n",
-         "concatenate", "dynamic_slice", "gather"}         # they make nothing that was not there
+         "concatenate", "dynamic_slice", "gather"}         # they produce no new values

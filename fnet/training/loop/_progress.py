@@ -1,4 +1,4 @@
-"""A run's progress: lines in a log, a bar on a terminal."""
+"""Displays the progress of a run: lines in a log, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def duration(seconds: float) -> str:
-    """7.2 s, 3:05, 2:03:05.
+    """Formats a number of seconds, such as 7.2 s, 3:05 or 2:03:05.
 
     Example:
       >>> duration(7.24), duration(185), duration(7385)
@@ -24,20 +24,20 @@ def duration(seconds: float) -> str:
 
 
 def _is_terminal(stream: Any) -> bool:
-    """Whether lines can be redrawn there. A process without a terminal may have None as its standard output."""
+    """Whether the stream can redraw lines. A process without a terminal may have None as its standard output."""
     return stream is not None and not getattr(stream, "closed", False) and stream.isatty()
 
 
 class Progress:
-    """Reports a run to a stream. `fit` is silent without one.
+    """Reports the progress of a run to a stream. Without a `Progress`, `fit` prints nothing.
 
     If the stream is closed (a closed terminal or pipe), or the process has no standard output, the run continues
     without reports.
 
     Args:
       stream: the text stream to write to; None: the standard output.
-      bar: True for a bar under the lines, False for lines alone, None for a bar on a terminal.
-      refresh: the bar is redrawn at most this many times a second.
+      bar: whether to show a progress bar below the lines; None: only if the stream is a terminal.
+      refresh: the largest number of times per second that the bar is redrawn.
 
     >>> import io
     >>> log = io.StringIO()
@@ -79,7 +79,7 @@ class Progress:
             self._written(self._bar.start)
 
     def line(self, text: str) -> None:
-        """A line of its own."""
+        """Prints `text` on a separate line."""
         text = self._encodable(text)
         if self._bar is not None:
             self._written(lambda: self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True))
@@ -87,7 +87,7 @@ class Progress:
             self._written(lambda: print(text, file=self._stream, flush=True))
 
     def _encodable(self, text: str) -> str:
-        """What an ASCII terminal can show of it."""
+        """Escapes the characters that the encoding of the stream does not contain."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -105,8 +105,8 @@ class Progress:
                     bar.stop()
 
     def tick(self, step: int, rate: float | None, left: float | None) -> None:
-        """Redraws the bar after step `step` was dispatched, at most `refresh` times a second, without waiting for the
-        device."""
+        """Redraws the bar after step `step` has been dispatched, at most `refresh` times per second. Does not wait for
+        the device."""
         now = time.monotonic()
         if self._bar is None or now - self._drawn < 1 / self._refresh:
             return

@@ -1,4 +1,4 @@
-"""What `fit` keeps between steps, and one iteration of its loop."""
+"""Run: what `fit` keeps between steps, and one iteration of the training loop."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from fnet.training.loop._signals import Signals, Stopping
 from fnet.training.loop._spread import Spread
 from fnet.training.loop._utilization import utilization
 
-_IN_FLIGHT = 2         # steps that the device may be behind, so that stopping takes no longer than those
+_IN_FLIGHT = 2         # steps that the device may be behind the host, which limits the time to stop
 
 
 class PeerLost(RuntimeError):
-    """Another process of the run is gone."""
+    """Another process of the run has ended or cannot be reached."""
 
 
 class Run:
-    """A run of `fit`. `loop` is the part of it that goes into the checkpoint beside the state."""
+    """A run of `fit`. The attribute `loop` is saved in the checkpoint, together with the state."""
 
     checkpoints: Checkpoints | None = None
     logger: Logger | None = None
@@ -79,23 +79,23 @@ class Run:
         self.traced = _contract.traced(getattr(step, "plain", step))    # as one function
         self.zeros = _metrics.zeros(_contract.metrics_of(self.traced, self.state, shapes))
         _contract.check_watched(self.watched(), self.evaluate, state=self.state)
-        if not self.alone:                                 # where an array of this process alone would not fit in
+        if not self.alone:                                 # with several processes, metrics start on the host
             self.zeros = jax.tree.map(np.asarray, self.zeros)
         self.loop = {
             "metrics": self.spread.whole(self.zeros),
             "best": np.array(math.nan), "stale": np.array(0), "stopped": np.array(False),
             "top": np.array(math.nan),                     # the best value of the metric that `best` names
-            "due": np.array(False),                        # whether the evaluation at this step is still to be done
+            "due": np.array(False),                        # whether the evaluation at this step is pending
             "offset": np.array(0), "skipped": np.array(0, np.int32),
         }
         self.watch = self.spread.whole(_nonfinite.start(0))
         self.facts = _provenance.facts(self.state) | {"plan": str(self.spread)} | dict(notes)
         self.rollbacks: collections.Counter[int] = collections.Counter()
         self.batch_kinds, self.state_kinds = _recompile.Arguments("batch"), _recompile.Arguments("state")
-        self.busy: str | None = None                       # with what, when it is no step
+        self.busy: str | None = None                       # the current activity, if it is not a step
 
     def first(self) -> Any:
-        """The first batch, for its shapes and its digest. A source that hangs is left at a signal."""
+        """Returns the first batch, for its shapes and its digest. A signal ends the wait for a source that hangs."""
         if not self.alone and self.spread.plan is not None:
             return None
         feed = Prefetch(self.batches, self.at, self.at + 1, seen=self.seen if self.alone else None, move=False)
@@ -108,9 +108,9 @@ class Run:
             feed.close()
 
     def restore(self) -> None:
-        """Goes to the newest whole checkpoint, if there is one."""
+        """Restores the newest complete checkpoint, if there is one."""
         exists = self.checkpoints.latest() is not None or bool(self.checkpoints.damaged())
-        if not self.alone:                                 # once the first process has cleared the folder
+        if not self.alone:                                 # waits until the first process has cleared the folder
             from jax.experimental import multihost_utils
 
             exists = bool(multihost_utils.broadcast_one_to_all(np.array(exists)))
@@ -138,7 +138,7 @@ class Run:
         notes = self.checkpoints.notes(self.at)
         self.unlogged = notes.get("unlogged", False)
         before = notes.get("fit", {})
-        if before.get("best", now := self.criteria()["best"]) != now:        # values of another metric say nothing
+        if before.get("best", now := self.criteria()["best"]) != now:        # values of two metrics cannot be compared
             self.loop["top"] = np.array(math.nan)
         if before.get("early_stop", now := self.criteria()["early_stop"]) != now:
             self.loop |= {"best": np.array(math.nan), "stale": np.array(0)}
@@ -175,7 +175,7 @@ class Run:
             self.say(f"resume guarantee of the data: {resume} ({GUARANTEES[resume]})")
         if self.unlogged:
             trained, self.saved = self.log(), None
-            self.save()                                    # again: its metrics began anew
+            self.save()                                    # again, because the metrics were reset
         else:
             trained = {}
         if self.loop["due"]:
@@ -205,7 +205,7 @@ class Run:
         return self.spread.batch(self.batches(at), at)
 
     def fresh(self) -> Any:
-        """Metrics of no step."""
+        """Returns metrics with all sums zero."""
         return self.spread.whole(jax.tree.map(jnp.zeros_like if self.alone else np.copy, self.zeros))
 
     def feed(self) -> None:
@@ -215,7 +215,7 @@ class Run:
 
     def compile(self) -> None:
         self.exempt = _nonfinite.exempt(self.state)
-        if hasattr(self.step, "prepare"):                  # a member of a population that diverges ends by itself
+        if hasattr(self.step, "prepare"):                  # a population handles members that diverge
             self.exempt |= {path for path in _leaves.paths(self.state) if path.startswith("members/")}
         whole = self.spread.plan is None and not hasattr(self.step, "plain")
         step = self.traced if whole else self.spread.step(self.step)
@@ -231,7 +231,7 @@ class Run:
         try:
             self.state, self.loop["metrics"], self.watch, metrics = self.advance(
                 self.state, self.loop["metrics"], self.watch, batch)
-        except BaseException:                              # a batch with which the step cannot be traced
+        except BaseException:                              # for example, the step cannot be traced with this batch
             _ending.rescue(self)
             raise
         self.at += 1
@@ -315,9 +315,9 @@ class Run:
     # Evaluating.
 
     def evaluation(self, trained: Mapping[str, float]) -> None:
-        """Evaluates, decides about the best state and early stopping, and saves what is to be saved.
+        """Evaluates the state, updates the best value and early stopping, and saves the state if necessary.
 
-        The state is saved before the evaluation: whatever ends that, it is resumed with it.
+        The state is saved before the evaluation, so that an interrupted evaluation is repeated by the resumed run.
         """
         self.loop["due"] = np.array(True)
         if self.saves():
@@ -355,7 +355,7 @@ class Run:
         return values
 
     def judge(self, values: Mapping[str, Any]) -> bool:
-        """Whether these values are the best so far; counts for early stopping."""
+        """Returns whether these values are the best so far, and updates the counter of early stopping."""
         improved = False
         if self.best is not None:
             name, mode = self.best
@@ -371,7 +371,7 @@ class Run:
         return improved
 
     def criteria(self) -> dict[str, list[str] | None]:
-        """The metric and mode of the best state and of early stopping, as a checkpoint's notes hold them."""
+        """Returns the metric and mode of the best state and of early stopping, for the notes of a checkpoint."""
         rule = self.early_stop
         return {"best": self.best and list(self.best), "early_stop": rule and [rule.metric, rule.mode]}
 
@@ -381,7 +381,7 @@ class Run:
     # Saving and stopping.
 
     def saves(self) -> bool:
-        """Whether this step is one to be saved and is not yet."""
+        """Whether this step must be saved and has not been saved yet."""
         return self.saved != self.at and (self.at % self.save_every == 0 or self.at == self.steps)
 
     def save(self, values: Mapping[str, Any] | None = None) -> None:
