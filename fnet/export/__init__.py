@@ -1,7 +1,7 @@
 """Export: models as files that run without fnet.
 
     program = export.program(model, params, state, x=export.spec("b, 8, 8, 1", "float32"))
-    program.save("digits.fnet")                  # a bundle, which needs JAX and NumPy alone
+    program.save("digits.fnet")                  # a bundle, which needs only JAX and NumPy
     logits = export.load("digits.fnet")(x)
 """
 

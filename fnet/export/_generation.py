@@ -13,19 +13,20 @@ from fnet.export._spec import spec, spec_of
 
 
 def generation(program: Program, model: nn.Layer, *, context: int) -> Program:
-    """The program with the entry points "prefill" and "decode", with which `fnet serve` generates text.
+    """Returns the program with the entry points "prefill" and "decode", with which `fnet serve` generates text.
 
-    Both take tokens and a cache and return {"logits": [batch, vocab_size] of the last token, "cache"}. They share the
-    weights of "predict". An empty cache has zeros everywhere.
+    Both entry points take tokens and a cache, and return a dict of the logits of the last token, [batch, vocab_size],
+    and the new cache: {"logits": logits, "cache": cache}. They share the weights of "predict". In an empty cache, all
+    elements are 0.
 
         program = export.program(gpt, params, tokens=export.spec("b, t", "int32", where="t <= 1024"))
         export.generation(program, gpt, context=1024).save("gpt.fnet", tokenizer="characters.json")
 
     Args:
-        program: of the model.
+        program: the program of the model.
         model: a decoder such as GPT, Decoder or LSTMLanguageModel: `model(params, tokens, state=cache)` returns
             (logits [batch, time, vocab_size], cache), and `model.cache` creates the cache.
-        context: the most tokens of a text.
+        context: the maximum number of tokens of a text.
 
     >>> from fnet import export, models
     >>> gpt = models.GPT(vocab_size=7, width=4, depth=1, heads=1, context=8)

@@ -1,4 +1,4 @@
-"""Loads a bundle and runs its programs. Bundles contain this file as load.py, which needs JAX and NumPy alone.
+"""Loads a bundle and runs its programs. Bundles contain this file as load.py, which needs only JAX and NumPy.
 
     python digits.fnet                      # describes the bundle and checks its programs
 
@@ -33,11 +33,13 @@ def load(path, *, verify=True, check=False, kernels=False):
     """Loads a bundle.
 
     Args:
-        path: the file.
-        verify: whether to compare the digest of the whole file, which reads all of it once. Without, only the digests
-            of the small files in it are compared.
-        check: whether to run all programs on the inputs that the bundle contains: `Bundle.check`.
-        kernels: whether to use the program with kernels for this platform, if the bundle contains one.
+        path: the bundle, a path.
+        verify: whether to read the whole file once and compare its digest. Default True. If False, only the digests of
+            the small files in the bundle are compared.
+        check: whether to run all programs on the test inputs in the bundle and compare the outputs, as `Bundle.check`
+            does. Default False.
+        kernels: whether to use the program with kernels for this platform, if the bundle contains such a program.
+            Default False.
 
     Returns:
         A `Bundle`.
@@ -61,19 +63,19 @@ def load(path, *, verify=True, check=False, kernels=False):
 
 
 class Bundle:
-    """A model that was loaded from a file: its programs (entry points), weights and descriptions.
+    """A model that was loaded from a bundle: its functions (entry points), its weights and its description.
 
         model = export.load("digits.fnet")
         logits = model(x)                                 # the entry point "predict"
         vectors = model.call("embed", x)
-        f = model.function("predict")                     # f(weights, x), for jax.jit, jax.grad, other weights
+        f = model.function("predict")                     # f(weights, x), for jax.jit, jax.grad or other weights
 
     Attributes:
-        manifest: the description of the bundle, from JSON.
-        weights: {name: array}, views of the memory-mapped file.
-        entries: the names of the entry points.
+        manifest: the description of the bundle, a dict (manifest.json).
+        weights: the weights, {name: array}. The arrays are views of the memory-mapped file.
+        entries: the names of the entry points, a tuple.
         labels: the names of the classes, or None.
-        read_until: the ISO date until which JAX guarantees to read the programs.
+        read_until: the date until which JAX guarantees to read the programs, such as "2027-05-20".
 
     >>> import tempfile
     >>> model = nn.Dense(3)
@@ -95,14 +97,14 @@ class Bundle:
         self._programs = {}
 
     def __call__(self, *inputs, **named):
-        """Runs the entry point "predict", or the only one."""
+        """Runs the entry point "predict", or the first entry point if the bundle has no "predict"."""
         return self.call("predict" if "predict" in self.entries else self.entries[0], *inputs, **named)
 
     def call(self, entry, *inputs, **named):
         """Runs an entry point with the bundle's weights.
 
         Returns:
-            The output: arrays in dicts, lists and tuples.
+            The output, a tree of arrays.
 
         Raises:
             BundleError: the inputs do not match the signature; the message names the input and the violated constraint.
@@ -110,8 +112,8 @@ class Bundle:
         return self.function(entry)(self.arrays, *inputs, **named)
 
     def run(self, *inputs, **named):
-        """Runs "preprocess", "predict" and "postprocess", as far as the bundle contains them. Each receives the output
-        of the one before; a dict is passed as named inputs."""
+        """Runs the entry points "preprocess", "predict" and "postprocess", omitting those that the bundle lacks. The
+        inputs are passed to the first entry point, and its output to the next; a dict is passed as named inputs."""
         for entry in ("preprocess", "predict", "postprocess"):
             if entry in self.entries:
                 output = self.call(entry, *inputs, **named)
@@ -119,8 +121,9 @@ class Bundle:
         return output
 
     def function(self, entry):
-        """The function f(weights, *inputs) of an entry point. It can be compiled, and differentiated if the bundle was
-        saved with `differentiable=True`. Weights are {name: array}, or nested dicts with the same paths."""
+        """Returns the function f(weights, *inputs) of an entry point. It can be compiled with `jax.jit`. It can be
+        differentiated if the bundle was saved with `differentiable=True`. `weights` is a dict {name: array}, or
+        nested dicts with the same paths."""
         description, program = self._entry(entry), self._program(entry)
 
         def f(weights, *inputs, **named):
@@ -132,7 +135,7 @@ class Bundle:
         return f
 
     def interpret(self, entry, *inputs, weights=None, **named):
-        """Runs an entry point with NumPy, from its stable form. It needs no version of JAX, and is slow."""
+        """Runs an entry point with NumPy, from its stable form. This does not need JAX, and is slow."""
         description = self._entry(entry)
         flat, sizes = signature.bound(self.path, entry, description, inputs, named)
         chosen = signature.chosen(description, self.weights if weights is None else weights, self.weights)
@@ -142,10 +145,10 @@ class Bundle:
         return signature.unflatten(description["output"], iter(interpret.run(program, constants, inputs, sizes)))
 
     def stable(self, entry):
-        """The stable form of an entry point, from JSON.
+        """Returns the stable form of an entry point, from JSON.
 
         Raises:
-            BundleError: it has none; the message states the reason.
+            BundleError: the entry point has no stable form; the message states the reason.
         """
         reason = self._entry(entry).get("not_stable")
         if reason:
@@ -153,26 +156,26 @@ class Bundle:
         return self._archive.json(f"programs/{entry}.json")
 
     def files(self, folder):
-        """{name: bytes} of the files in a folder of the bundle, such as "tokenizer"."""
+        """Returns the files in a folder of the bundle, such as "tokenizer", as {name: bytes}."""
         return {name.removeprefix(f"{folder}/"): self._archive.read(name)
                 for name in self._archive.names(f"{folder}/")}
 
     def signature(self, entry):
-        """The inputs and output of an entry point as text: "predict(x: float32[b, 8, 8, 1]) -> float32[b, 10]"."""
+        """Returns the signature of an entry point as text: "predict(x: float32[b, 8, 8, 1]) -> float32[b, 10]"."""
         description = self._entry(entry)
         inputs = ", ".join(f"{name}: {signature.text(tree)}" for name, tree in description["inputs"])
         where = f" where {', '.join(description['constraints'])}" if description["constraints"] else ""
         return f"{entry}({inputs}) -> {signature.text(description['output'])}{where}"
 
     def check(self):
-        """Runs all programs on the inputs in the bundle, with JAX and with NumPy, and compares the outputs.
+        """Runs all programs on the test inputs in the bundle, with JAX and with NumPy, and compares the outputs.
 
         Returns:
-            One line for each entry point.
+            A list with a line of text for each entry point.
 
         Raises:
-            BundleError: an output differs from the one in the bundle by more than 1e-5 of its largest element (with
-                16-bit numbers, 2e-2).
+            BundleError: an output differs from the output in the bundle by more than 1e-5 of its largest element (2e-2
+                if the program uses a 16-bit floating-point dtype).
         """
         lines = []
         for entry, (inputs, wanted) in self.tests().items():
@@ -194,7 +197,8 @@ class Bundle:
         return _compared(self.path, entry, "NumPy", description, output, wanted)
 
     def tests(self):
-        """{entry point: (leaves of the inputs, leaves of the outputs)} for `check`; empty lists if there are none."""
+        """Returns {entry point: (leaves of the inputs, leaves of the outputs)}, the tests for `check`. The lists of an
+        entry point without a test are empty."""
         tests = self._archive.tensors(reader.TESTS)
         read = lambda kind: [tests[f"{kind}/{i}"] for i in range(sum(name.startswith(f"{kind}/") for name in tests))]
         return {entry: (read(f"{entry}/inputs"), read(f"{entry}/outputs")) for entry in self.entries}

@@ -24,14 +24,16 @@ _EVALUATOR = jaxpr.Evaluator(lambda eqn, arrays: NotImplemented)    # changes no
 
 
 class Entry:
-    """One entry point, traced.
+    """A traced function of a program.
 
     Attributes:
-        closed: the jaxpr from weights, in the order of `weights`, and the leaves of the inputs to those of the output.
-        weights: names of its weights. Arrays that the function closed over are called constants/DIGEST.
-        inputs: [(name, tree of {"dtype", "shape"})]; output: such a tree.
-        constraints: on the sizes, as text.
-        types: the leaves of the inputs as `jax.ShapeDtypeStruct`s.
+        closed: the closed jaxpr. Its arguments are the weights, in the order of `weights`, and the leaves of the
+            inputs. Its results are the leaves of the output.
+        weights: the names of its weights. An array that the function closed over is called constants/DIGEST.
+        inputs: [(name, tree of {"dtype", "shape"})].
+        output: a tree of {"dtype", "shape"}.
+        constraints: the constraints on the size variables, as text.
+        types: the leaves of the inputs, as `jax.ShapeDtypeStruct`s.
     """
 
     def __init__(self, closed, weights, inputs, output, constraints, types):
@@ -40,7 +42,7 @@ class Entry:
 
     @functools.cached_property
     def portable(self) -> export.Exported:
-        """The program for all platforms, from (weights by name, list of inputs) to the list of outputs."""
+        """The program for all platforms: a function of ({name: weight}, list of inputs) to the list of outputs."""
         return self.exported(PLATFORMS)
 
     def exported(self, platforms: tuple[str, ...]) -> export.Exported:
@@ -55,11 +57,11 @@ class Entry:
 
 
 class Program:
-    """A model as programs for symbolic sizes, and its weights. `export.program` creates it.
+    """The weights of a model, and its functions (entry points) traced for symbolic sizes. `export.program` creates it.
 
     Attributes:
-        entries: {name: `Entry`}, the entry points.
-        weights: {name: array}. Names begin with params/, state/ or constants/.
+        entries: the entry points, {name: `Entry`}.
+        weights: the weights, {name: array}. Names begin with params/, state/ or constants/.
 
     >>> model = nn.Dense(3)
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
@@ -72,16 +74,17 @@ class Program:
         self.entries, self.weights, self._trees = entries, weights, trees
 
     def entry(self, name: str, f: Callable, **specs: Any) -> Program:
-        """Returns the program with another entry point: a function of the same parameters and state.
+        """Returns the program with an additional entry point: a function of the same parameters and state.
 
         The entry points "preprocess" and "postprocess" run before and after "predict" in `Bundle.run`.
 
         Args:
-            name: an identifier, such as "embed", "decode" or "train_step".
-            f, specs: as for `export.program`.
+            name: the name of the entry point, a Python identifier such as "embed", "decode" or "train_step".
+            f: the function, as for `export.program`.
+            specs: the types of its inputs, as for `export.program`.
 
         Raises:
-            ValueError: there is an entry point of this name, or it is no identifier.
+            ValueError: an entry point of this name exists, or the name is not an identifier.
         """
         if not name.isidentifier() or name in self.entries:
             what = "exists already" if name in self.entries else "must be a Python identifier"
@@ -90,7 +93,7 @@ class Program:
         return Program({**self.entries, name: entry}, {**self.weights, **constants}, self._trees)
 
     def call(self, name: str, *inputs: Any) -> list:
-        """Runs the program of an entry point in this process; returns the leaves of its output."""
+        """Runs an entry point in this process, and returns the leaves of its output."""
         entry = self.entries[name]
         return jax.jit(entry.portable.call)({name: self.weights[name] for name in entry.weights},
                                             jax.tree.leaves(inputs))
@@ -99,16 +102,18 @@ class Program:
              tokenizer: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
              tests: Mapping[str, Mapping[str, Any]] | None = None, differentiable: bool = False,
              kernels: Sequence[str] = (), about: Mapping[str, Any] | None = None) -> None:
-        """Writes a bundle: one file with the programs and weights, which needs JAX and NumPy alone.
+        """Writes a bundle: a file with the programs and weights. It can be loaded with only JAX and NumPy.
 
         Args:
-            path: the file, such as "digits.fnet". It is replaced atomically.
-            labels: the names of the classes.
-            tokenizer: a folder, or files, of a tokenizer.
-            tests: {entry point: {input: array}}, the inputs of the check. Default: small random ones.
-            differentiable: whether the programs contain their gradients.
-            kernels: platforms ("cuda", "tpu") for which a second program contains attention kernels.
-            about: JSON data for the manifest's provenance, such as the data set and the accuracy.
+            path: the file to write, such as "digits.fnet". An existing file is replaced atomically.
+            labels: the names of the classes. Default None: no labels.
+            tokenizer: the folder, the file or the list of files of a tokenizer, which is copied into the bundle.
+                Default None: no tokenizer.
+            tests: the inputs for `load(check=True)`, {entry point: {input: array}}. Default: small random inputs.
+            differentiable: whether the programs contain their gradients. Default False.
+            kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with attention kernels.
+                Default: none.
+            about: JSON data that is added to the provenance in the manifest, such as the data set and the accuracy.
 
         Raises:
             ValueError: an argument is not valid, or a weight has a dtype that safetensors files cannot hold.
@@ -120,18 +125,19 @@ class Program:
 
     def onnx(self, path: str | os.PathLike, *, entry: str = "predict", opset: int = 20, fused: bool = True,
              external: bool | None = None, check: bool = True) -> None:
-        """Writes an entry point as an ONNX model, and compares it in onnxruntime with the program. Needs fnet[onnx].
+        """Writes an entry point as an ONNX model, and compares its outputs in onnxruntime with those of the program.
 
-        Symbolic sizes stay symbolic, scans are Loops, and nodes have the names of their scopes.
+        Symbolic sizes stay symbolic, scans become Loops, and nodes have the names of their scopes. Needs fnet[onnx].
 
         Args:
-            path: the file, such as "digits.onnx".
-            entry: the name of the entry point.
-            opset: the version of ONNX's operators, at least 18.
-            fused: whether to use the operators LayerNormalization, Gelu (opset 20), RMSNormalization and Attention
-                (opset 23) for the operations that compute the same.
-            external: whether the weights have a file of their own, path + ".data". Default: above 1.9 GB.
-            check: whether to run the model on small random inputs in onnxruntime and compare the outputs.
+            path: the file to write, such as "digits.onnx".
+            entry: the name of the entry point. Default "predict".
+            opset: the version of ONNX's operators, an integer of at least 18. Default 20.
+            fused: whether groups of operations that compute the same as LayerNormalization, Gelu (opset 20),
+                RMSNormalization or Attention (opset 23) are replaced by these operators. Default True.
+            external: whether the weights are written to a separate file, path + ".data". Default None: only if they
+                exceed 1.9 GB.
+            check: whether to run the model on small random inputs in onnxruntime and compare the outputs. Default True.
 
         Raises:
             NotImplementedError: an operation is not supported; the message names it and its path.
@@ -145,22 +151,23 @@ class Program:
     def litert(self, path: str | os.PathLike, *, entry: str = "predict",
                sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None, dtype: str = "float32",
                check: bool = True) -> None:
-        """Writes an entry point as a LiteRT (TensorFlow Lite) model, and compares it in LiteRT with the program.
+        """Writes an entry point as a LiteRT (TensorFlow Lite) model, and compares its outputs with the program's.
 
-        Experimental: litert-converter has no public API. Needs fnet[litert] and litert-converter; TensorFlow is not
-        needed. Sizes are fixed and scans are unrolled.
+        Sizes are fixed, and scans are unrolled. Needs fnet[litert] and litert-converter, but not TensorFlow. This
+        method is experimental, because litert-converter has no public API.
 
             program.litert("gpt.tflite", sizes=[{"b": 1, "t": 16}, {"b": 1, "t": 64}])
 
         Args:
-            path: the file, such as "digits.tflite".
-            entry: the name of the entry point.
-            sizes: the size variables, {"b": 1, "t": 64}: the model has one signature, named after the entry point. Or
-                several such choices: each is a signature with a name such as predict_b1_t64, of the same weights.
-                Default: the upper bound of each variable that has one, as in t <= 64, and the smallest size of others.
-            dtype: of the weights: "float32"; "float16"; or "int8", with which products and convolutions are computed
-                in int8 (dynamic quantization).
-            check: whether to run the model on small random inputs in LiteRT and compare the outputs.
+            path: the file to write, such as "digits.tflite".
+            entry: the name of the entry point. Default "predict".
+            sizes: the value of each size variable, such as {"b": 1, "t": 64}, or a list of several such dicts. With
+                one dict, the model has one signature, which has the name of the entry point. With a list, each dict
+                is a signature with a name such as predict_b1_t64, and the signatures share the weights. Default: each
+                variable has its upper bound (64 for t <= 64), or the smallest valid size if it has no upper bound.
+            dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With "int8", products and
+                convolutions are computed in int8 (dynamic quantization).
+            check: whether to run the model on small random inputs in LiteRT and compare the outputs. Default True.
 
         Raises:
             NotImplementedError: the converter does not support an operation.
@@ -173,22 +180,23 @@ class Program:
 
 
 def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Program:
-    """A function and its parameters as a program that can be saved and run elsewhere.
+    """Traces a function and returns it, with its parameters, as a `Program` that can be saved and run elsewhere.
 
         program = export.program(model, params, state, x=export.spec("b, 8, 8, 1", "float32"))
         program.save("digits.fnet")
         program.onnx("digits.onnx")
 
-    The function is traced once, here. Its entry point is called "predict"; `Program.entry` adds others.
+    The function is traced once. It becomes the entry point "predict"; `Program.entry` adds further entry points.
 
     Args:
-        f: a model, or any function f(params, *inputs) of JAX, from Flax, Equinox or Haiku for example.
+        f: a model, or any JAX function f(params, *inputs), for example of Flax, Equinox or Haiku.
         params: the parameters, a tree of arrays. Implicit arrays (quantized or of low rank) are
             exported in their own form.
-        state: None, or the state. A model, or a function with a parameter `state`, is then called with `state=state`
-            and returns (output, new state), of which the output is exported.
-        specs: the type of each input: `export.spec`, or a tree of them. Inputs are passed by name if f has parameters
-            of these names, otherwise in this order.
+        state: the state, a tree of arrays, or None (the default). If it is not None and f is a model or has a
+            parameter `state`, f is called with `state=state` and must return (output, new state). The output is
+            exported.
+        specs: the type of each input, `name=export.spec(...)`, or a tree of such types. Inputs are passed by name if f
+            has parameters of these names, otherwise by position in this order.
 
     Returns:
         A `Program`.
@@ -208,7 +216,7 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
 
 
 def _traced(f, params, state, specs):
-    """(the entry point, the arrays it closes over by name)."""
+    """(the entry point, {name: array} of the arrays that f closes over)."""
     if not specs:
         raise TypeError("export.program: expected the type of each input by name, x=export.spec('b, 28, 28, 1')")
     inputs, constraints = _spec.resolve(specs)
@@ -244,7 +252,7 @@ def _traced(f, params, state, specs):
 
 
 def _constant(x):
-    """(name, array) of an array that a function closes over. The name is its digest: it is saved once."""
+    """(name, array) of an array that a function closes over. The name is its digest, so equal arrays are saved once."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         raise TypeError("export.program: the function closes over a random key; pass the key as an input, "
                         "key=jax.random.key(0)")

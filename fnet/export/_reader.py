@@ -1,7 +1,7 @@
 """Reads the file of a bundle: a zip archive with checksums. Bundles contain this file as reader.py.
 
-It imports NumPy alone. It treats the file as untrusted: every size is checked before memory is allocated for it, and
-nothing in the file is executed or unpickled.
+This module imports only NumPy. It treats the file as untrusted: every size is checked before memory is allocated for
+it, and nothing in the file is executed or unpickled.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ _INVALID = (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, 
 
 
 class BundleError(ValueError):
-    """A file that is not a complete, undamaged bundle, or a call that does not match its signature."""
+    """A file is not a bundle, is incomplete or damaged, or a call does not match the signature of an entry point."""
 
 
 class Archive:

@@ -19,15 +19,15 @@ from fnet.export._program import Entry, Program
 def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> None:
     """Writes a bundle again with the installed version of JAX, from the stable form of its programs.
 
-    The new programs are compared with the outputs in the old bundle. Weights, labels and tokenizer are kept; programs
-    with kernels are not, because the stable form has none.
+    The outputs of the new programs are compared with the outputs in the old bundle. The new bundle has the same
+    weights, labels and tokenizer. It has no programs with kernels, because the stable form contains no kernels.
 
     Args:
-        path: the bundle.
-        output: the new file. Default: the bundle is replaced.
+        path: the bundle, a path.
+        output: the file to write. Default None: the bundle is replaced.
 
     Raises:
-        BundleError: the file is damaged, a program has no stable form, or a new program computes something else.
+        BundleError: the file is damaged, a program has no stable form, or a new program has other outputs.
 
     >>> import tempfile
     >>> model = nn.Dense(3)

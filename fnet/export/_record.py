@@ -18,11 +18,14 @@ _RENAMED = {"Llama": "Decoder"}    # classes in records of earlier versions
 
 
 class Record(NamedTuple):
-    """What a run's folder says of its model.
+    """The description of a model in the folder of a run.
 
     Attributes:
-        model: the model. inputs: the types of its inputs by name. labels: names of the classes, or None.
-        standardize: {"mean", "std"} of each channel of images in [0, 1], which the model expects standardized; or None.
+        model: the model.
+        inputs: the types of the model's inputs, {name: `Spec`}.
+        labels: the names of the classes, or None.
+        standardize: the mean and standard deviation of each channel, {"mean": [...], "std": [...]}, if the model
+            expects standardized images; otherwise None. They refer to images with values in [0, 1].
     """
 
     model: Any
@@ -33,16 +36,17 @@ class Record(NamedTuple):
 
 def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | None = None,
            standardize: Mapping[str, Iterable[float]] | None = None, **specs: Spec) -> None:
-    """Writes model.json to a run's folder: the model's class and fields, and the types of its inputs.
+    """Writes the class and the fields of a model, and the types of its inputs, to model.json in the folder of a run.
 
         export.record(workdir, model, x=export.spec("b, 28, 28, 1"), labels=range(10))
 
     Args:
-        workdir: the run's folder, a local path. It is created if necessary.
-        model: a model of `fnet.models` whose fields are numbers, strings and tuples of them.
-        labels: the names of the classes.
-        standardize: {"mean": ..., "std": ...} of each channel, of images scaled to [0, 1].
-        specs: the types of the inputs.
+        workdir: the folder of the run, a local path. It is created if necessary.
+        model: a model of `fnet.models` whose fields are numbers, strings, or tuples of numbers and strings.
+        labels: the names of the classes. Default None: no labels.
+        standardize: the mean and standard deviation of each channel, {"mean": [...], "std": [...]}, if the model
+            expects standardized images. They refer to images with values in [0, 1]. Default None.
+        specs: the types of the inputs, `name=export.spec(...)`.
 
     Raises:
         TypeError: the model is not one of `fnet.models`, or a field cannot be written as JSON.
@@ -75,11 +79,14 @@ def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | No
 
 
 def read_record(workdir: str | os.PathLike) -> Record:
-    """Reads model.json of a run's folder.
+    """Reads the model that `record` wrote to model.json in the folder of a run.
+
+    Returns:
+        A named tuple (model, inputs, labels, standardize), with the values that were passed to `record`.
 
     Raises:
-        FileNotFoundError: the folder has none.
-        ValueError: it is not valid.
+        FileNotFoundError: the folder has no model.json.
+        ValueError: model.json is not valid.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"
 
 
 def bound(path, entry, description, inputs, named):
-    """(the input arrays in order, {size variable: value}) of a call.
+    """The input arrays of a call, in order, and the values of the size variables: (arrays, {variable: value}).
 
     Raises:
         BundleError: the inputs do not match the signature.

@@ -14,7 +14,7 @@ from jax import export
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The type of an input; see `spec`.
+    """The type of an input. `spec` creates it and describes the fields.
 
     >>> export.spec("b, 28, 28, 1")
     Spec(shape='b, 28, 28, 1', dtype='float32', where=())
@@ -31,20 +31,22 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class SpecOf:
-    """The types of what a function of sizes returns; see `spec_of`."""
+    """The types of the arrays that a function of sizes returns. `spec_of` creates it."""
 
     function: Callable
     where: tuple[str, ...] = ()
 
 
 def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ()) -> Spec:
-    """The type of an input of an exported program.
+    """Returns the type of an input of an exported program.
 
     Args:
-        shape: sizes, separated by commas: numbers, names of size variables, or expressions of them, such as
-            "b, 2*h, 2*w, 3". A variable has one value in all inputs of a program, at least 1.
-        dtype: such as "float32" or "int32".
-        where: constraints on the variables: "t <= 64" or ("h >= 32", "mod(h, 2) == 0").
+        shape: the sizes of the axes, separated by commas. A size is a number, the name of a size variable, or an
+            expression of variables: "b, 2*h, 2*w, 3". A variable has the same value in all inputs of a program; the
+            value is at least 1.
+        dtype: the dtype of the input, such as "int32". Default "float32".
+        where: the constraints on the variables, a string or several: "t <= 64" or ("h >= 32", "mod(h, 2) == 0").
+            Default: no constraints.
 
     Raises:
         ValueError: the shape, dtype or a constraint is not valid.
@@ -60,13 +62,14 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
 
 
 def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
-    """The types of the arrays that a function of sizes returns, for inputs that are trees, such as caches.
-
-    Args:
-        function: its parameters are the names of size variables. It is traced, not run.
-        where: constraints on the variables, as of `spec`.
+    """Returns the types of the arrays that a function returns, for inputs that are trees, such as caches.
 
         cache = export.spec_of(lambda b: model.cache(jax.ShapeDtypeStruct((b, 64), jnp.int32)))
+
+    Args:
+        function: a function of sizes that returns a tree of arrays. The names of its parameters are the names of the
+            size variables. The function is traced, but not run.
+        where: the constraints on the variables, as for `spec`.
 
     >>> caches = export.spec_of(lambda b: {"keys": jnp.zeros((b, 8))}, where="b <= 16")
     """
@@ -74,7 +77,7 @@ def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
 
 
 def resolve(specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """(the inputs as trees of `jax.ShapeDtypeStruct`, all constraints). Variables are shared by all inputs."""
+    """(the inputs as trees of `jax.ShapeDtypeStruct`, all constraints). All inputs share the variables."""
     special = lambda x: isinstance(x, (Spec, SpecOf))
     leaves = [x for x in jax.tree.leaves(specs, is_leaf=special) if special(x)]
     where = tuple(dict.fromkeys(constraint for x in leaves for constraint in x.where))

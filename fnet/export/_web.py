@@ -1,4 +1,4 @@
-"""A static page on which one draws an image, and which classifies it by the ONNX model in the browser."""
+"""A static page on which the user draws an image. The ONNX model classifies it in the browser."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
         title: str = "Draw an image", runtime: str | os.PathLike | None = None) -> None:
     """Writes a folder with a web page on which the user draws an image. The model classifies it while the user draws.
 
-    The folder is static and complete: the page, the program as ONNX, and onnxruntime-web, so any web server can serve
-    it, without access to other hosts. Needs fnet[onnx] and the npm package onnxruntime-web.
+    The folder contains the page, the program as ONNX, and onnxruntime-web. These are static files, so any web server
+    can serve the folder, and the page needs no other hosts. Needs fnet[onnx] and the npm package onnxruntime-web.
 
         export.web(program, "site", labels=range(10))       # npm install onnxruntime-web
         # python -m http.server --directory site
 
     Args:
-        program: its entry point "predict" maps images [batch, height, width, 1 or 3], float32 or uint8, to scores
-            [batch, classes]. If it has the entry point "preprocess", this gets the drawing, with values from 0 to 255,
-            and predict its output; otherwise values from 0 to 1 if they are float32.
-        folder: the folder, which is created.
-        labels: the names of the classes. Default: their numbers.
-        margin: the fraction of the image's size that stays empty at each edge; a drawing is centered and scaled to the
-            rest. Use the margin of the training images: 0 for scikit-learn's digits, 0.14 for MNIST.
-        title: of the page.
-        runtime: the folder of the npm package. Default: node_modules/onnxruntime-web in the working directory, or in
-            one above it.
+        program: a program whose entry point "predict" maps images [batch, height, width, 1 or 3], float32 or uint8, to
+            scores [batch, classes]. If the program has the entry point "preprocess", the drawing is passed to
+            "preprocess" with values from 0 to 255, and the output of "preprocess" to "predict". Otherwise the drawing
+            is passed to "predict", with values from 0 to 1 if they are float32, and from 0 to 255 if they are uint8.
+        folder: the folder to write. It is created if necessary.
+        labels: the names of the classes. Default: 0, 1, 2, ...
+        margin: the fraction of the image's size that stays empty at each edge, a number in [0, 0.5). Default 0. A
+            drawing is centered and scaled to the rest of the image. Use the margin of the training images: 0 for
+            scikit-learn's digits, 0.14 for MNIST.
+        title: the title of the page. Default "Draw an image".
+        runtime: the folder of the npm package. Default: the first node_modules/onnxruntime-web in the working directory
+            and the directories above it.
 
     Raises:
-        FileNotFoundError: there is no onnxruntime-web.
-        ValueError: the model is no classifier of such images, or an argument is not valid.
+        FileNotFoundError: onnxruntime-web was not found.
+        ValueError: the model is not a classifier of such images, or an argument is not valid.
     """
     height, width, channels, classes, dtype = _image(program)
     labels = [str(label) for label in (range(classes) if labels is None else labels)]

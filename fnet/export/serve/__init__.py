@@ -1,8 +1,8 @@
-"""A server for bundles: batching, the Open Inference Protocol, metrics, and text as a stream. Needs fnet[serve].
+"""A server for bundles with batching, the Open Inference Protocol, metrics and streams of text. Needs fnet[serve].
 
     fnet serve digits.fnet
 
-    serve.run(["digits.fnet"], serve.Options(port=8000))      # the same from Python
+    serve.run(["digits.fnet"], serve.Options(port=8000))      # the same server, started from Python
     app = serve.application(["digits.fnet"])                  # an ASGI application
 """
 

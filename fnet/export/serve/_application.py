@@ -24,15 +24,16 @@ _OPEN = "/", "/v2/health/live", "/v2/health/ready"      # without a token
 
 
 def application(files: Iterable[str], options: Options | None = None) -> Any:
-    """The server as an ASGI application, for a server of your own.
+    """Returns the server as an ASGI application, which you can run in your own ASGI server.
 
     Args:
-        files: bundles: FILE, NAME=FILE or NAME:VERSION=FILE.
-        options: of these, `host` (whose clients may use any name of this server, unless it is a loopback address),
-            the limits and `token` have an effect here.
+        files: the bundles, each as FILE, NAME=FILE or NAME:VERSION=FILE.
+        options: the options, of which only the limits, `token` and `host` have an effect. If `host` is a loopback
+            address, such as the default 127.0.0.1, requests must have a loopback address or localhost in their header
+            Host. Default None: `serve.Options()`.
 
     Returns:
-        A Starlette application. Models are compiled when it starts.
+        A Starlette application. Models are compiled when the application starts.
 
     Raises:
         ImportError: Starlette is not installed (fnet[serve]).

@@ -11,19 +11,25 @@ class Options:
     """The options of `serve.run`.
 
     Attributes:
-        host, port: the address. Port 0 selects a free one.
-        max_batch: rows that are computed together; programs are compiled for the powers of two up to it.
-        max_delay: seconds for which a request waits for others to be computed with it.
-        max_queue: requests that wait for a model; later ones get status 503.
-        max_streams: texts that are generated at once; later ones get status 503.
-        max_body: bytes of a request's body.
-        max_connections: open connections; later ones get status 503.
-        timeout: seconds for the computation of a request, its time in the queue included (status 504).
-        read_timeout: seconds for the head, and for the body of a request.
-        drain: seconds after SIGTERM in which clients with open connections learn that the server ends.
-        token: if set, requests need the header "Authorization: Bearer TOKEN", except those for health and the page.
-        pad: {size variable: sizes}. An input's axis of this size is padded with zeros to the next of these sizes, for
-            models whose outputs do not depend on padding; this is tested at the start.
+        host: the address to listen on.
+        port: the port to listen on. 0 selects a free port.
+        max_batch: the maximum number of rows that are computed together. Programs are compiled for the powers of
+            two up to this number.
+        max_delay: the maximum time in seconds that a request waits for other requests to join its batch.
+        max_queue: the maximum number of requests that wait for a model. Further requests get status 503.
+        max_streams: the maximum number of texts that are generated at the same time. Further requests get status 503.
+        max_body: the maximum size of the body of a request in bytes.
+        max_connections: the maximum number of open connections. Requests on further connections get status 503.
+        timeout: the maximum time in seconds for a request, including its time in the queue. After it, the request gets
+            status 504.
+        read_timeout: the maximum time in seconds to receive the head of a request, and to receive its body.
+        drain: the time in seconds after SIGTERM in which the server still accepts connections, and tells clients with
+            open connections to close them.
+        token: the secret of the server, or None (the default). If it is set, requests need the header "Authorization:
+            Bearer TOKEN", except requests for the health of the server and for its page.
+        pad: the sizes to which inputs are padded, {size variable: sizes}. An axis whose size is such a variable is
+            padded with zeros to the next of these sizes. The outputs of the model must not depend on the padding; this
+            is tested when the server starts.
     """
 
     host: str = "127.0.0.1"

@@ -14,15 +14,16 @@ def run(files: Iterable[str], options: Options | None = None, *,
         started: Callable[[str], None] = lambda address: None) -> None:
     """Serves bundles until SIGTERM or SIGINT, and answers every accepted request before it returns.
 
-    After the first signal, the server is not ready, and its responses close their connections. After `options.drain`
-    seconds it accepts no connections, and returns when all requests are answered. A second signal ends it at once.
+    After the first signal, the server reports that it is not ready, and its responses close their connections. After
+    `options.drain` seconds, the server accepts no more connections, and `run` returns when all requests are answered.
+    After a second signal, `run` returns at once.
 
         serve.run(["digits.fnet"], serve.Options(port=8000))
 
     Args:
-        files: bundles: FILE, NAME=FILE or NAME:VERSION=FILE.
-        options: see `serve.Options`.
-        started: called with the address when all programs are compiled.
+        files: the bundles, each as FILE, NAME=FILE or NAME:VERSION=FILE.
+        options: the options of the server. Default None: `serve.Options()`.
+        started: a function that is called with the address when all programs are compiled. Default: does nothing.
 
     Raises:
         ImportError: Starlette or uvicorn is not installed (fnet[serve]).
