@@ -34,7 +34,7 @@ def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tupl
 
 
 def _mean_square(call, x, i, axis, position):
-    """The mean square for each index of the factor at `position` of an axis, over the other axes and factors: [size]."""
+    """The mean square for each index of the factor at `position` of an axis, over other axes and factors: [size]."""
     sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
     x = np.moveaxis(np.asarray(x, float), axis, 0).reshape(*sizes, -1)
     return np.square(x).mean(tuple(k for k in range(x.ndim) if k != position))

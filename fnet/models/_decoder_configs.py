@@ -1,4 +1,4 @@
-"""config.json of the families of decoders: which of transformers' fields set which field of a Decoder."""
+"""config.json of the families of decoders: which field of transformers sets which field of a Decoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GATED = "gelu_pytorch_tanh"
 
 @dataclasses.dataclass(frozen=True)
 class Count(Use):
-    """A `Use` of a whole number above 0, or null if there is a default."""
+    """A `Use` of an integer above 0. Null is allowed if there is a default."""
 
     def wanted(self, value, config) -> dict[str, Any]:
         return super().wanted(value if value is None and self.default else whole(value), config)
@@ -27,7 +27,7 @@ class Count(Use):
 
 @dataclasses.dataclass(frozen=True)
 class Number(Use):
-    """A `Use` of a number above 0, or null if `null`."""
+    """A `Use` of a number above 0. Null is allowed if `null` is True."""
 
     null: bool = False
 
@@ -94,7 +94,7 @@ def family(fields, architecture, *, irrelevant="", names=("huggingface",), sets=
         fields: the fields of config.json.
         architecture: the class of transformers.
         irrelevant, names: as in `transformers`.
-        sets: the fields of Decoder, separated by spaces, that are set by entries of `fields` that are not a `Use`.
+        sets: the fields of Decoder that are set by entries of `fields` other than a `Use`, separated by spaces.
         constants: values of this family that differ from those of Llama.
     """
     taken = {entry.field for entry in fields.values() if isinstance(entry, Use)} | set(sets.split())
@@ -233,7 +233,7 @@ PHI3 = sizes(32064, 3072, 32, 32, 8192, 4096, epsilon=1e-5) | {
 
 # SmolLM3: layers without positions.
 def _no_rope(config):
-    """1 for each layer with positions, 0 for others."""
+    """1 for each layer with positions, 0 for each layer without positions."""
     held, depth = config.get("no_rope_layers"), whole(config.get("num_hidden_layers", 36))
     if held is None:
         interval = whole(config.get("no_rope_layer_interval", 4))

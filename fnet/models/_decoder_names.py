@@ -26,7 +26,7 @@ def header(model):
 
 
 def ends(block_rules):
-    """The rules of blocks, and those of the arrays before and after them."""
+    """The rules of the blocks, and of the arrays before and after the blocks."""
     rates = "model.layers.{i}.self_attn.rotary_emb.inv_freq"
     return (torch.embed("embed", "model.embed_tokens"), torch.dense("head", "lm_head"), both(block_rules),
             torch.norm("norm", "model.norm"), Tied("lm_head.weight", "embed/embedding"),
@@ -34,7 +34,7 @@ def ends(block_rules):
 
 
 def norms(model, ours, theirs):
-    """The norms of a block. In files with norms after attention and MLP, post_attention_layernorm is one of these."""
+    """The norms of a block. With `post_norm`, post_attention_layernorm in the file is the norm after attention."""
     second = "pre_feedforward_layernorm" if model.post_norm else "post_attention_layernorm"
     return (torch.norm(f"{ours}/norm1", f"{theirs}.input_layernorm"), torch.norm(f"{ours}/norm2", f"{theirs}.{second}"),
             torch.norm(f"{ours}/post_norm1", f"{theirs}.post_attention_layernorm"),

@@ -87,7 +87,8 @@ class ImageInput:
     def normalize(self, pixels: np.ndarray) -> np.ndarray:
         """Converts uint8 pixels [..., 3] in the order red, green, blue to the network's input, float32.
 
-        `pixels` is a NumPy or JAX array."""
+        `pixels` is a NumPy or JAX array.
+        """
         pixels = (pixels if self.order == "rgb" else pixels[..., ::-1]).astype(np.float32)
         lead = (1,) * (pixels.ndim - 1)
         mean, std = (np.array(value, np.float32).reshape(*lead, 3) for value in (self.mean, self.std))

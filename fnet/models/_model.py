@@ -82,7 +82,8 @@ class LanguageModel(Model):
     def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
         """Computes the losses [batch, time], in nats, for the labels [batch, time], which are the next tokens.
 
-        Only a part of the logits is in memory at a time, which allows large vocabularies; see
-        `nn.linear_cross_entropy`."""
+        If there are more than 2^29 logits, they are computed in chunks, so that they are never all in memory; see
+        `nn.linear_cross_entropy`.
+        """
         head, at, x = self._body(scope, tokens, lengths)
         return head.cross_entropy(at, x, labels, getattr(self, "logit_softcap", None))

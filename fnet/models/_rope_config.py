@@ -38,13 +38,13 @@ def scaling(value, config, context, long=()):
     """Returns the scaling that a `rope_scaling` or `rope_parameters` of config.json describes.
 
     Args:
-        value: the field.
+        value: the value of the field.
         config: config.json.
         context: `max_position_embeddings` if config.json has none.
         long: other names of longrope.
 
     Raises:
-        ValueError: fnet does not support it.
+        ValueError: fnet does not support the scaling.
     """
     kind, other = (value.get(name) for name in ("rope_type", "type"))
     kind = kind if kind is not None else "default" if other is None else other
@@ -132,18 +132,19 @@ def written(model, base, scale, partial=None) -> dict[str, Any]:
 
 def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_rotary_factor"), turns=False, long=(),
          spread: Callable = lambda config, base: base, original: int | None = None) -> dict[str, Fields]:
-    """The fields of rotary positions: a base, its scaling, and the part of each head that is rotated.
+    """The fields of rotary positions: the base, the scaling, and the fraction of each head that is rotated.
 
-    transformers before version 5 writes `rope_theta` and `rope_scaling`, later versions write both in
-    `rope_parameters`. If a config.json has both, `rope_scaling` is used, as in transformers.
+    Before version 5, transformers writes `rope_theta` and `rope_scaling`. Later versions write both values in
+    `rope_parameters`. If a config.json has `rope_scaling` and `rope_parameters`, `rope_scaling` is used, as in
+    transformers.
 
     Args:
-        theta, partial: the base and the part of a head that is rotated, if config.json has none.
+        theta, partial: the base, and the fraction of a head that is rotated, if config.json does not state them.
         context: `max_position_embeddings` if config.json has none.
-        names: the fields of the base and of the part outside `rope_parameters`.
-        turns: whether the family supports parts of a head.
+        names: the fields of the base and of the fraction outside `rope_parameters`.
+        turns: whether the family supports a fraction below 1.
         long: other names of the rope_type longrope.
-        spread: (config, base) -> `rotary_base`, for families with layers without positions.
+        spread: function (config, base) -> `rotary_base`, for families with layers without positions.
         original: `original_max_position_embeddings` if config.json has none, for families that have this field outside
             `rope_parameters`.
     """
@@ -204,10 +205,10 @@ def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, F
     """The fields of rotary positions that differ between layers with and without windows.
 
     Args:
-        merged: function of config.json: {type of layers: `rope_parameters`}, as transformers derives them from older
-            fields too.
-        types: function of config.json: `layer_types` if it has none.
-        context: `max_position_embeddings` if it has none.
+        merged: function of config.json that returns {type of layers: `rope_parameters`}. Like transformers, it also
+            derives them from older fields.
+        types: function of config.json that returns `layer_types` if config.json has none.
+        context: `max_position_embeddings` if config.json has none.
     """
     def bases(value, config):
         held = config.get("rope_parameters")
@@ -256,7 +257,7 @@ def _rotated(part, config, turns):
 
 
 def layer_types(value, config, depth):
-    """A `layer_types` that has one of two types for each layer."""
+    """Checks that `layer_types` has one of the two types for each layer, and returns it."""
     depth = config.get("num_hidden_layers", depth)
     if not isinstance(value, list) or len(value) != depth or not all(each in (FULL, SLIDING) for each in value):
         raise ValueError(f"expected {depth} times {FULL!r} or {SLIDING!r}")
@@ -264,12 +265,12 @@ def layer_types(value, config, depth):
 
 
 def windows(depth, size, derived: Callable, used: Callable = lambda config: True) -> dict[str, Fields]:
-    """The fields of windows that some layers have.
+    """The fields for the windows of some layers.
 
     Args:
         depth, size: `num_hidden_layers` and `sliding_window` if config.json has none.
-        derived: function of config.json, the window and the depth: `layer_types` if config.json has none.
-        used: whether config.json uses windows.
+        derived: function of config.json, the window and the depth that returns `layer_types` if config.json has none.
+        used: function of config.json that returns whether windows are used.
     """
     def window(config):
         return config.get("sliding_window", size) if used(config) else None

@@ -60,8 +60,8 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
     and checksums are compared. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
 
     If you pass a folder or repository, its config.json (of transformers or timm) determines the model. If you pass a
-    model, it is compared with the config.json next to the weights, if there is one: every field of config.json must
-    agree with the model, or be known to have no effect on the forward pass.
+    model or a preset, it is compared with the config.json next to the weights, if there is one: every field of
+    config.json must agree with the model, or be known to have no effect on the forward pass.
 
     Args:
         model: a model, to get `(params, state)`. To get `(model, params, state)`: a folder with a config.json, a

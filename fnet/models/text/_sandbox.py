@@ -14,12 +14,12 @@ from jinja2 import ext, nodes, sandbox, utils, visitor
 
 LARGEST = 1 << 24       # characters of a text and elements of a list, several times the longest contexts
 STEPS = 1 << 17         # iterations of loops and calls of macros, together
-_BITS = 1 << 12         # of an integer
-_WIDTH = re.compile(r"\d{6}|\*")    # of a field in a format string
+_BITS = 1 << 12         # bits of an integer
+_WIDTH = re.compile(r"\d{6}|\*")    # too wide a field in a format string
 
 
 class Rejected(jinja2.TemplateError):
-    """`raise_exception` of a template."""
+    """The error that a template raises with `raise_exception`."""
 
 
 class Limit(jinja2.TemplateError):
@@ -31,7 +31,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
     Raises:
         Rejected: the template calls `raise_exception`.
-        Exception: the template is wrong, exceeds a limit, or fails; templates raise exceptions of any type.
+        Exception: the template is invalid, exceeds a limit, or fails. Templates raise exceptions of any type.
     """
     if len(template) > LARGEST >> 4:
         raise Limit(f"it has {len(template):,} characters, more than {LARGEST >> 4:,}")
@@ -66,7 +66,7 @@ class _Counted(visitor.NodeTransformer):
 
 
 class _Dict:
-    """`dict(...)` and `dict.fromkeys`, without the other attributes of the class."""
+    """`dict(...)` and `dict.fromkeys`, without the other attributes of `dict`."""
 
     def __call__(self, *args, **kwargs):
         return dict(*args, **kwargs)
@@ -76,7 +76,7 @@ class _Dict:
 
 
 class _Namespace(utils.Namespace):
-    """`namespace(...)`, without attributes that Python itself reads."""
+    """`namespace(...)`, without attributes that start with an underscore, some of which Python itself reads."""
 
     def __init__(*args, **kwargs):    # without a named argument, so that a template can write namespace(self=1)
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -157,7 +157,7 @@ def _limited(name, function):
 
 
 def _check_call(name, args, kwargs):
-    """Limits the result of a method or filter of strings, before it is computed."""
+    """Limits the result of a string method or a filter, before the result is computed."""
     for value in (*args, *kwargs.values()):
         _check(value if type(value) is int else 0)
     if name in ("format", "format_map"):
@@ -181,7 +181,7 @@ def _check(size):
 
 
 def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """Without the escapes for HTML of Jinja's own filter."""
+    """Converts to JSON, without the HTML escapes of Jinja's own filter."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

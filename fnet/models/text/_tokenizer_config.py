@@ -1,4 +1,4 @@
-"""tokenizer_config.json and tokenizer.json next to a vocabulary: each field is used, irrelevant, or an error."""
+"""tokenizer_config.json and tokenizer.json next to a vocabulary: each field is used, irrelevant, or raises an error."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
 
     Args:
         folder: the folder of vocab.txt.
-        numbers: {token: its number in vocab.txt}.
+        numbers: {token: its index in vocab.txt}.
 
     Returns:
-        lowercase, strip_accents and tokenize_chinese_chars, as far as a file sets them. If no file sets lowercase, it
-        is True if the vocabulary lacks the letters A to Z.
+        {option: value} for the options that a file sets, such as strip_accents, and for lowercase. If no file sets
+        lowercase, it is True if the vocabulary lacks the letters A to Z.
 
     Raises:
         ValueError: the files describe another tokenizer, or contradict each other.
@@ -71,7 +71,7 @@ def llama(folder: Path) -> None:
     """Checks that a tokenizer_config.json next to llama2.c's tokenizer.bin describes Llama's tokenizer.
 
     Raises:
-        ValueError: it describes another tokenizer.
+        ValueError: the file describes another tokenizer.
     """
     tokens = ("<unk>", "<s>", "</s>")
 
@@ -91,16 +91,16 @@ def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping
     """Compares tokenizer_config.json with the tokenizer.json in the same folder.
 
     Args:
-        folder: the folder of both.
+        folder: the folder of both files.
         tokenizer: the library's tokenizer, with `token_to_id`.
-        encode: text to an array of tokens.
+        encode: function that converts text to an array of tokens.
         description: the contents of tokenizer.json.
 
     Returns:
-        The number of eos_token in a tuple, or ().
+        The index of eos_token in a tuple, or ().
 
     Raises:
-        ValueError: the two contradict each other, or a field is not known.
+        ValueError: the two files contradict each other, or a field is not known.
     """
     parts = {part["type"]: part for part in _parts([description.get("normalizer"), description.get("pre_tokenizer")])}
     bert, ends = parts.get("BertNormalizer"), []
@@ -162,7 +162,7 @@ def values(folder: Path, table: Config) -> dict[str, Any]:
 
 
 def _flag(option, *more):
-    """A field that is true, false, or one of `more`; it sets `option`."""
+    """A field that sets `option` and is true, false, or one of `more`."""
     def check(value, config):
         if not isinstance(value, bool) and value not in more:
             raise ValueError(f"expected {' or '.join(['true', 'false', *('null' for _ in more)])}")
@@ -172,7 +172,7 @@ def _flag(option, *more):
 
 
 def _token(*tokens):
-    """A special token, as a string or as an object with a content."""
+    """A field with one of these special tokens, as a string or as an object with the field content."""
     def check(value, config):
         if _content(value) not in tokens:
             raise ValueError(f"expected {' or '.join('null' if token is None else repr(token) for token in tokens)}")

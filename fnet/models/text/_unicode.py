@@ -1,7 +1,7 @@
-"""The classes of characters that BERT's tokenizer reads, equal for every version of Python.
+"""The classes of characters that BERT's tokenizer uses, equal for every version of Python.
 
-Published vocabularies were used with the library tokenizers, whose tables are those of Unicode 8 for categories, of
-Unicode 9 for decompositions and of Unicode 17 for lowercase letters. Python's are those of Unicode 14 to 17.
+Published vocabularies were used with the library tokenizers. Its tables are those of Unicode 8 for categories, Unicode
+9 for decompositions and Unicode 17 for lowercase letters. The tables of Python are those of Unicode 14 to 17.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import re
 import unicodedata
 
-# First and last code points of ranges with punctuation, marks and control characters that Unicode 8 does not have.
+# First and last code points of ranges with punctuation, marks and control characters that are not in Unicode 8.
 _NEWER = [[int(end, 16) for end in each.split("-")] for each in """
     5c8-5c9 61d 7fd 890-8e2 9fd-9fe a76 afa-aff b53-b55 c04-c3c c77 c84 d00 d3b-d3c d81 eba ece 180f-1886 1abf-1af0
     1b4e-1b4f 1b7d-1b7f 1df6-1dfb 2e43-2e63 a82c a8c5 a8ff a9bd 10d24-10f89 11070-11074 110c2-110cd 111cf 1123e-11241
@@ -28,7 +28,7 @@ _LOWER = {0x1c89: 0x1c8a, 0xa7cb: 0x264, 0xa7cc: 0xa7cd, 0xa7ce: 0xa7cf, 0xa7d2:
 
 @functools.lru_cache(1 << 16)
 def category(char: str) -> str:
-    """The general category of a character in Unicode 8; "Lo" for later ones that are not letters."""
+    """The general category of a character in Unicode 8, or "Lo" for punctuation, marks and controls added later."""
     if char in _CHANGED:
         return _CHANGED[char]
     at = bisect.bisect_right(_STARTS, ord(char)) - 1
@@ -42,5 +42,5 @@ def decomposed(text: str) -> str:
 
 
 def lower(text: str) -> str:
-    """The lowercase letters of a text, one by one: `str.lower` depends on neighbors."""
+    """Converts a text to lowercase, each character separately: `str.lower` of a text depends on neighbors."""
     return "".join(map(str.lower, text.translate(_LOWER)))

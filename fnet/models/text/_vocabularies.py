@@ -1,4 +1,4 @@
-"""Describes vocab.json with merges.txt, and SentencePiece models, as a tokenizer.json."""
+"""Converts vocab.json with merges.txt, and SentencePiece models, to the content of a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _GPT2 = {name: "<|endoftext|>" for name in ("bos_token", "eos_token", "unk_token")}
 _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _ROBERTA = _LLAMA | {"sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"}
-# The special tokens of each class where a folder does not set them.
+# The special tokens of each class if a folder does not set them.
 _BYTE_LEVEL = {"GPT2Tokenizer": _GPT2, "RobertaTokenizer": _ROBERTA,
                "Qwen2Tokenizer": _GPT2 | {"bos_token": None, "pad_token": "<|endoftext|>"}}
 _MODELS = {"LlamaTokenizer": _LLAMA, "XLMRobertaTokenizer": _ROBERTA,
@@ -35,14 +35,14 @@ _UNIGRAM, _BPE = 1, 2
 
 
 def describe(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Returns the tokenizer.json of a vocabulary, and the token that ends a text.
+    """Returns the content of a tokenizer.json for a vocabulary, and the token that ends a text.
 
     Args:
         path: vocab.json (next to merges.txt) or a SentencePiece model. The class of the tokenizer and its special
             tokens are read from the other files in the same folder.
 
     Raises:
-        ModuleNotFoundError: a SentencePiece model, and the library sentencepiece is not installed.
+        ModuleNotFoundError: the file is a SentencePiece model, and the library sentencepiece is not installed.
         ValueError: the files are damaged, or describe a tokenizer that is not supported.
     """
     config = _config(path)
@@ -55,7 +55,7 @@ def describe(path: Path) -> tuple[dict[str, Any], str | None]:
             have = _content(special[key])
             if have != token:
                 raise ValueError(f"{path.parent}: {key!r} is {have!r}, expected {token!r} for a {name}")
-    # A list of the folder replaces the model's own added tokens, whose pieces are then those of any text.
+    # A list of the folder replaces the model's own added tokens, whose pieces are then encoded like any other text.
     lists = [config[key] or [] for key in ("extra_special_tokens", "additional_special_tokens") if key in config]
     extra = [*next(filter(None, lists), [] if lists else own), *more]
     vocab = parts["model"]["vocab"]
@@ -73,7 +73,7 @@ def describe(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _config(path):
-    """Returns the fields of tokenizer_config.json and of the files of special tokens, after a check of each."""
+    """Returns the checked fields of tokenizer_config.json and of the files of special tokens."""
     folder = path.parent
     config = read(folder / config_file.NAME) if os.path.lexists(folder / config_file.NAME) else {}
     name = config.get("tokenizer_class")
@@ -110,7 +110,7 @@ def _config(path):
 
 
 def _older(folder, config):
-    """Adds special_tokens_map.json and added_tokens.json, in which older folders keep the special tokens."""
+    """Adds special_tokens_map.json and added_tokens.json, which contain the special tokens of older folders."""
     path = folder / "special_tokens_map.json"
     if os.path.lexists(path):
         for key, value in read(path).items():
@@ -136,7 +136,7 @@ def _older(folder, config):
 
 
 def _added(path, numbers, decoder, special, extra) -> list[dict[str, Any]]:
-    """Returns the added tokens with their numbers: known ones keep theirs, others follow the vocabulary."""
+    """Returns the added tokens with their indices. Tokens without an index get indices after the vocabulary."""
     stated = {int(number): token for number, token in decoder.items()}
     by_content = {token["content"]: token for token in stated.values()}
     named = {_content(token) for token in special.values()}
@@ -190,8 +190,8 @@ def _byte_level(path, config):
 
 
 def _sentencepiece(path, config):
-    """The parts of Llama's and Gemma's BPE or of T5's and XLM-R's unigrams; the model's own added tokens; those of the
-    class."""
+    """The parts of Llama's and Gemma's BPE or of T5's and XLM-R's unigrams, the model's own added tokens, and the added
+    tokens of the class."""
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ModuleNotFoundError as error:
@@ -254,7 +254,7 @@ def _sentencepiece(path, config):
 
 
 def _llama(path, config, model, pieces, prefix):
-    """The parts of a BPE whose merges are, in the order of their numbers, all pairs of pieces that form a piece."""
+    """The parts of a BPE whose merges are all pairs of pieces that form a piece, in the order of the formed pieces."""
     scores = [piece.score for piece in model.pieces if piece.type == _NORMAL]
     if scores != sorted(scores, reverse=True):
         raise ValueError(f"{path}: expected pieces in the order of their scores for a {config['tokenizer_class']}")

@@ -1,4 +1,4 @@
-"""config.json next to pretrained weights: each field is compared with the model, is irrelevant, or is an error."""
+"""config.json next to pretrained weights: each field is compared with the model, is irrelevant, or raises an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fnet.models.weights._json import read, text_of
 
 LISTED = 8    # problems that an error lists; it counts the others
 NUMBERS = (int, float)
-SKIP = object()    # the value of an absent field that nothing is compared with
+SKIP = object()    # the value of an absent field that is not compared with the model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Use:
 
     Args:
         field: the model's field.
-        absent: the value that the framework assumes where config.json lacks the field, or a function of config.json
-            that returns it; SKIP: the field is compared only where config.json has it.
-        default: function of the model: the value that null stands for, in config.json and in the model.
+        absent: the value that the framework assumes if config.json lacks the field, or a function of config.json that
+            returns this value. SKIP: the field is compared only if config.json has it.
+        default: function of the model that returns the meaning of null (None) in config.json and in the model.
         shorter: whether the model's value may be smaller.
-        square: whether config.json may hold [value, value].
+        square: whether config.json may contain [value, value].
     """
 
     field: str
@@ -51,7 +51,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Must:
-    """A field of config.json of which the model supports some values.
+    """A field of config.json of which the model supports only some values.
 
     Args:
         values: the supported values. The framework's own default is one of them.
@@ -72,17 +72,18 @@ class Must:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """A field of config.json that sets several fields of the model: by a function of its value and of config.json.
+    """A field of config.json that sets several fields of the model.
 
     Args:
-        read: returns {field of the model: value}; raises ValueError with the expected value in words.
+        read: function of the field's value and of config.json that returns {field of the model: value}. It raises
+            ValueError with a description of the expected value.
         absent: as in `Use`.
-        write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP for none;
-            raises ValueError if config.json cannot describe this model. Default: nothing is written.
-        partial: whether a model with None for these fields is accepted as well, such as a model without the head that
+        write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP to write no
+            value. It raises ValueError if config.json cannot describe this model. Default: nothing is written.
+        partial: whether a model with None for these fields is also accepted, such as a model without the head that
             config.json describes.
-        others: further values that are accepted in the model, such as other heads. Each needs arrays whose names no
-            other head uses, so that a file without them raises an error.
+        others: other values that are accepted in the model, such as other heads. The arrays of each such head need
+            names that no other head uses, so that a file without these arrays raises an error.
     """
 
     read: Callable[[Any, Mapping], dict[str, Any]]
@@ -100,7 +101,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What each field of config.json means, for one `model_type` of one class of models.
+    """The meaning of each field of config.json, for one `model_type` of one class of models.
 
     Args:
         fields: {field: Use, Must or Fields}.
@@ -113,7 +114,7 @@ class Config:
     names: tuple[str, ...] = ("huggingface",)
 
     def values(self, config: Mapping) -> dict[str, Any]:
-        """{field of the model: value}, as config.json sets them.
+        """{field of the model: the value that config.json sets}
 
         Raises:
             ValueError: fields are not supported or not known; the message lists them.
@@ -160,7 +161,7 @@ class Config:
         self._raise(problems, f". Use dataclasses.replace(model, {advice})" if advice else "")
 
     def reads_architecture(self, config: Mapping) -> bool:
-        """Whether the `architecture` (timm) or `architectures` (transformers) are among those that the table knows."""
+        """Whether the table supports the value of `architecture` (timm) or `architectures` (transformers)."""
         name = "architecture" if "architecture" in self.fields else "architectures"
         if name not in self.fields or name not in config:
             return True
@@ -175,7 +176,7 @@ class Config:
         return {entry.field for entry in self.fields.values() if isinstance(entry, Use)}
 
     def _wanted(self, config):
-        """([(entry, its field and value in words, {field of the model: value})], [problem])."""
+        """([(entry, description of the field and its value, {field of the model: value})], [problem])."""
         wanted, problems = [], []
         for name in [*config, *(name for name in self.fields if name not in config)]:
             if name in self.irrelevant:
@@ -205,8 +206,8 @@ def check(model, folder: Path) -> Config | None:
     """Compares a model with the config.json of a folder.
 
     Returns:
-        The table of fields that was used; None if the folder has no config.json, or is that of a training run, whose
-        config.json describes the run.
+        The table of fields that was used. None if the folder has no config.json, or if it is the folder of a training
+        run, whose config.json describes the run.
 
     Raises:
         ValueError: config.json is damaged, or describes another model.
@@ -240,12 +241,12 @@ def model(folder: Path, classes: Sequence[type]):
 
     Args:
         folder: the folder.
-        classes: the classes of models. The first whose `CONFIGS` has the `model_type` and whose table knows the
-            architecture is used.
+        classes: the classes of models. The first class is used whose `CONFIGS` has the `model_type` and whose table
+            supports the architecture.
 
     Raises:
         FileNotFoundError: the folder has no config.json.
-        ValueError: config.json is damaged, or no class reads it; fields are not supported or not known.
+        ValueError: config.json is damaged, no class supports it, or fields are not supported or not known.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -277,7 +278,7 @@ def names_for(table, cls):
 
 
 def kind_of(config):
-    """The `model_type`; "timm" for timm's config.json, which has an architecture instead; None if there is neither."""
+    """The `model_type`, or "timm" for timm's config.json, which has `architecture` instead. None without both."""
     kind = config.get("model_type")
     return "timm" if kind is None and "architecture" in config else kind
 
@@ -334,11 +335,11 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
         fields: {field: Use, Must or Fields} for this family.
         architectures: the supported values of `architectures`, the names of transformers' classes. A mapping also
             contains the fields of the model for each class, such as {"BertForMaskedLM": {"head": "masked_lm"}}.
-        irrelevant: more fields that have no effect on the forward pass, separated by spaces. One that is also in
-            `fields` is written where there is no value to copy.
-        other_heads: heads that are accepted in the model although `architectures` names another one. No other head
-            uses the names of their arrays, so a file without them raises an error.
-        options: of `Config`.
+        irrelevant: more fields that have no effect on the forward pass, separated by spaces. A field that is also in
+            `fields` is written if there is no value to copy.
+        other_heads: heads that are accepted in the model although `architectures` states another head. No other head
+            uses the names of their arrays, so a file without these arrays raises an error.
+        options: other arguments of `Config`.
     """
     def architecture(value, config):
         if not (value is None or (isinstance(value, list) and all(each in architectures for each in value))):
@@ -371,10 +372,10 @@ def timm(architecture: Callable[[str], dict[str, Any] | None], pool: str, expect
     """A table for timm's config.json.
 
     Args:
-        architecture: returns the model's fields for one of timm's architectures, or None.
-        write: the inverse: returns the architecture of a model, or a name that timm lacks.
-        pool: the supported `global_pool`.
-        expected: the supported architectures, in words.
+        architecture: function that returns the model's fields for a name of timm's architectures, or None.
+        write: the inverse: function that returns the architecture of a model, or a name that timm does not have.
+        pool: the supported value of `global_pool`.
+        expected: a description of the supported architectures, for error messages.
     """
     def fields(value, config):
         found = architecture(value) if isinstance(value, str) else None

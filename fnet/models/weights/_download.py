@@ -1,4 +1,4 @@
-"""Downloads repositories of Hugging Face's hub into its own cache, with its library huggingface_hub."""
+"""Downloads repositories of Hugging Face's hub into Hugging Face's cache, with the library huggingface_hub."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def unavailable() -> str | None:
 def download(repository: str, revision: str | None, cache: Path) -> Path:
     """Downloads the files that fnet reads: configurations, tokenizers and safetensors. Files in the cache are kept.
 
-    The revision is resolved to a commit once, and every file is of that commit. The library continues a file after an
-    interrupted connection; the next call continues an interrupted download with the files that are not complete. The
-    checksum of each downloaded file is compared with that of the hub.
+    The revision is resolved to a commit once, and every file is of that commit. After an interrupted connection, the
+    library continues the file. After an interrupted download, the next call continues with the files that are not
+    complete. The checksum of each downloaded file is compared with that of the hub.
 
     Args:
         repository: "organization/name".
@@ -99,7 +99,7 @@ def snapshots(cache: Path, repository: str) -> Path:
 
 
 def complete(snapshot: Path) -> bool:
-    """Whether a snapshot has weights: the download of a snapshot may have been interrupted."""
+    """Whether a snapshot has all of its weights. It lacks some if its download was interrupted."""
     index = snapshot / _tensors.INDEX
     try:
         if index.exists():
@@ -129,7 +129,7 @@ def _needed(what, names):
 
 
 def _verify(path, file, what):
-    """Compares a file with the SHA-256 (large files) or the Git object (small ones) that the hub lists."""
+    """Compares a file with the SHA-256 (of large files) or the hash of the Git object (of small files) on the hub."""
     size = path.stat().st_size
     if file.lfs is not None:
         expected, digest = file.lfs.sha256, hashlib.sha256()
@@ -150,7 +150,7 @@ def _verify(path, file, what):
 
 
 def _record(cache, repository, revision, commit):
-    """Records which commit a branch or tag is, after all files are complete."""
+    """Records the commit of a branch or tag, after all files are complete."""
     if revision == commit:
         return
     path = snapshots(cache, repository).parent / "refs" / revision

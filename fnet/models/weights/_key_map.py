@@ -20,9 +20,9 @@ class Entry(NamedTuple):
 
     Attributes:
         rule: the rule.
-        paths, specs: the model's arrays.
-        copies: sizes of the leading axes that the keys count.
-        keys: one key, or one for each copy (the last axis varies fastest).
+        paths, specs: the paths, and the shapes and dtypes, of the model's arrays.
+        copies: the sizes of the leading axes whose indices are in the keys.
+        keys: one key, or one for each copy. The index of the last leading axis changes fastest.
     """
 
     rule: Rule | Spare | Tied
@@ -53,9 +53,9 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
 
     Args:
         names: the rules.
-        prefix: one of their prefixes.
+        prefix: one of the prefixes in `names`.
         leaves: {path: spec} of parameters and state.
-        who: the model and the framework, for errors.
+        who: the model and the framework, for error messages.
 
     Raises:
         ValueError: an array has no rule, or two arrays have the same key.
@@ -95,7 +95,7 @@ def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
 
 
 def _places(rule, leaves, who):
-    """Yields (paths, their specs, the numbers in them) for each match of a rule's paths in a model."""
+    """Yields (paths, their specs, {field: integer in the paths}) for each match of a rule's paths in a model."""
     first, *others = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     pattern = _pattern(first)
     for path in leaves:
@@ -118,7 +118,7 @@ def _entry(rule, prefix, paths, specs, numbers):
 
 
 def _pattern(ours):
-    """A path as a regular expression with a group for each number."""
+    """A path as a regular expression with a group for each field."""
     parts, at = [], 0
     for field in _FIELD.finditer(ours):
         parts += [re.escape(ours[at:field.start()]), rf"(?P<{field[1]}>\d+)"]

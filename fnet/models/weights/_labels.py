@@ -11,8 +11,8 @@ def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str
     """The fields of transformers' config.json for the number of classes, `id2label` and `num_labels`.
 
     Args:
-        heads: the architectures, with the fields of the model for each; those whose `classes` is `...` have classes.
-        default: the architecture where config.json has none.
+        heads: {architecture: fields of the model}. An architecture has classes if its `classes` is `...`.
+        default: the architecture if config.json has none.
     """
     def read(value, config):
         names = config.get("architectures") or [default]

@@ -40,7 +40,7 @@ def shapes(header: Header) -> dict[str, tuple[int, ...]]:
 
 
 def header(file: Path) -> Header:
-    """Returns the configuration in the file's header.
+    """Reads the header of a file.
 
     Raises:
         ValueError: the file is not a model.bin, or its size does not match its header.

@@ -1,4 +1,4 @@
-"""Matches a file of weights with a model: which framework's names it has, and whether all keys and shapes agree."""
+"""Matches a file of weights with a model: detects the framework of the names, and compares all keys and shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _known(model):
 
 
 def renamed(model, tensors):
-    """The tensors with the names of older files (`Names.aliases`) replaced by those of today."""
+    """The tensors, with the names of older files (`Names.aliases`) replaced by the current names."""
     aliases = {old: new for names in _known(model).values() for old, new in names.aliases.items()}
     if not aliases:
         return tensors
@@ -72,7 +72,7 @@ def get(tree, place):
 
 
 def detect_names(model, leaves, tensors, name):
-    """Returns (the framework whose names the file has, the key map for them): the names with most keys in the file."""
+    """Returns the framework whose names the file has, and its key map. It is the one with the most keys in the file."""
     best, unfit = None, None
     for each in _known(model) if name is None else (name,):
         rules = rules_of(model, each)
@@ -98,7 +98,7 @@ def detect_names(model, leaves, tensors, name):
 
 
 def _differs(model, rules):
-    """{field: value} of the fields that these names require, as far as the model differs."""
+    """{field: value} that these names require, for the fields in which the model differs."""
     return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
 
 
@@ -114,12 +114,12 @@ def names_to_write(model):
 
 
 def described(model, name):
-    """The fields of the model that a config.json beside files with these names sets."""
+    """The fields of the model that are set by a config.json next to files with these names."""
     return {field for config in model.CONFIGS.values() if name in config.names for field in config.compared()}
 
 
 def check_config(model, name, path, compared=()):
-    """Compares the model with the fields that the names imply, except those that config.json sets."""
+    """Compares the model with the field values that the names require, except for fields that config.json sets."""
     wanted = {field: value for field, value in _differs(model, rules_of(model, name)).items() if field not in compared}
     if wanted:
         want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())
@@ -130,7 +130,7 @@ def check_config(model, name, path, compared=()):
 
 
 def check_header(model, name, path):
-    """Compares the number of attention heads, which no shape determines, with the header of a model.bin."""
+    """Compares the number of attention heads, which shapes do not determine, with the header of a model.bin."""
     header = rules_of(model, name).header
     if header is not None and header(model).n_heads != (held := _llama2c.header(path)).n_heads:
         raise ValueError(f"{path} has {held.n_heads} attention heads; this {type(model).__name__} has "
