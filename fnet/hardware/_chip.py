@@ -1,4 +1,4 @@
-"""The description of a chip: its peak rates, memory and links, and the basis of each number."""
+"""The description of a chip: its peak rates, memory and links, and how each figure is known (its basis)."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Peak(NamedTuple):
     """The peak rate of a chip for one dtype.
 
     Attributes:
-        flops: FLOP/s.
-        dtype: the catalog's name of the dtype ("bf16").
-        basis: how the rate is known, see `Chip.bases`.
-        note: a remark, for example that float32 products run in bfloat16 passes.
+        flops: the rate in FLOP/s.
+        dtype: the catalog's name of the dtype, such as "bf16".
+        basis: how the rate is known: one of the values of `Chip.bases`.
+        note: a remark, for example that float32 products run in bfloat16 passes, or "".
 
     >>> hw.chips["TPU v5e"].peaks["bf16"]
     197000000000000.0
@@ -71,7 +71,7 @@ class Peak(NamedTuple):
 
 
 class Price(NamedTuple):
-    """A dated price: `usd` per "hour", per "chip" or per "system", and its source.
+    """A price with its date and source: `usd` dollars, `per` "hour", "chip" or "system".
 
     >>> [price.per for price in hw.chips["TPU v5e"].prices][:1]
     ['hour']
@@ -85,14 +85,15 @@ class Price(NamedTuple):
 
 
 class Quote(NamedTuple):
-    """A published peak in FLOP/s, and the reason why it differs from the computed one.
+    """A published peak, and the reason why it differs from the computed peak.
 
     Attributes:
-        dtype: the catalog's name of the dtype.
-        flops: FLOP/s.
-        source: where it was published.
-        explanation: why it differs from the computed peak.
-        at_boost: whether it refers to the boost clock of a CPU. The catalog's own CPU peaks refer to the base clock.
+        dtype: the catalog's name of the dtype, such as "bf16".
+        flops: the peak in FLOP/s.
+        source: where the peak was published.
+        explanation: why the peak differs from the computed peak, or "".
+        at_boost: whether the peak refers to the boost clock of a CPU. The catalog's own CPU peaks refer to the base
+            clock.
 
     >>> [quote.dtype for quote in hw.chips["Titan RTX"].quoted][:1]
     ['fp32']
@@ -110,13 +111,13 @@ class Links:
     """The links between chips of one kind. Rates are in bytes/s.
 
     Attributes:
-        type: the name of the link.
-        count: links of one chip.
-        each_way: rate of one link in one direction.
-        total: rate of all links in both directions.
-        topology: how the chips are connected.
-        network: rate in one direction from one chip to chips of another slice or machine, as cloud providers commonly
-          offer it.
+        type: the name of the link, such as "ICI".
+        count: the number of links of one chip, or None if unknown.
+        each_way: the rate of one link in one direction, or None if unknown.
+        total: the rate of all links of one chip in both directions together, or None if unknown.
+        topology: how the chips are connected, or None if unknown.
+        network: the rate in one direction from one chip to chips of another slice or machine, as cloud providers
+            commonly offer it, or None if unknown.
         network_source: where `network` was published.
 
     >>> hw.chips["TPU v5e"].links.type
@@ -136,29 +137,39 @@ class Links:
 class Chip:
     """A chip of the catalog.
 
-    Peaks, memory and bandwidth refer to the whole chip. `chip.per_device` has the share of one JAX device: a TPU v3
-    chip is two JAX devices, and eight emulated CPU devices are one CPU.
+    Peaks, memory and bandwidth refer to the whole chip. `chip.per_device` returns the share of one JAX device. For
+    example, a TPU v3 chip is two JAX devices, and eight emulated CPU devices are one CPU.
 
     Attributes:
         name: the name in the catalog, or the name that the device reports.
         kind: "cpu", "gpu" or "tpu".
         vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
-        known: whether the peaks come from the catalog or from the instruction set. If False, `peaks` is empty, and no
-            result uses the peaks of another chip instead.
-        architecture: compute capability ("9.0"), gfx name ("gfx942"), or the instruction set of a CPU.
-        peaks: FLOP/s (operations/s for integers) by dtype, dense, with float32 accumulation.
-        memory_bytes: bytes of memory, or None if unknown.
-        memory_kind: "HBM3", "GDDR6", "DDR5", ..., or None if unknown.
-        caches: bytes of each cache, shared and per-core ones added up over the chip, by name ("L2").
-        bandwidth: bytes/s between the chip and its memory, or None if unknown.
+        known: whether the chip has peaks, from the catalog, from the instruction set of a CPU, or from `measure`. If
+            False, `peaks` is empty, and no result uses the peaks of another chip instead.
+        year: the year in which the chip was introduced, or None if unknown.
+        device_kinds: the names that JAX reports for devices of this chip (`jax.Device.device_kind`).
+        aliases: further names with which the catalog finds the chip.
+        architecture: the compute capability of an NVIDIA GPU ("9.0"), the gfx name of an AMD GPU ("gfx942"), or the
+            instruction set of a CPU; None if unknown.
+        peaks: the peak rate of matrix products in FLOP/s (for integers, operations/s), {dtype: rate}. The rates are
+            for dense operands and float32 accumulation.
+        memory_bytes: the size of the memory in bytes, or None if unknown.
+        memory_kind: the type of the memory, such as "HBM3", "GDDR6" or "DDR5", or None if unknown.
+        caches: the size of each cache in bytes, {name: bytes}, such as "L2". The sizes of caches of single cores are
+            summed over the chip.
+        bandwidth: the rate between the chip and its memory in bytes/s, or None if unknown.
         links: how chips of this kind are connected, or None.
-        jax_devices_per_chip: how many JAX devices share the chip.
-        power_watts: published thermal design power, or None; `power_source` names the source.
-        prices, quoted, explained: prices, published peaks, and why some of them differ from the computed peaks.
-        units: the numbers from which peaks are computed (multiprocessors, matrix units, cores, clocks in GHz).
-        bases: the basis of each number, by field or dtype: "exact", "measured", "published", "derived" (computed
-            from units and clock), "estimated" or "unverified".
-        sources: where the numbers were published.
+        jax_devices_per_chip: the number of JAX devices that share the chip.
+        power_watts: the published thermal design power in watts, or None if unknown.
+        power_source: where `power_watts` was published.
+        prices: the prices of the chip, `Price` objects.
+        quoted: peaks that others published, `Quote` objects.
+        explained: {dtype: why the catalog's peak differs from the computed peak}.
+        units: the figures from which peaks are computed, such as the numbers of multiprocessors, matrix units and
+            cores, and clocks in GHz.
+        bases: how each figure is known, {field or dtype: basis}. A basis is "exact", "measured", "published", "derived"
+            (computed from units and clock), "estimated" or "unverified".
+        sources: where the figures were published.
         notes: remarks.
 
     >>> chip = hw.chips["TPU v5e"]
@@ -192,19 +203,19 @@ class Chip:
     notes: str = ""
 
     def basis(self, field: str) -> str:
-        """Returns the basis of a number. `field` is a dtype of `peaks`, "memory_bytes", "bandwidth" or "links"."""
+        """Returns the basis of a figure. `field` is a dtype of `peaks`, "memory_bytes", "bandwidth" or "links"."""
         return self.bases.get(field, "published" if self.known else "unknown")
 
     def peak(self, dtype: Any, *, precision: Any = None) -> Peak | None:
         """Returns the rate of a matrix product whose operands have `dtype`, as JAX runs it.
 
-        A float32 product runs in bfloat16 passes on a TPU, and in TF32 on an NVIDIA chip that supports it. With
-        `precision="high"` it takes three passes on a TPU. With "highest" it takes six passes on a TPU, and runs in
-        full float32 on a GPU.
+        By default, a float32 product runs in one bfloat16 pass on a TPU, and in TF32 on an NVIDIA chip that supports
+        TF32. With `precision="high"`, it takes three passes on a TPU. With `precision="highest"`, it takes six passes
+        on a TPU, and runs in full float32 on a GPU.
 
         Args:
             dtype: a JAX or NumPy dtype, or one of the catalog's names ("bf16", "fp8", ...).
-            precision: the `precision` argument of the product; None is JAX's default.
+            precision: the `precision` argument of the product. Default None: JAX's default precision.
 
         Returns:
             A `Peak` of the whole chip, or None if the chip has no rate for this dtype.
@@ -226,8 +237,8 @@ class Chip:
 
     @property
     def cores(self) -> int | None:
-        """Cores as the vendor counts them: CUDA cores, stream processors, cores of a CPU, GPU cores of a system on a
-        chip, TensorCores of a TPU. None if unknown."""
+        """The number of cores as the vendor counts them, or None if unknown: CUDA cores, stream processors, cores of a
+        CPU, GPU cores of a system on a chip, or TensorCores of a TPU."""
         units = self.units
         if "multiprocessors" in units:
             return units["multiprocessors"] * units["fp32_cores"]
@@ -237,7 +248,8 @@ class Chip:
 
     @property
     def per_device(self) -> Chip:
-        """The share of one JAX device: peaks, memory and bandwidth divided by `jax_devices_per_chip`."""
+        """The share of one JAX device: a `Chip` whose peaks, memory and bandwidth are divided by
+        `jax_devices_per_chip`."""
         n = self.jax_devices_per_chip
         if n == 1:
             return self
@@ -245,16 +257,22 @@ class Chip:
         return dataclasses.replace(self.scaled(1 / n), name=name, jax_devices_per_chip=1)
 
     def chips_of(self, devices: int) -> float:
-        """Returns the total peak rate of `devices` JAX devices as a number of chips.
+        """Returns the number of chips that have the same total peak rate as `devices` JAX devices.
 
-        One core of a TPU v3 has half of a chip's rate. Emulated CPU devices share one thread pool, and one of them can
-        use all threads, so the result for a CPU is at least 1.
+        For example, one JAX device of a TPU v3 has half of the chip's rate, so the result is 0.5. Emulated CPU devices
+        share one thread pool, and each device can use all threads, so the result for a CPU is at least 1.
         """
         chips = devices / self.jax_devices_per_chip
         return max(1.0, chips) if self.kind == "cpu" else chips
 
     def scaled(self, compute: float, memory: float | None = None, *, basis: str | None = None) -> Chip:
-        """Returns the chip with peaks times `compute`, and memory and bandwidth times `memory` (default: `compute`)."""
+        """Returns the chip with its peaks multiplied by `compute`, and its memory and bandwidth by `memory`.
+
+        Args:
+            compute: the factor of the peaks.
+            memory: the factor of the size of the memory and of the bandwidth. Default None: `compute`.
+            basis: the new basis of the scaled figures. Default None: the bases do not change.
+        """
         memory = compute if memory is None else memory
         bases = self.bases
         if basis is not None:

@@ -19,9 +19,17 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """Several chips that are sold or rented together: a DGX-1, a TPU board, a pod.
+    """Several chips that are sold or rented together, such as a DGX-1, a TPU board or a pod.
 
-    `flops(dtype)` is the sum over its chips; `quoted` holds published peaks.
+    Attributes:
+        name: the name in the catalog.
+        chip: the `Chip` of which the system consists.
+        count: the number of chips.
+        year: the year in which the system was introduced, or None if unknown.
+        quoted: published peaks of the whole system, `Quote` objects.
+        prices: prices of the whole system, `Price` objects.
+        power_watts: the power of the whole system in watts, or None if unknown.
+        power_source: where `power_watts` was published.
 
     >>> hw.systems["TPU v3-8"].name
     'TPU v3-8'
@@ -37,7 +45,7 @@ class System:
     power_source: str = ""
 
     def flops(self, dtype: Any) -> float | None:
-        """Returns FLOP/s of all chips together, or None if the chip has no rate for `dtype`."""
+        """Returns the peak rate of all chips together in FLOP/s, or None if the chip has no rate for `dtype`."""
         peak = self.chip.peak(dtype)
         return peak and peak.flops * self.count
 
@@ -93,7 +101,7 @@ class _Catalog(Mapping):
         return list(dict.fromkeys(self._index[key] for key in best))[:n]
 
     def variants(self, name: str) -> list[str]:
-        """Returns the names that contain `name` as complete words: the four chips called V100."""
+        """Returns the names that contain `name` as complete words: for "V100", the names of four chips."""
         whole = re.compile(rf"(?<!\w){re.escape(name.strip())}(?!\w)", re.IGNORECASE)
         return [each for each in self if name.strip() and whole.search(each)]
 
@@ -108,8 +116,8 @@ class _Catalog(Mapping):
 class Chips(_Catalog):
     """The catalog of chips: a mapping from names to `Chip`, in the order of the file.
 
-    `chips["TPU v5e"]` accepts a full name, a short name, or a device kind. `chips.find(kind)` accepts every name that
-    a device reports, including those of MIG slices.
+    `chips[name]` accepts a full name, a short name, or a device kind. `chips.find(kind)` accepts every name that a
+    device reports, including the names of MIG slices.
     """
 
     def find(self, kind: str) -> Chip:

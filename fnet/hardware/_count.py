@@ -13,17 +13,21 @@ from fnet.jaxpr import Frame, Op, Traced, cost, nbytes, read, touched, traits
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """FLOPs and bytes of one scope, or of several together.
+    """FLOPs and bytes of a scope, or of several scopes together.
 
     Attributes:
-        matmul: FLOPs of matrix products and convolutions, 2 per multiply-add. Exact for products. For convolutions,
-            padding counts as input.
-        elementwise, reduction: FLOPs of elementwise operations and reductions, 1 per element. Exact by that convention.
-        transcendental: evaluations of exp, tanh, rsqrt and similar functions; not part of `flops`.
-        recomputed: the part of `matmul` that rematerialization computes again. Part of `flops`, but not of
+        matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. The number is exact for
+            products. For convolutions, padding counts as input.
+        elementwise: the FLOPs of elementwise operations, 1 for each element.
+        reduction: the FLOPs of reductions, 1 for each element.
+        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. They are not part of
+            `flops`.
+        recomputed: the part of `matmul` that rematerialization recomputes. It is part of `flops`, but not of
             `model_flops`.
-        bytes: inputs and outputs of every operation, as if nothing were fused. An upper bound.
-        fused_bytes: an estimate of the bytes that remain if elementwise operations are fused with their neighbors.
+        bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused. This is an upper bound
+            of the memory traffic.
+        fused_bytes: an estimate of the bytes of the memory traffic if elementwise operations are fused with their
+            neighbors.
 
     >>> cost = hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).total
     >>> cost.matmul, cost.flops, cost.bytes                    # 2 * 8 * 16 * 4 FLOPs; float32 operands and result
@@ -40,12 +44,12 @@ class Cost:
 
     @property
     def flops(self) -> int:
-        """All floating-point operations except transcendental functions."""
+        """The number of all floating-point operations except transcendental functions."""
         return self.matmul + self.elementwise + self.reduction
 
     @property
     def model_flops(self) -> int:
-        """The FLOPs that MFU counts: products and convolutions, without recomputation."""
+        """The FLOPs of products and convolutions without recomputation, as MFU counts them."""
         return self.matmul - self.recomputed
 
     def __add__(self, other: Cost) -> Cost:
@@ -56,7 +60,16 @@ class Cost:
 
 
 class Matmul(NamedTuple):
-    """A matrix product [batch, m, k] x [batch, k, n] that runs `times` times, or a convolution written as one.
+    """A matrix product [batch, m, k] x [batch, k, n], or a convolution expressed as such a product.
+
+    Attributes:
+        scope: the scope path.
+        op: "dot" or "conv".
+        shape: the sizes (batch, m, n, k).
+        dtype: the dtype of the operands.
+        precision: the `precision` argument of the product.
+        flops: the FLOPs of all runs together.
+        times: how often the product runs, for example in the iterations of a scan.
 
     >>> hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).matmuls[0].shape    # batch, m, n, k
     (1, 8, 4, 16)
@@ -76,12 +89,13 @@ class Count:
     """FLOPs and bytes of a function.
 
     Attributes:
-        total: the sum over all scopes.
-        scopes: `Cost` by scope path, in the order of the program; the path "" holds operations outside any scope.
-        matmuls: all matrix products and convolutions, with their sizes.
-        argument_bytes, output_bytes: sizes of the arguments and outputs. Exact; their sum is a lower bound of the
-            memory traffic.
-        notes: why the count is not exact; empty if it is exact.
+        total: the sum over all scopes, a `Cost`.
+        scopes: the cost of each scope, {scope path: `Cost`}, in the order of the program. The path "" contains the
+            operations outside any scope.
+        matmuls: all matrix products and convolutions, `Matmul` objects.
+        argument_bytes: the size of the arguments in bytes.
+        output_bytes: the size of the outputs in bytes.
+        notes: the reasons why the count is not exact; empty if it is exact.
 
     >>> x = jax.ShapeDtypeStruct((4, 4), "float32")
     >>> hw.count(lambda x: x @ x, x).flops
@@ -105,23 +119,24 @@ class Count:
 
     @property
     def io_bytes(self) -> int:
-        """Bytes of arguments and outputs: a lower bound of the memory traffic."""
+        """The bytes of the arguments and outputs, which are a lower bound of the memory traffic."""
         return self.argument_bytes + self.output_bytes
 
     @property
     def dtype(self) -> str | None:
-        """The operand dtype of most of the matmul FLOPs, or None if there are none."""
+        """The operand dtype with the most FLOPs in matrix products, or None if there are no products."""
         by_type: dict[str, int] = {}
         for matmul in self.matmuls:
             by_type[matmul.dtype] = by_type.get(matmul.dtype, 0) + matmul.flops
         return max(by_type, key=by_type.__getitem__, default=None)
 
     def under(self, prefix: str) -> Cost:
-        """Returns the sum over a scope and all scopes below it."""
+        """Returns the total cost of a scope and all scopes below it."""
         return _sum(cost for path, cost in self.scopes.items() if path == prefix or path.startswith(prefix + "/"))
 
     def by_depth(self, depth: int | None) -> dict[str, Cost]:
-        """Returns the costs summed over the first `depth` segments of each scope path (None: not summed)."""
+        """Returns {path: `Cost`} in which the scopes whose paths have the same first `depth` segments are summed. If
+        `depth` is None, every scope has its own entry."""
         rows: dict[str, Cost] = {}
         for path, each in self.scopes.items():
             key = path if depth is None else "/".join(path.split("/")[:depth])
@@ -135,22 +150,22 @@ class Count:
 def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     """Counts the FLOPs and bytes of a function, without running or compiling it.
 
-    The body of a scan counts once for each iteration, and the shards of a shard_map are added. For a cond, the branch
-    with the most FLOPs counts. The body of a while loop counts once, because its number of iterations is unknown. An
-    operation without a known cost counts as zero. `notes` lists each of these cases. Unused results count, although a
-    compiler removes them.
+    The body of a scan counts once for each iteration, and the shards of a shard_map are summed. For a cond, only the
+    branch with the most FLOPs counts. The body of a while loop counts once, because its number of iterations is
+    unknown. An operation of unknown cost counts as zero. `notes` lists the conds, while loops and operations for which
+    the count is therefore not exact. Unused results count, although a compiler removes them.
 
-    `layers.dot_product_attention` counts the products of its formula, including those of pairs that a mask hides; this
-    is the convention for MFU. The weights that its backward pass recomputes count as `recomputed`. Only the operands
-    and results of the attention count as bytes.
+    For `layers.dot_product_attention`, the products of its formula count, including those for pairs of positions that
+    a mask hides; this is the convention for MFU. The attention weights that its backward pass recomputes count as
+    `recomputed`. Only the operands and results of the attention count as bytes.
 
     Args:
-        f: any JAX function, for example a jitted, differentiated or sharded one.
-        *args, **kwargs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`s. Other leaves (flags, strings,
+        f: any JAX function, for example a jitted, differentiated or sharded function.
+        *args, **kwargs: the arguments of f, trees of arrays or `jax.ShapeDtypeStruct`s. Other leaves (flags, strings,
             functions, Python numbers) are passed unchanged.
 
     Returns:
-        A `Count`. Printed, it is a table of scopes.
+        A `Count`. `print` shows it as a table of scopes.
 
     >>> import jax
     >>> from fnet import hardware as hw

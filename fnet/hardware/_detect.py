@@ -15,16 +15,17 @@ from fnet.hardware._cpu import CPU, read_cpu
 def detect(device: Any = None) -> Chip:
     """Returns the chip of a JAX device.
 
-    Partial chips are scaled: a MIG slice or a partition has the peaks of its visible multiprocessors, and a CPU has
-    the physical cores that affinity and cgroup quota allow this process to use. `jax_devices_per_chip` is the number of
-    JAX devices that share the chip. Nothing is measured; `measure` does that.
+    If only a part of a chip is available, the peaks are scaled: for a MIG slice or a partition, to its visible
+    multiprocessors, and for a CPU, to the physical cores that affinity and cgroup quota allow this process to use.
+    `jax_devices_per_chip` is the number of JAX devices that share the chip. `detect` measures nothing; see `measure`.
 
     Args:
-        device: a `jax.Device`, or a device kind such as "TPU v5 lite", for which no device is needed. By default the
-            first local device.
+        device: a `jax.Device`, or a device kind such as "TPU v5 lite", for which no such device need be attached.
+            Default None: the first local device.
 
     Returns:
-        A chip of the catalog. An unknown device gives a `Chip` with `known=False` and no peaks, never another chip.
+        A `Chip`, from the catalog if possible. For a CPU that is not in the catalog, the peaks are estimated from its
+        instruction set. For another unknown device, the result has `known=False` and no peaks.
 
     >>> from fnet import hardware as hw
     >>> hw.detect("TPU v5 lite").name

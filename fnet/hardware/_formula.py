@@ -11,7 +11,7 @@ YEAR_OF_USE = 365.25 * 24 * 3600
 
 
 class Computed(NamedTuple):
-    """A computed peak: the dtype, FLOP/s, and the formula with its numbers.
+    """A computed peak: the dtype, the rate in FLOP/s, and the formula with the figures of the chip.
 
     >>> hw.computed(hw.chips["Titan RTX"])[0].formula
     '72 SM x 64 cores x 2 x 1.77 GHz'
@@ -23,8 +23,16 @@ class Computed(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A published and a computed peak. `deviation` is quoted / computed - 1; `explanation` is the reason for the
-    difference.
+    """A published and a computed peak of a chip.
+
+    Attributes:
+        dtype: the catalog's name of the dtype, such as "bf16".
+        quoted: the published peak in FLOP/s.
+        source: where it was published.
+        computed: the computed peak in FLOP/s.
+        formula: the formula of the computed peak, with the figures of the chip.
+        deviation: quoted / computed - 1.
+        explanation: the reason for the difference, or "".
 
     >>> [round(check.deviation, 2) for check in hw.checks(hw.chips["Ryzen 3950X"])]
     [0.99]
@@ -40,7 +48,13 @@ class Check(NamedTuple):
 
 
 class Value(NamedTuple):
-    """FLOP that one dollar buys at the peak of `dtype`, for one price; `assumption` states the kind of use.
+    """The number of FLOP that one dollar buys at the peak rate, for one price.
+
+    Attributes:
+        dtype: the dtype of the peak.
+        flop_per_dollar: the number of FLOP for one dollar.
+        price: the `Price`.
+        assumption: how the chip is paid for and used, such as "rented by the hour".
 
     >>> {value.dtype for value in hw.flop_per_dollar(hw.chips["T4"], "fp16")}
     {'fp16'}
@@ -63,11 +77,11 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
 
     Args:
         chip: a chip or a system of the catalog.
-        boost: whether to use the boost clock of a CPU instead of its base clock.
+        boost: whether to use the boost clock of a CPU instead of its base clock. Default False.
 
     Returns:
-        One entry for each dtype. The result is empty if the catalog does not have the number of units or the clock of
-        the chip.
+        A `Computed` for each dtype. The result is empty if the catalog does not contain the number of units or the
+        clock of the chip.
 
     >>> from fnet import hardware as hw
     >>> [c.formula for c in hw.computed(hw.chips["Titan RTX"])]
@@ -110,12 +124,14 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
 
 
 def checks(chip: Chip | System) -> tuple[Check, ...]:
-    """Compares every published peak with the computed one.
+    """Compares the published peaks of a chip or system with the computed peaks.
 
-    Published peaks are the catalog's own (unless it is itself computed) and those that others published.
+    The published peaks are the peaks of the catalog, except those that are themselves computed, estimated or measured,
+    and the peaks in `chip.quoted`.
 
     Returns:
-        One `Check` for each published peak. If the two differ, it contains an explanation.
+        A `Check` for each published peak for which a peak can be computed. If the two peaks differ, the `Check`
+        contains an explanation.
 
     >>> [type(check).__name__ for check in hw.checks(hw.systems["TPU v3-8"])][:1]
     ['Check']
@@ -136,18 +152,20 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
 
 
 def flop_per_dollar(chip: Chip | System, dtype: str | None = None, *, years: float = 3.0) -> tuple[Value, ...]:
-    """Computes the FLOP that one dollar buys at peak: for rent by the hour, and for a purchase in continuous use.
+    """Computes how many FLOP one dollar buys at the peak rate, for rent by the hour and for a purchase.
 
         rent:      peak x 3600 s / price of an hour
         purchase:  peak x years x 31.56e6 s / launch price      (no electricity, no host, no resale)
 
+    A purchased chip is assumed to be in continuous use.
+
     Args:
         chip: a chip or a system of the catalog.
-        dtype: the dtype of the peak; by default the fastest of bf16, fp16 and fp32.
-        years: years of use after a purchase.
+        dtype: the dtype of the peak. Default None: the fastest of bf16, fp16 and fp32.
+        years: the years of use after a purchase. Default 3.
 
     Returns:
-        One `Value` for each price in the catalog, with its date and source.
+        A `Value` for each price in the catalog. The result is empty if the chip has no peak for the dtype.
 
     >>> rates = hw.flop_per_dollar(hw.chips["Titan RTX"], "fp32", years=3)
     """

@@ -17,7 +17,7 @@ _TITLES = {"dollar": "FLOP per dollar at the peak rate", "watt": "FLOP/s per wat
 
 
 class Point(NamedTuple):
-    """A chip or system in the picture: `value` is FLOP per dollar or FLOP/s per watt of `dtype`."""
+    """A chip or system in the picture. `value` is the FLOP per dollar, or the FLOP/s per watt, for `dtype`."""
 
     name: str
     kind: str
@@ -28,11 +28,17 @@ class Point(NamedTuple):
 
 
 def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]:
-    """Returns the points that `plot` draws: each chip and system with a price or a power, in the order of the years.
+    """Returns the points that `plot` draws: the chips and systems whose price or power is known, ordered by year.
 
     Args:
-        per: "dollar" (purchase: three years of use; rent: an hour) or "watt" (thermal design power).
-        dtypes: "fp32", "bf16", "fp16"; "best" is the faster one of the 16-bit types.
+        per: "dollar" or "watt". A dollar pays for rent by the hour, or for a purchase with three years of use. Watts
+            are the thermal design power.
+        dtypes: the dtypes, a tuple of "fp32", "bf16", "fp16" and "best". "best" is the faster of bf16 and fp16.
+            Default ("fp32", "best").
+
+    Returns:
+        A list of named tuples (name, kind, year, dtype, value, rented). `value` is the FLOP per dollar, or the FLOP/s
+        per watt.
 
     >>> [point.name for point in history("watt", ("fp32",))][:2]
     ['K80', 'Titan X (Maxwell)']
@@ -57,13 +63,17 @@ def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]
 
 
 def plot(path: str | os.PathLike | None = None) -> Figure:
-    """Draws FLOP per dollar and per watt of the catalog's chips over the years.
+    """Draws the FLOP per dollar and the FLOP/s per watt of the catalog's chips over the years.
 
-    Circles are float32, squares the faster one of bfloat16 and float16; a filled mark is a purchase with three years of
-    use, an empty one a rent by the hour. Prices are from the years that the catalog states, not adjusted for inflation.
+    Circles show float32, and squares show the faster of bfloat16 and float16. Filled marks show a purchase with three
+    years of use, and empty marks show rent by the hour. Prices are those of the dates in the catalog, not adjusted for
+    inflation.
 
     Args:
-        path: the file to write (.png, .svg, .pdf), or None.
+        path: the file to write (.png, .svg or .pdf). Default None: no file is written.
+
+    Returns:
+        The Matplotlib figure.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -16,24 +16,26 @@ from fnet.hardware._detect import detect
 
 def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16", "float16"), size: int | None = None,
             copy_bytes: int | None = None, seconds: float = 0.3) -> Chip:
-    """Measures the matmul rates and the memory bandwidth of a device.
+    """Measures the rates of matrix products and the memory bandwidth of a device.
 
-    The rate of a dtype is that of the product of two square matrices (2 size^3 FLOPs, the best of several batches). The
-    bandwidth is measured by multiplying an array by a constant, which reads and writes each element once. These are
-    rates of XLA's code on this machine at this time, not the limits of the chip: an MFU based on them compares a step
-    with a plain matmul.
+    The rate of a dtype is measured with the product of two square matrices (2 size^3 FLOPs), and is the best of several
+    batches of calls. The bandwidth is measured by multiplying an array by a constant, which reads and writes each
+    element once. These are the rates of XLA's code on this machine at this time, not the limits of the chip. An MFU
+    that uses these rates compares a step with a plain matrix product.
 
     The measurement takes about `seconds` times (number of dtypes + 1), plus compilation.
 
     Args:
-        device: a `jax.Device`; by default the first local one.
-        dtypes: the dtypes to measure. A dtype that the device cannot multiply is omitted and named in the notes.
-        size: number of rows and columns of the matrices; by default 1024 on a CPU, 8192 elsewhere.
-        copy_bytes: bytes of the array for the bandwidth; by default 256 MiB on a CPU, 1 GiB elsewhere.
-        seconds: seconds for each measurement.
+        device: a `jax.Device`. Default None: the first local device.
+        dtypes: the dtypes to measure. If the device cannot multiply a dtype, it is omitted, and the notes of the result
+            say so. Default float32, bfloat16 and float16.
+        size: the number of rows and columns of the matrices. Default None: 1024 on a CPU, 8192 on other devices.
+        copy_bytes: the size in bytes of the array that is multiplied. Default None: 256 MiB on a CPU, 1 GiB on other
+            devices.
+        seconds: the time of each measurement in seconds. Default 0.3.
 
     Returns:
-        The chip of `detect` with `known=True` and with measured `peaks` and `bandwidth` (basis "measured") of the whole
+        The chip of `detect`, with `known=True` and the measured `peaks` and `bandwidth` (basis "measured") of the whole
         chip. Dtypes that were not measured have no peak.
 
     >>> chip = measure(dtypes=("float32",), size=64, copy_bytes=2**16, seconds=0.01)

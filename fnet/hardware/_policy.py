@@ -25,15 +25,16 @@ class Policy:
     Attributes:
         param: the dtype in which the parameters are stored (the master copy).
         compute: the dtype of the operands of matrix products and convolutions.
-        accum: the dtype of their sums, and of reductions, norms and softmax.
+        accum: the dtype of the sums in products and convolutions, and of reductions, norms and softmax.
         output: the dtype of the function's floating-point outputs.
         loss_scale: the initial dynamic loss scale, or None if gradients fit the range of `compute`.
-        rules: pairs (pattern of a scope path, dtype) that override `compute`; the first match is used.
+        rules: pairs (pattern of a scope path, dtype) that override `compute`. The first pair whose pattern matches is
+            used.
         reason: why these dtypes were selected.
-        convolution: the dtype of the operands of convolutions; by default `compute`.
-        logits: the dtype in which GPUs and TPUs store a result of at least 2^26 elements of a matrix product in the
-            forward pass that only float32 operations read, such as the logits of a large vocabulary; by default
-            `compute`, as in PyTorch's autocast. "float32" keeps the sums unrounded.
+        convolution: the dtype of the operands of convolutions. Default: `compute`.
+        logits: the dtype in which GPUs and TPUs store large results of matrix products in the forward pass, such as the
+            logits of a large vocabulary. It applies to results of at least 2^26 elements that only float32 operations
+            read. Default: `compute`, as in PyTorch's autocast. With "float32", the sums are not rounded.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)
@@ -134,20 +135,21 @@ _FROM_NAME = (      # families by name, for chips of which no device is attached
 
 
 def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) -> Policy:
-    """Selects the dtypes in which a chip trains or infers fast and safely, and states the reason.
+    """Selects the dtypes for fast and safe training or inference on a chip, and states the reason.
 
-    A table decides, except for the CPU of this process: a probe of about one second compares bfloat16 with float32, as
-    autocast would use them. The result of the probe is cached on the machine (see docs/precision.md). Dtypes narrower
-    than 16 bits are never selected: fp8, int8 and fp4 need scales or calibration.
+    The dtypes are taken from a table, except for the CPU of this process. For this CPU, a measurement of about one
+    second (a probe) compares bfloat16 with float32, in the operations that `transforms.autocast` uses. The result of
+    the probe is cached on the machine (see docs/precision.md). Dtypes with fewer than 16 bits are never selected,
+    because fp8, int8 and fp4 need scales or calibration.
 
     Args:
-        chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a sequence of these,
-            for dtypes that all of them accelerate. None and "auto" select the chip that `detect` finds. "float32",
-            "bfloat16" and "float16" select this dtype on any chip.
-        mode: "train" or "inference". For inference, the parameters have the compute dtype.
-        probe: whether the CPU of this process may be measured. None: yes, unless the environment variable FNET_PROBE is
-            0. A probe runs only for this process's CPU, if it is JAX's default backend, in one process, and outside
-            of tracing.
+        chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a sequence of these.
+            For a sequence, a dtype is selected that all chips accelerate. None (the default) and "auto" select the chip
+            that `detect` finds. "float32", "bfloat16" and "float16" select this dtype for any chip.
+        mode: "train" (the default) or "inference". For inference, the parameters have the compute dtype.
+        probe: whether the CPU of this process may be measured. Default None: yes, unless the environment variable
+            FNET_PROBE is 0. The probe runs only if the CPU is JAX's default backend, there is only one process, and JAX
+            is not tracing a function.
 
     Returns:
         A `Policy`; its `reason` states whether the table or a probe decided.

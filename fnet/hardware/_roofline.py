@@ -23,11 +23,12 @@ class Bound:
 
     Attributes:
         scope: the scope path.
-        cost: its FLOPs and bytes.
-        compute: seconds of its arithmetic at the peak rate, or None.
-        memory: seconds of its memory traffic at the peak bandwidth, or None.
-        bound: "compute" or "memory", whichever takes longer; "compute or memory" or "unknown" if a rate is missing.
-        seconds: the longer of the two.
+        cost: the FLOPs and bytes of the scope, a `Cost`.
+        compute: the time of the arithmetic at the peak rate in seconds, or None if the rate is unknown.
+        memory: the time of the memory traffic at the peak bandwidth in seconds, or None if the bandwidth is unknown.
+        bound: "compute" or "memory", whichever takes longer. If one of the rates is unknown, "compute or memory"; if
+            both are unknown, "unknown".
+        seconds: the longer of `compute` and `memory`, or None if both are unknown.
 
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
     >>> hw.roofline(jnp.matmul, x, x, chip="TPU v5 lite").scopes[0].bound
@@ -43,7 +44,7 @@ class Bound:
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs per byte after fusion."""
+        """The FLOPs per byte of memory traffic after fusion, or None if there is no memory traffic."""
         return self.cost.flops / self.cost.fused_bytes if self.cost.fused_bytes else None
 
 
@@ -52,17 +53,17 @@ class Roofline:
     """The roofline of a function on a chip.
 
     Attributes:
-        chip: the chip.
-        devices: how many JAX devices share the work.
-        scopes: one `Bound` for each scope.
-        total: the sum over all scopes, which run one after another.
-        count: FLOPs and bytes of the function.
-        ridge: FLOPs per byte above which compute is the bound, or None.
-        measured: median seconds per call on this machine, or None if not measured.
-        mfu: model FLOPs utilization of the measured time, or why it is unknown.
-        waste: matrix products that do not fill the chip's tiles.
-        rule: the size of the tiles, and its source.
-        notes: why the figures are not exact.
+        chip: the `Chip` for which the bounds are computed.
+        devices: the number of JAX devices that share the work.
+        scopes: a `Bound` for each scope.
+        total: the `Bound` of the whole function. Its time is the sum over all scopes, which run one after another.
+        count: the FLOPs and bytes of the function, a `Count`.
+        ridge: the FLOPs per byte above which compute is the bound, or None if a rate is unknown.
+        measured: the median time of a call on this machine in seconds, or None if it was not measured.
+        mfu: the model FLOPs utilization for the measured time, an `MFU`.
+        waste: the matrix products that do not fill the chip's tiles, `Waste` objects.
+        rule: the size of the tiles and its source, as text.
+        notes: the reasons why the figures are not exact.
 
     >>> x = jax.ShapeDtypeStruct((256, 256), "float32")
     >>> hw.roofline(lambda x: x @ x, x, chip="TPU v5e").total.bound
@@ -89,22 +90,24 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
              measure: bool | None = None, depth: int | None = 2, repeats: int = 5) -> Roofline:
     """Computes a lower bound of a function's time from the chip's peaks, and measures the time for comparison.
 
-        time at the bound of a scope = max(FLOPs / peak FLOP/s, bytes / bandwidth)
+        lower bound of the time of a scope = max(FLOPs / peak FLOP/s, bytes / bandwidth)
 
-    FLOPs are counted from the jaxpr (`count`). Bytes are the estimate after fusion. The report states the basis of each
-    peak. The measured time is that of the whole function, because XLA fuses operations across scopes.
+    The FLOPs are counted from the jaxpr (see `count`). The bytes are estimated under the assumption that elementwise
+    operations are fused. The result states the basis of each peak. The time is measured only for the whole function,
+    because XLA fuses operations across scopes.
 
     Args:
-        step: a JAX function. A jitted function gets copies of its arguments, so that donated arguments survive.
-        *args: its arguments. With `jax.ShapeDtypeStruct`s, nothing runs and nothing is measured.
-        chip: a `Chip`, a device or a device kind. By default the chip that holds the arguments.
-        devices: how many JAX devices share the work; by default those that hold the arguments.
-        measure: whether to run and time the function. Default: True if the arguments are arrays on `chip`.
-        depth: how many segments of a scope path to show (None: all).
-        repeats: how many calls to time after the first call, which compiles.
+        step: a JAX function. A jitted function gets copies of its arguments, so that donated arguments stay valid.
+        *args: the arguments of the function. If they are `jax.ShapeDtypeStruct`s, the function does not run.
+        chip: a `Chip`, a device or a device kind. Default None: the chip that holds the arguments.
+        devices: the number of JAX devices that share the work. Default None: the number of devices that hold the
+            arguments.
+        measure: whether to run and time the function. Default None: only if the arguments are arrays on `chip`.
+        depth: the number of segments of a scope path to show; None shows all. Default 2.
+        repeats: the number of calls to time, after a first call that compiles. Default 5.
 
     Returns:
-        A `Roofline`. Printed, it is a table.
+        A `Roofline`. `print` shows it as a table.
 
     Raises:
         ValueError: `measure=True`, but an argument has no values.

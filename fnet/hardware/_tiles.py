@@ -27,8 +27,15 @@ RULES = {
 class Waste(NamedTuple):
     """A matrix product whose sizes do not fill the chip's tiles.
 
-    `padded` has the sizes (batch, m, n, k) that the chip computes. `fill` is the useful fraction, and `wasted` the
-    FLOPs spent on padding, over all runs of the product.
+    Attributes:
+        scope: the scope path.
+        op: "dot" or "conv".
+        shape: the sizes of the product, (batch, m, n, k).
+        padded: the sizes that the chip computes, (batch, m, n, k).
+        dtype: the dtype of the operands.
+        fill: the fraction of the computed FLOPs that is useful, between 0 and 1.
+        wasted: the FLOPs that are spent on padding in all runs of the product.
+        times: how often the product runs.
 
     >>> count = hw.count(jnp.matmul, jnp.ones((512, 130)), jnp.ones((130, 512)))
     >>> [round(waste.fill, 2) for waste in hw.tile_waste(count.matmuls, hw.chips["TPU v5e"])]
@@ -71,8 +78,8 @@ def tile_size(chip: Chip, dtype: Any) -> int:
     """Returns the number of columns of a matrix product that fill a tile of the chip; 1 if its tiles are unknown.
 
     Args:
-        chip: the chip.
-        dtype: of the operands.
+        chip: the `Chip` that computes the product.
+        dtype: the dtype of the operands.
 
     >>> from fnet import hardware as hw
     >>> hw.tile_size(hw.chips["TPU v5e"], "bfloat16")
@@ -89,15 +96,15 @@ def rule(chip: Chip) -> str:
 
 
 def tile_waste(matmuls: Iterable[Matmul], chip: Chip, *, below: float = 0.9) -> tuple[Waste, ...]:
-    """Finds products that fill less than `below` of their tiles.
+    """Finds the matrix products that fill less than the fraction `below` of their tiles.
 
     Args:
-        matmuls: the products of a `Count`.
-        chip: the chip that computes them.
-        below: products that fill at least this fraction are omitted.
+        matmuls: the products, `Count.matmuls`.
+        chip: the `Chip` that computes the products.
+        below: products that fill at least this fraction of their tiles are omitted. Default 0.9.
 
     Returns:
-        One `Waste` for each such product, the most wasted FLOPs first.
+        A `Waste` for each remaining product, in descending order of wasted FLOPs.
 
     >>> count = hw.count(lambda x: x @ x, jax.ShapeDtypeStruct((100, 100), "float32"))
     >>> len(hw.tile_waste(count.matmuls, hw.chips["TPU v5e"]))
