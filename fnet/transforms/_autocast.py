@@ -27,34 +27,36 @@ from fnet.transforms._lowered import Saveable, lowered
 
 F32 = np.dtype("float32")
 _NAMES = ("float32", "bfloat16", "float16")
-_SMALL, _LARGE = 2.0**-10, 2.0**6    # bounds of constants: in float16, 1,000 times the largest does not overflow
-_STORED_FROM = 1 << 26    # elements of a result: 256 MiB in float32
+_SMALL, _LARGE = 2.0**-10, 2.0**6    # bounds of constants: 1,000 times the largest does not overflow in float16
+_STORED_FROM = 1 << 26    # minimum elements of a result: 256 MiB in float32
 _FULL = "__full_precision__"
 
 
 def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, Any] | None = None) -> Callable:
-    """Converts `f` to mixed precision: products and convolutions in the policy's dtype, the rest in float32 as needed.
+    """Converts `f` to mixed precision: products and convolutions use the policy's dtype, and most others use float32.
 
         step = ft.autocast(ft.value_and_grad(loss))                 # the dtype depends on the chip
         step = ft.autocast(ft.value_and_grad(loss), "bfloat16", rules={"head": "float32"})
 
-    Products have operands of the low dtype and float32 sums. Reshapes and simple arithmetic have the dtype of their
-    inputs. exp, log, powers, sums over axes, norms, softmax and unknown operations run in float32. A value that is only
-    used in float32 is computed in float32. Loop carries, branches and the outputs of `f` keep their dtypes, and
-    gradients of float32 parameters are float32. Explicit casts and an explicit `precision=` are respected. It makes no
-    difference whether autocast is applied to a loss or to its `value_and_grad`.
+    The operands of products have the low dtype, and their sums are float32. Reshapes and simple arithmetic have the
+    dtype of their inputs. exp, log, powers, sums over axes, norms, softmax and unknown operations run in float32. A
+    value that is only used in float32 is computed in float32. Loop carries, branches and the outputs of `f` keep their
+    dtypes, and gradients of float32 parameters are float32. Explicit casts and an explicit `precision=` are respected.
+    Autocast can be applied to a loss or to its `value_and_grad`; the results are the same.
 
     Args:
         f: any JAX function: a model, a loss, a gradient or a complete step, written with any library.
-        policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto" (this chip).
-        rules: {pattern: dtype} for the paths of named scopes; they precede those of the policy. A pattern must match a
-            path or a prefix of it completely. The first match is used.
+        policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto" (default: the
+            policy of this device's chip).
+        rules: {pattern: dtype}, dtypes for parts of `f`. A pattern is a regular expression that must match the path of
+            a named scope, or the first names of the path, completely. The first rule that matches is used; `rules` come
+            before the rules of the policy. Default: none.
 
     Returns:
         A function with f's signature and dtypes. For float16, use loss scaling as well: see `loss_scale`.
 
     Raises:
-        ValueError: an unknown dtype or chip, or a rule that matches no scope of `f`.
+        ValueError: a dtype or chip is unknown, or a rule matches no scope of `f`.
         TypeError: `f` has no float32 values.
 
     >>> f = autocast(lambda x, w: jnp.tanh(x @ w), "bfloat16")
@@ -77,7 +79,7 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
 
 
 def full_precision(f: Callable) -> Callable:
-    """Excludes `f` from autocast: inside of it, every operation runs unchanged.
+    """Excludes `f` from autocast: all operations in `f` run unchanged.
 
     >>> product = ft.full_precision(lambda x: x @ x)
     >>> [row.dtype for row in ft.explain(ft.autocast(lambda x: product(x) @ x, "bfloat16"), jnp.ones((2, 2))).rows]
@@ -112,9 +114,9 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """Notes: a `Size` is the magnitude of a constant; a scalar constant, and a value computed only from such constants,
-    has the dtype of the other operands if it fits. "vector" is an array that repeats a smaller one, "product" the
-    result of a lowered product."""
+    """The interpreter of autocast. A value may have one of three notes. A `Size` is the magnitude of a scalar constant,
+    or of a value computed only from such constants; the value gets the dtype of the other operands if it fits this
+    dtype. "vector" marks an array that repeats a smaller array. "product" marks the result of a lowered product."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -165,8 +167,9 @@ class _Autocast(Interpreter):
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
-        """Returns {variable: whether all of its uses need float32}, computed backwards, and {id of an equation: (its
-        kind, whether all uses of its outputs need float32, whether all are operands of lowered products)}."""
+        """Returns two dicts: {variable: whether all of its uses need float32} and {id of an equation: (its kind,
+        whether all uses of its outputs need float32, whether all of these uses are operands of lowered products)}. They
+        are computed from the last equation to the first."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -225,9 +228,9 @@ class _Autocast(Interpreter):
                 return "convolution"
             return ("lower" if product.default_precision and all(map(_wide, (*eqn.invars[:2], *eqn.outvars)))
                     else "float32")
-        if lower := description(eqn.primitive).lower:    # it contains products and has a parameter for their dtype
+        if lower := description(eqn.primitive).lower:    # contains products and has a parameter for their dtype
             return "lower" if lower(eqn.params, F32, F32) else "float32"
-        if name == "reduce_precision" and jaxpr.kept_bits(eqn) == _F32_BITS:    # jax.checkpoint marks saved values so
+        if name == "reduce_precision" and jaxpr.kept_bits(eqn) == _F32_BITS:    # jax.checkpoint's mark of saved values
             return "follow"
         precision = traits(name).precision
         if precision == "power":
@@ -261,7 +264,8 @@ class _Autocast(Interpreter):
                 changes = description(eqn.primitive).lower(eqn.params, compute, out)
                 outputs = bind(eqn, [value.x for value in inputs], **changes)
         elif kind == "follow" and operand and name == "rev" and inputs[0].x.dtype == F32:
-            # Compilers recognize the gradient of a convolution by a reversed kernel, but not by one that is cast later.
+            # Compilers recognize the gradient of a convolution by its reversed kernel, unless a cast follows the
+            # reversal.
             outputs, dtype, reason = bind(eqn, [_to(inputs[0].x, compute)]), compute, "is the kernel of a convolution"
         elif kind == "follow":
             outputs, dtype, reason = self._follow(eqn, inputs, wide, compute)
@@ -285,7 +289,7 @@ class _Autocast(Interpreter):
         constants = [value.note for value in floats if isinstance(value.note, Size)]
         if name == "add" and not wide and {(value.note, value.x.dtype) for value in strong} == {
                 (_PRODUCT, compute), (_VECTOR, F32)}:
-            # Broadcast before the cast, so that the gradient of the bias is summed in float32.
+            # The bias is broadcast before the cast, so that its gradient is summed in float32.
             arrays = [_to(jnp.broadcast_to(value.x, eqn.outvars[0].aval.shape), compute) for value in inputs]
             return [Value(bind(eqn, arrays)[0].x, _PRODUCT)], compute, "adds a bias to a product"
         unfit = not all(_fits(name, note, compute) for note in constants)
@@ -338,7 +342,8 @@ def _logits(eqn, at) -> bool:
 
 
 class Size(NamedTuple):
-    """The magnitudes of a constant's elements without zeros. Infinity fits every dtype."""
+    """The smallest and largest magnitude of a constant's elements. Zeros and infinities are left out: they fit every
+    dtype."""
 
     smallest: float
     largest: float
@@ -350,8 +355,9 @@ class Size(NamedTuple):
 
 @functools.cache
 def _fits(name: str, magnitude: Size, dtype) -> bool:
-    """Whether a constant may have this dtype: it must be a normal number, a term must not absorb what it is added to,
-    and the product with a factor must not overflow or underflow, in float16 between 6e-5 and 65504."""
+    """Whether a constant may have this dtype. The constant must be a normal number of the dtype. As a term of a sum, it
+    must not be so large that the other term is lost. As a factor, it must not make the product overflow or underflow;
+    in float16, the product must be between 6e-5 and 65504."""
     info, (smallest, largest) = jnp.finfo(dtype), magnitude
     if smallest < float(info.tiny) or largest > float(info.max):
         return False

@@ -20,18 +20,18 @@ def sites(f: Callable) -> Callable:
 
         print(ft.sites(model)(params, x))
 
-    A site is the output of a layer, named by its path; the output of any other named scope; a value named with `tag`;
-    or the weights of an attention. Flax, Haiku and Equinox also name scopes (flax.nnx after `name_scopes`, Equinox by
-    types, such as `eqx.nn.Linear#1`). A path that is used several times has the sites `path#0`, `path#1`, ... In a
-    scan, such as that of `layers.Stack`, a value has a leading axis of iterations. `path[:]` is the output of each
-    block of the stack at `path`.
+    A site is one of the following: the output of a layer, named by the layer's path; the output of any other named
+    scope; a value named with `tag`; or the weights of an attention. Flax, Haiku and Equinox also name scopes. (For
+    flax.nnx, apply `name_scopes` first. Equinox names scopes by types, such as `eqx.nn.Linear#1`.) If a path is used
+    several times, the names of its sites are `path#0`, `path#1`, ... In a scan, such as the scan of `layers.Stack`, a
+    value has a leading axis of iterations. `path[:]` is the output of each block of the stack at `path`.
 
     Args:
         f: any function.
 
     Returns:
-        A function that returns `Sites`, a tuple of `SiteInfo` in the order of computation. It runs nothing; its
-        arguments may be `jax.ShapeDtypeStruct`s.
+        A function with f's arguments that returns `Sites`, a tuple of `SiteInfo` in the order of computation. This
+        function only traces f; its arguments may be `jax.ShapeDtypeStruct`s.
 
     >>> def f(x):
     ...     with jax.named_scope("double"):
@@ -54,10 +54,10 @@ class SiteInfo:
     """A site of a function.
 
     Attributes:
-        name: its name.
+        name: the name of the site.
         value: a tree of `jax.ShapeDtypeStruct` with the shapes and dtypes of the captured value.
-        scans: the lengths of the scans around it, which are the first axes of the captured value.
-        inside: why its value cannot be captured ("a while loop", "a branch of cond", ...), or None.
+        scans: the lengths of the scans around the site, which are the first axes of the captured value.
+        inside: the construct that prevents capturing the value ("a while loop", "a branch of cond", ...), or None.
 
     >>> site = ft.sites(lambda x: ft.tag(2 * x, "double").sum())(jnp.ones(3))[0]
     >>> site.name
@@ -75,7 +75,7 @@ class SiteInfo:
 
 
 class Sites(tuple):
-    """The sites of a function. `str()` has one line for each.
+    """The sites of a function. `str()` has one line for each site.
 
     >>> ft.sites(lambda x: ft.tag(2 * x, "double").sum())(jnp.ones(3)).names
     ('double',)
@@ -102,13 +102,13 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
             "blocks[3]/mlp" is the value in one layer of a stack. (Sites: see `sites`.)
 
     Returns:
-        A function with f's arguments that returns (f's result, {name: value}). A value is exactly what the layer
-        returned. In a scan it has a leading axis of iterations; under `vmap` of f, a leading axis for the batch if it
-        depends on the batch. If f contains its derivative, values are those of the forward pass. In a compiled program,
-        values that are not requested need neither time nor memory.
+        A function with f's arguments that returns (f's result, {name: value}). The value of a layer is exactly what the
+        layer returned. A value in a scan has a leading axis of iterations. If f contains a `vmap`, a value that depends
+        on the mapped arguments has a leading axis for the batch. If f computes derivatives, the values are those of the
+        forward pass. In a compiled program, values that are not requested need neither time nor memory.
 
     Raises:
-        ValueError: a pattern matches no site, or a site inside a while loop or a branch of cond.
+        ValueError: a pattern matches no site, or it matches a site inside a while loop or a branch of cond.
 
     >>> model = nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2))
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((3, 5)))
@@ -137,21 +137,22 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
         y = ft.intervene(model, {"blocks[3]/mlp": lambda value, index: 0 * value})(params, x)
 
     All operations that read the site's value read the new value. In a compiled program, operations that only the old
-    value needs are not executed. `vmap(intervene(f, ...))` changes the value of each example,
-    `intervene(vmap(f), ...)` that of the batch.
+    value needs are not executed. In `vmap(intervene(f, ...))`, the change receives the value of one example; in
+    `intervene(vmap(f), ...)`, it receives the value of the whole batch.
 
     Args:
         f: any function. To differentiate it, differentiate the result: `grad(intervene(f, ...))`.
-        changes: {pattern: change}; patterns as in `capture`. `change(value, index)` returns a tree with the structure,
-            shapes and dtypes of `value`. `index` has the number of the iteration for each scan around the site,
-            outermost first: (), or (layer,) in a stack. Several changes of a site are applied in order.
+        changes: {pattern: change}, with patterns as in `capture`. `change(value, index)` returns a tree with the
+            structure, shapes and dtypes of `value`. `index` is a tuple with the index of the iteration for each scan
+            around the site, outermost first: (), or (layer,) in a stack. Several changes of a site are applied in
+            order.
 
     Returns:
         A function with f's arguments and results.
 
     Raises:
-        ValueError: as for `capture`, or a site is in a differentiated part of `f`, or inside a function with
-            its own derivative, because the derivative would be that of the original value.
+        ValueError: as for `capture`. Also if a site is in a differentiated part of `f`, or inside a function with a
+            custom derivative, because the derivative would still be computed for the original value.
         TypeError: a new value has another structure, shape or dtype.
 
     >>> def f(x):
@@ -185,8 +186,8 @@ def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bo
 
     Args:
         f: a function that returns a floating-point scalar, not its gradient.
-        pattern: as in `capture`.
-        has_aux: whether f returns (scalar, anything else).
+        pattern: one or several patterns, as in `capture`.
+        has_aux: whether f returns a pair (scalar, auxiliary outputs). Default False.
 
     Returns:
         A function with f's arguments that returns (f's result, {name: cotangent}). A cotangent has the structure and
@@ -253,7 +254,7 @@ def _patterns(who, pattern) -> list[str]:
 
 
 def _value(match, leaves, indices) -> Any:
-    """The tree of a site's leaves, at the iterations `indices`."""
+    """Returns the tree of a site's leaves at the iterations `indices`."""
     site, rest = match.site, iter(leaves)
     where = tuple(slice(None) if i is None else i for i in indices)
     whole = all(i is None for i in indices)
@@ -262,12 +263,12 @@ def _value(match, leaves, indices) -> Any:
 
 
 def _numbers(site) -> bool:
-    """Whether a site has no random keys, which cannot be selected by a number."""
+    """Whether a site has no random keys. Arrays of random keys cannot be selected by a traced iteration index."""
     return not any(t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types)
 
 
 def _scalar(result, has_aux):
-    """The scalar to differentiate."""
+    """Returns the scalar to differentiate."""
     kind = "a pair (floating-point scalar, anything else)" if has_aux else "a floating-point scalar"
     value = result
     if has_aux:

@@ -17,8 +17,8 @@ def hvp(f: Callable) -> Callable:
 
         hvp(f)(x, v, *rest) = d/dt grad(f)(x + t v, *rest) at t = 0
 
-    The cost is about that of two gradients, and the Hessian is never computed (Pearlmutter, 1994, Fast Exact
-    Multiplication by the Hessian): forward over reverse mode.
+    The product takes about the time of two gradients: a JVP (forward mode) of the gradient (reverse mode). The Hessian
+    is never computed (Pearlmutter, 1994, Fast Exact Multiplication by the Hessian).
 
     Args:
         f: `f(x, *rest, **options) -> scalar`, where x is any tree of floating-point arrays.
@@ -33,7 +33,7 @@ def hvp(f: Callable) -> Callable:
     [6.0, 12.0]
     """
 
-    @wraps(f, signature=False)    # it has the additional argument v
+    @wraps(f, signature=False)    # the result has the additional argument v
     def product(x, v, *rest, **options):
         given, needed = _avals(v), _avals(x)
         if given != needed:
@@ -45,12 +45,12 @@ def hvp(f: Callable) -> Callable:
 
 
 def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) -> Callable:
-    """Returns `f` applied to each example: `per_example(grad(loss))(params, batch)` has one gradient for each row.
+    """Applies `f` to each example: `per_example(grad(loss))(params, batch)` returns one gradient for each row.
 
-    Row i of the result is `f` of row i of every batched argument, as a batch of one, so a loss written for batches
-    needs no change. If a batched argument is a scalar `jax.random.key`, it is folded with the index of the row, so that
-    each row has different random numbers. Other scalars, and leaves that are not arrays, are passed to every row
-    unchanged.
+    Row i of the result is the output of `f` for row i of every batched argument. This row is passed as a batch of one,
+    so a loss written for batches needs no change. If a batched argument is a scalar `jax.random.key`, the index of the
+    row is folded into the key, so that each row has different random numbers. Other scalars, and leaves that are not
+    arrays, are passed to every row unchanged.
 
     Args:
         f: a function of parameters and batched arguments.

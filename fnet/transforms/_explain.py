@@ -23,7 +23,7 @@ class Explanation:
     Attributes:
         rows: one `Row` for each floating-point equation: scope, primitive, kind ("lower", "follow", "cast",
             "convolution", "float32", "author"), dtype, reason.
-        disabled: which of fnet's rules and kernels this version of JAX does not support.
+        disabled: messages about the rules and kernels of fnet that this version of JAX does not support.
     """
 
     policy: Policy
@@ -54,7 +54,7 @@ class Tuning:
         rows: one `Fired` for each equation that a rule changed: scope, primitive, rule, reason.
         rules: the enabled rules.
         options: the compiler options.
-        measured: the times by which the rules were selected; None without `tune(measure=True)`.
+        measured: the measured times by which the rules were selected, or None without `tune(measure=True)`.
     """
 
     chip: Chip
@@ -82,23 +82,24 @@ class Tuning:
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
-    """Explains what autocast, tune or use_implicit_arrays does in a function. Nothing is computed.
+    """Explains what autocast, tune, fold or use_implicit_arrays does in a function. Nothing is computed.
 
-    For the step of `search.population`, it returns how the members run, which may be measured.
+    For a step of `search.population`, the explanation is how the members are run. To select this, the step may be run
+    and timed.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))
 
     Args:
-        f: the result of `autocast`, `tune` or `use_implicit_arrays`, possibly under `jit` or `functools.partial`. If
-            several were applied, the outer one is explained.
-        args, kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, possibly under `jit` or
+            `functools.partial`. If several transforms were applied, the outer one is explained.
+        args, kwargs: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-        An `Explanation`, a `Tuning` or `Uses`. Printed, it is a table.
+        An `Explanation`, `Tuning`, `Folds` or `Uses` object. `print` shows the object as a table.
 
     Raises:
-        ValueError: `f` is not the result of one of these.
+        ValueError: `f` is not the result of one of these transforms.
 
     >>> half = ft.autocast(lambda x: jnp.exp(x @ x), "bfloat16")
     >>> [(row.primitive, row.dtype) for row in ft.explain(half, jnp.ones((2, 2))).rows]

@@ -1,4 +1,4 @@
-"""fold: a function for fixed parameters, with what depends on them alone computed once."""
+"""fold: fixes the parameters of a function. Values that depend only on the parameters are computed once."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ class Folded:
         return self._f(self._params, *args, state=self._state, **kwargs)[0]
 
     def _compiled(self, leaves, structure):
-        """(the compiled program of weights and arrays, the weights, a function from its results to those of f)."""
+        """Returns (the compiled program of weights and arrays, the weights, a function that converts the program's
+        results to the results of f)."""
         args, kwargs = jax.tree.unflatten(structure, leaves)
         traced = Traced(self._applied, args, kwargs)
         closed = jax.make_jaxpr(lambda *arrays: Folder()(traced.closed, list(arrays)))(*traced.arrays)
         return tune(jax.jit(Folder.program(closed))), closed.consts, traced.result
 
     def explained(self, *args, **kwargs) -> Folds:
-        """What is folded for these arguments."""
+        """Returns what is folded for these arguments."""
         folder = Folder()
         jax.eval_shape(lambda: self._traced(args, kwargs, folder))
         return Folds(tuple(folder.folds))
@@ -61,7 +62,7 @@ class Folds:
     """The products into which `fold` moved affine maps, for `ft.explain`. `str()` is a table.
 
     Attributes:
-        rows: one `Fold` for each: scope, primitive, the operations that were folded.
+        rows: one `Fold` for each product: scope, primitive, the operations that were folded.
     """
 
     rows: tuple[jaxpr.Fold, ...]
@@ -74,28 +75,29 @@ class Folds:
 
 
 def fold(f: Callable, params: Any, state: Any = None) -> Callable:
-    """Returns f for fixed parameters: what depends on them alone is computed once, affine maps are moved into products.
+    """Fixes the parameters of f: computes what depends only on them once, and merges affine maps into products.
 
         predict = ft.fold(model, params, state)
         logits = predict(x)                         # model(params, x, state=state)[0]
 
-    A product or convolution with a fixed kernel that is followed by additions and multiplications with fixed numbers
-    for each output feature (biases, BatchNorm with its running statistics, scales) becomes one product with another
-    kernel and one addition:
+    A product or convolution with a fixed kernel may be followed by additions and multiplications with fixed values for
+    each output feature, such as biases, scales, or BatchNorm with its running statistics. All of these together become
+    one product with another kernel and one addition:
 
         ((x * kernel) - mean) * rate + bias  =  x * (kernel rate) + (bias - mean rate)
 
-    `ft.explain(predict, x)` lists them. Products in less than float32 do not change, because their kernel would be
-    rounded again, nor does anything inside loops. Results are equal up to rounding, about 1e-6.
+    `ft.explain(predict, x)` lists these products. Products in less than float32 do not change, because their kernels
+    would be rounded again. Operations inside loops do not change either. Results are equal up to rounding, about 1e-6.
 
     Args:
-        f: any function: a model of any library. `f(params, *args, **kwargs)`.
-        params: its parameters, a tree of arrays.
-        state: if given, `f(params, *args, state=state, **kwargs)` returns (output, state).
+        f: any function `f(params, *args, **kwargs)`, such as a model of any library.
+        params: the parameters of f, a tree of arrays.
+        state: the state of f, a tree of arrays. If it is given, f must return (output, state) when it is called as
+            `f(params, *args, state=state, **kwargs)`. Default None.
 
     Returns:
-        A function of the other arguments that returns the output. It compiles itself and can be differentiated with
-        respect to its arguments, batched, and called inside other functions.
+        A function of the other arguments that returns the output. This function compiles itself. It can be
+        differentiated with respect to its arguments, batched, and called inside other functions.
 
     Source: Jacob et al. (2018), Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
     Inference, section 3.2 (folding of batch normalization).

@@ -1,4 +1,4 @@
-"""Parameters that are computed from several arrays: quantized, of low rank, or masked."""
+"""Parameters that are computed from several arrays: quantized, low-rank or masked parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fnet.jaxpr import ImplicitInterpreter, Traced, Use, is_implicit, wraps
 
 
 def use_implicit_arrays(f: Callable) -> Callable:
-    """Returns f for parameters that contain implicit arrays.
+    """Makes f accept parameters that contain implicit arrays.
 
         params = compress.quantize(params, {".*": compress.Int8()})
         logits = ft.use_implicit_arrays(model)(params, x)
 
-    f sees plain arrays. The equations of f that read an implicit array (products, convolutions, lookups; through
-    transposes, reshapes, casts, jit, scans, remat, branches and loops) are evaluated in the form of that array, for
-    example with its 8-bit codes. Any other use materializes it. `ft.explain` lists all uses:
+    f itself is traced with plain arrays. Products, convolutions and lookups that read an implicit array are evaluated
+    in the form of that array, for example with its 8-bit codes. This also works through transposes, reshapes, casts,
+    jit, scans, remat, branches and loops. Any other operation materializes the array. `ft.explain` lists all uses:
 
         print(ft.explain(ft.use_implicit_arrays(model), params, x))
 
@@ -28,9 +28,10 @@ def use_implicit_arrays(f: Callable) -> Callable:
         f: any function: a model of any library, a loss, a gradient.
 
     Returns:
-        A function with the arguments of f, any leaf of which may be an implicit array. It can be differentiated with
-        respect to floating-point leaves of implicit arrays (`nn.partition` separates them), compiled and batched. If f
-        returns an implicit array unchanged, so does the result. Without implicit arrays it is f.
+        A function with the arguments of f, any leaf of which may be an implicit array. The function can be compiled,
+        batched, and differentiated with respect to the floating-point leaves of implicit arrays, which `nn.partition`
+        separates from the others. If f returns an implicit array unchanged, the function returns it too. If no argument
+        contains an implicit array, the function calls f.
 
     >>> import jax.numpy as jnp
     >>> from fnet import compress
@@ -68,10 +69,10 @@ def _evaluate(interpreter, f, args, kwargs):
 
 @dataclasses.dataclass(frozen=True)
 class Uses:
-    """Where a function uses implicit arrays. `str()` is a table.
+    """The uses of implicit arrays in a function. `str()` is a table.
 
     Attributes:
-        uses: one for each implicit array and equation that reads it.
+        uses: one `Use` for each implicit array and equation that reads the array.
     """
 
     uses: tuple[Use, ...]
@@ -95,7 +96,7 @@ class Uses:
 
 
 def uses(f: Callable, args: tuple, kwargs: dict) -> Uses:
-    """Where f uses implicit arrays for these arguments. Nothing is computed."""
+    """Returns the uses of implicit arrays in f for these arguments. Nothing is computed."""
     interpreter = ImplicitInterpreter()
     arrays, structure = jax.tree.flatten((args, kwargs))
     where = [i for i, x in enumerate(arrays) if hasattr(x, "shape") and hasattr(x, "dtype")]

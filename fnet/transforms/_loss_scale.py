@@ -20,9 +20,9 @@ class LossScaleState(NamedTuple):
     """The state of `loss_scale`: plain arrays, a part of the optimizer's state.
 
     Attributes:
-        scale: float32 [], the factor of the next loss.
-        good_steps: int32 [], finite steps since the scale last changed.
-        skipped: int32 [], skipped steps so far.
+        scale: float32 [], the factor by which the next loss is multiplied.
+        good_steps: int32 [], the number of steps with finite gradients since the scale last changed.
+        skipped: int32 [], the number of steps skipped so far.
         inner: the state of the wrapped optimizer.
 
     >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
@@ -61,11 +61,13 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
         inner: an Optax transformation.
         policy: a `hardware.Policy`. If the policy has no `loss_scale`, `inner` is returned unchanged. None: scale the
           loss.
-        initial: the first scale. Default: the policy's, or 2^15.
-        growth, interval: the scale grows by this factor after this many finite steps in a row.
-        backoff: the scale is multiplied by this factor after a step that is not finite.
-        minimum, maximum: bounds of the scale.
-        axis_name: a mapped axis (or several) over which all devices must agree that a step is finite.
+        initial: the first scale. Default: the scale of the policy, or 2^15.
+        growth: the factor by which the scale is multiplied after `interval` steps with finite gradients. Default 2.
+        interval: the number of consecutive steps with finite gradients after which the scale grows. Default 2,000.
+        backoff: the factor by which the scale is multiplied after a step whose gradients are not finite. Default 0.5.
+        minimum, maximum: bounds of the scale. Defaults 2^-14 and 2^24.
+        axis_name: the name of a mapped axis, or several names. A step is skipped if the gradients of any device along
+            these axes are not finite. Default None.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with a `LossScaleState`.
@@ -129,10 +131,10 @@ def _wide(dtype):
 
 
 def loss_scale_state(opt_state: Any) -> LossScaleState | None:
-    """Returns the `LossScaleState` in an optimizer's state, or None if there is none.
+    """Returns the `LossScaleState` in an optimizer's state, or None if the state contains none.
 
     Raises:
-        ValueError: there are several.
+        ValueError: the optimizer's state contains several.
 
     >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
     >>> int(ft.loss_scale_state(tx.init({"w": jnp.ones(3)})).skipped)
@@ -152,16 +154,18 @@ def _states(tree) -> list[LossScaleState]:
 
 
 def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable:
-    """Returns a function like `jax.value_and_grad`, with the gradient of the loss times the scale in `opt_state`.
+    """Returns a function like `jax.value_and_grad`, whose gradients are multiplied by the scale in `opt_state`.
 
         value, grads = scaled_value_and_grad(loss)(opt_state, params, batch)
 
-    The value is the unscaled loss in float32 (or float64). The gradients are scaled; the update of `loss_scale` divides
-    them. If `opt_state` contains no scale, this is `jax.value_and_grad`, so that one step works in every precision.
+    The value is the unscaled loss in float32 (or float64). The gradients are those of the loss times the scale; the
+    update of `loss_scale` divides them by the scale. If `opt_state` contains no scale, the function behaves like
+    `jax.value_and_grad`, so the same training step works in every precision.
 
     Args:
         loss: `loss(*args) -> scalar`, or (scalar, aux) with `has_aux`.
-        argnums, has_aux: as in `jax.value_and_grad`; argnums count the arguments of the loss.
+        argnums, has_aux: as in `jax.value_and_grad`. `argnums` refers to the arguments of the loss, without
+            `opt_state`.
 
     Returns:
         A function of (opt_state, *args).
@@ -176,7 +180,7 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
     (3.0, 65536.0)
     """
 
-    @wraps(loss, signature=False)    # it has the additional argument opt_state
+    @wraps(loss, signature=False)    # the result has the additional argument opt_state
     def scaled(opt_state, *args, **kwargs):
         state = loss_scale_state(opt_state)
         if state is None:

@@ -1,9 +1,9 @@
-"""A bilinear operation in low precision: a primitive whose derivatives of every order have low precision, too.
+"""A bilinear operation in low precision: a primitive whose derivatives of every order also use low precision.
 
-In JAX, the backward pass of a dot_general of bfloat16 operands with a float32 result multiplies float32 by bfloat16,
-and with a bfloat16 result, weight gradients are rounded to bfloat16. `lowered` casts inside: its operands and result
-have any dtype, its products have the low dtype and its sums the wide one. Each gradient has the dtype of its operand,
-so a float32 weight has a float32 gradient with float32 sums.
+In JAX, the backward pass of a dot_general of bfloat16 operands with a float32 result multiplies float32 by bfloat16.
+With a bfloat16 result, weight gradients are rounded to bfloat16. `lowered` casts inside the primitive. Its operands and
+its result may have any dtype; its products use the low dtype, and its sums the wide dtype. Each gradient has the dtype
+of its operand, so a float32 weight has a float32 gradient with float32 sums.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def lowered(op, x, y, params: dict, *, compute, out, stored=None) -> jax.Array:
         op: a bilinear primitive with `preferred_element_type`: dot_general, conv_general_dilated, ...
         x, y: floating-point arrays.
         params: the primitive's parameters.
-        compute, out: dtypes.
-        stored: the dtype to which GPUs and TPUs round the result, so that it takes less memory; default: `out`.
+        compute, out: the dtypes of the products and of the result.
+        stored: the dtype to which GPUs and TPUs round the result to save memory. Default: `out`.
     """
     return lowered_p.bind(x, y, op=op, params=_Params(params), compute=jnp.dtype(compute), out=jnp.dtype(out),
                           stored=jnp.dtype(out if stored is None else stored))
 
 
 class _Params:
-    """The parameters of a primitive, hashable."""
+    """The parameters of a primitive, in hashable form."""
 
     def __init__(self, params):
         self.items = tuple(sorted(params.items(), key=lambda item: item[0]))
@@ -100,7 +100,7 @@ def _abstract(x, y, *, op, params, compute, out, stored):
 
 
 def _on_accelerators(x, y, *, compute, out, stored, **rest):
-    # Matrix units sum in float32 for every result dtype, and a 16-bit result halves the bytes written.
+    # Matrix units compute sums in float32 for every result dtype. A 16-bit result halves the number of bytes written.
     return _compute(x, y, compute=compute, out=out,
                     sums=stored if stored.itemsize == compute.itemsize else jnp.float32, **rest)
 
@@ -126,11 +126,11 @@ def _on_cpu(x, y, *, op, params, compute, out, stored):
 
 
 def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
-    """A dot_general with operands cast to bfloat16, sums in float32 and the result in `out`, in a form fast on XLA:CPU.
+    """A dot_general with operands cast to bfloat16, sums in float32 and the result in `out`, in a fast form on XLA:CPU.
 
-    The fast forms are [batch, m, k] x [batch, k, n] and [batch, m, k] x [batch, n, k]. If XLA moves a transpose into a
-    product and so changes its form, the program fails at run time ("DotThunk: BF16 x BF16 = F32"). The barriers prevent
-    this.
+    The fast forms are [batch, m, k] x [batch, k, n] and [batch, m, k] x [batch, n, k]. If XLA moved a transpose into a
+    product, the product would have another form, and the program would fail at run time ("DotThunk: BF16 x BF16 =
+    F32"). The barriers prevent this.
     """
     contract, batch = dimension_numbers
     free = [[i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in zip((x, y), contract, batch)]
@@ -150,7 +150,7 @@ def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
 
 
 def _matrices(x, axes):
-    """Casts x to bfloat16 and merges three groups of its axes; cast once for all products that read it."""
+    """Casts x to bfloat16 and merges three groups of its axes. The cast runs once for all products that read x."""
     order, shape = [i for group in axes for i in group], [math.prod(x.shape[i] for i in group) for group in axes]
     x = lax.optimization_barrier(lax.convert_element_type(x, jnp.bfloat16))
     if order == list(range(x.ndim)):
@@ -174,11 +174,12 @@ def _evaluated(closed, x, y, compute, dtype, stored=None):
 
 
 # Transposes and batched forms of a product are products with other parameters and moved axes. They are derived from
-# JAX's rules, once for each kind of product, in float32.
+# JAX's rules for float32, once for each kind of product.
 
 @functools.lru_cache(4096)
 def _transposed(side, op, params, like):
-    """The jaxpr from a cotangent and the other operand to the cotangent of operand `side`."""
+    """Returns the jaxpr that computes the cotangent of operand `side` from the result's cotangent and the other
+    operand."""
     product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
 
     def transposed(g, other):
@@ -195,14 +196,14 @@ def _batched(op, params, like, axes):
 
 
 def _like(*avals):
-    """These abstract values in float32, with explicit shardings (`AxisType.Explicit`)."""
+    """Returns these abstract values in float32. Explicit shardings (`AxisType.Explicit`) do not change."""
     return tuple(jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=aval.sharding if explicit(aval) else None)
                  for aval in avals)
 
 
 def _transpose_left(g, x, y, *, op, params, compute, out, stored):
     closed = _transposed(0, op, params, _like(x.aval, jax.typeof(y)))
-    # Cast before the other operand is reversed: compilers recognize the gradient of a convolution by that.
+    # The cast precedes the reversal of the other operand, by which compilers recognize the gradient of a convolution.
     return _evaluated(closed, g, lax.convert_element_type(y, compute), compute, x.aval.dtype)
 
 

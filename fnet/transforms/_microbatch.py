@@ -15,34 +15,36 @@ from fnet.jaxpr import wraps
 
 def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = None,
                weight: Callable | None = None) -> Callable:
-    """Evaluates `f` on n slices of the batch in a scan and averages, which needs memory for one slice at a time.
+    """Evaluates `f` on n slices of the batch in a scan and averages the results. Only one slice is in memory at a time.
 
         microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
 
-    With equal weights this equals f on the full batch if f is a mean over rows, or its gradient, without statistics
-    across rows (batch normalization has such statistics). If f is a weighted mean, `weight` returns the sum of weights
-    of a slice.
+    With equal weights, the result equals f on the full batch if f is a mean over rows, or the gradient of such a mean,
+    and uses no statistics across rows (as batch normalization does). If f is a weighted mean, pass a function `weight`
+    that returns the sum of the weights in a slice.
 
         step = ft.microbatch(ft.value_and_grad(loss), 8)
         step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch: batch["weight"].sum())
 
-    Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 contributes nothing: no
-    value, no count and no derivative of any order, in forward and reverse mode, even if f, or a derivative of f, is NaN
-    or infinite on this slice. (If weights with opposite signs add up to 0 in one slice, its rows have no effect either,
-    because their weighted mean does not exist.) If the sum of all weights is 0, the result is that of a division by 0.
+    Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has no effect on any
+    value, count or derivative (of any order, in forward and reverse mode), even if f, or a derivative of f, is NaN or
+    infinite on this slice. (If weights with opposite signs add up to 0 in one slice, the rows of this slice have no
+    effect either, because their weighted mean does not exist.) If the sum of all weights is 0, the result is that of a
+    division by 0.
 
-    Slice i holds rows i, i + n, i + 2n, ..., so that no row moves if the batch is sharded over devices. A scalar
-    `jax.random.key` among the batched arguments is folded with the index of the slice, so that slices draw different
-    numbers. Other scalars, and leaves that are not arrays, are passed to every slice unchanged. With n = 1 the function
-    is f itself, with arrays as outputs and the key unchanged.
+    Slice i contains rows i, i + n, i + 2n, ..., so that no row is moved to another device if the batch is sharded. If a
+    batched argument is a scalar `jax.random.key`, the index of the slice is folded into the key, so that slices have
+    different random numbers. Other scalars, and leaves that are not arrays, are passed to every slice unchanged. With
+    n = 1, f is called once with unchanged arguments, and its outputs are converted to arrays.
 
     Args:
         f: a function of parameters and batched arguments. Floating-point outputs are averaged: they are summed in at
             least float32 and returned in their own dtype. Integer outputs, such as counts, are summed.
-        n: the number of slices; it must divide the batch.
-        argnums: which positional arguments are batched along the first axis of their leaves; None: all but the first.
+        n: the number of slices, a divisor of the number of rows.
+        argnums: the positions of the arguments that are batched along the first axis of their leaves. Default None:
+            all but the first.
         weight: a function of f's arguments, with one slice in place of the batch, that returns the weight of the
-            slice, a real scalar; None: 1.
+            slice, a real scalar. Default None: every weight is 1.
 
     Returns:
         A function with f's signature and output structure.
@@ -108,19 +110,18 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
 
 def _traced(f, first):
-    """`f(i, slice)` traced once.
+    """Traces `f(i, slice)` once.
 
     Returns:
         A function `run(i, slice, gate)`, the shapes of its outputs, its side effects, and the values that `gate` is
-        applied to: all floating-point values that f reads and that may be differentiated, those that it closes over
-        included.
+        applied to. These are all floating-point values that f reads, including values in the closure of f.
     """
     traced, closed = jax.closure_convert(f, jnp.int32(0), first)
     program, shapes = jax.make_jaxpr(traced, return_shape=True)(jnp.int32(0), first, *closed)
 
     def run(i, slice_, gate=lambda x: x):
         slice_, inner = jax.tree.map(lambda x: gate(x) if _differentiable(x) else x, (slice_, closed))
-        # A constant output is a scalar that knows its dtype, not an array.
+        # A constant output may be a typed scalar instead of an array.
         return jax.tree.map(lambda y, s: y if isinstance(y, jax.Array) else jnp.asarray(y, s.dtype),
                             traced(i, slice_, *inner), shapes)
 
@@ -128,7 +129,7 @@ def _traced(f, first):
 
 
 def _varying(x) -> frozenset:
-    """The mesh axes of a shard_map over which an array, or an array of this type, varies."""
+    """Returns the mesh axes of a shard_map over which an array, or an array of this type, varies."""
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
@@ -143,13 +144,13 @@ def _differentiable(x) -> bool:
 
 
 def _gate(live, x):
-    """x, whose derivative is 0 unless `live`. In reverse mode this removes the NaN that a cotangent of 0 becomes in a
-    division by 0, which a selection among outputs alone cannot do."""
+    """Returns x, with derivative 0 unless `live`. In reverse mode, a cotangent of 0 may become NaN, for example in a
+    division by 0. Selecting among the outputs cannot remove this NaN; the gate on the inputs does."""
     return jnp.where(live, x, lax.stop_gradient(x))
 
 
 def _scalar(share):
-    """The weight of a slice, in float32 at least."""
+    """Returns the weight of a slice, in at least float32."""
     share = jnp.asarray(share)
     if share.shape or jnp.issubdtype(share.dtype, jnp.complexfloating) or not (
             share.dtype == jnp.bool_ or jnp.issubdtype(share.dtype, jnp.number)):
@@ -159,7 +160,7 @@ def _scalar(share):
 
 
 def batched(who: str, args, argnums) -> tuple[int, ...]:
-    """The positions of the batched arguments, counted from the first."""
+    """Returns the positions of the batched arguments as nonnegative integers."""
     if argnums is None:
         return tuple(range(1, len(args)))
     where = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -170,7 +171,7 @@ def batched(who: str, args, argnums) -> tuple[int, ...]:
 
 
 def batch_rows(who: str, args, where) -> int:
-    """The first axis that all leaves of the batched arguments share."""
+    """Returns the length of the first axis, which must be the same for all leaves of the batched arguments."""
     rows = {}
     for i in where:
         for path, leaf in jax.tree.leaves_with_path(args[i]):
@@ -187,7 +188,7 @@ def batch_rows(who: str, args, where) -> int:
 
 
 def _slices(args, where, n):
-    """The batched leaves as [n, rows / n, ...], and a function that puts slice i of them back among the arguments."""
+    """Returns the batched leaves as [n, rows / n, ...], and a function that rebuilds the arguments with slice i."""
     leaves, structure = jax.tree.flatten([args[i] for i in where])
 
     def split(a):
@@ -204,7 +205,7 @@ def _slices(args, where, n):
 
 
 def replaced(args, where, values) -> list:
-    """The arguments with `values` at the positions `where`."""
+    """Returns the arguments with `values` at the positions `where`."""
     args = list(args)
     for i, value in zip(where, values):
         args[i] = value
@@ -212,13 +213,13 @@ def replaced(args, where, values) -> list:
 
 
 def fold_key(scalar, i):
-    """A random key folded with the number i; other scalars, and leaves that are not arrays, unchanged."""
+    """Folds the integer i into a random key. Returns other scalars, and leaves that are not arrays, unchanged."""
     key = isinstance(scalar, jax.Array) and jnp.issubdtype(scalar.dtype, jax.dtypes.prng_key)
     return jax.random.fold_in(scalar, i) if key else scalar
 
 
 def _wide(y):
-    """The dtype in which an output is summed."""
+    """Returns the dtype in which an output is summed."""
     if jnp.issubdtype(y.dtype, jnp.inexact):
         return jnp.float32 if jnp.finfo(y.dtype).bits < 32 else y.dtype
     if jnp.issubdtype(y.dtype, jnp.integer):
@@ -228,7 +229,7 @@ def _wide(y):
 
 
 def _strong(y):
-    """An output as an array of a dtype of its own, checked as those of several slices are."""
+    """Returns an output as an array without weak type, after the check that is also made for several slices."""
     y = jnp.asarray(y, jnp.result_type(y))
     _wide(y)
     return y

@@ -1,4 +1,4 @@
-"""Names for the submodules of flax.nnx modules, which name no scopes themselves."""
+"""Named scopes for the submodules of flax.nnx modules. flax.nnx itself does not name scopes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fnet.jaxpr import tag
 
 
 def name_scopes(module: Any) -> Any:
-    """Returns a flax.nnx module whose submodules run under named scopes: the paths of their attributes.
+    """Returns a flax.nnx module whose submodules run under named scopes. The names are the paths of the attributes.
 
         named = ft.name_scopes(module)
         print(ft.sites(named)(x))
 
-    All functions of fnet that use paths (`capture`, rules of `autocast`, counts, ...) then work on nnx modules: the
-    submodule `module.blocks[0].attention` is "blocks/0/attention", as in its state. A submodule with several attributes
-    has the name of the first.
+    All functions of fnet that use paths (`capture`, rules of `autocast`, counts, ...) then work on nnx modules. The
+    path of the submodule `module.blocks[0].attention` is "blocks/0/attention", as in the module's state. A submodule
+    that is the value of several attributes has the name of the first.
 
     Args:
         module: a `flax.nnx.Module`. Equinox, Haiku and Flax Linen name their scopes themselves.
 
     Returns:
-        A copy that shares all variables with the original, so updates of one change the other.
+        A copy that shares all variables with the original module, so an update of either changes both.
 
     Raises:
         TypeError: the argument is not an nnx module.
@@ -43,7 +43,7 @@ def name_scopes(module: Any) -> Any:
 
 
 def _copied(value, name, kind, copies):
-    """The value with all modules in it copied. `name`: its path below the innermost module that is called."""
+    """Returns the value with copies of all modules in it. `name` is its path below the innermost callable module."""
     if type(value) in (list, tuple):
         return type(value)(_copied(item, _below(name, str(i)), kind, copies) for i, item in enumerate(value))
     if type(value) is dict:
@@ -66,7 +66,7 @@ def _below(name, key):
 
 @functools.lru_cache(4096)
 def _named(cls: type, name: str) -> type:
-    """A subclass whose calls run under the named scope."""
+    """Returns a subclass whose calls run under the named scope."""
 
     @functools.wraps(cls.__call__)
     def __call__(self, *args, **kwargs):

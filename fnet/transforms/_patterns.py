@@ -13,12 +13,12 @@ _INDEX = re.compile(r"\[(-?\d+)\]")
 
 
 class Match(NamedTuple):
-    """A site that a pattern names.
+    """A site that a pattern matches.
 
     Attributes:
         site: the site.
-        name: as the pattern names it: that of the site, with the indices of the pattern.
-        indices: for each scan around the site the iteration that is meant, or None for all.
+        name: the name of the site, with the indices of the pattern.
+        indices: for each scan around the site, the index of the selected iteration, or None for all iterations.
     """
 
     site: Site
@@ -27,14 +27,16 @@ class Match(NamedTuple):
 
 
 def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
-    """The sites that a pattern names.
+    """Returns the sites that a pattern matches.
 
     Args:
-        who: the function that asks, for errors.
+        who: the name of the calling function, for error messages.
+        pattern: the pattern.
+        sites: the sites of the function.
 
     Raises:
-        TypeError: if the pattern is no string.
-        ValueError: if it matches nothing, is ambiguous, or names a site that has no single value.
+        TypeError: the pattern is not a string.
+        ValueError: the pattern matches nothing, is ambiguous, or matches a site that has no single value.
     """
     if not isinstance(pattern, str):
         raise TypeError(f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
@@ -69,7 +71,7 @@ def _fits(pattern, site) -> bool:
 
 
 def _indexed(who, pattern, sites) -> list[Match]:
-    """Matches of a pattern with indices, such as "blocks[3]/mlp" or "blocks[3]"."""
+    """Returns the matches of a pattern with indices, such as "blocks[3]/mlp" or "blocks[3]"."""
     plain = _INDEX.sub("", pattern)
     given, shift = [], 0    # (the part of the pattern before the index, without indices; the index)
     for found in _INDEX.finditer(pattern):
@@ -80,7 +82,7 @@ def _indexed(who, pattern, sites) -> list[Match]:
         name = site.name.removesuffix(BLOCK)
         try:
             fits = plain in (name, site.path.removesuffix(BLOCK)) or re.fullmatch(plain, name) is not None
-        except re.error:    # the brackets were a part of an expression
+        except re.error:    # the brackets were a part of a regular expression
             return []
         if fits and (indices := _assigned(given, site)) is not None:
             for (path, length), index in zip(site.scans, indices):
@@ -93,7 +95,7 @@ def _indexed(who, pattern, sites) -> list[Match]:
 
 
 def _assigned(given, site) -> tuple | None:
-    """The index of each scan around a site; None if the pattern has an index that belongs to no scan."""
+    """Returns the index for each scan around a site, or None if the pattern has an index that belongs to no scan."""
     indices: list[int | None] = [None] * len(site.scans)
     for before, index in given:
         depth = before.count("/") + 1
@@ -108,7 +110,7 @@ def _assigned(given, site) -> tuple | None:
 
 
 def _written(name, site, indices) -> str:
-    """The site's name with its indices behind the paths of the scans, or at the end."""
+    """Returns the site's name with each index after the path of its scan, or at the end."""
     parts, rest = name.split("/"), ""
     behind = [""] * len(parts)
     for (path, _), index in zip(site.scans, indices):

@@ -18,7 +18,7 @@ from fnet.jaxpr import Compiled, may_differ
 def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_axes: Any = 0,
          static_argnums: int | Sequence[int] = (), donate_argnums: int | Sequence[int] = (),
          devices: Sequence[jax.Device] | None = None) -> Callable:
-    """Runs `f` on every device, each with its slice of the arguments: `jax.pmap` in terms of `jit` and `shard_map`.
+    """Runs `f` on every device with the device's slice of the arguments: `jax.pmap` built from `jit` and `shard_map`.
 
         @functools.partial(ft.pmap, in_axes=(None, 0), out_axes=None)
         def step(params, batch):
@@ -27,31 +27,31 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
 
         params = step(params, ft.shard(batch))
 
-    Inside, each device has its slice only; collectives such as `lax.psum` and `lax.all_gather` combine the slices by
-    `axis_name`. For code without collectives use `jax.jit` with sharded arguments.
+    In `f`, each device sees only its own slice. Collectives such as `lax.psum` and `lax.all_gather` combine the slices
+    of all devices by `axis_name`. For code without collectives, use `jax.jit` with sharded arguments.
 
     Args:
         f: a function of arrays.
-        axis_name: the axis name of the collectives.
-        in_axes: the axis of each positional argument that is split over the devices, one slice for each: an integer,
-            None (every device gets the whole argument), or a tuple with one entry for each argument, each an integer,
-            None or a tree of them. Negative axes count from the end, as in `jax.vmap`. Keyword arguments are split
-            along axis 0.
-        out_axes: in the same form, the axis along which each result is stacked; negative axes count from the end of
-            the stacked result. None: the result is equal on every device, such as that of `psum` or `all_gather`, and
-            is returned once.
-        static_argnums: positions, from 0, of arguments that are hashable values and not arrays.
-        donate_argnums: positions, from 0, of arguments whose memory may be reused for the results.
-        devices: None: all devices.
+        axis_name: the axis name for collectives. Default "devices".
+        in_axes: the axis of each positional argument along which the argument is split; its length must be the number
+            of devices. An integer, None (every device gets the whole argument), or a tuple with one entry for each
+            argument, each an integer, None or a tree of them. Negative axes count from the end, as in `jax.vmap`.
+            Keyword arguments are split along axis 0. Default 0.
+        out_axes: the axis along which each result is stacked, in the same form. Negative axes count from the end of
+            the stacked result. None: the result is equal on every device, such as the result of `psum` or `all_gather`,
+            and is returned once. Default 0.
+        static_argnums: the positions of arguments that are hashable values instead of arrays. Default ().
+        donate_argnums: the positions of arguments whose memory may be reused for the results. Default ().
+        devices: the devices. Default None: all devices.
 
     Returns:
-        A function with f's signature, and with `lower` and `trace` as of `jax.jit`. Results stay on the devices that
-        computed them.
+        A function with f's signature, and with the methods `lower` and `trace` as in `jax.jit`. Results stay on the
+        devices that computed them.
 
     Raises:
-        TypeError: if in_axes or out_axes contain anything but integers and None.
-        ValueError: at a call, if an argument's axis does not have one slice for each device, if out_axes is out of
-            range, if a result with out_axes=None may differ between devices, or inside another pmap or shard_map.
+        TypeError: in_axes or out_axes contain anything but integers and None.
+        ValueError: in a call, an argument's axis does not have one slice for each device, out_axes is out of range, a
+            result with out_axes=None may differ between devices, or the call is inside another pmap or shard_map.
 
     >>> pmap(lambda x: lax.psum(x, "devices"), out_axes=None, devices=jax.devices()[:1])(jnp.ones((1, 3)))
     Array([1., 1., 1.], dtype=float32)
@@ -75,7 +75,7 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
         except ValueError as error:
             if "incompatible devices" not in str(error):
                 raise
-        # Arrays that are committed to one device, or to other devices than the mesh's.
+        # Arrays that are committed to a single device, or to devices outside the mesh.
         args = tuple(arg if i in static else mapped.placed(i, args) for i, arg in enumerate(args))
         return compiled(*args, **{name: _put(mesh, arg, [0] * len(jax.tree.leaves(arg)), axis_name)
                                   for name, arg in kwargs.items()})
@@ -88,10 +88,10 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
     Args:
         tree: a tree of arrays.
-        devices: Default: all devices.
+        devices: the devices. Default: all devices.
 
     Raises:
-        ValueError: the rows of a leaf are not a multiple of the devices.
+        ValueError: the number of rows of a leaf is not a multiple of the number of devices.
     >>> shard({"x": np.zeros((6, 2))}, jax.devices()[:1])["x"].shape
     (1, 6, 2)
     """
@@ -107,7 +107,7 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """Copies a tree to each device, stacked: [...] becomes [devices, ...]. The original may still be used or donated.
+    """Copies a tree to each device; leaves [...] become [devices, ...]. The original may still be used or donated.
 
     >>> replicate({"w": np.zeros(3)}, jax.devices()[:1])["w"].shape
     (1, 3)
@@ -169,7 +169,7 @@ class _Mapped:
 
         out_specs = jax.tree.map(lambda axis: P() if axis is None else P(self.axis), self.out_axes,
                                  is_leaf=lambda x: x is None)
-        # Without check_vma, as in jax.pmap: with it, the gradient of a replicated argument would be a sum over devices.
+        # As in jax.pmap, check_vma is off: otherwise the gradient of a replicated argument would be a sum over devices.
         spread = lambda f, out_specs: jax.shard_map(f, mesh=self.mesh, in_specs=tuple(specs), out_specs=out_specs,
                                                     check_vma=False)(*leaves)
         if any(axis is None for axis in jax.tree.leaves(self.out_axes, is_leaf=lambda x: x is None)):
@@ -178,7 +178,7 @@ class _Mapped:
         return self.over(lambda y, axis: jnp.moveaxis(y, 0, axis) if axis else y, results)
 
     def axes(self, i, args) -> list:
-        """The mapped axis of each leaf of positional argument i."""
+        """Returns the mapped axis of each leaf of positional argument i."""
         axes = self.in_axes
         if isinstance(axes, (tuple, list)):
             if len(axes) != len(args):
@@ -188,7 +188,7 @@ class _Mapped:
         return _broadcast(axes, args[i], f"pmap: in_axes={self.in_axes!r} is not a tree prefix of argument {i}")
 
     def over(self, g, results):
-        """g(result, its out axis) of every leaf."""
+        """Returns g(leaf, out axis of the leaf) for every leaf of the results."""
         leaves, structure = jax.tree.flatten(results)
         return jax.tree.unflatten(structure, [g(y, axis) for y, axis in zip(leaves, self.out_axes_of(results))])
 
@@ -214,7 +214,7 @@ class _Mapped:
         return where
 
     def check_same(self, body, leaves, axes):
-        """Raises an error if a result with out_axes=None may differ between devices; inside shard_map."""
+        """Raises an error if a result with out_axes=None may differ between devices. Must run inside shard_map."""
         closed, results = jax.make_jaxpr(body, return_shape=True)(*leaves)
         differ = may_differ(closed.jaxpr, [axis is not None for axis in axes], self.axis)
         out_axes = self.out_axes_of(results)
@@ -243,7 +243,7 @@ def _positions(name, positions) -> tuple[int, ...]:
 
 
 def _broadcast(prefix, tree, message) -> list:
-    """The axis of each leaf of a tree, from a tree of axes that is a prefix."""
+    """Returns the axis of each leaf of a tree, given a tree of axes that is a prefix of the tree."""
     count = len(jax.tree.leaves(tree))
     if prefix is None or isinstance(prefix, int):
         return [prefix] * count

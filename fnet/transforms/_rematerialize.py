@@ -18,21 +18,22 @@ from fnet import _jax
 from fnet.jaxpr import INLINED, Interpreter, Scope, Value, has_shardings, inline, marks, nbytes, scan, wraps
 
 _SYMBOLIC = 1024
-_WORTH = 0.8    # a jaxpr is changed only if its residuals shrink at least by this factor
+_WORTH = 0.8    # a jaxpr is changed only if its residuals shrink to at most this fraction
 
 
 def rematerialize(step: Callable) -> Callable:
-    """Reduces the memory of a training step: it stores fewer activations, and recomputes the others.
+    """Reduces the memory of a training step: the step stores fewer activations, and recomputes the others.
 
         step = ft.rematerialize(step)
 
     The results do not change; the time grows by up to a third. A scan over layers stores the inputs of each layer, and
-    nothing inside the layers. Other code, such as a ResNet's, is split where few activations are live, into pieces with
-    about as many bytes inside as are stored in total. Each piece is recomputed when the backward pass reaches it. If
-    little memory would be saved, nothing changes.
+    no values inside the layers. Other code, such as a ResNet, is split into pieces at points where few activations are
+    live. Only the activations at these points are stored; the activations inside a piece need about the same number of
+    bytes as all stored activations together. Each piece is recomputed when the backward pass reaches it. If little
+    memory would be saved, nothing changes.
 
     Args:
-        step: a function that differentiates inside, such as a training step. (For a function that is differentiated
+        step: a function that computes derivatives, such as a training step. (For a function that is differentiated
             later, use `jax.checkpoint`.)
 
     Returns:
@@ -58,7 +59,7 @@ class _Rematerialize(Interpreter):
         return None
 
     def opened(self, closed):
-        """Inlines jitted parts, because the residuals between two of them are only visible in one jaxpr."""
+        """Inlines jitted parts, because the residuals that pass between two parts are only visible in one jaxpr."""
         inliner = _Inliner()
 
         def flat(*arrays):
@@ -89,7 +90,7 @@ class _Rematerialize(Interpreter):
         return outputs
 
     def again(self, v, value, plan):
-        """A value of the forward pass, recomputed if it was not stored."""
+        """Returns a value of the forward pass. Recomputes the value if it was not stored."""
         piece = None if isinstance(v, _jax.Literal) else plan.cut.get(v)
         if piece is None:
             return value
@@ -97,17 +98,18 @@ class _Rematerialize(Interpreter):
             given = [plan.env[i] for i in piece.invars]
             tied = [i for i, value in enumerate(given) if _plain_array(value.x)]
             tie = [] if plan.latest is None else [plan.latest]
-            # The barrier delays recomputation until the backward pass, and prevents CSE with the forward pass.
+            # The barrier delays recomputation until the backward pass, and prevents the compiler from replacing it by
+            # the values of the forward pass (common-subexpression elimination).
             held = lax.optimization_barrier([*(given[i].x for i in tied), *tie])
             for i, x in zip(tied, held):
                 given[i] = Value(x)
-            with _jax.names_context(plan.names, "rematted_computation"):    # not those of its reader
+            with _jax.names_context(plan.names, "rematted_computation"):    # not the scopes of the reader
                 outputs = self.evaluate(piece, (), given, Scope(), (None,) * len(piece.outvars))
             piece.made = dict(zip(piece.outvars, outputs))
         return piece.made[v]
 
     def source(self, eqn, at, inputs, plan):
-        """The scan of a forward pass; it stores the inputs of its iterations."""
+        """Evaluates the scan of a forward pass so that it stores the inputs of its iterations."""
         pair, parts = plan.sources[eqn], scan(eqn)
         consts, carry = parts.consts, parts.carry
         plan.seen(eqn, inputs)
@@ -126,7 +128,7 @@ class _Rematerialize(Interpreter):
         return [*map(Value, carried), *(Value(outputs.get(i)) for i in range(len(eqn.outvars) - carry))]
 
     def sink(self, eqn, at, inputs, plan):
-        """The scan of a backward pass; it recomputes what the forward pass did not store."""
+        """Evaluates the scan of a backward pass so that it recomputes values that the forward pass did not store."""
         pair, parts = plan.pairs[eqn], scan(eqn)
         consts, carry, source = parts.consts, parts.carry, scan(pair.source)
         its_consts, its_carry, inner = source.consts, source.carry, source.jaxpr
@@ -155,7 +157,7 @@ class _Rematerialize(Interpreter):
 
 
 class _Inliner(Interpreter):
-    """Inlines calls that have no shardings of their own."""
+    """Inlines calls that do not specify shardings."""
 
     def depends(self, at):
         return None
@@ -179,8 +181,8 @@ class _Piece:
 class _Pair:
     """A scan of the forward pass, and the scan of the backward pass that reads its stacked outputs.
 
-    `dropped` are the stacked outputs to recompute, `places` their positions among the inputs of the backward scan, and
-    `saved` the carries that are stacked instead.
+    `dropped` are the stacked outputs to recompute. `places` are their positions among the inputs of the backward scan.
+    `saved` are the carries that are stacked instead.
     """
 
     def __init__(self, source, dropped, places, saved):
@@ -195,7 +197,7 @@ class _Plan:
         pairs: {equation of a backward scan: _Pair}.
         sources: {equation of a forward scan: _Pair}.
         cut: {variable: the piece that recomputes it}.
-        env: the values that the pieces need, as they are computed.
+        env: the values that the pieces need, added when they are computed.
         latest: the last array that the backward pass computed.
     """
 
@@ -223,7 +225,7 @@ class _Plan:
 
 
 class _Table(dict):
-    """A table by the identity of equations, which are not hashable in every version of JAX."""
+    """A dict whose keys are equations, compared by identity: equations are not hashable in every version of JAX."""
 
     def __setitem__(self, eqn, value):
         super().__setitem__(id(eqn), value)
@@ -244,7 +246,7 @@ def _forward(eqn) -> bool:
 
 
 def _uses(jaxpr) -> dict:
-    """{variable: the equations that read it}, with None for an output of the jaxpr."""
+    """Returns {variable: the equations that read it}. None in place of an equation marks an output of the jaxpr."""
     found: dict[Any, list] = {}
     for eqn in jaxpr.eqns:
         for v in eqn.invars:
@@ -257,7 +259,8 @@ def _uses(jaxpr) -> dict:
 
 
 def _pair(jaxpr, sink, uses):
-    """The forward scan whose stacked outputs a backward scan reads, if recomputing them saves memory."""
+    """Returns the pair of a backward scan and the forward scan whose stacked outputs it reads, or None if recomputing
+    these outputs saves no memory."""
     makers = {v: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _forward(eqn) for v in eqn.outvars}
     xs, length = scan(sink).split(sink.invars)[2], scan(sink).length
     by_source: dict[int, list] = {}
@@ -274,7 +277,7 @@ def _pair(jaxpr, sink, uses):
         stacked = [(place, source.outvars.index(v) - its_carry) for place, v in read]
         stacked = [(place, i) for place, i in stacked if i >= 0]
         piece = _piece(inner, [inner.outvars[its_carry + i] for _, i in stacked])
-        if any(eqn.effects for eqn in piece.eqns):    # side effects would happen twice
+        if any(eqn.effects for eqn in piece.eqns):    # side effects would occur twice
             continue
         needs = {inner.invars.index(v) for v in piece.invars if v in set(inner.invars)}
         saved = [i - its_consts for i in sorted(needs) if its_consts <= i < its_consts + its_carry]
@@ -286,7 +289,7 @@ def _pair(jaxpr, sink, uses):
 
 
 def _piece(jaxpr, outvars, eqns=None) -> _Piece:
-    """The equations that these variables depend on, and their inputs."""
+    """Returns the equations that these variables depend on, and the inputs of these equations."""
     wanted = dict.fromkeys(v for v in outvars if not isinstance(v, _jax.Literal))
     found, made = [], set()
     for eqn in reversed(jaxpr.eqns if eqns is None else eqns):
@@ -298,7 +301,7 @@ def _piece(jaxpr, outvars, eqns=None) -> _Piece:
 
 
 def _bytes(aval) -> int:
-    """The size of an array in bytes; symbolic sizes count as `_SYMBOLIC`."""
+    """Returns the size of an array in bytes. A symbolic size counts as `_SYMBOLIC`."""
     shape = tuple(size if isinstance(size, int) else _SYMBOLIC for size in getattr(aval, "shape", ()))
     return nbytes(aval if shape == getattr(aval, "shape", ()) else jax.ShapeDtypeStruct(shape, aval.dtype))
 
@@ -311,8 +314,8 @@ class _Cut(NamedTuple):
 def _cuts(jaxpr, plan, uses) -> dict:
     """Splits code without loops into pieces: {variable: the piece that recomputes it}."""
     backward = plan._backward
-    # Forward equations between the scans above, of one forward pass. If a step has several, the next one uses results
-    # of the backward pass before it.
+    # The forward equations between the scans above, of one forward pass. If a step has several forward passes, the next
+    # one uses results of the previous backward pass.
     runs, run = [], []
     for eqn in jaxpr.eqns:
         if eqn in plan.sources or id(eqn) in backward:
@@ -364,7 +367,8 @@ def _cut_run(jaxpr, eqns, uses, backward) -> dict:
 
 
 def _spread(weight, crossing, size) -> _Cut:
-    """Cuts after about every `size` bytes where the fewest bytes are live, and the maximum of stored bytes."""
+    """Returns cuts at about every `size` bytes, at points where the fewest bytes are live, and the maximum of stored
+    bytes."""
     ends, inside, cheapest, largest, kept = [], 0, None, 0, 0
     total = 0
     for i, bytes_ in enumerate(weight[:-1]):

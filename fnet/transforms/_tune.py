@@ -56,28 +56,29 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     operations in the backward pass instead of storing their results. Casts of constants to 16 bits move out of loops.
     Lookups of one element per row, such as the logit of a label, become a comparison and a sum.
 
-    Rules apply to the whole program, after differentiation, so pass the step, not the model. Apply `tune` last: when
-    called with arrays, it compiles with the compiler options that suit the program, and keeps the donation of a jitted
-    step. Under another transformation (jit, vmap, grad), the step is rewritten as a part of the outer program, which
-    has the compiler options of the outer jit. A warning names the options that are lost.
+    Rules apply to the whole program, after differentiation, so pass the step, not the model. Apply `tune` last. A tuned
+    step that is called with arrays is compiled with the compiler options that suit the program; the donation of a
+    jitted step is kept. Under another transformation (jit, vmap, grad), the step is rewritten as a part of the outer
+    program. The compiler options are then those of the outer jit; a warning names the options that are lost.
 
     Args:
         step: a function of arrays, jitted or not, written with any library. Rules also apply inside loops, branches,
-            jit, remat, shard_map and custom derivatives. A step that is not jitted may have other arguments and
-            results, such as a whole Equinox model: it is traced for each of their values.
+            jit, remat, shard_map and custom derivatives. A step that is not jitted may also have arguments and results
+            that are not arrays, such as a whole Equinox model; it is traced for each value of these arguments.
         chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a `hardware.Chip`.
         rules: {name of a rule: False} disables rules. `ft.explain(ft.tune(step), *args)` lists the rules that apply.
-        measure: whether the first call with arrays times the program with all rules, without any and without each one,
-            on copies of its arguments, and uses the fastest form (`ft.explain` reports the times). It compiles a
-            program for each. The selection is kept in FNET_CACHE or ~/.cache/fnet for the next process. All rules are
-            used without timing if the program has callbacks, an argument is neither an array nor a number, copies of
-            the arguments would need more than 10 % of this machine's memory, or there are several processes.
+        measure: whether to select the rules by timing. The first call with arrays then compiles and times the program
+            with all rules, with no rule, and without each single rule, on copies of its arguments. The fastest form is
+            used (`ft.explain` reports the times) and stored in FNET_CACHE or ~/.cache/fnet for later processes. All
+            rules are used without timing if the program has callbacks, an argument is neither an array nor a number,
+            copies of the arguments would need more than 10 % of this machine's memory, or there are several processes.
+            Default False.
 
     Returns:
-        A function with step's signature and results, and with `trace` and `lower` as of `jax.jit`.
+        A function with step's signature and results, and with the methods `trace` and `lower` as in `jax.jit`.
 
     Raises:
-        ValueError: an unknown chip or rule.
+        ValueError: the chip or a rule is unknown.
         TypeError: `step` is not a function, or cannot be traced.
 
     >>> step = tune(lambda w, x: jnp.tanh(x @ w), "cpu")
@@ -133,7 +134,7 @@ class _Tuned:
         if plain and not all(map(is_array, leaves)):
             structure = jax.tree.structure(boxed((args, kwargs)))    # one program for each value of static leaves
         if self._measure and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            structure = structure, "abstract"    # which cannot be timed
+            structure = structure, "abstract"    # abstract arguments cannot be timed
         if structure not in self._programs:
             tuner, measured = self._tuner, None
             if self._measure:
@@ -143,7 +144,7 @@ class _Tuned:
         return self._programs[structure]
 
     def measured(self, *args, **kwargs) -> Measured | None:
-        """The rules for these arguments, timed if they were not yet; None without `measure`."""
+        """Returns the rules for these arguments, and times them the first time. Returns None without `measure`."""
         return self._program(args, kwargs).measured if self._measure else None
 
     def _timed(self, plain, args, kwargs):
@@ -170,7 +171,7 @@ class _Program:
         self.measured = measured
         tree, modules, _ = mutable.extract((args, kwargs)) if plain else ((args, kwargs), None, ())
         self._direct = modules is None and (not plain or not statics(boxed(tree)))
-        self._statics = False    # whether results that are not arrays were seen
+        self._statics = False    # whether a trace returned results that are not arrays
         if not self._direct:
             def functional(args, kwargs, modules):
                 given = args, kwargs
@@ -208,7 +209,7 @@ class _Program:
 
     def _boxed(self, result, given=()):
         result = results_boxed(result, given)
-        self._statics = self._statics or bool(statics(result))    # in every trace, because it may depend on shapes
+        self._statics = self._statics or bool(statics(result))    # checked in every trace: may depend on shapes
         return result
 
 
@@ -290,8 +291,8 @@ def _compiled(inner, tuner, args, kwargs, *, name):
 
 
 def _donated(traced) -> tuple:
-    """Which leaves of the arguments are donated, also by a jitted function that the step only calls, as
-    functools.partial does."""
+    """Returns which leaves of the arguments are donated. The step may also be a function that only calls a jitted
+    function, such as a functools.partial."""
     leaves, structure = jax.tree.flatten(traced.args_info)
     program, donated = traced.jaxpr.jaxpr, [leaf.donated for leaf in leaves]
     if len(program.eqns) == 1 and jaxpr.call_name(program.eqns[0]) is not None:
@@ -307,7 +308,7 @@ def _all(donated) -> bool:
 
 
 class Fired(NamedTuple):
-    """An equation changed by tune: its scope, its primitive, the rule, and what the rule does."""
+    """An equation that tune changed: its scope, its primitive, the name of the rule, and the reason."""
 
     scope: str
     primitive: str
@@ -316,7 +317,8 @@ class Fired(NamedTuple):
 
 
 class _Tuner(Interpreter):
-    """A note says that a value can be read without cost (see `_tune_cpu`), or how it is transposed."""
+    """The interpreter of tune. The note of a value states that the value can be read without a computation (see
+    `_tune_cpu`), or how the value is transposed."""
 
     def __init__(self, rules, rows=None):
         super().__init__()
@@ -330,7 +332,7 @@ class _Tuner(Interpreter):
         return None if self.rows is None else object()    # explain needs every call
 
     def options(self, closed) -> dict:
-        """The compiler options for a program; none for symbolic sizes, because an exported program has no options."""
+        """Returns the compiler options for a program: none for symbolic sizes, because exported programs have none."""
         equations = list(jaxpr.equations(closed.jaxpr)) if self.compiling else []
         if not all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars)):
             return {}
@@ -365,10 +367,10 @@ class _Tuner(Interpreter):
 
 
 def _known(aval) -> bool:
-    """Whether this type has no symbolic size."""
+    """Whether all sizes of this type are known, not symbolic."""
     return all(isinstance(size, int) for size in getattr(aval, "shape", ()))
 
 
 def _free(aval) -> bool:
-    """Whether arrays of this type may be reshaped: sizes are known, and the compiler determines the sharding."""
+    """Whether arrays of this type may be reshaped: all sizes are known, and the compiler determines the sharding."""
     return _known(aval) and not jaxpr.explicit(aval)

@@ -20,11 +20,11 @@ _ALIKE = ("alias", "layout", "cast")    # kinds of primitives whose output has t
 
 
 def unrolled_layers(eqn, inputs):
-    """A loop over layers without the loop: a scan whose products read slices (the weights of a layer), not constants.
+    """Unrolls a loop over layers: a scan whose products read slices (the weights of a layer) instead of constants.
 
-    The forward loop stores the results of every elementwise operation that the backward loop reads. XLA computes them
-    again from the results of the products, but not across the border of a loop. A loop that recomputes activations
-    (`jax.checkpoint`, `rematerialize`) stays as it is, because without it XLA would store them.
+    The forward loop stores the results of every elementwise operation that the backward loop reads. In code without
+    loops, XLA recomputes these results from the results of the products. A loop that recomputes activations
+    (`jax.checkpoint`, `rematerialize`) is not unrolled, because XLA would then store the activations.
     """
     parts = jaxpr.scan(eqn)
     every = list(jaxpr.equations(parts.jaxpr))
@@ -42,7 +42,7 @@ def unrolled_layers(eqn, inputs):
 
 
 def _operands(program, origins):
-    """For each product of a jaxpr, the origins of its operands."""
+    """Returns the origins of the operands of each product in a jaxpr."""
     origins = dict(origins)
     for eqn in program.eqns:
         known = [None if isinstance(v, _jax.Literal) else origins.get(v) for v in eqn.invars]
@@ -56,7 +56,7 @@ def _operands(program, origins):
 
 
 def hoisted_casts(eqn, inputs):
-    """The constants of a loop that it only reads in 16 bits are cast once, before it."""
+    """Casts constants of a loop once, before the loop, if the loop reads them only after a cast to 16 bits."""
     parts, changed = jaxpr.scan(eqn), {}
     for i, v in enumerate(parts.jaxpr.invars[:parts.consts]):
         x = inputs[i].x
@@ -68,7 +68,7 @@ def hoisted_casts(eqn, inputs):
 
 
 def _read_as(program, v) -> set:
-    """The dtypes to which the equations of a jaxpr round a variable; float32 stands for all that do not round it."""
+    """Returns the dtypes to which the equations of a jaxpr cast a variable, with float32 for equations without cast."""
     found = {jnp.dtype("float32")} if any(each is v for each in program.outvars) else set()
     for eqn in program.eqns:
         places = [i for i, each in enumerate(eqn.invars) if each is v]
@@ -94,7 +94,7 @@ def _read_as(program, v) -> set:
 
 
 def _hits(x, indices):
-    """Where the last axis of x has the index of its row: [..., n] for indices [..., 1, 1]."""
+    """Returns booleans [..., n] that are True at the given index of the last axis of x, for indices [..., 1, 1]."""
     return lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices[..., 0]
 
 
@@ -103,9 +103,9 @@ def _holds(indices, count) -> bool:
 
 
 def comparison(eqn, inputs):
-    """One element of each row, such as a label's logit, by comparison instead of a lookup, and so its gradient.
+    """Selects one element of each row, such as a label's logit, by comparison instead of a lookup; also its gradient.
 
-    Both are fused with the sums over the row. The gradient of a lookup is a scatter into an array of its own.
+    XLA fuses the comparisons with the sums over the row. The gradient of a lookup is a scatter into a separate array.
     """
     mode = jaxpr.lookup_mode(eqn)
     x, indices = inputs[0].x, inputs[1].x

@@ -1,10 +1,10 @@
-"""Convolutions for which XLA:CPU has no fast kernel, in other forms, for tune on CPUs.
+"""Rules of tune for CPUs: other forms for convolutions for which XLA:CPU has no fast kernel.
 
 XLA:CPU computes three kinds of convolutions one element at a time: depthwise convolutions, the gradients of all
-convolutions with groups, and some convolutions with zeros between the elements of their input. They are replaced by a
-sum over the window that is elementwise over channels, by one convolution for each group, and by a convolution of an
-input that contains the zeros. These take between a half and a hundredth of the time
-(`python -m benchmarks.convolutions`).
+convolutions with groups, and some convolutions with zeros between the elements of their input. The first kind is
+replaced by a sum over the window that is elementwise over channels, the second by one convolution for each group, and
+the third by a convolution of an input that contains the zeros. The replacements take between a half and a hundredth of
+the time (`python -m benchmarks.convolutions`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jax import lax
 from fnet import jaxpr
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-_TAPS = 64          # the largest window of a depthwise convolution; each position is an operation of the program
-_GROUPS = 32        # the most groups with a convolution each
-_ZEROS = 8          # the largest factor by which zeros enlarge an input
-_CACHED = 1 << 19   # bytes of the examples whose part of a kernel's gradient is computed at once
+_TAPS = 64          # maximum size of a depthwise convolution's window; each position becomes an operation
+_GROUPS = 32        # maximum number of groups that become separate convolutions
+_ZEROS = 8          # maximum factor by which zeros enlarge an input
+_CACHED = 1 << 19   # bytes of the examples for which a part of a kernel's gradient is computed at once
 
 
 def depthwise_convolution(eqn, inputs):
-    """A convolution with one filter for each channel, or one of its gradients."""
+    """Rewrites a convolution with one filter for each channel, or one of its gradients."""
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
         return None
@@ -56,7 +56,7 @@ def depthwise_convolution(eqn, inputs):
 
 
 def grouped_convolution(eqn, inputs):
-    """A convolution with few groups, or one of its gradients, as a convolution for each group."""
+    """Computes a convolution with few groups, or one of its gradients, as one convolution for each group."""
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
         return None
@@ -73,11 +73,11 @@ def grouped_convolution(eqn, inputs):
 
 
 def dilated_input(eqn, inputs):
-    """A convolution of an input with zeros between its elements, in three dimensions or with a large window.
+    """Rewrites a convolution whose input has zeros between its elements, in three dimensions or with a large window.
 
-    In three dimensions (transposed convolutions, gradients of strided ones), the zeros are written. With a large window
-    (the gradient of a transposed convolution's kernel), the operands are exchanged: the zeros are then between the
-    elements of the window, for which XLA has a fast kernel.
+    In three dimensions (transposed convolutions, gradients of strided convolutions), the zeros are written to memory.
+    With a large window (the gradient of a transposed convolution's kernel), the operands are exchanged. The zeros are
+    then between the elements of the window, for which XLA has a fast kernel.
     """
     product = jaxpr.product(eqn)
     if product.op is not jaxpr.CONVOLUTION or product.dtype not in (F32, BF16):
@@ -108,7 +108,8 @@ def dilated_input(eqn, inputs):
 
 
 def _kind(product, x, w) -> str | None:
-    """ "forward" for a convolution or the gradient of its input, "kernel" for that of its kernel; None for others."""
+    """Returns "forward" for a convolution or the gradient with respect to its input, "kernel" for the gradient with
+    respect to its kernel, and None for other products."""
     (lhs, rhs, _), (features, batches) = product.dimensions, product.groups
     if batches == 1 and 1 < features == x[lhs[1]] == w[rhs[0]]:
         return "forward"
@@ -134,18 +135,18 @@ def _padded(x, padding, dilation):
 
 
 def _forward(x, w, space, strides, padding, dilation):
-    """[examples, *space, channels] of x and w [1, *window, channels]."""
+    """Computes the convolution [examples, *space, channels] of x and w [1, *window, channels]."""
     x = _padded(x, padding, (1,) * len(space))
     return sum(_slice(x, tap, dilation, space, strides) * _filter(w, tap) for tap in _taps(w.shape[1:-1]))
 
 
 def _filter(w, tap):
-    """The weights of one position, [1, *1, channels]."""
+    """Returns the weights of one position of the window, [1, *1, channels]."""
     return lax.slice(w, (0, *tap, 0), (1, *(k + 1 for k in tap), w.shape[-1]))
 
 
 def _dilated(x, w, space, padding, x_dilation, w_dilation):
-    """The same for an x with zeros between its elements, as in the gradient of a strided convolution."""
+    """Computes the convolution of an x with zeros between its elements, as in the gradient of a strided convolution."""
     total, zero = 0.0, jnp.zeros((), x.dtype)
     for tap in _taps(w.shape[1:-1]):
         low = [first - k * d for (first, _), k, d in zip(padding, tap, w_dilation)]
@@ -156,7 +157,7 @@ def _dilated(x, w, space, padding, x_dilation, w_dilation):
 
 
 def _kernel_gradient(x, g, window, step, padding, dilation, strides):
-    """[1, *window, channels] of x and g [examples, *space, channels]."""
+    """Computes the kernel's gradient [1, *window, channels] from x and g [examples, *space, channels]."""
     def part(x, g):
         x = _padded(x, padding, dilation)
         taps = [(_slice(x, tap, step, g.shape[1:-1], strides) * g).sum(range(g.ndim - 1)) for tap in _taps(window)]

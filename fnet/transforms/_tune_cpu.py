@@ -1,8 +1,8 @@
 """Rules of tune for CPUs: forms for which XLA:CPU generates fast code, with equal results up to rounding.
 
-A rule receives an equation and its inputs and returns the outputs, or None if it does not apply. The note of an input
-is True if it can be read without cost: an argument of the function, a view of one, or a broadcast scalar. Other notes
-are those of `_tune_layout`.
+A rule receives an equation and its inputs and returns the outputs, or None if the rule does not apply. The note of an
+input is True if the input can be read without a computation: an argument of the function, a view of an argument, or a
+broadcast scalar. For other notes, see `_tune_layout`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from fnet.transforms._tune_convolutions import depthwise_convolution, dilated_in
 from fnet.transforms._tune_layout import transposed
 
 F32 = jnp.dtype("float32")
-LARGE = 1 << 19    # minimum elements of a product's operand; below, XLA is as fast
-LARGE_LOW = 1 << 20    # minimum multiplications of a bfloat16 product; below, XLA is as fast (AMX)
+LARGE = 1 << 19    # minimum elements of a product's operand; for smaller ones, XLA is equally fast
+LARGE_LOW = 1 << 20    # minimum multiplications of a bfloat16 product; for smaller ones, XLA is equally fast (AMX)
 VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
     """A rule of tune: its name, its primitives, its function, a description, and the jaxlib version that disables it.
 
-    `options` are compiler options for programs for whose equations `when` is true. `apply` is None if the rule rewrites
-    no equations. `prepare` returns (equation, inputs) to be evaluated instead, or None if it does not apply.
+    `options` are compiler options for a program if `when` returns True for its equations. `apply` is None if the rule
+    rewrites no equations. `prepare` returns (equation, inputs) to be evaluated instead, or None if the rule does not
+    apply.
     """
 
     name: str
@@ -53,12 +54,12 @@ def apart(x):
 
 
 def products(eqn, inputs):
-    """Computes the operands of a matrix product first. An array times a matrix has the array first and contracts its
-    last axis; x^T y in two dimensions has the smaller side first.
+    """Computes the operands of a matrix product before the product. In a product of an array and a matrix, the array is
+    the first operand and its last axis is contracted. In x^T y in two dimensions, the smaller operand is the first.
 
-    Under vmap, a dense layer is w a with result [out, ...]. If such results are added to arrays [..., out], XLA
-    recomputes their inputs in every layout that is read. Under vmap over the weights, x w is one product for each w:
-    as one product of matrices, the weights would be transposed.
+    Under vmap, a dense layer is a product w a with the result [out, ...]. If such results are added to arrays [...,
+    out], XLA recomputes their inputs in every layout that is read. Under vmap over the weights, x w is one product for
+    each w; in a single product of matrices, the weights would be transposed.
     """
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
@@ -86,7 +87,7 @@ def products(eqn, inputs):
     x, y = x.reshape(rows, -1), y.reshape(rows, -1)
     dot = functools.partial(lax.dot_general, dimension_numbers=(((0,), (0,)), ((), ())), **rest)
     narrow = x.shape[1] <= y.shape[1]
-    z = apart(dot(x, y) if narrow else dot(y, x))    # otherwise XLA swaps the sides again if the result is transposed
+    z = apart(dot(x, y) if narrow else dot(y, x))    # otherwise XLA swaps them again if z is transposed
     return [(z if narrow else z.T).reshape(shape)]
 
 
@@ -106,12 +107,13 @@ def _for_each(matrix, contracted, array, result, options):
 
 
 def _ready(value, x):
-    """x, a view of the value, computed before it is read, unless it is an argument."""
+    """Returns x, a view of the value, with a barrier so that x is computed before it is read. Arguments need none."""
     return x if value.note is True else apart(x)
 
 
 def bfloat16_products(eqn, inputs):
-    """A bfloat16 product as a product of matrices with float32 sums. Other forms take up to ten times as long."""
+    """Computes a bfloat16 product as a product of matrices with float32 sums. Other forms take up to ten times as long.
+    """
     x, y = (value.x for value in inputs)
     product = jaxpr.product(eqn)
     work = eqn.outvars[0].aval.size * product.summed
@@ -126,7 +128,7 @@ def bfloat16_products(eqn, inputs):
 
 
 def _windows(eqn, x):
-    """The window of a pooling whose windows tile the array, one number for each axis, or None."""
+    """Returns the window of a pooling whose windows tile the array, with one size for each axis; None for others."""
     window = jaxpr.pooling_window(eqn)
     if window is None or any(size % k for size, k in zip(x.shape, window)):
         return None
@@ -139,7 +141,7 @@ def _split(shape, window):
 
 
 def _tiles(x, window):
-    """The elements of each window in row-major order, each an array of the pooling's shape."""
+    """Returns one array of the output's shape for each position in the window, in row-major order."""
     x = x.reshape(_split(x.shape, window))
     places = itertools.product(*(range(k) if k > 1 else (None,) for k in window))
     return [x[tuple(part for i in place for part in ((slice(None),) if i is None else (slice(None), i)))]
@@ -147,15 +149,15 @@ def _tiles(x, window):
 
 
 def max_pool(eqn, inputs):
-    """A pooling with tiling windows as elementwise maxima."""
+    """Computes a pooling whose windows tile the array as elementwise maxima."""
     x = inputs[0].x
     window = _windows(eqn, x)
     return None if window is None else [functools.reduce(lax.max, _tiles(x, window))]
 
 
 def max_pool_gradient(eqn, inputs):
-    """The gradient of such a pooling: the cotangent at the position of the window's first largest element, as in
-    select_and_scatter, including NaN and ties."""
+    """Computes the gradient of a pooling whose windows tile the array. The cotangent goes to the first largest element
+    of each window, as in select_and_scatter, also for NaN and ties."""
     g, x = inputs[0].x, inputs[1].x
     window = _windows(eqn, x)
     if window is None or not jaxpr.selects_largest(eqn):
@@ -172,7 +174,7 @@ def max_pool_gradient(eqn, inputs):
 
 
 def _ends_swapped(x):
-    """[a, b, c] -> [c, b, a] in cache-sized steps. In one step it takes four to ten times as long.
+    """Transposes [a, b, c] to [c, b, a] in cache-sized steps. A single step would take four to ten times as long.
 
     The loop over halves prevents XLA from fusing both steps, and the computation of x, into one strided copy.
     """
@@ -184,8 +186,8 @@ def _ends_swapped(x):
 
 
 def convolution_gradient(eqn, inputs):
-    """The weight gradient of a convolution in the layout of a forward convolution; also for bfloat16, for which XLA
-    would compute in float32 anyway."""
+    """Computes the weight gradient of a convolution in the layout of a forward convolution. This includes bfloat16
+    operands, for which XLA would compute in float32 anyway."""
     product = jaxpr.product(eqn)
     dtype = product.dtype
     if product.op is not jaxpr.CONVOLUTION or dtype not in (F32, library.BF16):

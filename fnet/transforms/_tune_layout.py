@@ -21,8 +21,10 @@ def transposed(y, order) -> Value:
 
 
 def followed(eqn, inputs) -> list[Value] | None:
-    """The equation applied to the arrays in memory, if its inputs are transposed alike. None if it is not elementwise
-    or no input is transposed."""
+    """Returns the outputs of an equation that is applied to the arrays in memory, if its inputs are transposed alike.
+
+    Returns None if the equation is not elementwise or no input is transposed.
+    """
     name, orders = eqn.primitive.name, {_order(value) for value in inputs} - {None}
     if len(orders) != 1:
         return None
@@ -40,5 +42,5 @@ def followed(eqn, inputs) -> list[Value] | None:
 
 
 def _order(value):
-    """The note of a transpose, or None; notes of a loop's slices refer to the whole array."""
+    """Returns the order of axes that a note contains, or None. The note of a loop's slice refers to the whole array."""
     return value.note if isinstance(value.note, tuple) and len(value.note) == np.ndim(value.x) else None

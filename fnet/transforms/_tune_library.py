@@ -30,10 +30,11 @@ def bfloat16_pays() -> bool:
 
 
 def eigen_pays(equations: Sequence) -> bool:
-    """Whether most of the work is convolutions, and none of them is grouped.
+    """Whether most of the work is convolutions, and no convolution is grouped.
 
-    Eigen takes 0.50 to 1.10 of YNNPACK's time for ungrouped convolutions, but up to 1.27 for depthwise ones, which take
-    most of the time where there are any (`python -m benchmarks.convolutions`, benchmarks/RESULTS.md).
+    Eigen takes 0.50 to 1.10 of YNNPACK's time for ungrouped convolutions, but up to 1.27 for depthwise convolutions.
+    In programs with depthwise convolutions, these take most of the time (`python -m benchmarks.convolutions`,
+    benchmarks/RESULTS.md).
     """
     convolutions = [found for eqn in equations if (found := product(eqn)) is not None and found.op is CONVOLUTION]
     if any(found.groups != (1, 1) for found in convolutions):
@@ -50,7 +51,7 @@ def onednn_pays(equations: Sequence) -> bool:
 
 
 def _work(equations) -> collections.Counter:
-    """{("product" or "convolution", dtype): multiplications}, with the body of a loop counted once."""
+    """Returns {("product" or "convolution", dtype): multiplications}. The body of a loop is counted once."""
     work = collections.Counter()
     for eqn in equations:
         if (found := product(eqn)) is not None:

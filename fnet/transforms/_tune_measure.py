@@ -15,19 +15,19 @@ import numpy as np
 from fnet.hardware._cache import cache_folder, read_json, write_json
 from fnet.hardware._cpu import read_cpu
 
-FASTER = 0.98     # fewer rules are used if the program then takes at most this fraction of the time
+FASTER = 0.98     # rules are omitted if the program then takes at most this fraction of the time
 _ROUNDS = 9
-_SECONDS = 20     # after at least three rounds, no further one begins
-_MEMORY = 0.1     # the largest fraction of this machine's memory that the arguments may take
+_SECONDS = 20     # after this time, no further round begins (but at least three rounds run)
+_MEMORY = 0.1     # the maximum fraction of this machine's memory that the arguments may use
 
 
 class Measured(NamedTuple):
     """The rules that are used for a program.
 
     Attributes:
-        rules: their names.
+        rules: the names of the rules.
         seconds: {variant: median time of a call}; empty if nothing was measured.
-        reason: why they are used.
+        reason: why these rules are used.
     """
 
     rules: tuple[str, ...]
@@ -41,18 +41,18 @@ class Measured(NamedTuple):
 
 def measure(compiled: Callable, lowered: Callable[[], str], fired: Callable[[], set[str]], rules: tuple, chip: Any,
             arguments: Any) -> Measured:
-    """Times a program with all rules, without any, and without each one. A result of the same program is reused.
+    """Times a program with all rules, with no rule, and without each single rule. Stored results are reused.
 
     Args:
         compiled: `compiled(rules)` returns the program as a function of `arguments`, which it may donate.
-        lowered: returns the text of the program without rules, by which it is recognized.
+        lowered: returns the text of the program without rules, which is the key of a stored result.
         fired: returns the names of the rules that change the program.
         rules: all rules.
         chip: the chip.
         arguments: the arguments of a call. They are copied.
 
     Returns:
-        The fastest selection. If nothing can be measured, all rules, with the reason.
+        The fastest selection of rules. If nothing can be measured, all rules are selected.
     """
     every = tuple(rule.name for rule in rules)
     if reason := _unmeasurable(arguments):
@@ -114,7 +114,7 @@ def _known(path, every) -> Measured | None:
 
 
 def _times(programs, arguments) -> dict[str, list[float]]:
-    """Seconds of each program in each round, in which all of them run."""
+    """Returns the seconds of each program in each round. Every program runs once in a round."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     end = None
     for number in range(_ROUNDS + 1):                      # the first one compiles
