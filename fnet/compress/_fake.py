@@ -71,7 +71,7 @@ class FakeQuantized(ImplicitArray):
         return take(self.materialize())
 
     def quantized(self) -> Quantized:
-        """The parameter as codes and scales. It represents the same rounded values."""
+        """Converts the parameter to codes and scales, which represent the same rounded values."""
         result = self._quantized(self.values.astype(jnp.float32))
         largest = self.format.largest
         codes = self.format.encode(jnp.clip(result.codes / result.full_scale(), -largest, largest))

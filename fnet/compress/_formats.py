@@ -19,7 +19,7 @@ METHODS = "absmax", "percentile", "mse"    # methods to compute the scale of act
 
 
 class Format:
-    """How a parameter is stored: `values = decode(codes) * scale`, with one scale for each block of values.
+    """The format of a stored parameter: `values = decode(codes) * scale`, with one scale for each block of values.
 
     Attributes:
         bits: the number of bits of one code.
@@ -41,20 +41,20 @@ class Format:
                              f"{self.group}")
 
     def encode(self, values: Any) -> Any:
-        """Codes of scaled values in -largest .. largest: int8 or float8; uint8 in 0 .. 15 for 4 bits."""
+        """Converts scaled values in -largest .. largest to codes: int8 or float8; uint8 in 0 .. 15 for 4 bits."""
         raise NotImplementedError
 
     def decode(self, codes: Any, dtype: Any) -> Any:
-        """Scaled values."""
+        """Converts codes to scaled values."""
         raise NotImplementedError
 
     def rounded(self, values: Any) -> Any:
-        """Scaled values after rounding."""
+        """Rounds scaled values to values that the format represents."""
         return self.decode(self.encode(values), values.dtype)
 
     @property
     def packed(self) -> bool:
-        """Whether a byte holds two codes."""
+        """Whether a byte contains two codes."""
         return self.bits == 4
 
 
@@ -99,7 +99,7 @@ class Int8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Format):
-    """4-bit integers: codes -8 .. 7, two in a byte. The largest magnitude of a block is 7 scales.
+    """4-bit integers: codes -8 .. 7, two in a byte. The scale of a block is its largest magnitude divided by 7.
 
     Args:
         group: the number of values along the contracted axis that share a scale, or None for all values. Default: 32,

@@ -141,7 +141,8 @@ class Bert(Model):
         head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,
             computed with the embedding table. "sequence": logits of the classes of a text, computed from the pooler's
             output. "tokens": logits of the classes of each token. "questions": logits for the start and the end of an
-            answer. "next_sentence": two logits, for the second segment being the continuation of the first, or random.
+            answer. "next_sentence": two logits, the first for a second segment that continues the first segment, the
+            second for a random second segment.
             "pretraining": both "masked_lm" and "next_sentence". Default: None.
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
@@ -151,7 +152,7 @@ class Bert(Model):
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
+        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all tokens.
         segment: the segment of each token, integers [batch, time], less than `segments`. Default: 0.
 
     Output: `Encoded` without a head. With a head, logits: [batch, time, vocab_size] for "masked_lm", [batch, classes]

@@ -118,7 +118,7 @@ class ModernBert(Model):
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
+        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all tokens.
 
     Output: `Encoded` with `pooled` None if there is no head. With a head, logits: [batch, time, vocab_size] for
     "masked_lm", [batch, classes] for "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions".

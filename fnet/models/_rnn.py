@@ -26,7 +26,7 @@ class LSTMLanguageModel(LanguageModel):
 
     Inputs:
         tokens: integers [batch, time].
-        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all.
+        lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all tokens.
 
     Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), the tokens continue the
     cached text; `models.generate` uses this. The cache contains the carry of every LSTM.

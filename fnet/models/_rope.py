@@ -16,7 +16,7 @@ class LinearScaling:
     """Divides the rotary positions by a factor.
 
     Args:
-        factor: the factor, > 0.
+        factor: the divisor, > 0.
 
     Source: Chen et al. (2023), Extending Context Window of Large Language Models via Positional Interpolation.
 
@@ -45,7 +45,7 @@ class Llama3Scaling:
     original context, and fast if it completes more than `high_freq_factor`.
 
     Args:
-        factor: the factor, > 0.
+        factor: the divisor of the rates of slow pairs, > 0.
         low_freq_factor, high_freq_factor: numbers of rotations below which a pair is slow, and above which it is fast.
         original_context: maximum length in tokens of the texts in the original training.
 
@@ -82,7 +82,7 @@ class YarnScaling:
     in between are interpolated linearly in the index of the pair. The rotated features are multiplied by an amplitude.
 
     Args:
-        factor: the factor, > 0.
+        factor: the divisor of the rates of slow pairs, > 0.
         original_context: maximum length in tokens of the texts in the original training.
         beta_fast, beta_slow: numbers of rotations within the original context: pairs with more than `beta_fast` are
             fast, pairs with fewer than `beta_slow` are slow.
@@ -124,7 +124,7 @@ class YarnScaling:
 
 
 def growth(factor: float, strength: float = 1.0) -> float:
-    """YaRN's amplitude for a factor."""
+    """YaRN's amplitude of queries and keys for a factor."""
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 
@@ -135,7 +135,7 @@ class DynamicScaling:
     The base is computed for each example from its own length, so examples of one batch are independent.
 
     Args:
-        factor: the factor, > 0.
+        factor: a number > 0. With a larger factor, the base grows faster.
         original_context: maximum length in tokens of the texts in the original training.
 
     Source: bloc97 and emozilla (2023), NTK-aware and dynamically scaled RoPE.

@@ -4,7 +4,7 @@
     model, params, state = pretrained.load("resnet50")                   # a preset, from fnet's or Hugging Face's cache
 
     model = ResNet.preset("resnet50")
-    params, state = pretrained.load(model, "resnet50.safetensors")       # torchvision's or Keras' names, detected
+    params, state = pretrained.load(model, "resnet50.safetensors")       # detects the names of torchvision or Keras
     pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
     pretrained.save(model, params, state, "folder")                      # with config.json, for transformers
 
@@ -71,8 +71,8 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
             and their index), a model.bin of llama2.c, the name of a folder in ~/.cache/fnet, or a repository of
             Hugging Face's hub. Default: the name of the preset; a model needs a path.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
-        names: the framework whose names are the keys of the file, one of the model's `NAMES`. Default: detected from
-            the keys.
+        names: the framework from which the names in the file come, a key of the model's `NAMES` such as "torchvision".
+            Default: detected from the names.
         check_config: whether to compare the model with config.json.
         revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if there is
             none. `pretrained.revision(name)` returns the commit.
@@ -154,12 +154,12 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
             such as the quantized arrays of `compress`, are written as the arrays that they represent.
         path: the folder, or the file to write: *.safetensors, or *.bin for llama2.c. With a file, no config.json is
             written.
-        names: the framework whose names to write, one of the model's `NAMES`. Default: the only framework that matches
-            the model's configuration.
-        like: weights from which `names` and metadata are copied: a file or folder. Its keys that the model does not
-            use (such as num_batches_tracked in PyTorch) are also copied. If `like` and `path` are folders, so are
-            generation_config.json, the files of the tokenizer, and the fields of config.json that do not affect the
-            output. Default: nothing is copied.
+        names: the framework whose names to write, a key of the model's `NAMES`. Default: the only framework that
+            matches the model's configuration.
+        like: a file or folder of weights, whose names and metadata are used. Arrays in it that the model does not need
+            (such as num_batches_tracked in PyTorch) are copied. If `like` and `path` are folders, the following are
+            also copied: generation_config.json, the files of the tokenizer, and the fields of config.json that do not
+            affect the output. Default: None.
         max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a string such as "5GB".
             Larger weights are split into shards with an index, model.safetensors.index.json. An array that exceeds the
             maximum has a file of its own.
@@ -252,7 +252,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
 
 
 def names_of(model: Model, path: str | os.PathLike) -> str:
-    """Returns the framework whose names are the keys of a file, one of the model's `NAMES`.
+    """Returns the framework from which the names in a file come, a key of the model's `NAMES`.
 
         image = model.NAMES[pretrained.names_of(model, path)].image       # the preprocessing for these weights
 

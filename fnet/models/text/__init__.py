@@ -1,1 +1,1 @@
-"""Tokenizers and text generation. The public names are those of `fnet.models`."""
+"""Tokenizers and text generation. The public names are in `fnet.models`."""

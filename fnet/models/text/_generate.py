@@ -65,11 +65,11 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
     """Continues each prompt token by token.
 
     First, one call of the model processes all prompts and stores their keys and values in a cache. Then a
-    `lax.while_loop` generates one token of every example in each iteration, until all examples have stopped. Both are
-    one compiled program. The program is reused for lengths of prompts and `max_tokens` up to the next power of two, and
-    for all values of the sampling options. The program first casts the parameters to `dtype` and separates the blocks
-    of a stacked model (`unstack`), so that an iteration reads every weight once and updates every cache in place. This
-    copies the parameters.
+    `lax.while_loop` generates one token of every example in each iteration, until all examples have stopped. Both steps
+    are one compiled program. It is reused for prompt lengths and `max_tokens` up to the next power of two, and for all
+    values of the sampling options. Before the loop, the program copies the parameters: it casts them to `dtype` and
+    separates the blocks of a stacked model (`unstack`), so that an iteration reads every weight once and updates every
+    cache in place.
 
         out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
         print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
@@ -93,8 +93,8 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         presence_penalty: a number that is subtracted from the logits of tokens that were generated before.
         frequency_penalty: a number that is subtracted from the logit of a token once for each time that the token was
             generated before.
-        samples: number of texts to generate for each prompt. Each prompt is processed only once. Row `i * samples + j`
-            of the result is text j of prompt i.
+        samples: number of texts to generate for each prompt, which is still processed only once. Row
+            `i * samples + j` of the result is text j of prompt i.
         stop: tokens that end an example.
         lengths: integers [batch], the length of each prompt. Default: `time`.
         dtype: the dtype to which floating-point parameters are cast, and in which keys and values are cached. Default:

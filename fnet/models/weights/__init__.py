@@ -1,1 +1,1 @@
-"""Pretrained weights: names and rules, files, config.json, caches. The public functions are `models.pretrained`."""
+"""Pretrained weights: names and rules, files, config.json, caches. The public functions are in `models.pretrained`."""
