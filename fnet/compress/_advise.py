@@ -119,7 +119,7 @@ class Advice(Mapping):
             return None
         old = sum(row.seconds[_ORIGINAL] for row in self.rows)
         new = sum(row.seconds[formats.get(row.path, _ORIGINAL)] for row in self.rows)
-        # Probes of separate products may take longer than the whole function. It is then assumed to have only products.
+        # The sum of separate products may take longer than the function, which is then assumed to have only products.
         return self.before - old + new if old <= self.before else self.before * new / old
 
     def __str__(self) -> str:
@@ -181,7 +181,7 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
     if not found:
         raise ValueError("advise: the function has no product with a kernel or a table among its parameters")
     named = {label(format): format for format in formats}
-    times: dict[tuple[int, str], float] = {}    # (number of a product, format): seconds
+    times: dict[tuple[int, str], float] = {}    # {(index of a product, format): seconds}
     for group in grouped(found):
         candidates = {name: made for name, format in named.items() if (made := _fitted(format, group[0])) is not None}
         seconds = (_probed(group[0], candidates, returned=found[-1] in group) if measure

@@ -76,8 +76,8 @@ class InputStatistics:
             below = np.cumsum(counts, -1)
             found = bounds[(below >= 0.9999 * below[..., -1:]).argmax(-1)]
         elif method == "mse":
-            value = bounds * 2 ** (-0.5 / _PER_OCTAVE)    # of each bin
-            step = bounds[:, None] / 127    # of each candidate
+            value = bounds * 2 ** (-0.5 / _PER_OCTAVE)    # the middle of each bin
+            step = bounds[:, None] / 127    # the step of codes for each candidate bound
             rounded = np.clip(np.round(value / step), -127, 127) * step
             within_bin = (step < value / _PER_OCTAVE) & (value < bounds[:, None])    # the error varies within the bin
             error = np.where(within_bin, step ** 2 / 12, (rounded - value) ** 2)    # [candidate, bin]

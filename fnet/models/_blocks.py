@@ -13,7 +13,7 @@ from jax import lax
 from fnet import layers as nn
 from fnet.jaxpr import BLOCK, tag
 
-LONGEST = 12    # the most blocks in one iteration of a scan
+LONGEST = 12    # the maximum number of blocks in one iteration of a scan
 
 
 class Blocks(nn.Layer):

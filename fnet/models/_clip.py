@@ -66,7 +66,7 @@ def _activation(value, config):
 def _end(value, config):
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("expected an integer")
-    return {"end": None if value == 2 else value}       # 2 in files of before 2023, whose end token is the last one
+    return {"end": None if value == 2 else value}    # files before 2023 have 2, but the highest id is the end token
 
 
 def _tower(prefix, width, heads, hidden, fields):
@@ -278,7 +278,7 @@ class CLIP(Model):
     PRESETS: ClassVar = {
         "clip-vit-base-patch32": _preset(512, 224, 768, 3072, 12),
         "clip-vit-base-patch16": _preset(512, 224, 768, 3072, 12, patch=16),
-        # The config.json of these contain text_config_dict, which sets the end token.
+        # The config.json of these two models contains text_config_dict, which sets the end token.
         "clip-vit-large-patch14": _preset(768, 224, 1024, 4096, 16, 24, 14, (768, 12, 12, 3072), 49407),
         "clip-vit-large-patch14-336": _preset(768, 336, 1024, 4096, 16, 24, 14, (768, 12, 12, 3072), 49407),
     }

@@ -182,7 +182,7 @@ def _gemma3_types(config, window, depth):
 
 GEMMA = sizes(256000, 3072, 28, 16, 24576, 8192, tied=True) | {
     "num_key_value_heads": kv_heads(16), "head_dim": head_dim(256), "attention_bias": biases(),
-    # transformers reads "gelu" as its approximation, as the first files meant.
+    # transformers interprets "gelu" as the tanh approximation, which is the meaning in the first files.
     "hidden_act": Fields(lambda value, config: activation(GATED).read(GATED if value == "gelu" else value, config),
                          GATED, lambda model: activation(GATED).write(model)),
     "hidden_activation": Fields(_gemma_gelu), "use_bidirectional_attention": Must((None, False)),
@@ -213,7 +213,7 @@ GEMMA3: dict[str, Any] = sizes(262208, 2304, 26, 8, 9216, 131072, tied=True) | {
     "hidden_activation": activation(GATED), "hidden_act": Fields(_gemma_gelu),
     "use_bidirectional_attention": Must((None, False)), "query_pre_attn_scalar": _query_scalar(256),
     "final_logit_softcapping": Number("logit_softcap", None, null=True),
-    "attn_logit_softcapping": Must((None,)),    # transformers reads but does not apply it
+    "attn_logit_softcapping": Must((None,)),    # transformers reads this field but does not apply it
     "sliding_window_pattern": read_by_others(whole), **windows(26, 4096, _gemma3_types),
     "rope_theta": read_by_others(number), "rope_local_base_freq": read_by_others(number),
     **rope_by_type(_gemma3_rope, lambda config: GEMMA3["layer_types"].absent(config), 131072),

@@ -23,7 +23,7 @@ STAGES = (    # expansion, channels, blocks, stride of the first, kernel size
     (6, 320, 1, 1, 3),
 )
 _KINDS = {"EfficientNetForImageClassification": dict(classes=...)}
-# name: factors of width and depth, size of the images, dropout rate
+# {name: (factor of the width, factor of the depth, size of the images, dropout rate)}
 _SIZES = {"b0": (1.0, 1.0, 224, 0.2), "b1": (1.0, 1.1, 240, 0.2), "b2": (1.1, 1.2, 260, 0.3),
           "b3": (1.2, 1.4, 300, 0.3), "b4": (1.4, 1.8, 380, 0.4), "lite0": (1.0, 1.0, 224, 0.2)}
 LITE = ImageInput(resample="bicubic", mean=(127 / 255,) * 3, std=(128 / 255,) * 3)

@@ -48,7 +48,7 @@ def _rules(ours, theirs):
             torch.norm(f"{ours}/norm2", f"{theirs}.mlp_norm"))
 
 
-# config.json: layers with windows and without, each kind with its own base of the rotary positions.
+# config.json: layers with and without windows. Each of the two kinds has its own base of the rotary positions.
 def _types(config):
     every = whole(config.get("global_attn_every_n_layers", 3))
     return [SLIDING if i % every else FULL for i in range(whole(config.get("num_hidden_layers", _DEPTH)))]

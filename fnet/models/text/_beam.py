@@ -114,7 +114,7 @@ def _search(model, params, prompts, lengths, key, stop, max_tokens, length_penal
         texts = jnp.take_along_axis(state.running.tokens, parent[:, :, None], 1)
         zero = jnp.zeros_like(state.count)
         texts = lax.dynamic_update_slice(texts, jnp.where(ended, 0, token)[:, :, None], (zero, zero, state.count))
-        # A text that is not among the best may not finish: a better one may yet replace it.
+        # Only a text among the best `beams` may finish. Others could still be replaced by better texts.
         finishes = (ended | final) & (jnp.arange(several) < beams)[None]
         norm = count.astype(jnp.float32) ** length_penalty
         new = Beams(texts, jnp.where(ended, state.count, count),

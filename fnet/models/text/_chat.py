@@ -19,7 +19,7 @@ from fnet.models.weights._files import SMALL, contents
 
 _FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
 _REASONING = ("reasoning_content", "thinking", "reasoning")    # names of the same field of a message
-# Classes of transformers without special tokens of their own: an absent bos_token or eos_token does not exist.
+# Classes of transformers without default special tokens: if bos_token or eos_token is absent, there is none.
 _WITHOUT_TOKENS = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
 

@@ -138,7 +138,7 @@ def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) 
         context = context or _bucket(time) + room
         width = 1 + max(time - 1, min(_bucket(time - 1), context))
         capacity = min(width + room, context)
-    else:    # one exported program serves all lengths
+    else:    # one exported program is used for all lengths
         width, capacity = time, context or time + room
     prompts = jnp.pad(prompts, ((0, 0), (0, width - time)))
     return (prompts, lengths, jax.random.key(0) if key is None else key), {"room": room, "capacity": capacity}
@@ -170,14 +170,14 @@ def start(model, params, prompts, lengths, key, options: Sampling, *, room, capa
     batch, width = prompts.shape
     cache = empty_cache(model, params, jax.ShapeDtypeStruct((batch, capacity), jnp.int32))
     if width != 1:
-        # All tokens but the last, for their keys and values. XLA removes the unused logits.
+        # Processes all tokens but the last, to cache their keys and values. XLA removes the unused logits.
         _, cache = model(params, prompts[:, :-1], lengths=lengths - 1, state=cache)
     last = jnp.take_along_axis(prompts, lengths[:, None] - 1, 1)
     seen = counts = None
     if options.counts:
         vocab_size = jax.eval_shape(lambda: model(params, last, state=cache))[0].shape[-1]
         valid = jnp.arange(width)[None] < lengths[:, None]
-        tokens = jnp.where(valid, prompts, vocab_size)    # padding is out of bounds, and dropped
+        tokens = jnp.where(valid, prompts, vocab_size)    # padding is out of bounds and therefore dropped
         mark = lambda tokens: jnp.zeros(vocab_size, bool).at[tokens].set(True, mode="drop")
         seen = jax.vmap(mark)(tokens)
         counts = jnp.zeros((batch, vocab_size), jnp.int32)

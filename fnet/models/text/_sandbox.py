@@ -146,7 +146,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
 def _limited(name, function):
     """A filter with limits on its arguments and its result."""
 
-    @functools.wraps(function)    # with the attribute that says whether the first argument is Jinja's context
+    @functools.wraps(function)    # copies the attribute that states whether the first argument is Jinja's context
     def limited(*args, **kwargs):
         _check_call(name, args[hasattr(function, "jinja_pass_arg"):], kwargs)
         result = function(*args, **kwargs)

@@ -98,7 +98,7 @@ def pieces(caller: str, model, params, tokenizer, start: list[int], key, stop: S
             break
         tokens.append(int(token))
         text = tokenizer.decode(tokens)[begin:]
-        complete = text.rstrip("\ufffd")     # the decoding of a part of a character
+        complete = text.rstrip("\ufffd")     # the end may be an incomplete character
         end = _end(complete, stop)
         if end is not None:
             if end > sent:

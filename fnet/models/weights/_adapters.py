@@ -20,7 +20,7 @@ from fnet.models.weights import _key_map, _match, _tensors
 
 _HEAD = "lm_head"
 _PREFIX, _WEIGHTS, _CONFIG = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"
-# Fields that change the computation, with the values for which it is that of LowRank.
+# Fields that change the computation, with the values for which `LowRank` computes the same.
 _PLAIN = {"peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []),
           "lora_bias": (False, None), "alora_invocation_tokens": (None,), "trainable_token_indices": (None,),
           "target_parameters": (None, []), "layer_replication": (None,), "use_qalora": (False, None)}

@@ -11,7 +11,7 @@ from typing import Any
 
 from fnet.models.weights._json import read, text_of
 
-LISTED = 8    # problems that an error lists; it counts the others
+LISTED = 8    # number of problems that an error lists; the others are only counted
 NUMBERS = (int, float)
 SKIP = object()    # the value of an absent field that is not compared with the model
 

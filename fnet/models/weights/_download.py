@@ -84,7 +84,7 @@ def download(repository: str, revision: str | None, cache: Path) -> Path:
         raise FileNotFoundError(f"{repository} has no revision {revision!r}") from None
     except _Refused:
         raise
-    except Exception as error:    # those of connections have types of the HTTP library, which depends on the version
+    except Exception as error:    # connection errors have types of the HTTP library, which depends on the version
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if files is None:
             raise ConnectionError(f"the hub cannot be reached ({reason})") from error

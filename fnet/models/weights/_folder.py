@@ -18,7 +18,7 @@ import numpy as np
 from fnet.models.weights import _config, _tensors
 
 CONFIG = "config.json"
-# The files that generation, tokenizers and preprocessing need beside config.json and the weights.
+# The files that generation, tokenizers and preprocessing need in addition to config.json and the weights.
 BESIDE = (
     "generation_config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "special_tokens_map.json",
@@ -70,7 +70,7 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
         entries = {entry.field: entry for entry in table.fields.values() if isinstance(entry, _config.Use)}
         if all(_config.fits(entries.get(field.name), model, getattr(restored, field.name), getattr(model, field.name))
                for field in dataclasses.fields(model) if field.name not in _FREE):
-            for name, value in like.items():    # another word for the same value, such as an activation's
+            for name, value in like.items():    # another name of the same value, such as an activation
                 if kind == _config.kind_of(like) and isinstance(value, str) and isinstance(config.get(name), str):
                     try:
                         if _config.made(type(model), table, config | {name: value}) == restored:

@@ -97,7 +97,7 @@ def _model(file, fields, tensors) -> Decoder:
     if architecture != "llama":
         raise ValueError(f"{file}: expected the architecture 'llama'; got {architecture!r}")
     given = {name.removeprefix("llama."): float(str(np.float32(value))) if isinstance(value, float) else value
-             for name, value in fields.items()}    # 1e-5, where float32 has 9.99999974e-6
+             for name, value in fields.items()}    # 1e-5 instead of the float32 value 9.99999974e-6
     options = {ours: given.pop(theirs) for theirs, ours in _FIELDS.items() if theirs in given}
     try:
         head_dim = options.get("head_dim", options["width"] // options["heads"])

@@ -80,7 +80,7 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: 
         except ConnectionError as error:
             reason = str(error)
     if partial is not None:
-        return partial    # without weights: loading says what it lacks
+        return partial    # without all weights: the error of loading states what is missing
     option = "" if revision is None else f" --revision {revision}"
     ways = [f"download it with 'hf download {each}{option}', or copy its files to {own}" for each in hub[:1]]
     ways += [_TORCHVISION.format(each.partition(":")[2], own) for each in repositories if ":" in each]

@@ -81,7 +81,7 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
         for key in entry.keys:
             if owners.setdefault(key, entry) is not entry:
                 raise ValueError(f"{who}: the rules use {key!r} for {owners[key].paths[0]!r} and {entry.paths[0]!r}")
-    if prefix:    # keys beside the prefixed part may have no prefix
+    if prefix:    # additional keys may have no prefix
         bare = [dataclasses.replace(entry.rule, write=None) for entry in beside]
         beside += [entry._replace(rule=rule, keys=tuple(key.removeprefix(prefix) for key in entry.keys))
                    for entry, rule in zip(beside, bare)]

@@ -10,7 +10,7 @@ import numpy as np
 from fnet.models.weights import _key_map, _llama2c
 from fnet.models.weights._weight_names import Tied
 
-LISTED = 8    # problems that an error lists; it counts the others
+LISTED = 8    # number of problems that an error lists; the others are only counted
 
 
 def _known(model):

@@ -148,7 +148,7 @@ def shards(index: Path) -> tuple[dict[str, str], list[str]]:
         raise ValueError(f"{index} is not an index of shards: it has {size:,} bytes, expected at most {_INDEX:,}")
     try:
         text = index.read_text(encoding="utf-8")
-        if text.count("{") + text.count("[") > 1000:    # it needs two objects; a million would fill the memory
+        if text.count("{") + text.count("[") > 1000:    # an index has two objects; a million would fill the memory
             raise ValueError("it contains more than 1,000 lists and objects")
         where = json.loads(text)["weight_map"]
         names = sorted(set(where.values()))
