@@ -140,7 +140,7 @@ def _codes(x, step):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _integer_dot(axes, x, codes, scale, step):
     """x [..., *contracted] rounded to multiples of `step`, times int8 codes over `axes`, with sums in int32. `scale`
-    has the rank of the result, `step` that of x."""
+    has the rank of the result, `step` the rank of x."""
     last = tuple(range(x.ndim - len(axes), x.ndim))
     y = lax.dot_general(_codes(x, step).astype(jnp.int8), codes, ((last, axes), ((), ())),
                         preferred_element_type=jnp.int32)

@@ -26,12 +26,12 @@ class Encoded(NamedTuple):
     """The output of an encoder, registered with `jax.export` as "fnet.models.Encoded".
 
     An exported program that returns an `Encoded` can be deserialized only after `import fnet.models`. To read the
-    program without fnet, export a function that returns a dict: `lambda params, tokens: model(params,
-    tokens)._asdict()`.
+    program without fnet, export a function that returns a dict:
+    `lambda params, tokens: model(params, tokens)._asdict()`.
 
     Attributes:
         hidden: [batch, time, width], the features of each token.
-        pooled: [batch, width], the features of each example. A `Bert` computes them from the first token with its
+        pooled: [batch, width], the features of each example, which `Bert` computes from the first token with its
             pooler. None if the model does not compute them.
 
     >>> model = models.Bert(vocab_size=8, depth=1, heads=2, width=4, hidden=8, context=8)
@@ -263,7 +263,7 @@ class Bert(Model):
         return jnp.tanh(nn.Dense(self.width)(scope["pooler"], x[:, 0]))
 
     def _places(self, scope, tokens, segment):
-        """The vectors of segments and positions, which are added to those of the tokens."""
+        """The embeddings of segments and positions, which are added to the embeddings of tokens."""
         who = type(self).__name__
         if tokens.ndim != 2 or not at_most(who, tokens.shape[1], self.context):
             raise ValueError(f"{who}: expected tokens [batch, time] with time <= context={self.context}; got shape "

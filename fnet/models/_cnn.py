@@ -1,4 +1,4 @@
-"""CNN: stages of 3 × 3 convolutions with BatchNorm, each at half the resolution of the one before, similar to VGG."""
+"""CNN: stages of 3 × 3 convolutions with BatchNorm, each at half the previous resolution, similar to VGG."""
 
 from __future__ import annotations
 

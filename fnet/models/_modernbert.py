@@ -106,8 +106,8 @@ class ModernBert(Model):
         classes: number of logits of the heads "sequence" and "tokens".
         pooling: the input of the head "sequence": "cls", the features of the first token, or "mean", the mean of all
             valid tokens.
-        activation, head_activation: the activation of the MLPs, and that of the dense layer with which every head
-            begins: "gelu", "gelu_tanh", "silu" or "relu".
+        activation, head_activation: the activations of the MLPs, and of the dense layer with which every head begins:
+            "gelu", "gelu_tanh", "silu" or "relu".
         norm_bias, attention_bias, mlp_bias, head_bias, decoder_bias: whether the norms, the projections of the
             attention, the MLPs, the dense layer with which every head begins, and the logits of "masked_lm" have
             biases.

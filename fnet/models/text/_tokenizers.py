@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, those of Hugging Face's library, and the one in a folder of weights."""
+"""Tokenizers for bytes and characters, the tokenizers of Hugging Face's library, and `read_tokenizer`."""
 
 from __future__ import annotations
 

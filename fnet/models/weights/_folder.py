@@ -85,12 +85,12 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
 
 
 def check(folder: Path, config: Mapping | None) -> None:
-    """Checks that saving a model into a folder neither replaces the config.json of a training run nor leaves that of
-    another model next to the weights.
+    """Checks that saving a model into a folder does not replace the config.json of a training run, and does not leave
+    the config.json of another model next to the weights.
 
     Raises:
-        ValueError: the folder has the config.json of a training run, and `config` is not None; or it has that of a
-            model, and `config` is None.
+        ValueError: the config.json in the folder is that of a training run, and `config` is not None; or it is that of
+            a model, and `config` is None.
     """
     path = folder / CONFIG
     if not path.is_file():

@@ -72,7 +72,7 @@ def get(tree, place):
 
 
 def detect_names(model, leaves, tensors, name):
-    """Returns the framework whose names the file has, and its key map. It is the one with the most keys in the file."""
+    """Returns the framework whose names have the most keys in the file, and its key map."""
     best, unfit = None, None
     for each in _known(model) if name is None else (name,):
         rules = rules_of(model, each)
