@@ -1,7 +1,7 @@
-"""Reports of training runs: one HTML file that loads nothing.
+"""Reports of training runs, each a single HTML file that loads no other files.
 
-- `write`: a report of one or several runs, as `fnet report` writes it.
-- `read`: the data in a run's folder. Damaged or missing files give notes, not errors.
+- `write`: writes a report of one or several runs, like the command `fnet report`.
+- `read`: reads the data in a run's folder. Damaged or missing files result in notes, not in errors.
 """
 
 from fnet.report._read import Run, read

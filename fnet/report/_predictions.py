@@ -7,7 +7,7 @@ from html import escape
 from fnet.report._read import Run
 
 _CLASSES = 30      # a larger matrix is shown as a list of its largest entries
-_STEPS = (0.002, 0.01, 0.03, 0.1, 0.3)      # shares of the true class, where the color changes
+_STEPS = (0.002, 0.01, 0.03, 0.1, 0.3)      # shares of the true class at which the color changes
 
 
 def html(run: Run, name: str, several: bool) -> str:

@@ -1,7 +1,7 @@
-"""What the folder of a run holds: finished or in progress, damaged, of another program, or hostile.
+"""Reads the folder of a run, which may be finished, in progress, damaged, from another program, or hostile.
 
-Nothing in it is executed or believed: files are text and JSON of a limited size, and whatever cannot be used is left
-out, with a note.
+Files are untrusted. They are read as text or JSON of a limited size, and no content is executed. Content that cannot be
+used is omitted, with a note.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_LOG, _FILE = 256 << 20, 32 << 20      # bytes of a log and of another file that are read
+_LOG, _FILE = 256 << 20, 32 << 20      # largest number of bytes to read from a log, and from another file
 _METRICS, _NAME, _LINE = 300, 200, 1 << 20
-_POINTS = 1500      # of one curve
+_POINTS = 1500      # approximate maximal number of points of a curve
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]{1,400000}={0,2}")
 
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """A run.
+    """The recorded data of a run.
 
     Attributes:
-        path: its folder. name: a short name for it.
-        metrics: {name: (steps, values)}, None for a value that is not finite.
-        config: the hyperparameters; {} if none were recorded.
-        facts: the notes of the newest checkpoint: chip, policy, plan, versions.
-        checkpoints: (step, metrics, bytes) of each, ascending. damaged: names of those that were set aside.
-        events: (step, time or None, text).
-        predictions: {"classes", "confusion", "mistakes"} or {}.
-        summary: rows of `introspect.summary`, or [].
-        samples: {name: text}.
-        plan: the comparison of strategies, as `parallel.Plan.explain` prints it, or "".
-        profiles: {steps, such as "100-105": rows of `introspect.profile`}.
-        notes: files and values that could not be used.
+        path: the folder of the run.
+        name: the name of the folder.
+        metrics: a dict {name: (steps, values)}, in which a value that is not finite is None.
+        config: the hyperparameters, a dict; {} if none were recorded.
+        facts: the notes of the newest checkpoint, a dict: chip, policy, plan, versions.
+        checkpoints: a list of (step, metrics, bytes), ascending.
+        damaged: the names of damaged checkpoints, which were renamed.
+        events: a list of (step, time or None, text).
+        predictions: a dict {"classes", "confusion", "mistakes"}, or {}.
+        summary: the rows of `introspect.summary`, or [].
+        samples: the text samples, a dict {file name: text}.
+        plan: the comparison of strategies, as printed by `parallel.Plan.explain`, or "".
+        profiles: a dict {steps, such as "100-105": rows of `introspect.profile`}.
+        notes: messages about files and values that could not be used.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -79,10 +81,10 @@ class Run:
 
 
 def read(folder: str | os.PathLike) -> Run:
-    """Reads the folder of a run; `Run.notes` says what is missing or cannot be used.
+    """Reads the folder of a run. `Run.notes` lists what is missing or cannot be used.
 
     Raises:
-        ValueError: it is not a local folder.
+        ValueError: `folder` is not a local folder.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +110,7 @@ def read(folder: str | os.PathLike) -> Run:
 
 
 def _raw(run: Run, path: Path, limit: int) -> bytes | None:
-    """The content of a regular file, or None with a note; of a larger one the last `limit` bytes."""
+    """Returns the last `limit` bytes of a regular file, or None if it is missing or (with a note) cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
@@ -153,7 +155,7 @@ def _lines(run: Run, name: str, use: Callable[[int, dict], None]) -> None:
             row = None
         if isinstance(row, dict):
             use(number, row)
-        elif number < len(lines):      # the last one is being written
+        elif number < len(lines):      # the last line may be incomplete
             wrong.append(number)
     if wrong:
         run.notes.append(f"{name}: {len(wrong)} lines are not JSON objects and are left out, the first of them "
@@ -192,7 +194,8 @@ def _metrics(run: Run) -> None:
 
 
 def thinned(steps: list[int], values: list[float | None]) -> tuple[list[int], list[float | None]]:
-    """At most about `_POINTS` points: of each stretch the least and the largest, and whether one is not finite."""
+    """Reduces a curve to about `_POINTS` points: the smallest and the largest value of each section, and the points at
+    which the values become non-finite."""
     if len(steps) <= _POINTS:
         return steps, values
     size, kept = math.ceil(len(steps) / (_POINTS // 2)), {0, len(steps) - 1}
@@ -312,7 +315,7 @@ def _whole(value) -> bool:
 
 
 def _finite(value) -> float | None:
-    """A number as JavaScript can read it."""
+    """Returns a number that JavaScript can represent, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
         return None
     return value

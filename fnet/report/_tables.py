@@ -1,4 +1,4 @@
-"""Tables of a report: configurations, environment, model, checkpoints, log."""
+"""The tables of a report: configurations, environment, model, profiles, checkpoints, log."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from fnet.hardware._chip import si
 from fnet.report._read import Run
 
-_TEXT = 4000      # characters of a value
+_TEXT = 4000      # largest number of characters of a value
 
 
 def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """A row for each field, those that differ first."""
+    """Returns a table with a row for each field. Fields that differ between runs are first."""
     fields = list(dict.fromkeys(name for run in runs for name in run.config))
     if not fields:
         return ""
@@ -31,7 +31,7 @@ def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """What the newest checkpoints note: chip, policy with its reason, plan, versions, resuming."""
+    """Returns a table of the notes in the newest checkpoints: chip, policy and its reason, plan, versions, resuming."""
     order = ["chip", "kind", "devices", "processes", "jaxlib", "policy", "weights", "weights_revision", "tune", "plan"]
     hidden = {"fit", "evaluated", "position"}
     facts = []
@@ -58,7 +58,7 @@ def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def summary(run: Run, name: str) -> str:
-    """The model by path."""
+    """Returns a table of the model by path."""
     if not run.summary:
         return ""
     heads = ("path", "output", "parameters", "forward FLOPs", "backward FLOPs", "kept", "share of time")
@@ -83,7 +83,7 @@ def summary(run: Run, name: str) -> str:
 
 
 def profiles(run: Run, name: str) -> str:
-    """The measured time by path and phase of the steps that `fit(profile_steps=)` names."""
+    """Returns tables of the time by path and phase of the steps that were profiled with `fit(profile_steps=)`."""
     parts = []
     for steps, rows in run.profiles.items():
         present = [key for key in ("forward", "backward", "recomputed", "optimizer", "other")
@@ -123,7 +123,7 @@ _WARNINGS = ("is compiled again", "not finite", "rolled back", "skipped", "ended
 
 
 def events(run: Run, name: str) -> str:
-    """What happened, with the unusual marked."""
+    """Returns a table of the events, in which unusual events are marked."""
     if not run.events:
         return ""
     rows = [_row(["step", "time", "event"], "th")]
@@ -139,7 +139,7 @@ def events(run: Run, name: str) -> str:
 
 
 def show(value: Any) -> str:
-    """A value of a configuration as text."""
+    """Returns a value of a configuration as text."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, default=str)
     except (TypeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The page of a report."""
+"""Writes the HTML page of a report."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fnet.report import _predictions, _tables
 from fnet.report._read import Run, read
 from fnet.training import duration
 
-_CHARTS = 80      # in one report
+_CHARTS = 80      # the largest number of charts in one report
 _FIRST = ("loss", "accuracy")      # metrics that are shown first
 
 
 def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | os.PathLike | None = None) -> Path:
-    """Writes a report of one or several runs: one HTML file that refers to no other file and executes no content of the
-    runs.
+    """Writes a report of one or several runs.
 
-    It shows learning curves (runs that differ only in their seed as one band), speed, predictions, text samples, the
-    model, profiles, differences between configurations, environment, the plan, checkpoints, and events of the run.
-    Parts that a run has not recorded are left out; files that cannot be used are named.
+    The report is a single HTML file that loads no other files and executes no content of the runs. It shows learning
+    curves, speed, predictions, text samples, the model, profiles, differences between configurations, the environment,
+    the plan, checkpoints and events. The curves of runs that differ only in their seed are shown as one band. Parts
+    that a run has not recorded are omitted. The report lists the files that cannot be used.
 
     Args:
-        folders: the folders that were passed to `training.fit(workdir=)`.
-        path: the file; by default report.html in the folder of the first run.
+        folders: the folder, or the folders, that were passed to `training.fit(workdir=)`.
+        path: the path of the report; None: report.html in the folder of the first run.
 
     Returns:
         The path of the file.
@@ -59,7 +59,7 @@ def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | 
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The HTML of a report."""
+    """Returns the HTML of a report."""
     names = unique_names(runs)
     charts, left_out = _charts(runs)
     sections = [
@@ -97,7 +97,7 @@ def title(names: Sequence[str]) -> str:
 
 
 def tools(key: str) -> str:
-    """The controls of the curves."""
+    """Returns the HTML of the controls of the curves."""
     if key != "curves":
         return ""
     return ('<div class="tools"><label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" '
@@ -108,7 +108,7 @@ def tools(key: str) -> str:
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:
-    """The names of the folders, with as much of the path above as tells them apart."""
+    """Returns the names of the folders, with as many parent folders as are necessary to distinguish them."""
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, 6):
         names = ["/".join(part[-depth:]) or "/" for part in parts]
@@ -118,7 +118,8 @@ def unique_names(runs: Sequence[Run]) -> list[str]:
 
 
 def seed_groups(runs: Sequence[Run]) -> list[int]:
-    """A number for each run; runs whose configurations differ in nothing but the seed have the same."""
+    """Returns a group number for each run. Runs whose configurations differ only in seed, data_dir or workdir are in
+    the same group."""
     keys: dict[Any, int] = {}
     found = []
     for i, run in enumerate(runs):
@@ -129,7 +130,7 @@ def seed_groups(runs: Sequence[Run]) -> list[int]:
 
 
 def _charts(runs) -> tuple[list[dict], int]:
-    """(what the script draws: metrics with the same last name together, how many are left out)"""
+    """Returns (charts, number of omitted charts). A chart shows all metrics with the same last part of the name."""
     found: dict[tuple[bool, str], list[dict]] = {}
     for i, run in enumerate(runs):
         for name, (steps, values) in run.metrics.items():
@@ -160,7 +161,7 @@ def _holders(charts, section) -> str:
 
 
 def _spoken(chart) -> str:
-    """A chart in words."""
+    """Returns a description of a chart in words."""
     parts = []
     for series in chart["series"][:6]:
         finite = [value for value in series["values"] if value is not None]
@@ -202,13 +203,13 @@ def _card(run, name, i) -> str:
 
 
 def _shown(run) -> list[str]:
-    """The metrics of a card: losses and accuracies, of evaluations before those of training."""
+    """Returns the metrics of a card: losses and accuracies, those of evaluations before those of training."""
     names = [name for name in run.metrics if name.rpartition("/")[2] in _FIRST]
     return sorted(names, key=lambda name: (name.startswith("train/"), _FIRST.index(name.rpartition("/")[2]), name))[:4]
 
 
 def status(run: Run) -> tuple[str, str]:
-    """(how far a run is, "good", "open" or "bad")"""
+    """Returns (the state of a run in words, "good", "open" or "bad")."""
     last = run.events[-1][2] if run.events else ""
     if last.startswith("ended by Interrupted"):
         return "interrupted; the same command resumes it", "open"
@@ -221,7 +222,7 @@ def status(run: Run) -> tuple[str, str]:
 
 
 def _models(runs, names) -> str:
-    """The summaries of the models; that of several runs with equal ones once."""
+    """Returns the summaries of the models. Runs with equal summaries share one."""
     of: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         of.setdefault(json.dumps(run.summary), []).append(i)

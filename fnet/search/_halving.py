@@ -1,4 +1,4 @@
-"""Successive halving and Hyperband: bad members are dropped early."""
+"""Successive halving and Hyperband, which stop the training of bad members early."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Halving:
     """The result of `halving`. `str()` is a table.
 
     Attributes:
-      state: the members that were trained to the end, best first.
-      scores: their scores, [m].
-      indices: their indices in the hyperparameters that were given, [m].
+      state: the population of the m members that were trained to the end, best first.
+      scores: the scores of these members, [m].
+      indices: the indices of these members in the initial hyperparameters, [m].
       rungs: (members, steps, best score) of each rung.
-      member_steps: the number of steps of all members, the budget that was used.
+      member_steps: the sum of the numbers of steps of all members, which is the budget that was used.
 
     >>> print(search.Halving(None, np.array([0.9]), np.array([3]), ((4, 10, 0.8), (1, 40, 0.9)), 70))
     members  steps  best score
@@ -47,25 +47,28 @@ class Halving:
 def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, score: Callable, *, steps: int,
             first: int, eta: int = 3, key: jax.Array, workdir: str | os.PathLike | None = None,
             **options: Any) -> Halving:
-    """Successive halving: all members make a few steps, the best 1 / eta of them continue eta times as long, and so on.
+    """Successive halving: trains all members for a few steps, the best 1 / eta of them for longer, and so on.
+
+    The first rung trains all n members up to step `first`. Each further rung keeps the best 1 / eta of the members and
+    trains them up to eta times as many steps, at most up to `steps`.
 
     Args:
-      init_n, step_n: of `population`.
+      init_n, step_n: the results of `population`.
       hyper: the hyperparameters of the first rung, leaves [n].
-      batches: as for `tr.fit`.
-      score: `score(state) -> [n]` of a population; larger is better, NaN is the worst.
-      steps: the number of steps of the last rung.
+      batches: the batches, as for `tr.fit`.
+      score: a function of a population, `score(state) -> [n]`; larger is better, NaN is the worst.
+      steps: the total number of steps of a member that reaches the last rung.
       first: the number of steps of the first rung.
-      eta: the factor between rungs.
-      key: for `init_n`.
-      workdir: a folder for the checkpoints of each rung, from which an interrupted search continues.
-      options: of `tr.fit`, such as progress and log_every.
+      eta: the factor between two rungs.
+      key: the PRNG key for `init_n`.
+      workdir: a folder for the checkpoints of each rung, from which an interrupted search continues; or None.
+      **options: options of `tr.fit`, such as progress and log_every.
 
     Returns:
       A `Halving`.
 
     Raises:
-      ValueError: a number is out of range.
+      ValueError: `first`, `steps` or `eta` is out of range.
 
     Source: Jamieson and Talwalkar (2016), Non-stochastic Best Arm Identification and Hyperparameter Optimization.
 
@@ -101,18 +104,21 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
 def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callable, score: Callable, *, steps: int,
               eta: int = 3, seed: int = 0, most: int | None = None, fixed: Mapping[str, Any] | None = None,
               workdir: str | os.PathLike | None = None, **options: Any) -> list[Halving]:
-    """Hyperband: successive halving with several first rungs, from many members and few steps to few and all steps.
+    """Hyperband: runs successive halving several times, with different first rungs.
+
+    The first run (bracket) starts with many members that are trained for a few steps. The last bracket starts with few
+    members that are trained for all steps.
 
     Args:
       init_n, step_n, batches, score, steps, eta, options: as for `halving`.
-      space: the hyperparameters, numbers; each bracket draws random points.
-      seed: of the points and of the members.
-      most: the number of brackets; None: as many as a first rung of one step allows.
-      fixed: further hyperparameters, the same for all members.
-      workdir: a folder with a folder for each bracket.
+      space: the space of the hyperparameters, which must be numbers. Each bracket draws random points.
+      seed: the seed of the points and of the members.
+      most: the largest number of brackets; None: as many as possible with a first rung of at least one step.
+      fixed: further hyperparameters, with the same value for all members; or None.
+      workdir: a folder that receives one folder for each bracket; or None.
 
     Returns:
-      A `Halving` for each bracket. The best member is the first one of the bracket with the best score.
+      A list with a `Halving` for each bracket. The best member is the first member of the bracket with the best score.
 
     Source: Li et al. (2018), Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization.
 

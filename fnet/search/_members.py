@@ -1,4 +1,4 @@
-"""The state of a population: arrays of all members, or arrays for each member, combined when they are read."""
+"""The state of a population: arrays of all members, or separate arrays for each member, combined when read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _FIELDS = ("step", "members", "hyper", "diverged")
 
 
 class Population:
-    """The state of a population, a state for `tr.fit`. It is immutable.
+    """The state of a population, which is a state for `tr.fit`. It is immutable.
 
-    With the method "loop", the members have arrays of their own between the steps. They are copied to common ones when
-    `members` or the leaves of the population are read, for example for an evaluation or a checkpoint.
+    With the method "loop", each member has separate arrays between the steps. When `members` or the leaves of the
+    population are read, for example for an evaluation or a checkpoint, these arrays are copied to combined arrays.
 
     Fields:
-      step: int32 scalar, the number of steps made.
+      step: the number of completed steps, an int32 scalar.
       members: the states of the members, each leaf with a leading axis [n].
       hyper: the hyperparameters, leaves [n, ...].
-      diverged: bool [n], the members of which a metric was NaN or infinite.
+      diverged: whether a metric of the member was NaN or infinite, bool [n].
 
     >>> init = lambda key, hyper: {"w": jax.random.normal(key, (3,))}
     >>> init_n, step_n = search.population(init, lambda state, batch, hyper: (state, {}))
@@ -44,7 +44,7 @@ class Population:
         return self._members.together() if isinstance(self._members, Separate) else self._members
 
     def replace(self, **changes: Any) -> Population:
-        """A copy with other values of some fields."""
+        """Returns a copy in which some fields have other values."""
         if unknown := changes.keys() - set(_FIELDS):
             raise TypeError(f"Population has no field {', '.join(sorted(unknown))}; it has {', '.join(_FIELDS)}")
         return Population(**{"step": self.step, "members": self._members, "hyper": self.hyper,
@@ -69,13 +69,13 @@ jax.tree_util.register_pytree_with_keys(Population, _named, lambda _, fields: Po
 
 
 class Separate:
-    """The states of members in arrays of their own.
+    """The states of members in separate arrays.
 
     Attributes:
-      states: the states.
-      hypers: the hyperparameters of each member.
-      hyper: the tree of which `hypers` are parts.
-      mesh: the devices, each of which has the same number of members, in order; None: all are on one.
+      states: the states, a sequence with one tree for each member.
+      hypers: the hyperparameters, a sequence with one tree for each member.
+      hyper: the combined tree of which `hypers` are parts.
+      mesh: the devices, each with the same number of consecutive members; None: all members are on one device.
     """
 
     def __init__(self, states: Sequence[Any], hypers: Sequence[Any], hyper: Any, mesh: Mesh | None):
@@ -85,7 +85,7 @@ class Separate:
     def together(self) -> Any:
         if self._together is None:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states)):
-                return self.states                         # a step that failed has donated some
+                return self.states                         # donated to a step that failed
             self._together = stacked(self.states, self.mesh)
         return self._together
 
@@ -94,7 +94,7 @@ class Separate:
 
 
 def separate(population: Population, mesh: Mesh | None) -> Separate:
-    """The states and hyperparameters of the members. The arrays of the population are deleted, except `hyper`."""
+    """Converts a population to separate members. The arrays of the population are deleted, except `hyper`."""
     found, hyper, n = population._members, population.hyper, population.diverged.shape[0]
     if not isinstance(found, Separate):
         states, hypers = zip(*parts((found, hyper), n, mesh))
@@ -110,7 +110,7 @@ def separate(population: Population, mesh: Mesh | None) -> Separate:
 
 
 def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
-    """The parts of a tree with an axis of n members, each on the device of its member."""
+    """Splits a tree with an axis of n members into n trees, each on the device of its member."""
     if mesh is None:
         return _parts(tree, n)
     tree = jax.device_put(tree, NamedSharding(mesh, P(mesh.axis_names[0])))
@@ -119,7 +119,7 @@ def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
 
 
 def stacked(parts: Sequence[Any], mesh: Mesh | None) -> Any:
-    """The reverse of `parts`."""
+    """Combines the trees of all members. The inverse of `parts`."""
     if mesh is None:
         return _stacked(parts)
     each, place = len(parts) // len(mesh.local_devices), NamedSharding(mesh, P(mesh.axis_names[0]))

@@ -1,4 +1,4 @@
-"""How many members of a population fit into a device's memory."""
+"""Estimates how many members of a population fit into the memory of a device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fnet import parallel
 
 @dataclasses.dataclass(frozen=True)
 class Fits:
-    """How many members fit on one device. `str()` is a line.
+    """The number of members that fit on one device. `str()` is a line.
 
     Attributes:
-      state: bytes of the state and the hyperparameters of one member, exact.
-      working: bytes of gradients and activations during the step of one member, estimated.
-      memory: bytes of the device's memory.
+      state: the exact size of the state and the hyperparameters of one member, in bytes.
+      working: the estimated size of gradients and activations during the step of one member, in bytes.
+      memory: the memory of the device, in bytes.
       vmap: the number of members that fit if all of them run at the same time (methods vmap and split).
       loop: the number of members that fit if they run one by one.
 
@@ -38,15 +38,16 @@ class Fits:
 
 
 def fits(init: Callable, step: Callable, hyper: Any, batch: Any, *, devices: Any = "local") -> Fits:
-    """Estimates how many members of a population fit on one device. Nothing is run.
+    """Estimates how many members of a population fit on one device, without running the step.
 
-    A fifth of the memory remains free, for the runtime and for fragmentation.
+    One fifth of the memory is reserved for the runtime and for fragmentation.
 
     Args:
-      init, step: of one member, as for `population`.
+      init, step: the functions of one member, as for `population`.
       hyper: the hyperparameters of one member, arrays or `jax.ShapeDtypeStruct`s.
       batch: the batch of one step.
-      devices: "local", or a chip that need not be attached, such as "v5e:1x1" or "T4".
+      devices: "local" for this device, or the name of a chip, such as "v5e:1x1" or "T4". The chip does not have to be
+        attached.
 
     Raises:
       ValueError: the memory of the device is unknown.

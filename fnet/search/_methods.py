@@ -1,4 +1,4 @@
-"""How the members of a population run: under vmap, with split convolutions, or one by one. The fastest is measured."""
+"""Methods to run the members of a population: vmap, split convolutions, or one by one. The fastest is measured."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from fnet.training import Mean, MemberMean
 from fnet.training._metrics import as_metrics
 
 METHODS = ("vmap", "split", "loop")
-_ROUNDS, _SECONDS = 9, 3.0      # of the measurement: at most so many rounds, and about so long for each method
+_ROUNDS, _SECONDS = 9, 3.0      # the measurement: maximal number of rounds, and approximate time for each method
 _TURN = 0.15                    # seconds of consecutive steps in a round, as in a training, with the data in the caches
 _CLOSE = 1.04                   # a method earlier in METHODS is preferred if the times differ by less
 
 
 @dataclasses.dataclass(frozen=True)
 class Methods:
-    """How the members of a population run, and why. `str()` is a table.
+    """The method by which the members of a population run, and the reason for it. `str()` is a table.
 
     Attributes:
       chosen: "vmap", "split" or "loop".
       members: the number of members.
-      seconds: the measured time of a step by method; {} if nothing was measured.
+      seconds: the measured time of a step in seconds, by method; {} if nothing was measured.
       reason: why this method was chosen.
 
     >>> print(search.Methods("loop", 4, {"vmap": 0.004, "loop": 0.002}, "measured"))
@@ -57,11 +57,11 @@ class Methods:
 
 
 class Step:
-    """`step_n` of a population: `step_n(state, batch) -> (state, metrics)`. It donates the state.
+    """The step of a population, `step_n(state, batch) -> (state, metrics)`. It donates the state.
 
     Attributes:
       plain: the step of all members as one traceable function.
-      separate: whether a step runs several compiled programs. It is known after the first call or `prepare`.
+      separate: whether a step runs several compiled programs, a bool. Known after the first call or `prepare`.
     """
 
     def __init__(self, step: Callable, method: str, mesh: Mesh | None, own_batches: bool):
@@ -87,14 +87,14 @@ class Step:
         return any(each.chosen == "loop" for each in self._methods.values())
 
     def prepare(self, state: Any, batch: Any, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Chooses the method for a number of members, by measurement if necessary.
+        """Selects the method for the number of members in `state`, by measurement if necessary.
 
         Args:
           state, batch: as for a step. The state is copied, not donated.
-          known: the result of an earlier call, whose choice is kept.
+          known: the result of an earlier call, whose method is used again; or None.
 
         Returns:
-          The choice, of JSON types.
+          The fields of `Methods`, a dict of JSON types.
         """
         n = _members(state)
         if n not in self._methods:
@@ -108,7 +108,7 @@ class Step:
         return {**dataclasses.asdict(self._methods[n]), "seconds": dict(self._methods[n].seconds)}
 
     def explained(self, state: Any, batch: Any) -> Methods:
-        """For `ft.explain`."""
+        """Returns the `Methods`, for `ft.explain`."""
         self.prepare(state, batch)
         return self._methods[_members(state)]
 
@@ -123,7 +123,7 @@ class Step:
         def run(name, state):
             began = time.perf_counter()
             copies[name], metrics = self._program(name)(state, batch)
-            jax.block_until_ready(metrics)            # not of the state, whose members would be copied together
+            jax.block_until_ready(metrics)            # waiting for the state would combine its members
             return time.perf_counter() - began
 
         for name in names:
@@ -152,7 +152,7 @@ class Step:
         return self._programs[name]
 
     def _traceable(self, name: str) -> Callable:
-        """All members in one function."""
+        """Returns one traceable function of all members."""
         step = checked(split_convolutions(self._step) if name == "split" else self._step)
 
         def over(members, hyper, diverged, batch):
@@ -167,7 +167,7 @@ class Step:
         return step_n
 
     def _separate(self) -> Callable:
-        """One program for one member, called for each. The members have arrays of their own between the steps."""
+        """Returns a step that calls one program for each member. Between steps, each member has its own arrays."""
         one, mesh = ft.tune(jax.jit(checked(self._step), donate_argnums=0)), self._mesh
         rows = None if mesh is None else NamedSharding(mesh, P(mesh.axis_names[0]))
 
@@ -180,7 +180,7 @@ class Step:
                       out_shardings=None if mesh is None else (NamedSharding(mesh, P()), rows, rows))
 
         def placed(batch, n, here):
-            """The batch of each member of this process."""
+            """Returns the batch of each member of this process."""
             if self._own:
                 return _state.parts(batch, n, mesh)
             if mesh is None:
@@ -204,7 +204,7 @@ class Step:
         return step_n
 
     def _shards(self, f: Callable) -> Callable:
-        """f(members, hyper, diverged, batch, ...) for the members of each device."""
+        """Returns f(members, hyper, diverged, batch, ...), applied on each device to the members of this device."""
         if self._mesh is None:
             return f
         rows = P(self._mesh.axis_names[0])
@@ -213,10 +213,10 @@ class Step:
 
 
 def checked(step: Callable) -> Callable:
-    """The step of one member, `(state, hyper, batch) -> (state, metrics)`, with metrics as sums and counts.
+    """Returns the step of one member, `(state, hyper, batch) -> (state, metrics)`, with metrics as sums and counts.
 
     Raises:
-      TypeError: the step returns something else, or a state of another structure.
+      TypeError: the step does not return (state, metrics), or returns a state of another structure.
     """
     def run(state, hyper, batch):
         result = step(state, batch, hyper)
@@ -232,10 +232,11 @@ def checked(step: Callable) -> Callable:
 
 
 def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
-    """(the members with a metric that is or was not finite, metrics in which they have weight 0).
+    """Marks members that have diverged. Returns (diverged, metrics), where diverged members have weight 0 in metrics.
 
-    The leaves of metrics have a leading axis of members. The states are not read: that would cost a third of the time
-    of a small MLP's step, and a member that is not finite does not affect the others.
+    A member has diverged if one of its metrics is or was not finite. The leaves of metrics have a leading axis of
+    members. The states are not checked: this would take a third of the time of a small MLP's step, and a member that is
+    not finite does not affect the others.
     """
     for leaf in jax.tree.leaves(metrics):
         diverged = diverged | ~jnp.isfinite(leaf).reshape(len(leaf), -1).all(1)
@@ -244,7 +245,7 @@ def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
 
 
 def as_members(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics with an axis of members: means become `MemberMean`s."""
+    """Converts the means in metrics with an axis of members to `MemberMean`s."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"each_member: expected a function that returns a dict of metrics; got a "
                         f"{type(metrics).__name__}")
@@ -257,9 +258,9 @@ def of_members(metrics):
 
 
 def split_convolutions(step: Callable) -> Callable:
-    """The step, in which vmap computes convolutions one by one if input and kernel are batched.
+    """Returns the step with another vmap rule: convolutions of a batched input and a batched kernel run one by one.
 
-    vmap converts them to grouped convolutions, for which XLA has slow kernels.
+    By default, vmap converts such convolutions to grouped convolutions, for which XLA has slow kernels.
     """
     def rule(primitive, scope, inputs, equation):
         if primitive != "conv_general_dilated":
@@ -282,7 +283,7 @@ def split_convolutions(step: Callable) -> Callable:
 
 
 def _convolves(step, state, batch, own) -> bool:
-    """Whether the program of a member has convolutions."""
+    """Whether the program of one member contains convolutions."""
     seen = []
 
     def rule(primitive, scope, inputs, equation):

@@ -14,25 +14,26 @@ from fnet.search._space import Choice, LogUniform, Space
 
 def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, fraction: float = 0.2,
            factors: tuple[float, float] = (0.8, 1.2), resample: float = 0.25) -> Population:
-    """One generation of population-based training (PBT).
+    """Returns the population after one generation of population-based training (PBT).
 
-    Truncation: the worst members, a `fraction` of all, become copies of members drawn from the best ones, with
-    parameters, optimizer state and hyperparameters. Then each hyperparameter of a copy is drawn anew from the space
-    with probability `resample`, and otherwise multiplied by one of the two factors and limited to its range. Members
-    that diverged count as the worst.
+    The fraction `fraction` of the members with the lowest scores is replaced (truncation selection). Each of them
+    becomes a copy of a member that is drawn at random from the same number of best members. The copy has the
+    parameters, optimizer state and hyperparameters of that member. Then each hyperparameter of the copy is changed:
+    with probability `resample`, it is drawn from the space. Otherwise, it is multiplied by one of the two factors and
+    clipped to its range. Members that have diverged have the lowest score.
 
     Args:
       state: a population, whose `hyper` is a dict.
-      scores: [n], larger is better; NaN is the worst.
-      space: the ranges of the hyperparameters that change. Other hyperparameters, such as seeds, are kept.
-      key: a random key, another one for each generation.
-      fraction: of the members that are replaced, in (0, 0.5].
-      factors: of the perturbation.
-      resample: the probability of a new value.
+      scores: the scores of the members, [n]; larger is better, NaN is the worst.
+      space: the ranges of the hyperparameters that change. Other hyperparameters, such as seeds, are copied unchanged.
+      key: a PRNG key. Pass a different key for each generation.
+      fraction: the fraction of the members that are replaced, in (0, 0.5].
+      factors: the two factors of the perturbation.
+      resample: the probability of drawing a new value from the space, in [0, 1].
 
     Raises:
-      ValueError: a hyperparameter of the space is not in the population or cannot be perturbed, or a number is out of
-        range.
+      ValueError: a hyperparameter of the space is not in the population or is a `Choice`, or `fraction`, `resample` or
+        the number of members is out of range.
 
     Source: Jaderberg et al. (2017), Population Based Training of Neural Networks.
 
@@ -78,17 +79,17 @@ def pbt(step_n: Callable, score: Callable, space: Space, *, interval: int, seed:
         step = search.pbt(step_n, lambda state: accuracy(state), space, interval=200)
         state = tr.fit(step, init_n(key, hyper), batches, steps=2000, workdir="runs/pbt")
 
-    A generation is a function of the state alone, so a run that is interrupted within a generation, or between its end
-    and the next one, continues bit for bit.
+    A generation depends only on the state. So a run that is interrupted at any step and then resumed has the same
+    results as an uninterrupted run, bit for bit.
 
     Args:
-      step_n: the step of `population`.
-      score: `score(state) -> [n]`, a jax function of the whole population, larger is better, for example the accuracy
-        on validation data. It is called at the end of a generation.
-      space: as for `evolve`.
-      interval: steps of a generation.
-      seed: of parents and perturbations.
-      options: those of `evolve`.
+      step_n: the step that `population` returns.
+      score: a JAX function of the whole population, `score(state) -> [n]`, for example the accuracy on validation data.
+        Larger is better. It is called at the end of each generation.
+      space: the ranges of the hyperparameters, as for `evolve`.
+      interval: the number of steps of a generation.
+      seed: the seed of the random choices of `evolve`.
+      **options: options of `evolve`.
 
     Raises:
       ValueError: interval is less than 1.
@@ -123,7 +124,7 @@ class PBT:
 
     @property
     def separate(self) -> bool:
-        """Whether a step runs several compiled programs, which `fit` does not compile again: always."""
+        """Whether a step runs several compiled programs, which `fit` does not compile again. Always True."""
         return True
 
     def plain(self, state, batch):
@@ -131,11 +132,11 @@ class PBT:
         return jax.lax.cond(new.step % self._interval == 0, self._evolve, lambda same: same, new), metrics
 
     def prepare(self, state, batch, known=None):
-        """Chooses the method of the members."""
+        """Selects the method by which the members run."""
         return self._step.prepare(state, batch, known)
 
     def explained(self, state, batch):
-        """For `ft.explain`."""
+        """Returns the `Methods`, for `ft.explain`."""
         return self._step.explained(state, batch)
 
     def __call__(self, state, batch):

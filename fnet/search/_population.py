@@ -1,4 +1,4 @@
-"""Populations: n trainings of one program, with their own hyperparameters and random keys."""
+"""Populations: n trainings of one program, each with its own hyperparameters and random key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AXIS = "members"
 
 def population(init: Callable, step: Callable, *, method: str = "auto", devices: Sequence[jax.Device] | None = None,
                own_batches: bool = False) -> tuple[Callable, Step]:
-    """Converts one training into a population of n trainings, which differ in hyperparameters and initial values.
+    """Converts one training to a population of n trainings with different hyperparameters and initial values.
 
         def init(key, hyper):
             params, _ = model.init(key, x)
@@ -35,34 +35,35 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
         state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
         state = tr.fit(step_n, state, batches, steps=1000, workdir="runs/population")
 
-    `hyper` may hold anything that a traced array can be: step size, weight decay, label smoothing, strength of
-    augmentation, dropout (`nn.Dropout()(scope, x, rate=hyper["dropout"])`), a seed. Member i equals the training of
-    `init(jax.random.fold_in(key, i), hyper[i])` alone, up to rounding.
+    `hyper` may contain any hyperparameter that can be a traced array: learning rate, weight decay, label smoothing,
+    strength of augmentation, dropout (`nn.Dropout()(scope, x, rate=hyper["dropout"])`) or a seed. Member i equals, up
+    to rounding, a single training that starts from `init(jax.random.fold_in(key, i), hyper[i])`.
 
-    On a CPU, `vmap` over the kernels of convolutions is several times slower than a loop. There are three methods:
+    On a CPU, `vmap` over the kernels of convolutions is several times slower than a loop. So there are three methods:
 
         vmap    the step under jax.vmap
         split   vmap, but convolutions with a kernel for each member are computed one by one
         loop    one compiled program, run for one member after another
 
-    With "auto", the first call times them on copies of the state, and the fastest one is kept. `ft.explain(step_n,
-    state, batch)` shows the times. `tr.fit` stores the choice in its checkpoints, so a resumed run has the same one.
+    With "auto", the first call measures these methods on copies of the state, and the fastest method is used.
+    `ft.explain(step_n, state, batch)` shows the times. `tr.fit` stores the method in its checkpoints, so a resumed run
+    uses the same method.
 
-    A member of which a metric is NaN or infinite is marked in `state.diverged`, has no metrics from then on, and does
-    not affect the others: `tr.fit` continues.
+    If a metric of a member is NaN or infinite, the member is marked in `state.diverged` and has no metrics from then
+    on. It does not affect the other members, and `tr.fit` continues.
 
     Args:
-      init: `init(key, hyper) -> state` of one member.
-      step: `step(state, batch, hyper) -> (state, metrics)` of one member.
+      init: the init function of one member, `init(key, hyper) -> state`.
+      step: the step of one member, `step(state, batch, hyper) -> (state, metrics)`.
       method: "auto", "vmap", "split" or "loop".
-      devices: devices over which the members are distributed; the number of members must be a multiple of their number.
-        None: the default device.
-      own_batches: whether the leaves of a batch have a leading axis of members. False: all members receive the same
-        batch.
+      devices: the devices over which the members are distributed. The number of members must be a multiple of the
+        number of devices. None: the default device.
+      own_batches: whether each member has its own batch, so that the leaves of a batch have a leading axis of members.
+        False: all members receive the same batch.
 
     Returns:
-      (init_n, step_n). `init_n(key, hyper)` returns a `Population`; the leaves of hyper have a leading axis [n].
-      `step_n(state, batch) -> (state, metrics)` compiles itself and donates the state; each metric is a
+      (init_n, step_n). `init_n(key, hyper)` returns a `Population`; the leaves of hyper must have a leading axis [n].
+      `step_n(state, batch) -> (state, metrics)` is compiled on its first call, and donates the state. Each metric is a
       `tr.MemberMean`, whose `result()` has shape [n].
 
     Raises:
@@ -111,13 +112,13 @@ def _init(init, mesh):
 
 
 def placement(shapes: Population, mesh: Mesh) -> Population:
-    """The sharding of each leaf: members are distributed, the counter is replicated."""
+    """Returns the sharding of each leaf: members are distributed, the step counter is replicated."""
     place = lambda tree: jax.tree.map(lambda x: NamedSharding(mesh, P(AXIS)), tree)
     return Population(NamedSharding(mesh, P()), place(shapes.members), place(shapes.hyper), place(shapes.diverged))
 
 
 def members_of(hyper: Any) -> int:
-    """The number of members.
+    """Returns the number of members in a tree of hyperparameters.
 
     Raises:
       ValueError: there is no leaf, a leaf has no axis, or the leaves have different lengths.
@@ -132,7 +133,7 @@ def members_of(hyper: Any) -> int:
 
 
 def member(state: Population, index: int) -> Any:
-    """The state of one member, for example the best one.
+    """Returns the state of one member, for example of the best member.
 
     >>> init_n, step_n = population(lambda key, hyper: {"w": 2 * hyper}, lambda state, batch, hyper: (state, {}))
     >>> float(search.member(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), 1)["w"])
@@ -145,11 +146,11 @@ def member(state: Population, index: int) -> Any:
 
 
 def take(state: Population, indices: Any) -> Population:
-    """A population of some of the members, with their states and hyperparameters. An index may be repeated.
+    """Returns a population of some of the members, with their states and hyperparameters.
 
     Args:
       state: a population.
-      indices: [m] integers.
+      indices: the indices of the members, integers [m]. An index may be repeated.
 
     >>> init_n, step_n = population(lambda key, hyper: {"w": 2 * hyper}, lambda state, batch, hyper: (state, {}))
     >>> search.take(init_n(jax.random.key(0), jnp.array([1.0, 3.0])), [1, 1]).members["w"].tolist()
@@ -161,17 +162,17 @@ def take(state: Population, indices: Any) -> Population:
 
 
 def each_member(measure: Callable) -> Callable:
-    """Converts a function of one member for the whole population, for example for `tr.evaluator`.
+    """Converts a function of one member to a function of the population, for example for `tr.evaluator`.
 
         evaluate = {"validation": tr.evaluator(search.each_member(measure), data, 500)}
         tr.fit(step_n, state, batches, steps=1000, evaluate=evaluate, best="validation/accuracy/max", ...)
 
     Args:
-      measure: `measure(state, batch) -> metrics` of one member.
+      measure: a function of the state of one member, `measure(state, batch) -> metrics`.
 
     Returns:
-      A function of a `Population` and a batch. Means become a `tr.MemberMean`, which is logged as name/mean, name/max,
-      name/min and name/0, name/1, ...; other results have a leading axis [n].
+      A function of a `Population` and a batch. Each mean becomes a `tr.MemberMean`, which is logged as name/mean,
+      name/max, name/min and name/0, name/1, ... Other results have a leading axis [n].
 
     >>> measure = search.each_member(lambda state, batch: {"error": tr.mean(jnp.abs(state["w"] - batch))})
     >>> init_n, step_n = population(lambda key, hyper: {"w": hyper}, lambda state, batch, hyper: (state, {}))

@@ -1,4 +1,4 @@
-"""Hyperparameters that change the program, such as widths and depths: costs, constraints, Bayesian optimization."""
+"""Hyperparameters that change the program, such as width and depth: costs, constraints, Bayesian optimization."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from fnet.search._space import Choice, Integer, LogUniform, Space
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a program costs. `str()` is a line.
+    """The cost of a program: operations, memory and time. `str()` is a line.
 
     Attributes:
-      flops: its floating-point operations, exact.
-      bytes: memory for arguments, results and temporaries, from the compiled program; None: not compiled.
-      seconds: the median time, measured, or the roofline bound for a chip that is not this device.
-      basis: "measured" or "estimated".
+      flops: the exact number of floating-point operations.
+      bytes: the memory for arguments, results and temporaries of the compiled program, in bytes; None: not compiled.
+      seconds: the time in seconds: the measured median on this device, or the roofline bound for another chip; None:
+        unknown.
+      basis: "measured" or "estimated", for `seconds`.
 
     >>> print(search.Cost(2e6, 4e6, 0.005, "measured"))
     2 MFLOP, 4 MB, 5 ms (measured)
@@ -41,13 +42,13 @@ class Cost:
 
 
 def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
-    """The cost of a function: measured on this device, or estimated for a chip that need not be attached.
+    """Returns the cost of a function, measured on this device or estimated for a chip that is not attached.
 
     Args:
       f: a JAX function.
-      args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
-      chip: "auto" for this device, or a name of `hardware.chips`.
-      calls: timed calls, after one that compiles.
+      *args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
+      chip: "auto" for this device, or a name in `hardware.chips`.
+      calls: the number of timed calls, after an untimed first call.
 
     >>> search.cost(lambda x: x @ x, jnp.ones((8, 8))).flops
     1024
@@ -71,20 +72,22 @@ def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
 def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: float | None = None,
              memory: float | None = None, seconds: float | None = None,
              chip: str = "auto") -> list[tuple[Mapping[str, Any], Cost]]:
-    """The points whose programs meet constraints, such as all networks that run in 5 ms on this CPU.
+    """Returns the points whose programs are within limits, such as all networks that run in 5 ms on this CPU.
 
     Args:
-      points: hyperparameters, such as `space.sobol(16)`.
-      program: `program(point) -> (f, args)`, the function whose cost is limited and its arguments.
-      flops, memory, seconds: the limits; None for no limit. Bytes and seconds.
-      chip: as for `cost`. Memory is known for "auto" only.
+      points: the hyperparameters, such as `space.sobol(16)`.
+      program: a function `program(point) -> (f, args)` that returns the function to limit and its arguments.
+      flops: the largest number of floating-point operations, or None for no limit.
+      memory: the largest memory in bytes, or None for no limit.
+      seconds: the largest time in seconds, or None for no limit.
+      chip: the chip, as for `cost`. A limit for `memory` requires "auto".
 
     Returns:
-      (point, cost) of each point within the limits, in the order given. FLOPs are compared first, so that a program
-      with too many is not compiled.
+      A list of (point, cost) for the points within the limits, in the order of `points`. FLOPs are checked first, so a
+      program with too many FLOPs is not compiled.
 
     Raises:
-      ValueError: a memory limit for a chip that is not this device, or no limit at all.
+      ValueError: no limit is given, or `memory` is given for a chip other than "auto".
 
     >>> space = search.Space(width=search.Integer(1, 64))
     >>> program = lambda point: (lambda x: x @ x, (jnp.ones((point["width"], point["width"])),))
@@ -111,7 +114,7 @@ def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: f
 
 
 class Bayesian:
-    """Bayesian optimization by Optuna's tree-structured Parzen estimator: `pip install 'fnet[search]'`.
+    """Bayesian optimization with Optuna's tree-structured Parzen estimator (`pip install 'fnet[search]'`).
 
         search_ = search.Bayesian(space, seed=0)
         for _ in range(20):
@@ -119,8 +122,8 @@ class Bayesian:
             search_.tell(points, scores)                   # larger is better; NaN is a failure
 
     Args:
-      space: the hyperparameters.
-      seed: the seed of the sampler. The same seed and the same scores give the same points.
+      space: the space of the hyperparameters.
+      seed: the seed of the sampler. The same seed and the same scores result in the same points.
 
     Raises:
       ModuleNotFoundError: Optuna is not installed.
@@ -149,7 +152,7 @@ class Bayesian:
         return distributions.FloatDistribution(kind.low, kind.high, log=isinstance(kind, LogUniform))
 
     def ask(self, n: int = 1) -> list[dict[str, Any]]:
-        """n points to try."""
+        """Returns the next n points to evaluate."""
         points = []
         for _ in range(n):
             trial = self._study.ask(self._space)
@@ -158,7 +161,8 @@ class Bayesian:
         return points
 
     def tell(self, points: Sequence[Mapping[str, Any]], scores: Sequence[float]) -> None:
-        """Reports scores. Points that were not asked for, such as those of an earlier run, are added."""
+        """Reports the scores of points. The points may include other points than those of `ask`, for example of an
+        earlier run."""
         for point, score in zip(points, scores, strict=True):
             failed = score != score
             state = self._optuna.trial.TrialState.FAIL if failed else self._optuna.trial.TrialState.COMPLETE

@@ -1,4 +1,4 @@
-"""A round of federated averaging: the clients of each device train, and their weighted changes are added."""
+"""A round of federated averaging: the clients on each device train, and their weighted changes are added."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from fnet.training._metrics import as_metrics
 
 
 class Round:
-    """One round. It runs one compiled program for each local step, because loops over convolutions are slow on a CPU.
+    """One round. It calls a compiled program for each local step, because compiled loops with convolutions are slow on
+    CPUs.
 
-    With the method "loop", a client finishes before the next one begins, so that its parameters stay in the cache.
+    With the method "loop", a client finishes before the next client starts, so that its parameters stay in the cache.
 
     Attributes:
       plain: the round as one traceable function.
-      separate: True: `tr.fit` does not compile the round itself.
+      separate: whether a round runs several compiled programs, which `tr.fit` does not compile again. Always True.
     """
 
     separate = True
@@ -77,22 +78,22 @@ class Round:
         return self._end(state, self._close(clients, answers, metrics, state.params, data[1]))
 
     def prepare(self, state: Any, batch: Any = None, known: Any = None) -> dict[str, Any]:
-        """Chooses how the clients run, as the step of a population does."""
+        """Selects the method by which the clients run, like the step of a population."""
         self._chosen = self._step.prepare(*self._first(state), known)
         return self._chosen
 
     def explained(self, state: Any, batch: Any = None) -> Any:
-        """For `ft.explain`."""
+        """Returns the `Methods`, for `ft.explain`."""
         return self._step.explained(*self._first(state))
 
     def _first(self, state):
-        """The clients of a device of this process, and the batch of their first step."""
+        """Returns the clients of one device of this process, and the batch of their first step."""
         first, device, data = self._places[0]
         server = _put((state.params, state.key, state.step), device)
         return self._begin_jit(server, data[1], np.int32(first), self._each)[0], (np.int32(0), data, server[0])
 
     def _begin(self, server, sizes, first, count):
-        """`count` of the drawn clients as a population, and which of them answer."""
+        """Returns `count` of the drawn clients as a population, and whether each of them answers."""
         params, key, step = server
         keys, rows = jax.random.split(jax.random.fold_in(key, step), 3), first + jnp.arange(count, dtype=jnp.int32)
         answers = jax.random.uniform(keys[1], (self._sampled,)) >= self._dropout
@@ -121,7 +122,7 @@ class Round:
         return jax.tree.map(keep, new, carry), metrics
 
     def _close(self, clients, answers, metrics, server, sizes):
-        """Sums over clients: the weighted changes, the weights, the number that answer, and the metrics."""
+        """Returns sums over clients: the weighted changes, the weights, the number of answers, and the metrics."""
         answers = answers & ~clients.diverged
         weights = jnp.where(answers, sizes[clients.hyper["client"]], 0).astype(jnp.float32)
 
@@ -153,7 +154,7 @@ def _put(tree, device):
 
 
 def _over_processes(devices):
-    """A function that adds the arrays of each process of these devices, and returns the sums to each."""
+    """Returns a function that sums arrays over the processes of these devices. Each process receives the sums."""
     first = {device.process_index: device for device in reversed(devices or ())}
     if len(first) < 2:
         return lambda tree: tree

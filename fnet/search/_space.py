@@ -1,4 +1,4 @@
-"""Spaces of hyperparameters, and points in them: random, Sobol."""
+"""Spaces of hyperparameters, and random points and Sobol points in them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _BITS = 30
 
 
 def sobol(n: int, dimensions: int, *, seed: int | None = None, start: int = 0) -> np.ndarray:
-    """Points of the Sobol sequence in [0, 1): they cover a cube more evenly than random points.
+    """Returns points of the Sobol sequence in [0, 1), which cover the unit cube more evenly than random points.
 
     Args:
       n: the number of points; a power of 2 is best.
-      dimensions: from 1 to 21.
-      seed: of a random digital shift, which keeps the evenness; None for the sequence itself.
+      dimensions: the number of dimensions, from 1 to 21.
+      seed: the seed of a random digital shift, which preserves the even coverage; None: no shift.
       start: the index of the first point.
 
     Returns:
-      [n, dimensions] float64.
+      The points, float64 [n, dimensions].
 
     Raises:
       ValueError: the number of dimensions is outside 1 to 21, or n or start is negative.
@@ -72,7 +72,7 @@ def sobol(n: int, dimensions: int, *, seed: int | None = None, start: int = 0) -
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Numbers in [low, high], spread evenly.
+    """A hyperparameter that is uniformly distributed in [low, high].
 
     >>> search.Uniform(0, 10).at(0.25)
     2.5
@@ -82,17 +82,17 @@ class Uniform:
     high: float
 
     def at(self, u: float) -> float:
-        """The value at a fraction u of the range."""
+        """Returns the value at the fraction u of the range, with u in [0, 1]."""
         return float(self.low + u * (self.high - self.low))
 
     def where(self, value: float) -> float:
-        """The fraction of the range at which a value lies."""
+        """Returns the fraction of the range at which a value is located, the inverse of `at`."""
         return (value - self.low) / ((self.high - self.low) or 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class LogUniform(Uniform):
-    """Numbers in [low, high] whose logarithms are spread evenly, such as step sizes.
+    """A hyperparameter in [low, high] whose logarithm is uniformly distributed, such as a learning rate.
 
     >>> round(search.LogUniform(0.01, 100).at(0.5), 6)
     1.0
@@ -107,7 +107,7 @@ class LogUniform(Uniform):
 
 @dataclasses.dataclass(frozen=True)
 class Integer(Uniform):
-    """Integers from low to high, such as a depth.
+    """A uniformly distributed integer from low to high, inclusive, such as a depth.
 
     >>> [search.Integer(1, 3).at(u) for u in (0.0, 0.5, 0.99)]
     [1, 2, 3]
@@ -119,7 +119,7 @@ class Integer(Uniform):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One of several values.
+    """A hyperparameter that has one of several values, with equal probability.
 
     >>> search.Choice(("adam", "sgd")).at(0.7)
     'sgd'
@@ -140,7 +140,7 @@ KINDS = {"uniform": Uniform, "log_uniform": LogUniform, "integer": Integer, "cho
 class Space(dict):
     """A space of hyperparameters: {name: `Uniform`, `LogUniform`, `Integer` or `Choice`}.
 
-    In a JSON file: {"learning_rate": {"log_uniform": [0.001, 1]}, "width": {"integer": [8, 64]},
+    A space can be stored in a JSON file: {"learning_rate": {"log_uniform": [0.001, 1]}, "width": {"integer": [8, 64]},
     "optimizer": {"choice": ["adam", "nesterov"]}, "weight_decay": {"uniform": [0, 0.1]}}.
 
     >>> space = search.Space(rate=search.LogUniform(0.01, 1), depth=search.Integer(1, 3))
@@ -149,23 +149,23 @@ class Space(dict):
     """
 
     def random(self, n: int, *, seed: int) -> list[dict[str, Any]]:
-        """n independent points. Point i does not depend on n."""
+        """Returns n independent random points. Point i does not depend on n."""
         points = [np.random.default_rng([seed, i]).random(len(self)) for i in range(n)]
         return [self.at(point) for point in points]
 
     def sobol(self, n: int, *, seed: int | None = None) -> list[dict[str, Any]]:
-        """The first n points of a Sobol sequence."""
+        """Returns the hyperparameters at the first n points of a Sobol sequence."""
         return [self.at(point) for point in sobol(n, len(self), seed=seed)]
 
     def at(self, point: Any) -> dict[str, Any]:
-        """The hyperparameters at a point of the unit cube, one coordinate for each name."""
+        """Returns the hyperparameters at a point of the unit cube, which has one coordinate for each name."""
         return {name: kind.at(float(u)) for (name, kind), u in zip(self.items(), point)}
 
     def arrays(self, points: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-        """The hyperparameters of a population: arrays [n], float32 or int32.
+        """Converts n points to the hyperparameters of a population: a dict of arrays [n], float32 or int32.
 
         Raises:
-          TypeError: a value is not a number; values that are not numbers need separate programs.
+          TypeError: a value is not a number. Train a separate program for each of such values.
         """
         for name in self:
             if any(isinstance(point[name], bool | str) or point[name] is None for point in points):
@@ -174,14 +174,14 @@ class Space(dict):
         return {name: np.array(values := [point[name] for point in points], kind(values)) for name in self}
 
     def json(self) -> dict[str, Any]:
-        """As in a JSON file."""
+        """Returns the space as a dict of JSON types, in the format of the JSON file."""
         names = {kind: name for name, kind in KINDS.items()}
         return {name: {names[type(kind)]: list(kind.values) if isinstance(kind, Choice) else [kind.low, kind.high]}
                 for name, kind in self.items()}
 
     @classmethod
     def read(cls, source: str | os.PathLike | Mapping[str, Any]) -> Space:
-        """The space of a JSON file, or of its content.
+        """Reads a space from a JSON file, or from the content of such a file.
 
         Raises:
           ValueError: the content is not a space; the message names the hyperparameter.

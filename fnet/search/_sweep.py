@@ -1,4 +1,4 @@
-"""Sweeps: trials of an experiment in processes of their own, with locks that survive killed workers.
+"""Sweeps: trials of an experiment in separate processes, with locks that survive killed workers.
 
     FOLDER/sweep.json              script, space, metric, sampler, flags
     FOLDER/trials/0000/trial.json  the hyperparameters
@@ -7,7 +7,7 @@
     FOLDER/index.html              the table and plots
 
 A worker holds the lock of a trial (`flock`) and passes it to the process of the trial. If the worker is killed, the
-lock is free as soon as that process has ended, too. Then another worker continues the trial from its checkpoint. A
+lock is released when that process has ended, too. Then another worker continues the trial from its checkpoint. A
 worker ends when every trial has a result, or when its time is used up.
 """
 
@@ -31,18 +31,18 @@ from fnet.search._space import Space
 from fnet.training import read_metrics
 from fnet.training.checkpoints._lock import Lock, Locked
 
-_ATTEMPTS = 3      # of a trial whose process is killed
-_STARTUP = 8       # trials by Sobol points before Bayesian optimization
-_POLL = 0.2        # seconds between two looks at trials that other processes hold
+_ATTEMPTS = 3      # attempts for a trial whose process is killed
+_STARTUP = 8       # number of trials at Sobol points before Bayesian optimization
+_POLL = 0.2        # seconds between two checks of trials that other processes have locked
 _METRICS = ("validation/accuracy", "validation/loss", "test/accuracy", "test/loss", "train/loss")
 
 
 class Trial:
-    """A folder of a trial.
+    """A trial, read from its folder.
 
     Attributes:
-      index: the number of the trial.
-      params: its hyperparameters.
+      index: the number of the trial, from 0.
+      params: the hyperparameters of the trial.
     """
 
     def __init__(self, folder: Path):
@@ -51,7 +51,7 @@ class Trial:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """{"status": "finished" or "failed", "value", "seconds", "reason"}, or None before the end."""
+        """A dict {"status": "finished" or "failed", "value", "seconds", "reason"}, or None before the end."""
         try:
             return json.loads((self.folder / "result.json").read_text())
         except FileNotFoundError:
@@ -62,11 +62,11 @@ class Sweep:
     """The folder of a sweep.
 
     Args:
-      folder: created if necessary.
-      settings: what determines the trials, compared with those that the sweep was started with.
+      folder: the path of the folder, which is created if necessary.
+      settings: the settings that determine the trials. They must equal the settings of an existing sweep in the folder.
 
     Raises:
-      ValueError: the folder has a sweep with other settings.
+      ValueError: the folder contains a sweep with other settings.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
@@ -104,7 +104,7 @@ class Sweep:
         return [Trial(path) for path in sorted((self.folder / "trials").iterdir()) if (path / "trial.json").exists()]
 
     def claim(self, most: int | None) -> tuple[Trial, Lock] | None:
-        """An interrupted trial that no process holds, or a new one; None if there are `most` already."""
+        """Returns an interrupted trial that is not locked, or a new trial; None if there are already `most` trials."""
         with self.planning():
             trials = self.trials()
             for trial in trials:
@@ -120,7 +120,7 @@ class Sweep:
             return Trial(folder), Lock(folder)
 
     def point(self, index: int, trials: Sequence[Trial]) -> dict[str, Any]:
-        """The hyperparameters of a new trial."""
+        """Returns the hyperparameters of a new trial."""
         from fnet.search._programs import Bayesian
         from fnet.search._space import sobol
 
@@ -137,13 +137,13 @@ class Sweep:
         return self.space.at(sobol(1, len(self.space), seed=seed, start=index)[0])
 
     def command(self, params: Mapping[str, Any], workdir: str | os.PathLike) -> list[str]:
-        """The command of a trial."""
+        """Returns the command of a trial."""
         return [sys.executable, self.settings["script"], *self.settings["flags"],
                 *(flag for name, value in params.items() for flag in _flag(name, value)),
                 f"--workdir={os.fspath(workdir)}"]
 
     def outcome(self, trial: Trial, code: int, seconds: float) -> dict[str, Any] | None:
-        """The result of a trial whose process has ended; None if it was interrupted and is to be continued."""
+        """Returns the result of a trial whose process has ended; None if the trial was interrupted."""
         ended = {"seconds": seconds, "value": None}
         output = (trial.folder / "output.txt").read_text(errors="replace").strip()
         if code != 0:
@@ -227,7 +227,7 @@ def _work(sweep, deadline, most):
 
 
 def _execute(sweep, trial, lock, deadline):
-    """Runs a trial to its end. None: it was interrupted and remains open."""
+    """Runs a trial to its end. Returns None if the trial was interrupted and remains open."""
     began, attempts = time.monotonic(), 0
     while True:
         with open(trial.folder / "output.txt", "ab") as output:
@@ -253,7 +253,7 @@ def _execute(sweep, trial, lock, deadline):
 
 
 def _stop(process):
-    """SIGTERM: `fit` saves the last step. SIGKILL for a process that does not end."""
+    """Sends SIGTERM, upon which `fit` saves the last step. A process that does not end receives SIGKILL."""
     process.terminate()
     try:
         process.wait(timeout=60)
@@ -263,7 +263,7 @@ def _stop(process):
 
 
 def _finished(workdir) -> bool:
-    """Whether the last `fit` of a run was not interrupted; True for a run without events."""
+    """Whether the last `fit` of a run finished, or the run has no events."""
     try:
         lines = (workdir / "events.jsonl").read_text().splitlines()
     except FileNotFoundError:
@@ -305,7 +305,7 @@ def _said(params) -> str:
 
 
 def _write(path, content) -> None:
-    """Atomic: another worker never reads a part."""
+    """Writes a JSON file atomically, so that another worker never reads an incomplete file."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(new, path)

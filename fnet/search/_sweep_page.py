@@ -25,10 +25,11 @@ def best(trials: Sequence[Any]) -> Any:
 
 def importance(points: Sequence[Mapping[str, Any]], values: Sequence[float], space: Mapping[str, Any]
                ) -> dict[str, float]:
-    """The share of the variance of the values that each hyperparameter explains alone, from 0 to 1.
+    """Returns the share of the variance of the values that each hyperparameter explains alone, from 0 to 1.
 
-    The trials are divided into up to four groups by the hyperparameter. The share is the variance of the means of the
-    groups, less what chance would explain (the adjusted R^2 of a one-way analysis of variance, at least 0).
+    The trials are divided into up to four groups by the value of the hyperparameter. The share is the adjusted R^2 of a
+    one-way analysis of variance, or 0 if it is negative: the variance between the groups, minus the part that is
+    expected by chance.
     """
     values = np.asarray(values, float)
     shares = {}
@@ -59,7 +60,7 @@ def write(sweep: Any) -> Path:
 
 
 def page(trials: Sequence[Any], space: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """The HTML text."""
+    """Returns the page of a sweep as HTML."""
     ended = [trial for trial in trials if trial.result and trial.result["status"] == "finished"]
     top, names = best(trials), list(space)
     metric = ended[0].result["metric"] if ended else settings["metric"] or "value"

@@ -1,4 +1,4 @@
-"""Federated averaging: clients train on data of their own, and a server combines what they learned.
+"""Federated averaging: clients train on their own data, and a server combines their changes of the parameters.
 
     from fnet.search import federated
 
@@ -30,14 +30,14 @@ __all__ = ["Clients", "FederatedState", "Local", "clients", "fedavg", "init", "l
 
 @struct.dataclass
 class FederatedState:
-    """The state of the server, a state for `tr.fit`. One step is one round.
+    """The state of the server, which is a state for `tr.fit`. One step is one round.
 
     Fields:
-      step: int32 scalar, the number of rounds.
+      step: the number of completed rounds, an int32 scalar.
       params: the parameters of the server.
       opt_state: the state of the server's optimizer.
-      key: the key from which clients, orders and dropouts of each round are drawn.
-      bytes: float32 scalar, the bytes sent to clients and back so far.
+      key: the PRNG key for the clients, the orders of the examples and the dropouts of each round.
+      bytes: the number of bytes sent to clients and back so far, a float32 scalar.
 
     >>> state = search.federated.init(jax.random.key(0), {"w": jnp.zeros(3)}, optax.sgd(1.0))
     >>> int(state.step), float(state.bytes)
@@ -53,11 +53,11 @@ class FederatedState:
 
 @dataclasses.dataclass(frozen=True)
 class Clients:
-    """The data of clients, padded to the same length.
+    """The data of all clients, padded to the same length.
 
     Attributes:
-      data: a tree of arrays [clients, longest, ...].
-      sizes: [clients] int32, the number of examples of each client.
+      data: the examples, a tree of arrays [clients, longest, ...].
+      sizes: the number of examples of each client, int32 [clients].
 
     >>> search.federated.clients([{"x": np.zeros((3, 2))}, {"x": np.ones((5, 2))}]).sizes.tolist()
     [3, 5]
@@ -71,10 +71,10 @@ def clients(parts: Sequence[Any]) -> Clients:
     """Combines the data of clients, which may have different numbers of examples.
 
     Args:
-      parts: for each client a tree of arrays whose first axes are equal.
+      parts: the data of each client, a sequence of trees of arrays. All arrays of a client have the same first axis.
 
     Raises:
-      ValueError: there is no client, a client has no examples, or its arrays have different lengths.
+      ValueError: there is no client, a client has no examples, or the arrays of a client have different lengths.
 
     >>> data = clients([np.arange(2), np.arange(3)])
     >>> data.data.tolist()
@@ -96,10 +96,10 @@ def clients(parts: Sequence[Any]) -> Clients:
 
 
 def init(key: jax.Array, params: Any, server: optax.GradientTransformation) -> FederatedState:
-    """The state before the first round.
+    """Returns the state before the first round.
 
     Args:
-      key: a random key.
+      key: a PRNG key.
       params: the initial parameters.
       server: the server's optimizer, as for `fedavg`.
 
@@ -110,7 +110,7 @@ def init(key: jax.Array, params: Any, server: optax.GradientTransformation) -> F
 
 
 def no_batches(step: int) -> np.ndarray:
-    """The batches of a round, which is empty: clients have data of their own.
+    """Returns an empty batch for `tr.fit`, because the clients have their own data.
 
     >>> search.federated.no_batches(0).shape
     (0,)
@@ -122,9 +122,9 @@ class Local(NamedTuple):
     """The local training of a client.
 
     Attributes:
-      init: `init(params) -> carry`, with the parameters as `carry[0]`.
-      step: `step(carry, batch, weight, key, server) -> (carry, metrics)`, one update. `weight` [batch] is 0 for
-        padding, `server` are the parameters of the server.
+      init: a function `init(params) -> carry`, with the parameters as `carry[0]`.
+      step: a function for one update, `step(carry, batch, weight, key, server) -> (carry, metrics)`. `weight` [batch]
+        is 1 for an example and 0 for padding. `server` contains the parameters of the server.
 
     >>> def step(carry, batch, weight, key, server):
     ...     return (carry[0] - 0.5 * ((carry[0] - batch) * weight).sum() / weight.sum(),), {}
@@ -137,19 +137,20 @@ class Local(NamedTuple):
 
 def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: float = 0.0, clip: float | None = None,
           noise: float = 0.0) -> Local:
-    """Returns the local training of a client with an Optax optimizer, whose state begins anew in each round.
+    """Returns the local training of a client with an Optax optimizer, whose state is initialized in each round.
 
     Args:
-      loss: `loss(params, batch, weight, key) -> scalar`, the mean over the examples with weight 1.
+      loss: a function `loss(params, batch, weight, key) -> scalar`, the mean over the examples with weight 1.
       optimizer: the local optimizer, usually `optax.sgd(rate)`.
-      proximal: mu of FedProx, which adds mu / 2 |w - w_server|^2 to the loss.
-      clip: with a number, differential privacy: the gradient of each example is clipped to this norm, and noise is
-        added to their sum (`optax.contrib.differentially_private_aggregate`). It protects the examples of a client from
-        the server. fnet does not compute the privacy budget.
+      proximal: the coefficient mu of FedProx, which adds mu / 2 |w - w_server|^2 to the loss.
+      clip: the largest norm of the gradient of an example, for differential privacy; None: no differential privacy. The
+        gradient of each example is clipped to this norm, and noise is added to the sum of the gradients
+        (`optax.contrib.differentially_private_aggregate`). This protects the examples of a client from the server. fnet
+        does not compute the privacy budget.
       noise: the standard deviation of the noise, as a multiple of `clip`.
 
     Raises:
-      ValueError: a number is negative, or there is noise without clip.
+      ValueError: `proximal` or `noise` is negative, `clip` is not positive, or `noise` is given without `clip`.
 
     >>> loss = lambda w, batch, weight, key: ((w - batch) ** 2 * weight).sum() / weight.sum()
     >>> private = search.federated.local(loss, optax.sgd(0.1), clip=1.0, noise=0.5)
@@ -189,38 +190,41 @@ def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: 
 def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.GradientTransformation, sampled: int,
            epochs: int = 1, batch_size: int | None = None, dropout: float = 0.0, method: str = "auto",
            devices: Sequence[jax.Device] | None = None) -> Callable:
-    """Returns one round of federated averaging, a step for `tr.fit`.
+    """Returns one round of federated averaging as a step for `tr.fit`.
 
-    A round draws clients without replacement and gives each the parameters w of the server. The clients make their
-    local epochs as a `search.population`. The server's optimizer receives the mean of the differences, weighted with
-    the numbers of examples n_k:
+    A round draws clients without replacement, and each client receives the parameters w of the server. The clients
+    train for their local epochs as a `search.population`; client k obtains the parameters w_k. The mean of the
+    differences w_k - w, weighted with the number of examples n_k of each client, is used by the server's optimizer:
 
         delta = sum_k n_k (w_k - w) / sum_k n_k,        w = w + server.update(-delta)
 
-    The server's optimizer selects the algorithm: `optax.sgd(1.0)` is FedAvg, `optax.sgd(1.0, momentum=0.9)` FedAvgM,
-    `optax.adam(...)` FedAdam. FedProx is `local(..., proximal=mu)`. Any transformation of the mean difference can be
-    chained. With one epoch and `batch_size=None`, a round on all clients is FedSGD: a step on one large batch.
+    The server's optimizer determines the algorithm: `optax.sgd(1.0)` is FedAvg, `optax.sgd(1.0, momentum=0.9)` is
+    FedAvgM, and `optax.adam(...)` is FedAdam. For FedProx, use `local(..., proximal=mu)`. Other Optax transformations
+    of the mean difference can be chained with the optimizer. With one epoch and `batch_size=None`, a round on all
+    clients is FedSGD, which is a step on one large batch.
 
     Args:
       local_step: the result of `local`, a `Local`, or a function `(params, batch, weight, key) -> (params, metrics)`.
       data: the data of all clients.
-      server: an Optax optimizer of the mean difference.
+      server: the server's optimizer, an Optax optimizer that receives the negative mean difference as the gradient.
       sampled: the number of clients in a round.
-      epochs: local passes over the data of a client, each in an order of its own.
-      batch_size: examples in a local batch; None: all of a client.
-      dropout: the probability that a client receives the parameters and does not answer. If no client answers, the
-        parameters do not change. A client whose loss is not finite does not answer either.
-      method: how the clients of a round run, as for `population`.
-      devices: devices over which the clients of a round are distributed; `sampled` must be a multiple of their number.
-        They may belong to several processes (`parallel.initialize`). Each process then calls the round with the same
-        data and the same state, runs the clients of its own devices, and returns the same result.
+      epochs: the number of local passes over the data of a client. Each pass has a different random order.
+      batch_size: the number of examples in a local batch; None: all examples of a client.
+      dropout: the probability that a client receives the parameters but does not answer. If no client answers, the
+        parameters do not change. A client whose loss is not finite also counts as not answering.
+      method: the method by which the clients of a round run, as for `population`.
+      devices: the devices over which the clients of a round are distributed; None: the default device. `sampled` must
+        be a multiple of the number of devices. The devices may belong to several processes (`parallel.initialize`).
+        Then each process calls the round with the same data and the same state, runs the clients of its own devices,
+        and returns the same result.
 
     Returns:
-      `round(state, batch) -> (state, metrics)`; the batch is ignored. The metrics are those of the local steps, and
-      "answers" and "megabytes", the clients that answered and the size of the parameters sent in both directions.
+      `round(state, batch) -> (state, metrics)`, which ignores the batch. The metrics are those of the local steps,
+      "answers" (the number of clients that answered) and "megabytes" (the size of the parameters sent in both
+      directions).
 
     Raises:
-      ValueError: a number is out of range.
+      ValueError: an argument is out of range, or this process has none of the devices.
 
     Source: McMahan et al. (2017), Communication-Efficient Learning of Deep Networks from Decentralized Data; Li et al.
     (2020), Federated Optimization in Heterogeneous Networks; Reddi et al. (2021), Adaptive Federated Optimization.
