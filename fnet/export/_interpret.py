@@ -1,7 +1,7 @@
 """Runs the stable form of an exported program with NumPy. Bundles contain this file as interpret.py.
 
-It imports NumPy alone, so it reads a bundle when no version of JAX does, and checks JAX's results independently. It is
-not fast.
+This module imports only NumPy. Therefore it can run a program that the installed version of JAX cannot read, and it
+checks the results of JAX independently. It is slow.
 """
 
 import math
@@ -24,8 +24,8 @@ def run(program, constants, inputs, sizes):
 
     Args:
         program: the stable form, from JSON.
-        constants, inputs: arrays in the program's order.
-        sizes: {size variable: integer}.
+        constants, inputs: lists of arrays, in the order of the program.
+        sizes: the values of the size variables, {name: integer}.
 
     Returns:
         The list of outputs.

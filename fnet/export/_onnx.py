@@ -58,10 +58,11 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset
 
 
 def compare(program: Any, path: str | os.PathLike, entry: str = "predict", inputs: list | None = None) -> float:
-    """The largest difference of the model in onnxruntime from the program, relative to the largest element.
+    """Returns the largest difference between the outputs in onnxruntime and those of the program, relative to the
+    largest element.
 
     Raises:
-        ValueError: it is larger than 1e-5.
+        ValueError: the difference is larger than 1e-5.
     """
     try:
         import onnxruntime
@@ -118,7 +119,8 @@ class _Model:
         return name
 
     def derived(self, source: str, array: np.ndarray, kind: str, *inputs: str, **attributes: Any) -> str:
-        """A weight in another layout. It replaces the weight; if that is also used, a node computes it."""
+        """A weight in another layout. It replaces the weight. If the weight is also used itself, a node computes the
+        other layout."""
         key = source, kind, array.shape, str(attributes)
         if key not in self._layouts:
             name = self.unique(f"{source}:{kind.lower()}")

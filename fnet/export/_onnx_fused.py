@@ -1,8 +1,8 @@
 """Finds normalizations, GELUs and attention in a program, for which ONNX has fused operators.
 
-A candidate starts at an operation that the pattern must contain (rsqrt, erf, exp). NumPy evaluates its equations for
-random inputs and compares them with the definition of the operator, so the form in which a library writes a
-normalization does not matter, and a candidate that computes something else is never replaced.
+A candidate is a group of equations around an operation that the operator requires (rsqrt, erf, exp). NumPy evaluates
+the equations for random inputs, and the results are compared with the definition of the operator. Therefore the form in
+which a library writes a normalization does not matter, and a candidate that computes something else is not replaced.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _needed(equations, outputs):
 
 
 class _Candidate:
-    """The equations around the one with the number `start`."""
+    """The equations around the equation with the index `start`."""
 
     def __init__(self, equations, values, start):
         self.equations, self.values, self.start = equations, values, start

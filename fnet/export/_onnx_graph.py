@@ -1,4 +1,4 @@
-"""A graph of ONNX that is being written: nodes, initializers, shapes with symbolic sizes."""
+"""An ONNX graph while it is written: its nodes, its initializers, and shapes with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ INT64 = np.dtype(np.int64)
 
 
 class Graph:
-    """One graph: the model's, or the body of a loop or branch, which also sees the names of the graphs around it.
+    """The graph of a model, or of the body of a loop or branch, which can also use the names of the enclosing graphs.
 
     Attributes:
-        nodes: the nodes in order. names: of values, by the value's number in the stable form.
-        types: {name: (dtype, shape)}, as far as known; sizes are integers or expressions.
+        nodes: the nodes in order.
+        names: the names of the values, {index of the value in the stable form: name}.
+        types: {name: (dtype, shape)} of the values whose types are known. Sizes are integers or expressions.
     """
 
     def __init__(self, model: Any, parent: Graph | None = None):
@@ -28,7 +29,7 @@ class Graph:
         self.kept: dict[Any, str] = {}       # values that are computed once
 
     def look(self, table: str, key: Any) -> Any:
-        """An entry of this graph's table, or of those around it."""
+        """An entry of a table of this graph or of the enclosing graphs."""
         graph: Graph | None = self
         while graph is not None:
             if key in (entries := getattr(graph, table)):

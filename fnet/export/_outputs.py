@@ -9,10 +9,10 @@ import numpy as np
 
 
 def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: Iterable[Any], tolerance: float) -> float:
-    """The largest difference of the results, relative to the largest element of each output.
+    """Returns the largest difference between results and wanted results, relative to the largest element of an output.
 
     Raises:
-        ValueError: it is larger than the tolerance.
+        ValueError: the difference is larger than the tolerance.
     """
     worst = 0.0
     for name, got, want in zip(names, results, wanted):

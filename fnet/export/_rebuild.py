@@ -104,8 +104,10 @@ class Run:
     """Evaluates the stable form with JAX.
 
     Attributes:
-        values: the type (dtype, shape) of each value. known: {value: constant array}.
-        shape: from a shape of the stable form to that of an array. operations: {name: how it is computed}.
+        values: the type (dtype, shape) of each value.
+        known: {value: constant array}.
+        shape: a function of a shape in the stable form, which returns the shape of the array.
+        operations: {name: function that computes the operation}.
     """
 
     def __init__(self, values, known, shape, operations=None):

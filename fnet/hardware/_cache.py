@@ -1,4 +1,4 @@
-"""The folder of what was measured or compiled on this machine, and JSON files in it."""
+"""The cache folder for measurements and compiled programs of this machine, and JSON files in this folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def cache_folder() -> pathlib.Path:
-    """The environment's FNET_CACHE, otherwise fnet in XDG_CACHE_HOME or ~/.cache.
+    """Returns $FNET_CACHE if it is set, otherwise $XDG_CACHE_HOME/fnet or ~/.cache/fnet.
 
-    If HOME is not set and the user is unknown, nothing can be written to it (in particular no folder named "~").
+    If HOME is not set and the user is unknown, nothing can be written to the result, so no folder named "~" is created.
     """
     base = os.environ.get("FNET_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fnet")
     folder = os.path.expanduser(base)
@@ -20,7 +20,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a file; {} if there is no such file, or it contains something else."""
+    """Returns the JSON object in a file, or {} if the file does not exist or contains no JSON object."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -29,7 +29,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Replaces a file atomically. It is only a cache, so failures are ignored."""
+    """Replaces a file atomically. Failures are ignored, because the file is only a cache."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as beside:

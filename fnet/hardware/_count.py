@@ -178,14 +178,14 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
 
 
 def count_jaxpr(closed: Any) -> Count:
-    """`count` of a closed jaxpr."""
+    """Counts a closed jaxpr, as `count` does."""
     arguments = sum(nbytes(v.aval) for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars))
     outputs = sum(nbytes(aval) for aval in closed.out_avals)
     return dataclasses.replace(count_frame(read(closed.jaxpr)), argument_bytes=arguments, output_bytes=outputs)
 
 
 def count_frame(frame: Frame) -> Count:
-    """`count` of a frame, without its arguments and outputs."""
+    """Counts a frame, as `count` does, but without the bytes of its arguments and outputs."""
     tally = _Tally()
     tally.frame(frame, 1)
     return Count(_sum(tally.scopes.values()), FrozenTable(tally.scopes), tuple(tally.matmuls), 0, 0,
@@ -253,7 +253,8 @@ class _Tally:
         self.add(op.scope, Cost(**kinds, recomputed=again, bytes=moved))
 
     def stand_in(self, op: Op, times: int) -> None:
-        """Adds an operation that stands for several: FLOPs from its plain form, bytes from its operands and results."""
+        """Adds an operation that replaces several operations. The FLOPs are those of its plain form, and the bytes
+        those of its operands and results."""
         inner = _Tally()
         inner.frame(read(jaxpr.description(op.eqn.primitive).plain(op.eqn), op.at), times)
         for scope in inner.scopes:
@@ -280,10 +281,11 @@ def _fused_traffic(frame: Frame) -> dict[str, int]:
 
 
 def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
-    """Bytes moved by the operations of a frame, if elementwise ones are fused with neighbors of the same scope.
+    """The memory traffic of the operations of a frame in bytes, if elementwise operations are fused with neighbors of
+    the same scope: [(operation, bytes)].
 
-    A value that enters or leaves the frame, or that another scope reads, is written to memory and read again, once in
-    each scope: its first reader counts.
+    A value that enters or leaves the frame, or that another scope reads, is written to memory, and read once in each
+    scope that uses it.
     """
     kept = Kept(frame, by_scope=True)
     moved: dict[tuple[str, int, str], tuple[Op, int]] = {}

@@ -132,7 +132,7 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
 
 
 def _fit_tpu(chip: Chip, device: Any) -> Chip:
-    """Sets the devices per chip from the device's number of cores; on a v4 it depends on the topology's settings."""
+    """Sets the number of devices per chip from the device's number of cores, which depends on settings on a TPU v4."""
     cores, per_device = chip.units.get("cores"), getattr(device, "num_cores", None)
     if cores and per_device and cores % per_device == 0:
         return dataclasses.replace(chip, jax_devices_per_chip=cores // per_device)

@@ -1,7 +1,7 @@
 """Measures whether bfloat16 is faster than float32 on this CPU, for the product and convolution that autocast emits.
 
-No table can tell. A CPU with bfloat16 instructions is faster with bfloat16 only if XLA uses them, and slower if XLA
-converts to float32 and back.
+A table cannot contain this result. A CPU with bfloat16 instructions is faster with bfloat16 only if XLA uses these
+instructions, and slower if XLA converts to float32 and back.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class _Server:
     """The state of an application.
 
     Attributes:
-        draining: whether it ends, so that clients close their connections.
+        draining: whether the server is ending. Clients are then told to close their connections.
     """
 
     def __init__(self, files, options):
@@ -259,7 +259,7 @@ class _Server:
         return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     async def _started(self, request):
-        """(the generator, its tokens, of which the first is computed, a function that ends it)."""
+        """(the generator, an iterator of its tokens whose first token is already computed, a function that ends it)."""
         generator = self._found(request, "generators")
         self._check_ready()
         asked = generator.read(_protocol.read_json(await self._body(request)))

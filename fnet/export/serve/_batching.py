@@ -1,4 +1,4 @@
-"""Requests that arrive at about the same time are computed together."""
+"""Combines requests that arrive at about the same time into batches."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class _Request(NamedTuple):
 class Batcher:
     """A thread that computes the requests for one model.
 
-    A batch starts when it has `max_batch` rows, or `max_delay` seconds after the arrival of its first request. While
-    one is computed, requests wait for the next. Only requests whose inputs have equal shapes but for the first axis
-    share a batch.
+    The computation of a batch starts when it has `max_batch` rows, or `max_delay` seconds after the arrival of its
+    first request. While a batch is computed, new requests wait for the next batch. Requests share a batch only if the
+    shapes of their inputs are equal except for the first axis.
 
     Args:
-        compute: list of arrays -> list of arrays; all have the same first axis, if `max_batch` is not 1.
-        observe: called with the rows and the seconds of each batch.
+        compute: a function of a list of arrays that returns a list of arrays. If `max_batch` is not 1, the first axis
+            of all arrays is the batch.
+        observe: a function that is called with the number of rows and the time in seconds of each batch.
     """
 
     def __init__(self, compute: Callable[[list], list], *, max_batch: int, max_delay: float, max_queue: int,
@@ -64,7 +65,7 @@ class Batcher:
         return request.future
 
     def close(self) -> None:
-        """Computes what waits, and ends the thread."""
+        """Computes the waiting requests, and ends the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -77,7 +78,7 @@ class Batcher:
                 self._run(batch)
 
     def _next(self) -> list[_Request]:
-        """The requests of the next batch; none if the batcher is closed and nothing waits."""
+        """The requests of the next batch; an empty list if the batcher is closed and no request waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             end = time.monotonic() + self._max_delay

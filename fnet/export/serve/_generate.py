@@ -32,7 +32,8 @@ class Generator:
 
     Attributes:
         characters: the character of each token, or None if the bundle has no characters.json.
-        context: the most tokens of a text, from the constraint on the tokens of "prefill"; or None.
+        context: the maximum number of tokens of a text, from the constraint on the tokens of "prefill"; None if there
+            is no constraint.
     """
 
     def __init__(self, name: str, version: str, bundle: Bundle):
@@ -81,9 +82,9 @@ class Generator:
         return request
 
     def tokens(self, request: Request) -> Iterator[int]:
-        """The generated tokens, each computed when it is asked for.
+        """Yields the generated tokens. Each token is computed when the iterator is advanced.
 
-        The prompt is computed in pieces whose lengths are powers of two, so that few programs are compiled.
+        The prompt is computed in parts whose lengths are powers of two, so that few programs are compiled.
         """
         zeros = lambda leaf: np.zeros(_signature.shape(leaf, {n: 1 for n in leaf["shape"] if isinstance(n, str)}),
                                       leaf["dtype"])

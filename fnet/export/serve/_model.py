@@ -1,4 +1,4 @@
-"""One entry point of a bundle as a model that is served: its inputs, the sizes it is compiled for, its computation."""
+"""An entry point of a bundle as a served model: its inputs, its compiled programs and its computation."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Model:
     Attributes:
         name, version: as in the paths of the protocol.
         inputs, outputs: [(name, {"dtype", "shape"})].
-        batched: whether the first axis of all inputs and outputs is a batch of independent rows, by the program's
-            sizes: it has the same variable everywhere, which occurs nowhere else.
+        batched: whether the first axis of all inputs and outputs is a batch of independent rows. This is the case if
+            the size of this axis is the same variable everywhere, and no other axis and no constraint contains it.
     """
 
     def __init__(self, name: str, version: str, bundle: Bundle, entry: str, max_batch: int,
@@ -62,10 +62,10 @@ class Model:
                 raise ValueError(f"serve: {self.name}: outputs have sizes computed from {name!r}; it cannot be padded")
 
     def bound(self, arrays: list[np.ndarray]) -> list:
-        """The inputs of the program, checked.
+        """Checks the inputs, and returns them in the dtypes of the signature.
 
         Raises:
-            BundleError: they do not match the signature.
+            BundleError: the inputs do not match the signature.
         """
         rest, description = iter(arrays), self._description
         named = {name: _signature.unflatten(tree, rest) for name, tree in description["inputs"]}
@@ -76,7 +76,7 @@ class Model:
         return flat
 
     def compute(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """The outputs for inputs that `bound` returned, in pieces of at most `max_batch` rows."""
+        """The outputs for inputs that `bound` returned. They are computed in parts of at most `max_batch` rows."""
         sizes = {n: m for (_, leaf), x in zip(self.inputs, arrays) for n, m in zip(leaf["shape"], x.shape)}
         for name, allowed in self.pad.items():
             arrays = [_padded(x, leaf["shape"], name, next(n for n in allowed if n >= sizes[name]))
@@ -111,7 +111,8 @@ class Model:
         return [np.asarray(y) for y in program(weights, arrays)]
 
     def _compiled(self, weights, arrays):
-        """The program for these shapes: of the stable form, tuned, on a CPU; else the one that JAX has serialized."""
+        """The compiled program for these shapes. On a CPU, it is compiled from the stable form and tuned; on other
+        devices, it is the program that JAX has serialized."""
         if self._stable:
             rest = iter(arrays)
             named = {name: _signature.unflatten(tree, rest) for name, tree in self._description["inputs"]}
@@ -124,7 +125,7 @@ class Model:
         return len(self._programs)
 
     def warm(self) -> None:
-        """Compiles the programs of all sizes that are known, and tests that padding has no effect.
+        """Compiles the programs for all sizes that are known in advance, and tests that padding has no effect.
 
         Raises:
             ValueError: an output depends on padding.

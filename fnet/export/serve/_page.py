@@ -1,4 +1,4 @@
-"""The page on which one tries the models by hand: one HTML file, which loads nothing from other hosts."""
+"""The page on which users try the models: an HTML file that loads nothing from other hosts."""
 
 import base64
 import hashlib

@@ -43,10 +43,10 @@ def metadata(model: Model, versions: list[str]) -> dict:
 
 
 def read_json(data: bytes) -> dict:
-    """A JSON object.
+    """Reads a JSON object.
 
     Raises:
-        Invalid: it is none.
+        Invalid: the data are not a JSON object.
     """
     try:
         body = json.loads(data)
@@ -61,7 +61,8 @@ def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.n
     """(the request, the inputs in the model's order).
 
     Args:
-        length: the header Inference-Header-Content-Length, the bytes of JSON before those of tensors; or None.
+        length: the header Inference-Header-Content-Length, which is the number of bytes of JSON before the bytes of
+            tensors; None if the body is all JSON.
 
     Raises:
         Invalid: the request is not valid for the model.
@@ -153,7 +154,7 @@ def check_outputs(model: Model, request: dict) -> None:
 
 
 def _wanted(model, request, everything) -> dict[str, bool]:
-    """{name of an output that the request asks for: whether as bytes}."""
+    """{name of a requested output: whether it is requested as bytes}."""
     asked = request.get("outputs")
     if not asked:
         return {name: everything for name, _ in model.outputs}

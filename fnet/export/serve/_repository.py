@@ -27,10 +27,11 @@ class Repository:
     """The served models.
 
     Attributes:
-        models: {name: {version: (model, batcher)}}. The entry point "predict" of NAME.fnet has the name NAME, others
-            have NAME.ENTRY.
-        generators: {name: {version: generator}}, of bundles with "prefill" and "decode".
-        ready: whether all programs that are compiled at the start are compiled. error: why that failed, or None.
+        models: {name: {version: (model, batcher)}}. The name of the entry point "predict" of NAME.fnet is NAME, and the
+            name of another entry point is NAME.ENTRY.
+        generators: {name: {version: generator}} of the bundles with "prefill" and "decode".
+        ready: whether the programs that the server compiles at its start are compiled.
+        error: the error that occurred at the start, or None.
     """
 
     def __init__(self, files: Iterable[str], options: Options, metrics: Metrics):
@@ -70,10 +71,10 @@ class Repository:
                 self.models.setdefault(full, {})[version] = model, batcher
 
     def find(self, name: str, version: str | None, table: str = "models"):
-        """The model of a name and a version; the newest version if that is None.
+        """The model with this name and version, or its newest version if `version` is None.
 
         Raises:
-            Unknown: there is none.
+            Unknown: there is no such model.
         """
         versions = getattr(self, table).get(name)
         if not versions or (version is not None and version not in versions):
@@ -94,7 +95,7 @@ class Repository:
         return [pair for versions in self.models.values() for pair in versions.values()]
 
     def close(self) -> None:
-        """Computes what waits, and ends the threads."""
+        """Computes the waiting requests, and ends the threads."""
         threads = [threading.Thread(target=batcher.close) for _, batcher in self.all()]
         for thread in threads:
             thread.start()
