@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("flax", "optax", "orbax", "tensorboardX", "tensorflow", "torch", "matplotlib", "sklearn", "rich",
          "safetensors", "chex", "pandas")
 
@@ -11,6 +13,7 @@ def _run(code):
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
+@pytest.mark.exhaustive
 def test_every_public_package_is_an_attribute():
     code = """
 import sys, fnet
@@ -22,6 +25,7 @@ print(lazy, [getattr(fnet, name).__name__ for name in lazy])
     assert _run(code) == f"{names} {[f'fnet.{name}' for name in names]}"
 
 
+@pytest.mark.exhaustive
 def test_import_loads_nothing_heavy_and_few_modules_that_jax_does_not():
     code = f"""
 import sys, jax

@@ -260,6 +260,7 @@ print(ft.explain(ft.tune(lambda x: jax.nn.sigmoid(x @ x), "cpu"), x))
 """
 
 
+@pytest.mark.exhaustive
 def test_without_kernels_and_with_a_renamed_primitive_fnet_works_and_says_so():
     run = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

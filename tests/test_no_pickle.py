@@ -13,6 +13,7 @@ MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "she
 CALLS = {"eval", "exec", "compile", "__import__"}
 
 
+@pytest.mark.exhaustive
 def test_no_file_unpickles_or_evaluates():
     assert len(FILES) > 200
     for path in FILES:
@@ -61,6 +62,7 @@ print("none")
 """
 
 
+@pytest.mark.exhaustive
 def test_saving_loading_and_resuming_unpickle_nothing():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.stdout == "none\n", done.stdout + done.stderr

@@ -45,6 +45,7 @@ def test_a_page_runs(page, as_a_user):
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": page})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("library", ["fnet", *(marked(library, True) for library in tasks.LIBRARIES)])
 @pytest.mark.filterwarnings("ignore")
 def test_the_twenty_tasks_run(library, as_a_user, monkeypatch):

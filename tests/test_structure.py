@@ -32,6 +32,7 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_a_package_imports_only_lower_layers(package):
     allowed = {package, *MAY_IMPORT[package]}
@@ -44,6 +45,7 @@ def test_every_package_is_listed():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(MAY_IMPORT)
 
 
+@pytest.mark.exhaustive
 def test_parameters_of_equations_are_read_by_key_in_jaxpr_alone():
     """`eqn.params["name"]`, `eqn.params.get("name")` and `"name" in eqn.params`, under any name of the equation."""
     keyed = re.compile(r"\b(eqn|equation|op\.eqn|source|sink|\w*\.eqns\[[^\]]*\])\.params(\[|\.get\(|\.keys|\.items)|"
@@ -53,5 +55,6 @@ def test_parameters_of_equations_are_read_by_key_in_jaxpr_alone():
     assert not found, f"read these through fnet.jaxpr: {found}"
 
 
+@pytest.mark.exhaustive
 def test_nothing_imports_the_experiments():
     assert not [path for path in FILES for name in imported(path) if name.split(".")[0] == "experiments"]

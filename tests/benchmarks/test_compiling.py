@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))    # benchmarks is no install
 from benchmarks import compiling
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("quickly")
 def test_tables(capsys):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):    # Optax needs both

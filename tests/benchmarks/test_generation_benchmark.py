@@ -17,6 +17,7 @@ def run(*arguments):
                           cwd=ROOT, env={k: v for k, v in os.environ.items() if k not in drop}, timeout=240)
 
 
+@pytest.mark.exhaustive
 def test_a_table():
     done = run("--size=small", "--peers=fnet", "--rows=1,3", "--rounds=2")
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ TINY = steps.Size(spec.GPT(2, 16, 16, 1, 2, 31, True), spec.ResNet(2, 32, (1, 1,
                   models.Decoder(31, 16, 2, 2, 1, 24, context=64, tied=True), 64)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name if name == "gpt" else pytest.param(name, marks=pytest.mark.exhaustive)
                                   for name in gpu.PARTS])
 def test_rehearsal(name, tmp_path, capsys, monkeypatch):

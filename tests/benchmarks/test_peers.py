@@ -37,6 +37,7 @@ def live(answers, name="peer"):
     return Live(name, [sys.executable, "-c", SERVE % answers])
 
 
+@pytest.mark.exhaustive
 def test_a_table_of_two_peers():
     out = peers("mlp", "--size=small", "--peers=fnet,jax-tuned", "--rounds=2", "--budget=0.01", "--allocator=tuned")
     assert "`python -m benchmarks.peers mlp --size=small" in out
@@ -49,6 +50,7 @@ def test_a_table_of_two_peers():
     assert int(rows[1][6]) > 50 and int(rows[1][7].strip(" |").replace(",", "")) > 0
 
 
+@pytest.mark.exhaustive
 def test_inference_in_mixed_precision():
     out = peers("mlp", "--size=small", "--peers=jax", "--mode=infer", "--dtype=mixed", "--rounds=1", "--budget=0.01")
     assert "**mlp**, infer, mixed, small size, allocator: default, on cpu; losses agree to 0.03" in out
@@ -69,6 +71,7 @@ def test_a_peer_that_is_not_installed():
     assert peers("mlp", "--size=small", "--peers=torch", code=1).strip() == f"benchmarks.peers: {sentence}"
 
 
+@pytest.mark.exhaustive
 def test_what_is_meant_for_accelerators():
     said = peers("gpt2-124m", "--peers=fnet", code=1)
     assert said.strip() == ("benchmarks.peers: gpt2-124m needs an accelerator, and fnet finds none here; a step "
@@ -132,6 +135,7 @@ def test_cross_entropy_by_hand():
     assert spec.cross_entropy([[0.0, np.log(3.0)]], [1]) == pytest.approx(np.log(4 / 3))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet18"])
 def test_fnet_compiles_to_what_one_writes_by_hand(name):
     small = spec.workload(name, "small")

@@ -25,6 +25,7 @@ def found(f, params, *args):
     return [(p.path, p.x.shape, p.w.shape, p.axes, p.count) for p in _products.products(f, params, *args)]
 
 
+@pytest.mark.exhaustive
 def test_implicit_arrays_keep_their_form():
     advice = compress.advise(chain, compress.quantize(W, {"k2": Int8()}), X, chip="TPU v5e")
     assert [row.path for row in advice.rows] == ["k1", "k3"] and advice.before > 0

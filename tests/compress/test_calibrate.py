@@ -64,6 +64,7 @@ def layers_over_time(p, x):
     return lax.scan(lambda h, x: (stacked(p, h + x), None), jnp.zeros((2, 8)), x.reshape(-1, 2, 8))[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("f", "shape", "axes"), [
     (stacked, (3, 8, 8), -2), (over_time, (8, 8), -2), (layers_over_time, (3, 8, 8), -2),
     (lambda p, x: jax.vmap(lambda w, x: x @ w)(p["w"], x.reshape(3, -1, 8)), (3, 8, 8), -2),
@@ -100,6 +101,7 @@ def sequential(w, scale, gram):
     return codes
 
 
+@pytest.mark.exhaustive
 def test_gptq_equals_elimination():
     f = lambda p, x: x @ p["w"]
     stats = compress.calibrate(f, {"w": jnp.asarray(W)}, [MIXED[:, :6]])
@@ -108,6 +110,7 @@ def test_gptq_equals_elimination():
     np.testing.assert_allclose(q.materialize(), want * np.asarray(q.scale), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_scales_have_the_least_error():
     """A search over scales, weighted with the second moments of the inputs."""
     stats = compress.calibrate(lambda p, x: x @ p["w"], {"w": jnp.asarray(W)}, [MIXED[:, :6]])
@@ -150,6 +153,7 @@ def test_convolutions_round_their_inputs(method):
     np.testing.assert_allclose(ft.use_implicit_arrays(layer)(q, x), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_models():
     """The blocks of a GPT under its scan, and the same values as those of its layers one by one; a Flax model."""
     model = models.GPT(vocab_size=32, width=16, depth=2, heads=2, context=8)

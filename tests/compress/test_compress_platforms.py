@@ -62,6 +62,7 @@ def test_calibration_is_lowered(monkeypatch):
         assert jax.export.export(jax.jit(f), platforms=[platform])(*shapes).platforms == (platform,)
 
 
+@pytest.mark.exhaustive
 def test_losses_and_averages_are_lowered():
     tx = optax.chain(optax.sgd(0.1), tr.average_weights(start=2))
     model = models.GPT(32, 32, 1, 2, context=8)
@@ -144,6 +145,7 @@ def shrink_step(model, example):
     return lambda key: jax.tree.map(lambda x: jax.random.normal(key, x.shape), shrunk.params), optax.adamw(1e-3), loss
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.__name__) for kind in (
     fake_step, prune_step, distil_step, shrink_step)])
 def test_training_steps(kind):

@@ -20,6 +20,7 @@ def product(p, x):
     return x @ p["w"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("format", [compress.Int8(), compress.Int4(2), compress.Int8(activations="dynamic"),
                                     compress.Int8(activations="percentile")])
 def test_programs_read_the_values_of_the_result(format):
@@ -31,6 +32,7 @@ def test_programs_read_the_values_of_the_result(format):
                                   compress.quantize({"w": W}, {"w": format}, stats=stats)["w"].codes)
 
 
+@pytest.mark.exhaustive
 def test_derivatives_are_those_of_the_paper():
     """Equations 3 to 5 of Esser et al. (2020), with a step that clips a part of the values."""
     fake = compress.fake_quantize({"w": W}, {"w": compress.Int4(None)})["w"]
@@ -53,6 +55,7 @@ def test_inputs_pass_derivatives():
         compress.fake_quantize({"w": W}, {"w": compress.Int4(None)})), x), (X,), 1, rtol=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_training_recovers_what_rounding_lost():
     """A network with 4-bit kernels: trained further it fits the targets of the original better than its rounding."""
     model = nn.Sequential(nn.Dense(16), jax.nn.relu, nn.Dense(1))

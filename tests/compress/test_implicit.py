@@ -138,6 +138,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(35)
 @pytest.mark.parametrize("kind", [kind if kind in ("int8", "lora on int4") else pytest.param(
     kind, marks=pytest.mark.exhaustive) for kind in KINDS])
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -163,6 +164,7 @@ def test_what_is_not_materialized(name):
     assert [use.primitive for use in uses.materialized] == (["slice"] if name == "cond" else [])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["scan", "remat in scan", "product", "while", "convolution", "tied", "jit", "cond"])
 def test_gradients_with_respect_to_low_rank_factors(name):
     leaf, f = PROGRAMS[name]
@@ -183,6 +185,7 @@ def test_gradients_with_respect_to_low_rank_factors(name):
 
 # Other libraries' modules.
 
+@pytest.mark.exhaustive
 def test_linen_modules():
     model = linen.Sequential([linen.Dense(16), linen.relu, linen.MultiHeadDotProductAttention(2, decode=False)])
     x = jax.random.normal(K[0], (2, 5, 8))
@@ -194,6 +197,7 @@ def test_linen_modules():
     assert len(uses.uses) == 5 and not uses.materialized
 
 
+@pytest.mark.exhaustive
 def test_equinox_modules():
     model = eqx.nn.MLP(8, 4, 16, 2, key=K[0])
     quantized = compress.quantize(model, {"layers/.*/weight": compress.Int8(axes=-1)})
@@ -204,6 +208,7 @@ def test_equinox_modules():
     assert uses.uses[0].leaf.endswith("layers/0/weight")
 
 
+@pytest.mark.exhaustive
 def test_haiku_functions():
     f = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 4])(x)))
     params = compress.quantize(f.init(K[0], X), {".*": compress.Int4(4)})
@@ -226,6 +231,7 @@ def loss(model):
     return lambda params: jnp.square(model(params, TOKENS)).mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", [lambda f: ft.autocast(ft.use_implicit_arrays(f), "bfloat16"),
                                    lambda f: ft.use_implicit_arrays(ft.autocast(f, "bfloat16"))])
 def test_autocast(order):
@@ -233,6 +239,7 @@ def test_autocast(order):
     assert jnp.linalg.norm(got - want) < 2e-2 * jnp.linalg.norm(want)
 
 
+@pytest.mark.exhaustive
 def test_tune_vmap_and_microbatch():
     f, params = ft.use_implicit_arrays(MODEL), gpt()
     want = MODEL(compress.materialize(params), TOKENS)
@@ -242,6 +249,7 @@ def test_tune_vmap_and_microbatch():
     close(jax.vmap(f, (0, None))(ensemble, TOKENS)[1], want, 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_gradient_with_respect_to_the_input():
     f = lambda w, x: jnp.square(x @ w["w"]).sum()
     params = KINDS["int8"]({"w": W["w"]})

@@ -51,6 +51,7 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_a_quantized_base_is_resumed_exactly(tmp_path):
     options = dict(config={}, tensorboard=False)
     whole = tr.fit(step, init(), batches, steps=3, workdir=tmp_path / "whole", **options)
@@ -90,6 +91,7 @@ def test_scales_are_split_with_their_values(format):
     np.testing.assert_allclose(got["params"], want["params"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_weights_are_saved_as_the_arrays_that_they_represent(tmp_path):
     small = quantized()
     file = pretrained.save(MODEL, small, {}, tmp_path, names="huggingface")

@@ -25,6 +25,7 @@ def adapted(base=None, fill=True, model=MODEL):
     return jax.tree.map(lambda w: draw(w) if fill and is_change(w) else w, params, is_leaf=is_change)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("base", [None, compress.Int8()])
 def test_no_change_at_first(base):
     params = adapted(base, fill=False)
@@ -44,6 +45,7 @@ def losses(trainable, frozen, model=MODEL, remat=False):
             lambda t: loss(compress.materialize(nn.combine(t, frozen)), TOKENS))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("remat", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_gradients_in_a_scan_and_remat(remat):
     """In float64, to 1e-6 of the largest value of each leaf."""
@@ -56,6 +58,7 @@ def test_gradients_in_a_scan_and_remat(remat):
             assert jnp.abs(a - b).max() <= 1e-6 * jnp.abs(b).max()
 
 
+@pytest.mark.exhaustive
 def test_less_memory_than_merged():
     """The merged form holds kernels and their gradients; LoRA holds products of width 4."""
     model = dataclasses.replace(MODEL, width=256, hidden=512)

@@ -58,6 +58,7 @@ def test_selection_and_schedule_are_those_of_numpy(jointly):
     assert zeros == [0.6, 0.3, 0.25] if not jointly else zeros[0] > 0.5 > zeros[1] > 0 == zeros[2]
 
 
+@pytest.mark.exhaustive
 def test_in_fit_with_checkpoints_a_resumed_run_is_the_same(tmp_path):
     tx = optax.chain(optax.adam(0.05), compress.prune({".*": 0.5}, begin=1, end=4, every=2))
     data = {"x": DRAW.normal(size=(32, 6)).astype(np.float32), "y": DRAW.integers(0, 4, 32)}

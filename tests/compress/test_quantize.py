@@ -51,6 +51,7 @@ def test_float8_rounds_to_nearest():
     np.testing.assert_allclose(quantized(W, compress.Float8()).materialize(), want, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_integer_products_are_exact():
     """Against int32 sums of NumPy."""
     q = quantized(W, compress.Int8(activations="dynamic"))
@@ -78,6 +79,7 @@ def test_zeros_and_constant_blocks():
         np.testing.assert_allclose(quantized(np.full((4, 2), 3.0, np.float32), format).materialize(), 3, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_what_is_quantized():
     params = {"fc": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}, "blocks": {"bias": jnp.ones((3, 2)),
               "norm": {"scale": jnp.ones((3, 2))}, "kernel": jnp.ones((3, 4, 2), jnp.bfloat16)},

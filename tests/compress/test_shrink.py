@@ -129,6 +129,7 @@ def test_state_train_and_derivatives_of_the_shrunk_model():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), want, got)
 
 
+@pytest.mark.exhaustive
 def test_an_equinox_model():
     eqx = pytest.importorskip("equinox")
     network = eqx.nn.MLP(5, 3, 16, 2, key=jax.random.key(0))
@@ -142,6 +143,7 @@ def test_an_equinox_model():
                                rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_flax_model():
     flax = pytest.importorskip("flax.linen")
 

@@ -42,6 +42,7 @@ def test_eight_devices_have_the_numbers_of_one(tmp_path):
             np.testing.assert_allclose(np.asarray(b[key]), np.asarray(a[key]), rtol=1e-3, err_msg=key)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name, flags", [
     ("image_classification", ["--batch_size=64", "--width=4"]),
     pytest.param("language_model", ["--width=32", "--depth=1", "--heads=2", "--context=32"],

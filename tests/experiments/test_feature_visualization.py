@@ -55,6 +55,7 @@ def x():
     return jax.random.uniform(jax.random.key(2), (1, 32, 32, 3))
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_finite_differences(network, x):
     label, at = 3, (0, 10, 12, 1)
     slope = experiment.slope(network, label)(x, network.weights)
@@ -72,11 +73,13 @@ def test_integrated_gradients_are_complete(network, x, config):
     assert map_.shape == (32, 32) and total == pytest.approx(float(change), rel=0.05)
 
 
+@pytest.mark.exhaustive
 def test_smooth_grad_without_noise_is_the_gradient(network, x, config):
     plain = experiment.smooth_grad(network, x, 3, dataclasses.replace(config, noise=0.0, samples=2))
     assert np.allclose(plain, experiment.gradient(network, x, 3), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_grad_cam_equals_the_formula(network, x):
     """The head averages the block's output, so that the cotangent is the head's kernel over the positions."""
     label = 3
@@ -88,6 +91,7 @@ def test_grad_cam_equals_the_formula(network, x):
     assert np.allclose(jax.image.resize(expected, (32, 32), "linear"), cam, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_ascent_raises_the_channel_and_images_are_valid(network, config):
     more = dataclasses.replace(config, steps=30, jitter=0)
     channels = jnp.asarray(experiment.responding(network, more, SITE)[:2])
@@ -105,6 +109,7 @@ def test_ascent_raises_the_channel_and_images_are_valid(network, config):
     assert float(logits.std()) == pytest.approx(1, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_each_image_is_optimized_for_its_own_channel(network, config):
     """Two images in one batch are those of two batches."""
     channels, spectra = jnp.array([1, 3]), experiment.start(jax.random.key(0), 2, 32)
@@ -127,6 +132,7 @@ def test_flops_count_what_precedes_the_site(network):
     assert one == 2 * 2 * 16 * 16 * 8 * 7 * 7 * 3
 
 
+@pytest.mark.exhaustive
 def test_the_pictures(network, config, tmp_path, capsys):
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 48, 3), np.uint8))
     few = dataclasses.replace(config, samples=2, steps=2)

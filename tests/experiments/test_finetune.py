@@ -299,6 +299,7 @@ SQUARE = dict(do_resize=True, size=dict(height=16, width=16), resample=3, do_res
 ANIMALS = {"0": "red_fox", "1": "sea", "2": "sun"}
 
 
+@pytest.mark.exhaustive
 def test_a_folder_of_an_image_classifier(photos, tmp_path):
     """config.json selects the model and the labels, preprocessor_config.json the preprocessing."""
     saved(VIT, tmp_path, "huggingface", SQUARE, id2label=ANIMALS)

@@ -171,6 +171,7 @@ def test_every_number_has_an_interval_and_every_default_lies_in_it():
                         tr.flags.check_within(field.name, value, interval)
 
 
+@pytest.mark.exhaustive
 def test_debug_shows_the_traceback(command):
     code, said = command("image_classification", ["--model=vit", "--debug"])
     assert code == 98 and "Traceback" in said and "--model=vit: use cnn, mlp" in said

@@ -139,6 +139,7 @@ def test_a_missing_file_without_a_network(tmp_path):
     assert "train-images-idx3-ubyte.gz" in done.stderr and "into" in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrapper", ["lookahead", "sam"])
 def test_wrappers_around_the_optimizer(tmp_path, wrapper):
     flags = [f"--workdir={tmp_path}", "--model=mlp", "--batch_size=64", "--nolast20", f"--wrapper={wrapper}",

@@ -39,6 +39,7 @@ def tumours(script):
     return script.tumours()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name, loss",
     [
@@ -57,6 +58,7 @@ def test_the_risk_is_what_the_docstring_says(script, name, loss):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_least_squares_equals_the_closed_form(script, tumours):
     (x, y), _ = tumours
     params = script.fit_linear("linear regression", x, y, 0.1)["head"]
@@ -76,6 +78,7 @@ def test_the_closed_form_equals_ridge_regression(script, tumours):
     np.testing.assert_allclose(bias, theirs.intercept_, rtol=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_in_float64_the_agreement_is_better_still(script, tumours):
     (x, y), _ = tumours
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -92,6 +95,7 @@ def test_in_float64_the_agreement_is_better_still(script, tumours):
     assert risks.dtype == np.float64 and risks[0] == 1 and np.all(np.diff(risks) <= 1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name, solver, tolerance",
     [("logistic regression", "LogisticRegression", 1e-4), ("linear SVM", "SVC", 1e-2)],
@@ -129,6 +133,7 @@ def test_the_spirals(script):
     np.testing.assert_allclose(x, radius[:, None] * arm, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_every_hidden_layer_helps_and_the_picture_shows_it(script, tmp_path, capsys):
     panels, points = script.compare_depths(12, 1500, 0.03, 0)
     lines = re.findall(r"layers? +([\d.]+) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.M)

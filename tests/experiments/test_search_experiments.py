@@ -20,6 +20,7 @@ def run(script, *flags, code=0):
     return done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_svrg_converges_where_sgd_stalls(tmp_path):
     pytest.importorskip("sklearn")
     shown = run("svrg.py", f"--workdir={tmp_path}", "--passes=40")
@@ -34,6 +35,7 @@ def test_svrg_names_a_wrong_flag(tmp_path):
     assert "--batch_size=0: expected a number in [1, 569]" in run("svrg.py", "--batch_size=0", code=2)
 
 
+@pytest.mark.exhaustive
 def test_federated_averaging_learns_digits_and_resumes(tmp_path):
     pytest.importorskip("sklearn")
     flags = ["--dataset=digits", "--model=mlp", "--clients=10", "--sampled=5", "--epochs=2", f"--workdir={tmp_path}"]
@@ -51,6 +53,7 @@ def test_federated_names_a_wrong_flag(tmp_path):
     assert "--noise=1.0: give --clip" in run("federated.py", "--noise=1", f"--workdir={tmp_path}", code=2)
 
 
+@pytest.mark.exhaustive
 def test_searches_have_the_same_budget(tmp_path):
     pytest.importorskip("sklearn")
     shown = run("hyperparameters.py", "--members=4", "--steps=18", "--seeds=1", "--width=8", f"--workdir={tmp_path}")

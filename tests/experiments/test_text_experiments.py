@@ -116,6 +116,7 @@ def test_trained_and_asked_to_go_on(tmp_path):
     assert "\nMIRANDA." in asked and re.search(r"\n18 tokens in \d+\.\d\d s, \d+ tokens/s \(compiling inc", asked)
 
 
+@pytest.mark.exhaustive
 def test_a_published_model_is_adapted_to_a_text(stories, tmp_path):
     """QLoRA as a user runs it. generate.py reads the merged weights; the adapter is in PEFT's format."""
     (tmp_path / "text").mkdir()
@@ -177,6 +178,7 @@ def run(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.exhaustive
 def test_weights_come_first_and_a_text_needs_no_newline(tmp_path, run, monkeypatch, capsys, quickly):
     """Whatever fails after training, the weights and their vocabulary are there; and then it is the other way round."""
     (tmp_path / "input.txt").write_text("abcdefgh" * 60)
@@ -258,6 +260,7 @@ def test_prompts_in_text_out(stories):
     assert "Decoder, " in out and f"\n{int(want.lengths.sum())} tokens in " in out
 
 
+@pytest.mark.exhaustive
 def test_sentences_compared(minilm, tmp_path):
     (tmp_path / "lines.txt").write_text("our revels now are ended\n\nthese our actors\nour revels now are ended\n")
     pairs = start("embed.py", f"--weights={minilm}", "our revels", "these actors", "our revels")
@@ -359,6 +362,7 @@ def test_a_conversation(folder):
     assert piped.stdout.splitlines()[1:] == answers and piped.returncode == 0, piped.stderr
 
 
+@pytest.mark.exhaustive
 def test_beams_samples_and_stop_strings(folder):
     beams = start("generate.py", f"--weights={folder}", "--beams=3", "--length_penalty=0.5", "--max_tokens=5",
                   "--log_probs", "ab", "cde")
@@ -386,6 +390,7 @@ def test_both_forms_of_the_weights_are_one(stories):
     same(jax.tree.map(lambda leaf: leaf[None], taken["blocks"]["0"]), params["blocks"])
 
 
+@pytest.mark.exhaustive
 def test_a_folder_with_config_json_continues_a_text(tmp_path):
     model = models.Decoder(6, 16, 2, 4, 2, 24, context=32, head_dim=8, tied=True)
     pretrained.save(model, filled(model), {}, tmp_path, names="huggingface")

@@ -36,6 +36,7 @@ def run(*args):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.exhaustive
 def test_the_three_agree(script, data, capsys):
     trained = script.train(data, **OPTIONS)
     out = capsys.readouterr().out
@@ -50,6 +51,7 @@ def test_the_three_agree(script, data, capsys):
     chex.assert_trees_all_close(a, b, c, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrong", [1.0001, np.nan])
 @pytest.mark.parametrize("version", ["step_by_hand", "step_with_grad"])
 def test_a_wrong_step_is_noticed(script, data, monkeypatch, version, wrong):
@@ -75,6 +77,7 @@ def test_the_difference_is_the_largest_of_all_arrays(script):
 X = np.concatenate([np.linspace(-85, 85, 3001), [0.0]]).astype(np.float32)
 
 
+@pytest.mark.exhaustive
 def test_the_sigmoid_is_exact_everywhere(script):
     e = np.exp(-np.abs(X.astype(np.float64)))
     value, slope = np.where(X >= 0, 1, e) / (1 + e), e / (1 + e) ** 2
@@ -89,6 +92,7 @@ def test_the_sigmoid_is_exact_everywhere(script):
     np.testing.assert_allclose(slopes(middle), theirs, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_the_sigmoid_is_finite_at_the_ends(script):
     ends = jnp.array([-jnp.inf, -1e30, -1e4, 1e4, 1e30, jnp.inf])
     np.testing.assert_array_equal(script.sigmoid(ends), [0, 0, 0, 1, 1, 1])
@@ -98,6 +102,7 @@ def test_the_sigmoid_is_finite_at_the_ends(script):
     assert jnp.isnan(jax.grad(plain)(-1e4))
 
 
+@pytest.mark.exhaustive
 def test_the_sigmoids_gradient_numerically(script):
     x = jax.random.normal(jax.random.key(0), (3, 4))
     chex.assert_numerical_grads(script.sigmoid, (x,), order=1, modes=("rev",))

@@ -123,6 +123,7 @@ def test_the_description(path):
     assert not bundle.weights["params/head/kernel"].flags.owndata     # a view of the file
 
 
+@pytest.mark.exhaustive
 def test_a_zip_archive_that_python_runs(path):
     run = subprocess.run([sys.executable, path], capture_output=True, text=True)
     assert "predict(x: float32[b, 8, 8, 1]) -> float32[b, 10]\n" in run.stdout, run.stderr
@@ -211,6 +212,7 @@ def test_preprocessing_and_postprocessing(tmp_path):
     close(out["probabilities"], jax.nn.softmax(logits), 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_a_differentiable_bundle(tmp_path):
     _, params, state = digits(tmp_path / "digits.fnet", differentiable=True)
     bundle = export.load(tmp_path / "digits.fnet")
@@ -232,6 +234,7 @@ def test_named_tuples_are_read_as_dicts(tmp_path):
     close(out["pooled"], bert(params, tokens, lengths).pooled, 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_implicit_arrays_are_kept(tmp_path):
     """Here a leaf of fnet's: a tree of plain arrays with its own product. The bundle holds the 8-bit numbers."""
     @jax.tree_util.register_dataclass

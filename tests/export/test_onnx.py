@@ -102,6 +102,7 @@ def compared(f, params, path, x, /, **specs):
         close(a, np.asarray(b), 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_flax_model(tmp_path):
     f, params, x = flax_model()
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

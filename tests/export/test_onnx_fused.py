@@ -23,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("quickly")
 from fnet.export import _onnx  # noqa: E402
 
 FUSED = "LayerNormalization", "RMSNormalization", "Gelu", "Attention"
-ATTENTIONS = dict.fromkeys(("GPT", "Decoder", "Bert", "Roberta", "DistilBert", "ViT", "DeiT", "DINOv2"), 1) | {
+ATTENTIONS = dict.fromkeys(("GPT", "Decoder", "Bert", "Roberta", "DistilBert", "ViT", "DeiT", "DINOv2",
+                            "CLIPText", "CLIPVision"), 1) | {
     "ModernBert": 3}    # the first block, and two in the bodies of loops
 X, TIMES, HEADS = normal(4, 8), normal(2, 5, 8), normal(2, 6, 4, 8)
 
@@ -94,6 +95,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_layers(name, tmp_path):
     make, x, wanted = CASES[name]

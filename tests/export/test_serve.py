@@ -88,6 +88,7 @@ def test_metadata(client):
         assert client.json(path) == (status, {"error": error})
 
 
+@pytest.mark.exhaustive
 def test_answers(client, files, digits):
     """Also of more rows than a batch has, of an older version and of another entry point."""
     for rows in (1, 3, 21):
@@ -259,6 +260,7 @@ def test_limits_of_the_body(port):
     assert Client(port)("/v2", Host="example.org")[0] == 400      # a name that resolves to this address
 
 
+@pytest.mark.exhaustive
 def test_text(client):
     """The streamed tokens are those of the model without a cache."""
     params, _ = GPT.init(jax.random.key(0), GPT.example())
@@ -315,6 +317,7 @@ def test_slow_clients_and_the_token(files):
         assert not isinstance(Client(port, **client.headers).infer("digits", x=images(1)), str)
 
 
+@pytest.mark.exhaustive
 def test_sigterm_under_load(files, digits):
     """Every request on an open connection is answered, and the process ends with 0."""
     counts, errors, ended = [], [], threading.Event()

@@ -169,6 +169,7 @@ def test_fnet_devices_probes_and_says_so(machine, capsys):
     assert [mode for mode, _ in machine.runs] == ["train", "inference"]
 
 
+@pytest.mark.exhaustive
 def test_importing_measures_nothing(tmp_path):
     environment = {**os.environ, "FNET_PROBE": "1", "FNET_CACHE": str(tmp_path)}
     code = "import fnet.transforms; from fnet.hardware import _probe; print(_probe._once.cache_info().currsize)"

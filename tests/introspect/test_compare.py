@@ -19,6 +19,7 @@ STACKED = nn.Sequential(nn.Dense(8), blocks=nn.Stack(BLOCK, 12), head=nn.Dense(4
 UNROLLED = nn.Sequential(nn.Dense(8), *[BLOCK] * 12, head=nn.Dense(4))
 
 
+@pytest.mark.exhaustive
 def test_one_fault_in_twelve_layers():
     """20 random placements: a layer, one of its parameters, one element."""
     rng, params = np.random.default_rng(0), UNROLLED.init(jax.random.key(1), X)[0]
@@ -50,6 +51,7 @@ def test_one_fault_in_a_stack(iteration, part):
                                                                                ]
 
 
+@pytest.mark.exhaustive
 def test_low_precision():
     params, _ = STACKED.init(jax.random.key(1), X)
     found = introspect.compare(ft.autocast(STACKED, "bfloat16"), STACKED, params, X)

@@ -56,6 +56,7 @@ def test_functions_of_float32_alone():
     assert introspect.check_gradient(root, X).worst.error == float("inf")
 
 
+@pytest.mark.exhaustive
 def test_a_derivative_that_is_zero():
     """The bias of the keys has no influence: its derivative is a rounding error."""
     model, x = nn.Sequential(attention=nn.Attention(1)), jax.random.normal(jax.random.key(0), (2, 4, 6))

@@ -117,6 +117,7 @@ def test_a_plain_function_is_forward_and_a_scan_has_its_paths():
     assert found["loop"].cost.matmul == 4 * 2 * 200**3
 
 
+@pytest.mark.exhaustive
 def test_transformed_steps():
     """A tuned and an autocast step keep their paths; a second call of a step with its own state works."""
     step = lambda params, x: jax.grad(lambda params: jnp.square(MODEL(params, x)).mean())(params)

@@ -78,6 +78,7 @@ print(jaxpr.traits(eqn.primitive.name).kind, jaxpr.cost(eqn).kind)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_renamed_primitive_is_unknown_and_reported():
     run = subprocess.run([sys.executable, "-c", RENAMED], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

@@ -42,6 +42,7 @@ def double_sines(primitive, scope, inputs, equation):
     return [2 * jnp.sin(inputs[0])] if primitive == "sin" else NotImplemented
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("f", [
     jnp.sin, jax.jit(jnp.sin), jax.checkpoint(jnp.sin), jax.vmap(jnp.sin),
     lambda x: lax.scan(lambda c, v: (c, jnp.sin(v)), 0.0, x)[1],
@@ -148,6 +149,7 @@ def _with_a_rule_of_its_own():
     return waves
 
 
+@pytest.mark.exhaustive
 def test_a_rule_reaches_inside_custom_vmap_and_into_its_batching_rule():
     f, x, y = _with_a_rule_of_its_own(), jnp.array([0.3, 0.9]), jnp.array([1.0, 2.0])
     g = ft.rewrite(f, double_sines)
@@ -198,6 +200,7 @@ def test_a_scope_inside_custom_vmap_is_seen():
     assert {("sin", "outer/inner"), ("sin", "outer/rule")} <= seen
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrap", [
     lambda f: f, jax.jit, jax.checkpoint,
     lambda f: lambda x: lax.scan(lambda c, _: (c, f(c)), x, None, length=2)[1],

@@ -36,6 +36,7 @@ def product(seen):
     return f
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("argnums", "output"), [(0, 0), (1, 0), ((0, 1), 0), (0, 1), ((0, 1), 1)])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
 def test_a_rule_with_symbolic_zeros_learns_what_is_differentiated(argnums, output, wrap):
@@ -59,6 +60,7 @@ def _(primals, tangents):    # the tangent shows which inputs have one
     return scaled(x, y, i), slope * (1.0 + 10 * zero[0] + 100 * zero[1] + 1000 * zero[2])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, lambda f: ft.tune(f, "cpu"),
                                   lambda f: lambda x, y: jax.vmap(f)(x[None], y[None])[0]],
@@ -70,6 +72,7 @@ def test_a_jvp_with_symbolic_zeros_learns_which_tangents_are_zero(argnums, wrap)
          jax.jvp(lambda x: scaled(x, at[1], 3), at[:1], at[:1]))
 
 
+@pytest.mark.exhaustive
 def test_a_rule_with_symbolic_zeros_under_vmap_and_scan():
     f = lambda x: lax.scan(lambda c, s: (product([])(c, s, 2)[0], c), 1.0, x)[0]
     g = ft.rewrite(f, IDENTITY)

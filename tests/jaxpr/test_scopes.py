@@ -122,6 +122,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_products_have_one_path(program, derivative):
@@ -163,6 +164,7 @@ def block(scope, x):
     return x + nn.Dense(4)(scope["proj"], jnp.tanh(y))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", ["plain", "Remat", "Stack(Remat)", "checkpoint", "rematerialize"])
 @pytest.mark.parametrize("inside", [False, True], ids=["around grad", "inside grad"])
 def test_rules_reach_products_of_every_phase(form, inside):

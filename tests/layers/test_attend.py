@@ -88,6 +88,7 @@ def one_sided_derivatives(attention, arrays, along, weight, options):
             "transposed twice": jax.linear_transpose(jax.vjp(attend, *arrays)[1], weight)(along)[0]}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_formula_and_its_derivatives(name):
     with jax.enable_x64(True):
@@ -104,6 +105,7 @@ def test_derivatives_of_some_arguments_and_of_the_gradient_by_the_tangent():
                 for f in (dot_product_attention, formula)), 1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["causal", "window", "lengths", "mask"])
 def test_float32(name):
     arrays, _, weight, options = problem(name, jnp.float32)
@@ -115,6 +117,7 @@ def test_float32(name):
     close(*(jax.jit(functools.partial(run, f))(*arrays) for f in (dot_product_attention, formula)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("options", "theirs"), [
     ({"causal": True}, {"is_causal": True}), ({"causal": True, "window": 5}, {"is_causal": True,
                                                                               "local_window_size": (4, 0)}),
@@ -135,6 +138,7 @@ def test_jacobians_forward_and_reverse_agree():
         close(*of(q), 1e-12)
 
 
+@pytest.mark.exhaustive
 def test_eager_is_compiled():
     arrays, _, weight, options = problem("causal", jnp.float32)
     loss = lambda *x: (dot_product_attention(*x, **options) * weight).sum()
@@ -143,6 +147,7 @@ def test_eager_is_compiled():
 
 # Batches and devices
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("axes", "shared"), [((0, 0, 0, 0), True), ((1, None, None, None), True),
                                               ((None, 2, 4, None), False), ((None, None, None, 0), False),
                                               ((None, None, None, 0), True), ((3, None, 0, 1), False)])
@@ -165,6 +170,7 @@ def rows():
     return normal(8, 70, 4, 4), normal(8, 70, 2, 4), normal(8, 70, 2, 4, seed=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["jit", "jit heads", "shard_map", "pmap"])
 def test_devices_agree_with_one(how):
     arrays = rows()
@@ -185,6 +191,7 @@ def test_devices_agree_with_one(how):
     close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), 2e-5)
 
 
+@pytest.mark.exhaustive
 def test_keys_of_all_devices_have_the_sum_of_their_gradients():
     q, k, v = rows()
     k, v = k[:1], v[:1]
@@ -211,6 +218,7 @@ def test_keeps_output_and_statistics_and_no_weights():
     assert sorted(kept) == sorted([x.shape for x in arrays] + [(8, 70, 4, 4), (8, 4, 70), (8, 4, 70)])
 
 
+@pytest.mark.exhaustive
 def test_a_policy_keeps_it_by_name():
     arrays = rows()
     f = lambda *x: jnp.sin(dot_product_attention(*(jnp.cos(a) for a in x), causal=True)).sum()
@@ -223,6 +231,7 @@ def test_a_policy_keeps_it_by_name():
 
 # Blocks
 
+@pytest.mark.exhaustive
 def test_blocks_cover_what_is_seen_and_little_more():
     for (t, s), options in [((256, 256), {"causal": True}), ((1000, 1000), {"causal": True}), ((33, 33), {"window": 3}),
                             ((4096, 4096), {"causal": True, "window": 200}), ((300, 100), {"causal": True}),
@@ -240,6 +249,7 @@ def test_blocks_cover_what_is_seen_and_little_more():
             assert work <= 0.63, (t, options, work)
 
 
+@pytest.mark.exhaustive
 def test_a_causal_step_on_a_cpu_does_less():
     arrays = [jax.ShapeDtypeStruct((2, 256, 4, 16), jnp.float32)] * 3
     flops = {}
@@ -262,6 +272,7 @@ def test_counts_as_the_formula_does_and_moves_its_operands():
     assert len(train.matmuls) == 7 and train.dtype == "bfloat16" and not train.notes
 
 
+@pytest.mark.exhaustive
 def test_nan_reaches_those_who_see_it():
     q, k, v = rows()
     for i, arrays in enumerate([(q.at[0, 40, 1].set(jnp.nan), k, v), (q, k.at[0, 40, 1].set(jnp.nan), v),
@@ -276,6 +287,7 @@ def test_nan_reaches_those_who_see_it():
 
 # 16 bits
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bits(dtype):
     arrays, along, weight, options = problem("causal", dtype)
@@ -291,6 +303,7 @@ def test_16_bits(dtype):
     close(jax.tree.map(lambda x: x.astype(jnp.float32), low), high, 4e-2 if dtype == jnp.bfloat16 else 6e-3)
 
 
+@pytest.mark.exhaustive
 def test_small_gradients_of_float16_survive():
     q, k, v = (x.astype(jnp.float16) for x in rows())
     gradient = jax.grad(lambda v: (dot_product_attention(0 * q, k, v).astype(jnp.float32) * 1e-5).sum())(v)

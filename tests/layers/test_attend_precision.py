@@ -25,6 +25,7 @@ def equations(jaxpr, name):
         else [])]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_around_the_gradient_and_inside_it(dtype):
     want = jax.jit(jax.grad(loss))(PARAMS, X)
@@ -46,6 +47,7 @@ def test_gradients_of_float32_operands_are_float32():
     assert (fine != fine.astype(jnp.bfloat16).astype(jnp.float32)).any()
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives():
     along = jax.tree.map(jnp.cos, PARAMS)
     hvp = lambda f: jax.jit(lambda p: jax.jvp(lambda p: jax.grad(f)(p, X), (p,), (along,))[1])(PARAMS)

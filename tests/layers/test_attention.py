@@ -36,6 +36,7 @@ def by_jax(params, x, heads, groups, **options):
 MASK = np.random.default_rng(1).integers(0, 2, (2, 4, 6, 6)).astype(bool) | np.eye(6, dtype=bool)[None, None]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("options", "theirs", "call"), [
     ({}, {}, {}),
     ({"causal": True}, {"is_causal": True}, {}),
@@ -65,6 +66,7 @@ def test_masks_hide_what_they_say():
         np.testing.assert_array_equal(reach(layer, params, **call), np.broadcast_to(seen, (2, 6, 6)), str(options))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(6, 6), (2, 6, 6), (2, 1, 6, 6), (2, 4, 6, 6), (1, 6), (2, 1, 6)])
 def test_mask_shapes(shape):
     layer, params = made()
@@ -73,6 +75,7 @@ def test_mask_shapes(shape):
     close(layer(params, X, mask=mask), layer(params, X, mask=jnp.broadcast_to(full, (2, 4, 6, 6))))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", [{"mask": jnp.zeros((6, 6), bool)}, {"lengths": jnp.array([0, 0])}])
 def test_query_that_sees_no_key_gives_zero_without_nan(call):
     layer, params = made()
@@ -83,6 +86,7 @@ def test_query_that_sees_no_key_gives_zero_without_nan(call):
     assert all(jnp.isfinite(a).all() for a in jax.tree.leaves(grad))
 
 
+@pytest.mark.exhaustive
 def test_lengths_with_causal_equal_the_short_row():
     layer, params = made(causal=True, rotary=nn.Rotary())
     y = layer(params, X, lengths=jnp.array([4, 6]))
@@ -98,6 +102,7 @@ def test_rotary_knows_only_distances():
     assert jnp.abs(layer(params, X, positions=2 * jnp.arange(6)) - y).max() > 1e-3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_is_a_complex_rotation(interleaved):
     x, positions = X.reshape(2, 6, 1, 8), jnp.array([[0, 1, 2, 3, 4, 5], [7, 7, 0, 1, 90, 2]])
@@ -118,6 +123,7 @@ def test_grouped_queries_are_repeated_keys():
     close(layer(params, X), nn.Attention(4)(full, X))
 
 
+@pytest.mark.exhaustive
 def test_dropout_drops_attention_weights():
     layer, params = made(dropout=0.5)
     y = layer(params, X)
@@ -141,6 +147,7 @@ def cached(layer, params, x, steps, **options):
     return jnp.concatenate(outputs, 1), state
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps", [pytest.param((1,) * 6, marks=pytest.mark.exhaustive), (4, 1, 1),
                                    pytest.param((2, 4), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("options", [{}, {"rotary": nn.Rotary(), "kv_heads": 2}, {"window": 2}],
@@ -152,6 +159,7 @@ def test_cache_equals_the_whole_sequence(options, steps):
     assert state["index"].tolist() == [6, 6]
 
 
+@pytest.mark.exhaustive
 def test_cache_with_prompts_of_unequal_length():
     layer, params = made(causal=True, rotary=nn.Rotary())
     state = layer.cache(X)
@@ -166,6 +174,7 @@ def test_cache_with_prompts_of_unequal_length():
     close(y, jnp.stack([whole[0, 2:4], whole[1, 4:6]]))
 
 
+@pytest.mark.exhaustive
 def test_row_that_outgrows_its_cache_is_nan():
     layer, params = made(causal=True)
     state = layer.cache(X) | {"index": jnp.array([6, 5], jnp.int32)}
@@ -174,6 +183,7 @@ def test_row_that_outgrows_its_cache_is_nan():
     assert jnp.isfinite(y[1]).all()
 
 
+@pytest.mark.exhaustive
 def test_cache_is_stacked_is_a_scan_carry_and_merges_with_state():
     model = nn.Stack(nn.Residual(nn.Sequential(nn.BatchNorm(), nn.Attention(4, causal=True))), 3)
     params, stats = model.init(KEY, X)
@@ -191,6 +201,7 @@ def test_cache_is_stacked_is_a_scan_carry_and_merges_with_state():
     same(final["0"]["0"], stats["0"]["0"])
 
 
+@pytest.mark.exhaustive
 def test_cache_keeps_its_own_dtype():
     layer, params = made(causal=True)
     narrow = X.astype(jnp.bfloat16)

@@ -31,6 +31,7 @@ def equations(f, *args, name):
     return count(jax.make_jaxpr(f)(*args).jaxpr)
 
 
+@pytest.mark.exhaustive
 def test_sequential_counts_functions_and_hands_all_inputs_to_the_first():
     model = nn.Sequential(nn.Parallel(nn.Dense(4)), jnp.tanh, nn.Dense(2), last=nn.Dense(1))
     params, _ = model.init(KEY, X)
@@ -77,6 +78,7 @@ def test_reprs_read_like_the_code():
 
 # Remat
 
+@pytest.mark.exhaustive
 def test_remat_changes_no_numbers_and_no_names():
     params, state = BLOCK.init(KEY, X)
     remat = nn.Remat(BLOCK)
@@ -117,6 +119,7 @@ def stacked_trees(depth, block=BLOCK):
     return params, state, nn.Stack(block, depth)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrap", [
     lambda stack: stack, nn.Remat, lambda stack: nn.Stack(stack.block, stack.depth, unroll=2),
     lambda stack: nn.Stack(nn.Remat(stack.block), stack.depth)], ids=["stack", "remat", "unroll", "remat_inside"])
@@ -127,6 +130,7 @@ def test_stack_and_remat_compose(wrap):
     close(trained(model, params, state, X), trained(stack, params, state, X))
 
 
+@pytest.mark.exhaustive
 def test_stacks_nest():
     inner = nn.Stack(nn.Dense(4), 2)
     model = nn.Stack(inner, 3)
@@ -164,6 +168,7 @@ def test_stack_hands_extra_inputs_to_every_copy():
     close(model(params, X, gate), y)
 
 
+@pytest.mark.exhaustive
 def test_stack_in_a_place_of_its_own():
     model = nn.Sequential(nn.Dense(4), blocks=nn.Stack(BLOCK, 2))
     params, state = model.init(KEY, X)
@@ -181,6 +186,7 @@ def test_stack_under_vmap_and_per_device():
     close(jax.vmap(stack, in_axes=(None, 0))(params, xs), jnp.stack([stack(params, X), stack(params, 2 * X)]))
 
 
+@pytest.mark.exhaustive
 def test_stack_traces_its_block_once_a_call():
     activation = counted(jnp.tanh)
     counts = []

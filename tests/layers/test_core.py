@@ -76,6 +76,7 @@ def test_any_mapping_holds_params():
     close(nn.Dense(2)(jax.tree.map(np.asarray, params), X), nn.Dense(2)(params, X))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("train", [False, True])
 def test_state_comes_back_where_it_went_in(train):
     model = nn.Sequential(nn.Dense(4), nn.BatchNorm())
@@ -121,6 +122,7 @@ def test_state_is_a_scan_carry_over_steps():
     assert state["count"] == 5
 
 
+@pytest.mark.exhaustive
 def test_jit_takes_model_and_train_as_static():
     model = nn.Sequential(nn.Dense(4), nn.Dropout(0.5))
     params, _ = model.init(KEY, X)
@@ -171,6 +173,7 @@ def test_params_and_draws_are_separate_domains():
     assert abs(np.corrcoef(params["w"], drawn)[0, 1]) < 0.15
 
 
+@pytest.mark.exhaustive
 def test_numbers_are_the_same_in_every_process():
     code = ("import jax, jax.numpy as jnp; from fnet import layers as nn; "
             "p, _ = nn.Sequential(nn.Dense(2), head=nn.Dense(2)).init(jax.random.key(0), jnp.ones((1, 2))); "
@@ -197,6 +200,7 @@ def test_old_keys_serve():
 
 # Draws
 
+@pytest.mark.exhaustive
 def test_draws_differ_by_place_and_by_call_and_repeat_by_key():
     a, b = two_draws()({}, X, key=KEY)
     assert a != b
@@ -229,6 +233,7 @@ def test_names_used_once_per_call_and_trace():
     close(shares()(params, X), pair()(params["shared"], pair()(params["shared"], X)))
 
 
+@pytest.mark.exhaustive
 def test_both_branches_of_a_cond_and_a_scan_body_share_names():
     @nn.layer
     def branches(scope, x):
@@ -269,6 +274,7 @@ def mixture(scope, x, *, experts=3):
     return y.sum(0)
 
 
+@pytest.mark.exhaustive
 def test_pure_takes_a_layer_through_vmap():
     block = nn.Sequential(nn.Dense(4), nn.BatchNorm(), nn.Dropout(0.5))
     unrolled = nn.Parallel(*[block] * 3)
@@ -351,6 +357,7 @@ def test_a_fresh_lambda_is_another_layer():
     assert len(traces) == 3
 
 
+@pytest.mark.exhaustive
 def test_params_meet_the_input_in_its_dtype():
     params, _ = nn.Dense(3).init(KEY, X)
     narrow = X.astype(jnp.bfloat16)

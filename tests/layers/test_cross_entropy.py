@@ -40,6 +40,7 @@ def shapes(jaxpr):
             yield from shapes(sub.jaxpr)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk_size", [None, 1, 5, 6, 100])
 def test_losses_and_gradients_are_those_of_whole_logits(chunk_size):
     args = X, KERNEL, BIAS
@@ -49,6 +50,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(chunk_size):
     close(got, want, 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_forward_mode_and_second_derivatives():
     args = X, KERNEL, BIAS
     forward = lambda f: jax.jvp(f, args, args)[1]
@@ -58,6 +60,7 @@ def test_forward_mode_and_second_derivatives():
         close(*jax.jit(lambda g=g: (g(chunked(5)), g(whole)))(), 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_one_sequence_and_many_axes():
     want = optax.softmax_cross_entropy_with_integer_labels(X @ KERNEL, LABELS)
     close(nn.linear_cross_entropy(X[0], KERNEL, LABELS[0], chunk_size=4), want[0], 1e-5)
@@ -66,6 +69,7 @@ def test_one_sequence_and_many_axes():
     assert nn.linear_cross_entropy(X[:0], KERNEL, LABELS[:0]).shape == (0, 12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
 def test_labels_of_any_integer_type(dtype):
     vocab = 300    # more than int8 counts to
@@ -80,6 +84,7 @@ def test_a_label_outside_the_vocabulary_is_nan():
     assert np.argwhere(bad).tolist() == [[0, 3], [1, 5]]
 
 
+@pytest.mark.exhaustive
 def test_sums_are_in_float32_for_16_bit_inputs():
     low = [a.astype(jnp.bfloat16) for a in (X, KERNEL)]
     got = nn.linear_cross_entropy(*low, LABELS, chunk_size=4)
@@ -88,6 +93,7 @@ def test_sums_are_in_float32_for_16_bit_inputs():
     close(got, optax.softmax_cross_entropy_with_integer_labels(wide[0] @ wide[1], LABELS), 1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cast", [lambda f: f, lambda f: ft.autocast(f, "bfloat16")], ids=["float32", "bfloat16"])
 def test_whole_logits_never_exist(cast):
     time, vocab = 64, 4096
@@ -132,6 +138,7 @@ def test_heads():
     close(nn.Dense(VOCAB).cross_entropy({"kernel": KERNEL, "bias": BIAS}, X, LABELS), whole(X, KERNEL, BIAS), 1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", [
     models.GPT(19, 16, 1, 2, context=8),
     models.Decoder(19, 16, 1, 2, 1, 24), models.Decoder(19, 16, 1, 2, 2, 24, tied=True),

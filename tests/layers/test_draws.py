@@ -35,6 +35,7 @@ def several(key, shape, dtype):
     return jax.vmap(lambda key: jax.random.normal(key, shape[1:], dtype))(jnp.broadcast_to(key, shape[:1]))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("made", "shape", "shared"), [
     (init.he_normal(), (3, 3, 4, 8), True), (init.glorot_uniform(), (5, 7), True), (init.normal(0.02), (11,), True),
     (init.orthogonal(), (6, 4), True), (twice, (3, 5), True), (init.lecun_normal(), (70, 60), True),
@@ -49,6 +50,7 @@ def test_numbers_are_the_initializers_own(made, shape, shared, monkeypatch):
     np.testing.assert_array_equal(got, alone(made, KEY, shape, jnp.dtype("float32")))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("make_key", "partitionable"), [
     (functools.partial(jax.random.key, impl="rbg"), True), (jax.random.PRNGKey, True), (jax.random.key, False),
 ], ids=["rbg", "legacy", "not partitionable"])
@@ -60,6 +62,7 @@ def test_other_keys_draw_by_themselves(make_key, partitionable, monkeypatch):
         np.testing.assert_array_equal(got, alone(made, key, (7,), kind))
 
 
+@pytest.mark.exhaustive
 def test_in_a_stack_and_in_a_larger_program():
     model, x = nn.Stack(nn.Dense(6), 3), jax.ShapeDtypeStruct((1, 6), jnp.float32)
     made = model.init(KEY, x)

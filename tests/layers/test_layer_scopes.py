@@ -44,6 +44,7 @@ def test_scope_is_path(name):
         assert found == {path[:-1]}, path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["MLP", "Remat", "Tied"])
 def test_scope_is_path_in_compiled_backward(name):
     """What a profile shows: the backward pass of every kernel stands at the kernel's path."""
@@ -62,6 +63,7 @@ def test_scope_is_path_in_compiled_backward(name):
 MACHINERY = ("while", "body", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation")
 
 
+@pytest.mark.exhaustive
 def test_stack_runs_its_block_as_often_at_any_depth():
     calls = []
     for depth in (2, 48):
@@ -86,6 +88,7 @@ def operations(jaxpr, name=None):
     return total
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block", [nn.Sequential(nn.Dense(4), jnp.tanh), nn.Residual(nn.LayerNorm(), nn.Attention(2))],
                          ids=["dense", "attention"])
 def test_backward_costs_linearly_in_depth(block):

@@ -60,6 +60,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
     assert abs(neighbors) < 4 / x.size ** 0.5
 
 
+@pytest.mark.exhaustive
 def test_dropout_broadcasts_one_draw():
     y = nn.Dropout(0.5, broadcast=(1, -2))({}, jnp.ones((4, 3, 3, 8)), key=KEY, train=True)
     assert (y == y[:, :1, :1]).all()
@@ -82,6 +83,7 @@ NORM_PARAMS, NORM_STATE = (randomised(tree) for tree in NORM.init(KEY, X))
 NORM_STATE["var"] = jnp.abs(NORM_STATE["var"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("train", [False, True])
 def test_batch_norm_is_flax_s(train):
     twin = linen.BatchNorm(use_running_average=not train, momentum=0.8, use_fast_variance=False)
@@ -89,6 +91,7 @@ def test_batch_norm_is_flax_s(train):
     close(NORM(NORM_PARAMS, X, state=NORM_STATE, train=train), (want, new["batch_stats"]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weight", ["batch", "positions"])
 def test_batch_norm_weight_counts_rows(weight):
     """Whole weights are repetitions; weight 0 leaves a row out, NaN and all."""
@@ -103,6 +106,7 @@ def test_batch_norm_weight_counts_rows(weight):
     close(y.reshape(48, 4)[first], y_rows)
 
 
+@pytest.mark.exhaustive
 def test_batch_norm_weight_leaves_padding_without_gradient():
     weight = jnp.arange(16) < 10
     grad = jax.grad(lambda x: jnp.sin(NORM(NORM_PARAMS, x, weight, state=NORM_STATE, train=True)[0][:10]).sum())(X)
@@ -134,11 +138,13 @@ def test_batch_norm_statistics_over_a_mapped_axis(how, weighted):
     close((np.asarray(y), jax.tree.map(np.asarray, state)), jax.tree.map(np.asarray, want))
 
 
+@pytest.mark.exhaustive
 def test_batch_norm_without_an_axis_is_local_under_vmap():
     y, _ = jax.vmap(lambda x: NORM(NORM_PARAMS, x, state=NORM_STATE, train=True))(X.reshape(8, 2, 3, 4))
     close(y[0], NORM(NORM_PARAMS, X[:2], state=NORM_STATE, train=True)[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mean", [0.0, 1e3, -1e6])
 def test_batch_norm_is_accurate_for_large_means(mean):
     """One pass over x, with sums of x - shift: with sums of x and x squared, the variance would be lost."""
@@ -170,6 +176,7 @@ def test_batch_norm_gradients_and_constants():
     assert batch(flat[:0]).shape == (0, 5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", [nn.LayerNorm(), nn.RMSNorm(), nn.GroupNorm(2), nn.BatchNorm()])
 def test_statistics_are_taken_in_float32(layer):
     """In 16 bits the squares of these inputs overflow (float16) or lose their digits (bfloat16)."""
@@ -202,6 +209,7 @@ def test_conv_transpose_gives_back_conv_s_shape(size, window, stride, dilation, 
     assert shape(nn.Conv(3, window, stride, **options), y).shape == x.shape
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("window", "strides", "padding", "dilation", "groups", "extra", "size"), [
     ((3,), (1,), "SAME", (1,), 1, 0, 6), ((3,), (2,), "SAME", (1,), 1, 0, 6), ((2,), (3,), "SAME", (1,), 1, 0, 6),
     ((4,), (2,), "SAME", (1,), 1, 0, 6), ((3,), (2,), "VALID", (1,), 1, 0, 7), ((3,), (2,), "VALID", (1,), 1, 1, 8),
@@ -234,6 +242,7 @@ def test_depthwise_conv_keeps_channels_apart():
         close(y[..., 2 * channel:2 * channel + 2], alone)
 
 
+@pytest.mark.exhaustive
 def test_causal_conv_sees_no_later_position():
     layer, x = nn.Conv(2, 3, padding="CAUSAL", dilation=2), draw(1, 8, 2)
     params, _ = layer.init(KEY, x)
@@ -242,6 +251,7 @@ def test_causal_conv_sees_no_later_position():
     assert (seen == (np.subtract.outer(np.arange(8), np.arange(8))[..., None] == [0, 2, 4]).any(-1)).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layer", "fan_in"), [
     (nn.Dense(64), 256), (nn.Conv(64, 3), 9 * 256), (nn.Conv(64, 3, groups=4), 9 * 64)])
 def test_kernels_start_with_variance_one_over_fan_in(layer, fan_in):

@@ -43,6 +43,7 @@ def loss(params):
     return optax.softmax_cross_entropy_with_integer_labels(logits, LABEL).mean()
 
 
+@pytest.mark.exhaustive
 def test_gradients_and_updates_of_one_part():
     trainable, frozen = nn.partition(PARAMS, ["head", "blocks"])
     part = lambda trainable: loss(nn.combine(trainable, frozen))
@@ -97,6 +98,7 @@ def test_parts_that_do_not_belong_together():
         nn.combine(trainable, {"head": None})
 
 
+@pytest.mark.exhaustive
 def test_the_program_on_the_page_trains_one_part(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "how_to" / "freeze.md").read_text()
     program = re.search(r"(state = tr.TrainState.create\(trainable.*?)```", page, re.S)[1]

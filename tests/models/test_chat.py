@@ -28,6 +28,7 @@ def write(folder, template, **fields):
     return folder
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_texts_equal_those_of_transformers(style, tmp_path):
     template, tokens = TEMPLATES[style]
@@ -112,6 +113,7 @@ def test_messages_of_another_form(messages, text):
         models.ChatTemplate(SIMPLE).render(messages)
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(("template", "text"), [
     ("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more than 16"),
     ("{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}", "more than 16,7"),
@@ -177,6 +179,7 @@ TEMPLATE = models.ChatTemplate(SIMPLE + "{% if add_generation_prompt %}assistant
 ASK = [{"role": "user", "content": "who wrote it"}]
 
 
+@pytest.mark.exhaustive
 def test_an_answer_continues_the_rendered_text(decoder):
     model, params, words = decoder
     options = dict(max_tokens=20, temperature=0.8, top_k=5)

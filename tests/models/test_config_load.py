@@ -40,6 +40,7 @@ def test_load_compares(tmp_path):
         pretrained.load(SMALL, tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model, config, names", [
     (SMALL, CONFIG, "huggingface"), (ENCODER, ENCODER_CONFIG, "huggingface"),
     (models.ResNet.preset("resnet18"), {"architecture": "resnet18", "num_classes": 1000, "num_features": 512},
@@ -157,6 +158,7 @@ def numpy_llama(params, tokens, model, rates):
     return norm(params["norm"]["scale"], x) @ params["head"]["kernel"]
 
 
+@pytest.mark.exhaustive
 def test_fields_of_llama_against_numpy():
     base = 10000.0 ** -(np.arange(0, 16, 2) / 16)
     slow = copy.copy(base)                                                  # Llama 3.1's, branch by branch

@@ -142,6 +142,7 @@ def test_older_config_json_of_clip(change, tmp_path):
     assert pretrained.load(tmp_path / "back")[0] == model
 
 
+@pytest.mark.exhaustive
 def test_features_of_a_text_do_not_depend_on_padding(tmp_path):
     written("clip/CLIPModel", tmp_path)
     model, params, _ = pretrained.load(tmp_path)
@@ -155,6 +156,7 @@ def test_features_of_a_text_do_not_depend_on_padding(tmp_path):
     assert np.abs(model.text_features(params, other) - want).max() > 0.1 * np.abs(want).max()
 
 
+@pytest.mark.exhaustive
 def test_logits_of_clip_in_bfloat16(tmp_path):
     _, config = written("clip/CLIPModel", tmp_path)
     model, params, _ = pretrained.load(tmp_path, dtype=jax.numpy.bfloat16)
@@ -231,6 +233,7 @@ def test_modernbert_with_the_fields_of_published_files(tmp_path):
     assert json.loads((tmp_path / "same" / "config.json").read_text())["pad_token_id"] == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [dict(window=(None, 6, 6)), dict(window=(6, None, None)), dict(window=5)])
 def test_modernbert_is_equal_without_stacks_and_padding(options):
     model = models.ModernBert(9, 8, 5, 2, 8, rotary_base=(500.0, 20.0, 20.0), mlp_bias=True, **options)
@@ -244,6 +247,7 @@ def test_modernbert_is_equal_without_stacks_and_padding(options):
     assert not np.allclose(short, hidden[1, :7], atol=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_windows_of_modernbert():
     """A token reaches window // 2 positions for each block with a window, in both directions."""
     model = models.ModernBert(30, 8, 2, 2, 8, window=7)

@@ -85,6 +85,7 @@ def test_of_autocast_and_tune(name):
     assert "bf16" in program.mlir_module()
 
 
+@pytest.mark.exhaustive
 def test_gradient_of_an_exported_model():
     params, _ = UNSTACKED.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
     shape = export.symbolic_shape("b, t", constraints=(f"t <= {CONTEXT}",))
@@ -114,6 +115,7 @@ def test_training_step():
     near([jax.tree.map(jnp.subtract, params, got[0]), got[1]], [jax.tree.map(jnp.subtract, params, want[0]), want[1]])
 
 
+@pytest.mark.exhaustive
 def test_step_of_a_model_with_statistics():
     cnn = models.CNN(3, (4,), 1)
     params, state = cnn.init(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))

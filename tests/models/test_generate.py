@@ -52,6 +52,7 @@ def without_cache(name, prompt, count):
     return np.array(found[len(prompt):])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_changes_no_logits(name):
     """Prompts of unequal length at once, then token by token: the logits of the full pass."""
@@ -69,6 +70,7 @@ def test_a_cache_changes_no_logits(name):
         close(logits[:, 0], full[rows, LENGTHS + at])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_text_is_that_of_the_full_pass(name):
     model, params = prepared(name)
@@ -102,6 +104,7 @@ def test_one_program_for_all_lengths_and_options():
     assert not model.traces
 
 
+@pytest.mark.exhaustive
 def test_a_row_does_not_depend_on_the_others():
     model, params = prepared("lstm")
     draw = lambda prompts, lengths: models.generate(model, params, prompts, jax.random.key(3), max_tokens=8,
@@ -125,6 +128,7 @@ def test_stop_tokens_end_a_row():
     assert out.lengths[0] <= 3
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_that_fills_the_context():
     model, params = prepared("gpt")
     prompt = np.resize(PROMPTS[0], (1, 36))                     # from 17 on, a program is made for 32, then for 40
@@ -183,6 +187,7 @@ def test_the_likeliest_are_those_that_sorting_finds(logits, k, p):
 find = jax.jit(likeliest)
 
 
+@pytest.mark.exhaustive
 def test_traced_in_16_bits_and_under_autocast():
     model, params = prepared("llama")
     half = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), params)
@@ -222,6 +227,7 @@ def test_errors(options, error, text):
                         **{"max_tokens": 4, "temperature": 0, **options})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dtype_casts_parameters_and_cache_once(name):
     """The text of a model whose parameters have that dtype; inside the loop, nothing is cast from float32 weights."""
@@ -243,6 +249,7 @@ def test_keys_and_values_are_cached_in_the_dtype_of_the_parameters_with_the_head
         assert block["attention"]["index"].dtype == jnp.int32
 
 
+@pytest.mark.exhaustive
 def test_a_stacked_model_generates_what_separate_layers_do():
     model, params = prepared("gpt")
     assert model.stacked

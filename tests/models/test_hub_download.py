@@ -60,6 +60,7 @@ def equal(params, seed):
     assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(params_of(seed))))
 
 
+@pytest.mark.exhaustive
 def test_a_repository_is_downloaded_once(hub, tmp_path):
     commit = hub.publish(NAME, files_of(tmp_path / "source"))
     model, params, state = pretrained.load(NAME)
@@ -80,6 +81,7 @@ def test_a_repository_is_downloaded_once(hub, tmp_path):
     assert try_to_load_from_cache(NAME, "config.json", cache_dir=tmp_path / "hub") == str(snapshot / "config.json")
 
 
+@pytest.mark.exhaustive
 def test_the_first_use_of_the_library_in_a_process(tmp_path):
     """Its modules are imported when they are used; here nothing else has imported them."""
     code = "from fnet.models.weights import _download; print(_download.unavailable())"

@@ -15,6 +15,7 @@ def paths(tree):
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
 
 
+@pytest.mark.exhaustive
 def test_mlp_is_the_network_written_by_hand():
     model, x = models.MLP((7, 5, 3)), jax.random.normal(KEY, (4, 2, 3))
     params, state = model.init(KEY, x)
@@ -31,6 +32,7 @@ def test_mlp_is_the_network_written_by_hand():
     np.testing.assert_allclose(model(params, x), expected, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_cnn_names_and_shapes():
     model = models.CNN(10, (4, 8), (1, 2), stem=(5, 2), dropout=0.1)
     x = jax.random.normal(KEY, (2, 16, 16, 3))
@@ -51,6 +53,7 @@ def test_cnn_names_and_shapes():
     np.testing.assert_array_equal(again, model(params, x, state=state)[0])
 
 
+@pytest.mark.exhaustive
 def test_cnn_against_plain_jax():
     model, x = models.CNN(3, (4, 6), 1), jax.random.normal(KEY, (2, 8, 8, 1))
     params, state = model.init(KEY, x)

@@ -241,6 +241,7 @@ def test_rules_that_do_not_cover_a_model(case, file):
 # Dtypes.
 
 
+@pytest.mark.exhaustive
 def test_dtypes_are_the_files_unless_a_cast_is_asked_for(trees, file):
     def narrow(arrays):
         for key, array in arrays.items():

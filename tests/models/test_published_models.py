@@ -112,6 +112,7 @@ def test_logits_and_the_way_back(name, tmp_path):
         np.testing.assert_array_equal(back[key], array, key)
 
 
+@pytest.mark.exhaustive
 def test_the_two_versions_of_resnet_differ_in_their_strides_alone(tmp_path):
     name = "resnet_v1-torchvision"
     _, x = written(name, tmp_path)
@@ -120,6 +121,7 @@ def test_the_two_versions_of_resnet_differ_in_their_strides_alone(tmp_path):
     near(logits(dataclasses.replace(model, version="v1"), params, state, x), fixture(name)["logits"])
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("cls", "preset"), PUBLISHED, ids=lambda value: value if isinstance(value, str) else "")
 def test_published_parameter_counts(cls, preset):
     model = cls.preset(preset)
@@ -187,6 +189,7 @@ def test_resnet9_against_plain_jax():
     near(logits(model, params, state, x), plain(x))
 
 
+@pytest.mark.exhaustive
 def test_features_are_what_the_last_layer_sees():
     model = SMALL_VIT
     draw = lambda leaf: drawn.images(str(leaf.shape), leaf.shape)

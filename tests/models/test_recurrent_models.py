@@ -101,6 +101,7 @@ def test_tree_lstm_is_the_recursion_of_the_paper():
         model.spec(packed.labels, packed.parents, packed.lengths[:3])
 
 
+@pytest.mark.exhaustive
 def test_tree_lstm_learns_to_evaluate_expressions_of_any_shape():
     """Trained on small formulas, it evaluates larger ones; and one program serves every shape."""
     model, traced = models.TreeLSTM(2, 5, 32), []

@@ -45,6 +45,7 @@ def test_penalties_of_logits():
     np.testing.assert_array_equal(penalized(logits[None], plain, marks, counts)[0], logits)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [(1.5, 0, 0), (1, 2.0, 0), (1, 0, 0.7), (1.2, 0.5, -0.3)], ids=str)
 def test_greedy_text_with_penalties(options):
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -73,6 +74,7 @@ def test_log_probabilities_are_those_of_the_model():
     assert (out.lengths < 8).any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_several_texts_of_a_prompt_are_those_of_the_repeated_prompt(name):
     model, params = prepared(name)
@@ -173,6 +175,7 @@ def test_stop_strings_in_random_tokens(seed, monkeypatch):
     assert 50 < stopped < 150
 
 
+@pytest.mark.exhaustive
 def test_the_text_of_a_stream_is_that_of_generate():
     words = models.CharTokenizer("abcdefghijklmnopqrst")
     model, params = prepared("gpt")
@@ -183,6 +186,7 @@ def test_the_text_of_a_stream_is_that_of_generate():
     assert "".join(stream([text[3:5]])) == text[:text.index(text[3:5])]
 
 
+@pytest.mark.exhaustive
 def test_a_beam_of_all_texts_finds_the_best_ones():
     """With as many beams as texts, nothing is lost: all texts of three tokens, those with a stop token shorter."""
     model = models.GPT(4, 8, 1, 1, context=8)
@@ -204,6 +208,7 @@ def test_a_beam_of_all_texts_finds_the_best_ones():
     assert not np.asarray(best.tokens[0])[np.arange(3)[None] >= np.asarray(best.lengths[0])[:, None]].any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_beam_is_greedy(name):
     model, params = prepared(name)
@@ -214,6 +219,7 @@ def test_one_beam_is_greedy(name):
     np.testing.assert_array_equal(best.lengths[:, 0], want.lengths)
 
 
+@pytest.mark.exhaustive
 def test_more_beams_find_better_texts():
     model, params = prepared("llama")
     few, many = (models.beam_search(model, params, PROMPTS, beams=n, max_tokens=8, lengths=LENGTHS, length_penalty=0.0)

@@ -4,7 +4,7 @@ import collections
 import heapq
 
 ENOUGH = 3      # quick tests of each line of fnet, if it has as many
-LONG = 1.0      # seconds; shorter tests stay
+LONG = 0.3      # seconds; shorter tests stay
 
 
 def redundant(records):

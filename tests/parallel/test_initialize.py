@@ -50,6 +50,7 @@ def test_the_environment_names_the_coordinator(monkeypatch):
         parallel.initialize()
 
 
+@pytest.mark.exhaustive
 def test_nobody_there(free_port):
     """The process says where it waited, as which, and ends by itself with its own exit code."""
     where = f"127.0.0.1:{free_port}"

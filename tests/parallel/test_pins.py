@@ -155,6 +155,7 @@ def transformer(hand=lambda x: x):
     return gradient(loss), params, jax.ShapeDtypeStruct((rows, time + 1), jnp.int32)
 
 
+@pytest.mark.exhaustive
 def test_pins_gather_weights_as_pins_by_hand_do():
     def by_hand(x):
         return lax.with_sharding_constraint(x, NamedSharding(MESH, P("data", *[P.UNCONSTRAINED] * (x.ndim - 1))))

@@ -32,6 +32,7 @@ def on_one_device(name):
     return initial, plain(plain(initial, batch)[0], batch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "strategy", "options"), [
     *(("gpt", strategy, {}) for strategy in ("zero1", "fsdp+pins")), ("gpt", "fsdp+pins", TENSOR),
     *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (    # parts of the others
@@ -171,6 +172,7 @@ def test_what_is_split_and_what_is_not():
     assert odd.replicated == (("[0]", (81, 81), "no axis of [81, 81] is a multiple of 8"),)
 
 
+@pytest.mark.exhaustive
 def test_a_state_that_exists_is_copied():
     step, init, batch = mlp()
     plan = parallel.plan(step, init, batch, strategy="data")
@@ -179,6 +181,7 @@ def test_a_state_that_exists_is_copied():
     assert not any(x.is_deleted() for x in jax.tree.leaves(mine))
 
 
+@pytest.mark.exhaustive
 def test_some_devices():
     step, init, batch = narrow()
     plan = parallel.plan(step, init, batch, devices=jax.devices()[:2], strategy="fsdp")

@@ -87,6 +87,7 @@ def host(state):
                                              else x), state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["shapes", pytest.param("arrays", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", TARGETS)
 def test_eight_devices_go_on_on_others(saved, name, kind):
@@ -103,6 +104,7 @@ def test_eight_devices_go_on_on_others(saved, name, kind):
     assert state.state["weak"].weak_type
 
 
+@pytest.mark.exhaustive
 def test_it_goes_on_under_the_new_plan(saved):
     folder, _ = saved
     ends = []
@@ -115,6 +117,7 @@ def test_it_goes_on_under_the_new_plan(saved):
     assert planned(8).jit(step)(again, X)[1]["loss"] == ends[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["data", "zero1", "fsdp"])
 def test_born_with_the_bits_of_one_device(strategy):
     plan = planned(8, strategy)

@@ -44,6 +44,7 @@ def test_the_figures_are_those_of_the_closed_forms():
     assert column.memory is None and column.rows is None and column.fits is None and column.dollars(1) is None
 
 
+@pytest.mark.exhaustive
 def test_the_same_step_has_the_same_flops_and_the_dtype_of_each_chip():
     table = parallel.compare(step, init, BATCH, ["Titan RTX", "A100 SXM4 80GB", "Titan X Pascal"])
     assert [column.count.dtype for column in table.columns] == ["float16", "bfloat16", "float32"]

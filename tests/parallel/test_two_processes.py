@@ -64,6 +64,7 @@ def agrees(came, counts):
     close(jnp.float32(came["params"]), wanted[-1][1])
 
 
+@pytest.mark.exhaustive
 def test_uneven_rows_have_the_gradient_of_one_process(free_port):
     """8 and 5 rows, then one that has run out; both end together. The same without weights, for whole batches alone."""
     ends = pair("orderly", free_port)

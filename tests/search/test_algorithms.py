@@ -83,6 +83,7 @@ def test_sobol_errors():
         search.sobol(4, 22)
 
 
+@pytest.mark.exhaustive
 def test_a_copy_carries_parameters_optimizer_and_hyperparameters():
     init_n, step_n = quadratic()
     state = init_n(jax.random.key(0), {"rate": jnp.linspace(0.01, 0.1, 10), "seed": jnp.arange(10)})
@@ -100,6 +101,7 @@ def test_a_copy_carries_parameters_optimizer_and_hyperparameters():
         assert 0.001 <= new.hyper["rate"][child] <= 0.11 and ratio != 1
 
 
+@pytest.mark.exhaustive
 def test_perturbation_and_resampling():
     init_n, _ = quadratic()
     state = init_n(jax.random.key(0), {"rate": jnp.full(200, 0.1)})
@@ -111,6 +113,7 @@ def test_perturbation_and_resampling():
     assert 30 < (anew < 10**-1.5).sum() < 70 and len(set(anew.tolist())) == 100
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("steps", [3, 4, 6])
 @pytest.mark.parametrize("method", ["vmap", "loop"])
 def test_pbt_resumes_bit_by_bit(method, steps, tmp_path):

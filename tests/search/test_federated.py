@@ -45,6 +45,7 @@ def run(round, state, rounds=1):
     return state, metrics
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["vmap", "loop"])
 def test_fedsgd_with_all_clients_is_one_large_batch(method):
     with jax.enable_x64(True):
@@ -97,6 +98,7 @@ def test_every_example_is_used_once_in_an_epoch():
     assert set(seen) <= {111.0, 11000.0} and len(set(seen)) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["one traced program", "two devices", "two devices, loop", "loop"])
 def test_rounds_do_not_depend_on_how_clients_run(kind):
     data = federated.clients(parts([4, 3, 5, 2], "float32"))
@@ -114,6 +116,7 @@ def test_rounds_do_not_depend_on_how_clients_run(kind):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_clients_that_do_not_answer_and_bytes():
     data = federated.clients(parts([2] * 8, "float32"))
     round = federated.fedavg(federated.local(loss, optax.sgd(0.1)), data, server=optax.sgd(1.0, momentum=0.9),
@@ -177,6 +180,7 @@ def test_fit_resumes_bit_by_bit(tmp_path):
     assert len(rows) == 6 and {"train/loss", "train/answers", "train/megabytes"} <= rows[-1].keys()
 
 
+@pytest.mark.exhaustive
 def test_two_processes_equal_one(tmp_path):
     """Two processes with two devices each, beside one with four; `fit` saves and resumes both."""
     with socket.socket() as found:

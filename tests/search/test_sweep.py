@@ -80,6 +80,7 @@ def test_a_sweep_finds_the_best_and_prints_its_command(files, capsys):
     assert steps(files) == [[1, 2, 3, 4, 5]] * 8
 
 
+@pytest.mark.exhaustive
 def test_two_workers_of_which_one_is_killed(files):
     """Nothing is lost, and nothing is run twice: each step of each trial is logged once."""
     run = [sys.executable, "-m", "fnet.cli", *command(files, trials=6, script=["--pause=0.15"])]
@@ -113,6 +114,7 @@ def test_the_process_of_a_killed_worker_holds_the_last_trial(files):
     assert results(files)[0]["status"] == "finished" and steps(files) == [[1, 2, 3, 4, 5]]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_trial_continues(files):
     run = [sys.executable, "-m", "fnet.cli", *command(files, trials=1, script=["--pause=0.3"])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

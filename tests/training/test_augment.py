@@ -21,6 +21,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_pure_jitted_and_shaped(name):
     f = jax.jit(CASES[name])
@@ -32,11 +33,13 @@ def test_pure_jitted_and_shaped(name):
     assert len(np.unique(np.asarray(f(KEY, same)).reshape(32, -1), axis=0)) > 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["random_crop", "random_flip", "cutout", "random_shift"])
 def test_bytes_stay_bytes(name):
     assert CASES[name](KEY, jnp.ones((2, 8, 8, 1), jnp.uint8)).dtype == jnp.uint8
 
 
+@pytest.mark.exhaustive
 def test_crops_are_windows_of_the_padded_image():
     out = np.asarray(tr.random_crop(KEY, IMAGES, 2))
     padded = np.pad(np.asarray(IMAGES), ((0, 0), (2, 2), (2, 2), (0, 0)))
@@ -59,6 +62,7 @@ def test_flip_mirrors_or_does_nothing():
     assert 6 < sum(flipped) < 26
 
 
+@pytest.mark.exhaustive
 def test_cutout_is_one_square_at_most_this_large():
     hole = np.asarray(tr.cutout(KEY, jnp.ones((64, 8, 8, 2)), 4)) == 0
     np.testing.assert_array_equal(hole[..., 0], hole[..., 1])

@@ -71,6 +71,7 @@ def test_called_after_each_step_with_its_own_metrics():
     np.testing.assert_array_equal(trained.params["w"], train().params["w"])
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_calls_it_once_for_each_step(tmp_path):
     seen = []
     on_step = [lambda end: seen.append(end.step), lambda end: end.log({"n": end.step})]
@@ -81,6 +82,7 @@ def test_a_resumed_run_calls_it_once_for_each_step(tmp_path):
     assert [row["n"] for row in tr.read_metrics(tmp_path) if "n" in row] == seen
 
 
+@pytest.mark.exhaustive
 def test_an_exception_ends_the_run_with_its_state_saved(tmp_path):
     def failing(end):
         if end.step == 3:
@@ -101,6 +103,7 @@ def test_stopping_is_the_end_of_the_run(tmp_path):
     assert [row["step"] for row in tr.read_metrics(tmp_path) if "v/w" in row] == [2]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [2, 4])
 def test_a_signal_ends_a_function_that_waits(tmp_path, at):
     def waiting(end):
@@ -116,6 +119,7 @@ def test_a_signal_ends_a_function_that_waits(tmp_path, at):
     np.testing.assert_array_equal(train(workdir=tmp_path, config={}).params["w"], train().params["w"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [2, 4])
 @pytest.mark.parametrize("end", ["signal", "error"])
 def test_what_is_left_to_be_done_at_its_step_is_done_after_the_restart(tmp_path, at, end):

@@ -241,6 +241,7 @@ def test_two_runs_in_one_folder(saved):
     other.close()
 
 
+@pytest.mark.exhaustive
 def test_the_lock_ends_with_its_process_and_not_with_its_child(tmp_path):
     """A forked child, which shares the parent's open files, outlives it."""
     program = ("import os, sys, time\nfrom fnet.training.checkpoints._lock import Lock\nimport pathlib\n"

@@ -86,6 +86,7 @@ def test_a_second_process_compiles_nothing_and_gets_equal_bits(tmp_path):
     assert plain[2] == first[2] == second[2]
 
 
+@pytest.mark.exhaustive
 def test_a_folder_chosen_for_jax_is_used_instead(tmp_path):
     run(tmp_path / "data", tmp_path / "run", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "jax"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")

@@ -79,11 +79,13 @@ def test_a_clock_that_does_not_move(monkeypatch):
     assert int(tr.fit(step, start(), batches, steps=4, log_every=2, tune=False).step) == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps", [15.0, 40 / 8 * 3])
 def test_a_whole_number_of_steps_may_be_a_float(steps):
     assert int(tr.fit(step, start(), batches, steps=steps, tune=False).step) == 15
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("error", [OSError("disk gone"), SystemExit("the end"), StopIteration("no more")])
 def test_an_error_of_the_source_is_raised_and_what_is_finished_is_saved(tmp_path, error):
     def broken(i):
@@ -118,6 +120,7 @@ def test_a_thread_that_is_gone_is_an_error():
 
 # The evaluation.
 
+@pytest.mark.exhaustive
 def test_the_state_is_saved_before_an_evaluation_that_raises(tmp_path):
     def broken(state):
         raise ZeroDivisionError("in the evaluation")
@@ -166,6 +169,7 @@ def test_ctrl_c_while_evaluating_and_on_with_progress(tmp_path, capsys):
     assert "step 4/8  v/loss" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_done_before_a_death_is_not_done_again(tmp_path):
     """The checkpoint is written before the evaluation and amended after it."""
     measured = []
@@ -251,6 +255,7 @@ def test_an_evaluation_that_is_none(evaluate, text):
         tr.fit(step, start(), batches, steps=1, evaluate=evaluate, tune=False)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("value, text", [
     (None, "returned NoneType None as 'a': expected a number, an array of numbers, tr.Histogram"),
     ({"b": 1.0}, "returned dict {'b': 1.0} as 'a'"), ("0.5", "returned str '0.5' as 'a'"),
@@ -285,6 +290,7 @@ def test_a_counter_that_does_not_count(counter):
 
 # Signals.
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
 def test_a_closed_terminal_and_a_preemption_warning_save(tmp_path, name):
     def signalling(i):
@@ -311,6 +317,7 @@ def test_what_is_ignored_or_the_users_own_stays():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.mark.exhaustive
 def test_forked_workers_have_the_old_handlers_and_their_signals_do_not_count():
     """A worker forked by the thread that prepares batches gets SIGINT with its whole group, over a second later."""
     program = textwrap.dedent("""
@@ -341,6 +348,7 @@ def test_forked_workers_have_the_old_handlers_and_their_signals_do_not_count():
     assert done.stdout.splitlines() == ["child 1", "child interrupted", "still here SIGINT", "left"], done.stderr
 
 
+@pytest.mark.exhaustive
 def test_gnu_timeout_signals_the_group_too_and_that_is_one(tmp_path):
     """`timeout` signals its child, and then the group that the child is in."""
     program = ("import os, signal, time\nfrom fnet.training.loop import _signals\nwith _signals.signals() as seen:\n"

@@ -83,6 +83,7 @@ def whole(tmp_path_factory, evaluate):
     return workdir, state
 
 
+@pytest.mark.exhaustive
 def test_train_stop_resume_is_train_bit_for_bit(tmp_path, evaluate, whole):
     for steps in (12, 24):
         state = tr.fit(
@@ -93,6 +94,7 @@ def test_train_stop_resume_is_train_bit_for_bit(tmp_path, evaluate, whole):
     assert len(rows(tmp_path)) == 12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_anywhere_it_saves_and_goes_on_bit_for_bit(tmp_path, evaluate, whole, number):
     def interrupting(i):
@@ -110,6 +112,7 @@ def test_interrupted_anywhere_it_saves_and_goes_on_bit_for_bit(tmp_path, evaluat
     assert rows(tmp_path) == rows(whole[0])
 
 
+@pytest.mark.exhaustive
 def test_lines_after_the_last_checkpoint_are_written_once(tmp_path, evaluate, whole):
     arguments = {"evaluate": evaluate, "workdir": tmp_path, **OPTIONS}
     tr.fit(step, start(), batches(), steps=12, **arguments)
@@ -159,6 +162,7 @@ def test_the_step_is_traced_once_and_the_given_state_survives():
     assert np.isfinite(np.asarray(state.params["hidden"]["kernel"])).all()
 
 
+@pytest.mark.exhaustive
 def test_training_metrics_are_means_over_the_window(whole):
     workdir, _ = whole
     state, losses, correct = start(), [], []
@@ -185,6 +189,7 @@ def scripted(values):
     return {"v": lambda state: {"loss": values[int(state.step)]}}
 
 
+@pytest.mark.exhaustive
 def test_early_stopping_counts_across_a_restart(tmp_path):
     values = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.5, 5: 2.5, 6: 2.5}
     rule = tr.EarlyStop(metric="v/loss", patience=3, mode="min")
@@ -199,6 +204,7 @@ def test_early_stopping_counts_across_a_restart(tmp_path):
     best.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bad", ["loss", "params"])
 def test_divergence_is_an_error_and_never_a_checkpoint(tmp_path, bad):
     def breaking(state, batch):
@@ -215,6 +221,7 @@ def test_divergence_is_an_error_and_never_a_checkpoint(tmp_path, bad):
     kept.close()
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint_is_no_fresh_start(tmp_path):
     tr.fit(step, start(), batches(), steps=4, workdir=tmp_path, save_every=2)
     for file in (tmp_path / "checkpoints" / "4").rglob("*"):
@@ -229,6 +236,7 @@ def test_a_damaged_checkpoint_is_no_fresh_start(tmp_path):
         tr.fit(step, start(), batches(), steps=8, workdir=tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_what_is_logged(tmp_path, evaluate, capsys):
     progress = tr.Progress(bar=False)
     tr.fit(

@@ -38,6 +38,7 @@ def whole(tmp_path_factory, options, plan):
     return workdir, tr.fit(step, start(), batches(), steps=12, workdir=workdir, plan=plan, **options)
 
 
+@pytest.mark.exhaustive
 def test_the_numbers_of_one_device(tmp_path, options, plan, whole):
     """Loss scale, noise, moving average, statistics and a random key are in the state."""
     one = tr.fit(step, start(), batches(), steps=12, workdir=tmp_path, **options)
@@ -50,6 +51,7 @@ def test_the_numbers_of_one_device(tmp_path, options, plan, whole):
         np.testing.assert_allclose(list(row.values()), list(want.values()), rtol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("death", [1, 8])
 def test_the_same_bits_after_a_death(tmp_path, options, plan, whole, death):
     def feed(i):
@@ -97,6 +99,7 @@ def test_each_chip_measures_its_share(plan):
     assert [where.shard_shape((16, 4)) for where in seen[-1:]] == [(2, 4)]
 
 
+@pytest.mark.exhaustive
 def test_it_is_compiled_once(plan):
     """Metrics that begin anew lie where the step leaves them."""
     from jax import monitoring
@@ -129,6 +132,7 @@ def test_steps_that_are_not_finite(tmp_path, plan, nonfinite):
     assert int(ends[1].step) == 9
 
 
+@pytest.mark.exhaustive
 def test_short_batches_are_filled_up():
     def weighted(state, batch):
         def loss(params):
@@ -147,6 +151,7 @@ def test_short_batches_are_filled_up():
     close(tr.fit(weighted, begin(), ragged, steps=4, plan=plan).params, tr.fit(weighted, begin(), full, steps=4).params)
 
 
+@pytest.mark.exhaustive
 def test_debug_names_the_layer(tmp_path, plan):
     def broken(i):
         batch = batches()(i)

@@ -103,6 +103,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SOURCES)
 def test_resumed_is_unbroken_bit_for_bit(tmp_path, name):
     make, guarantee = SOURCES[name]
@@ -190,6 +191,7 @@ def test_a_source_that_cannot_be_repeated_warns_at_a_resume(tmp_path):
     assert tr.from_iterator(fixed).resume == "epoch" and tr.from_iterator(fixed).steps(2.5) == 13
 
 
+@pytest.mark.exhaustive
 def test_each_process_goes_on_where_it_was(tmp_path):
     """Two processes with epochs of five and three batches: the guarantee "exact" is that of each."""
     script = pathlib.Path(__file__).with_name("reading.py")

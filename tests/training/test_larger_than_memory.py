@@ -23,6 +23,7 @@ def mapped(tmp_path):
     return np.load(tmp_path / "images.npy", mmap_mode="r"), rows
 
 
+@pytest.mark.exhaustive
 def test_batches_of_a_mapped_file(mapped):
     images, rows = mapped
     batches = tr.Batches({"image": images, "index": np.arange(len(images))}, batch_size=16, seed=1)

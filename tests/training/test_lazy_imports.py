@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 def loaded(program, *names):
     program += f"\nimport sys; print([name for name in {names!r} if name in sys.modules])"
@@ -10,6 +12,7 @@ def loaded(program, *names):
     return done.stdout.strip()
 
 
+@pytest.mark.exhaustive
 def test_training_does_not_load_orbax_tensorboard_or_plots():
     heavy = ("orbax.checkpoint", "tensorboardX", "matplotlib", "sklearn", "tensorstore")
     assert loaded("import fnet.training", *heavy) == "[]"

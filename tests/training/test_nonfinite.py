@@ -66,6 +66,7 @@ def test_the_host_asks_at_logs_alone(monkeypatch, tmp_path):
     assert asked == [6, 12] and tr.Checkpoints(tmp_path / "checkpoints").steps() == [8, 10, 12]
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_that_is_not_finite_while_the_loss_is():
     def cusp(state, batch):
         loss = lambda params: jnp.sqrt(jnp.square(params["w"] * batch["x"]).sum())
@@ -101,6 +102,7 @@ def start_with_state(**more):
     return start().replace(state={"mean": jnp.zeros(()), "half": jnp.ones(3, jnp.bfloat16)} | more)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("called", LEAVES)
 def test_every_leaf_and_metric_is_watched(tmp_path, called):
     with pytest.raises(tr.Diverged, match=rf"^{called} was not finite at step 5 of 9 \(batch 4\); the checkpoint of "
@@ -118,6 +120,7 @@ def test_a_skipped_step_leaves_the_optimizer_alone(tmp_path):
     assert int(state.opt_state[0].count) == 8 and int(expected.opt_state[0].count) == 9
 
 
+@pytest.mark.exhaustive
 def test_large_numbers_whose_squares_overflow_are_finite():
     """And leaves that are infinite from the beginning are meant to be: `reduce_on_plateau` has one."""
     state = start_with_state(large=jnp.full((3, 4), 1e30), plateau=jnp.float32(np.inf), tiny=jnp.full(7, 1e-40))
@@ -125,6 +128,7 @@ def test_large_numbers_whose_squares_overflow_are_finite():
     assert int(state.step) == 3 and np.isinf(state.state["plateau"])
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0, 2), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "float8_e5m2"])
@@ -154,6 +158,7 @@ def test_skipped_steps_leave_no_trace(tmp_path, capsys):
     assert int(state.step) == 9 and all(np.isfinite(value) for value in losses(tmp_path).values())
 
 
+@pytest.mark.exhaustive
 def test_skipping_is_reported_counted_and_exact_across_a_restart(tmp_path, capsys):
     options = {"nonfinite": "skip", "log_every": 5, "save_every": 5, "config": {}}
     whole = tr.fit(step, start(), batches({3, 6}), steps=10, workdir=tmp_path / "a", **options,
@@ -192,6 +197,7 @@ def test_rolling_back_ends_somewhere(tmp_path):
                workdir=tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_without_a_checkpoint_there_is_nowhere_to_roll_back_to():
     with pytest.raises(tr.Diverged, match="step 3 of 9"):
         tr.fit(step, start(), batches({2}), steps=9, nonfinite="rollback")

@@ -14,6 +14,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", tr.OPTIMIZERS)
 def test_every_optimizer_goes_downhill_under_strict_promotion(name):
     tx = tr.optimizer(
@@ -27,6 +28,7 @@ def test_every_optimizer_goes_downhill_under_strict_promotion(name):
     assert float(loss(state.params)) < float(loss(PARAMS))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "nadamw", "lion", "lamb", "lars"])
 def test_weight_decay_spares_biases_and_norm_scales(name):
     zero = jax.tree.map(jnp.zeros_like, PARAMS)
@@ -57,6 +59,7 @@ def test_adamw_is_optax_adamw():
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.exhaustive
 def test_clip_bounds_the_norm():
     tx = tr.optimizer("sgd", 1.0, clip=0.5)
     params = {"w": jnp.zeros(4)}
@@ -123,6 +126,7 @@ def trained(tx, steps, x, y, **more):
     return state
 
 
+@pytest.mark.exhaustive
 def test_sam_equals_numpy():
     """The gradient at a distance of 0.3 in the direction of the gradient, in momentum."""
     x, y, gradient = logistic()

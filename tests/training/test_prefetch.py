@@ -57,6 +57,7 @@ def test_an_error_is_raised_where_its_batch_is_asked_for():
     feed.close()
 
 
+@pytest.mark.exhaustive
 def test_waiting_is_counted_and_logged(tmp_path):
     def slow(i):
         time.sleep(0.05)

@@ -33,6 +33,7 @@ def lines(batches, steps, state=None, **options):
     return [line for line in out.getvalue().splitlines() if "compiled again" in line]
 
 
+@pytest.mark.exhaustive
 def test_each_cause_is_reported_once():
     shapes = [4, 4, 2, 4, 2, 3, 4]
     found = lines(lambda i: {"x": np.ones(shapes[i], np.float32)}, 7)
@@ -40,6 +41,7 @@ def test_each_cause_is_reported_once():
                      "step 6 is compiled again: batch/x was float32[2], is float32[3]"]
 
 
+@pytest.mark.exhaustive
 def test_reports_are_compilations():
     def traced(batches, steps):
         TRACES.clear()
@@ -71,6 +73,7 @@ def test_a_weakly_typed_state():
     assert found in ([], ["step 2 is compiled again: state/params/w was float32[] (weakly typed), is float32[]"])
 
 
+@pytest.mark.exhaustive
 def test_shapes_that_never_repeat():
     found = lines(lambda i: {"x": np.ones(i + 1, np.float32)}, 12)
     assert len(found) == 8 and found[-1].endswith(

@@ -86,6 +86,7 @@ def same_run(a, b):
     assert rows == other_rows
 
 
+@pytest.mark.exhaustive
 def test_everything_is_in_the_checkpoint(whole):
     leaves, rows = everything(whole[0])
     for part in ("state/params/head", "state/opt_state/scale", "state/ema/head", "state/state/key", "state/step",
@@ -99,6 +100,7 @@ class Died(Exception):
     pass
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("deaths", [[12], [1, 20]])
 def test_died_and_gone_on_it_ends_with_the_same_bits(tmp_path, options, whole, deaths):
     """Dead at any step: what was done after the last checkpoint is done again alike."""
@@ -114,6 +116,7 @@ def test_died_and_gone_on_it_ends_with_the_same_bits(tmp_path, options, whole, d
     same_run(tmp_path, whole[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [12, 24])
 def test_interrupted_while_evaluating_it_evaluates_again(tmp_path, options, whole, at):
     real = options["evaluate"]["test"]
@@ -131,6 +134,7 @@ def test_interrupted_while_evaluating_it_evaluates_again(tmp_path, options, whol
     same_run(tmp_path, whole[0])
 
 
+@pytest.mark.exhaustive
 def test_interrupted_before_the_first_step(tmp_path, options, whole):
     def interrupting(i):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -143,6 +147,7 @@ def test_interrupted_before_the_first_step(tmp_path, options, whole):
     same_run(tmp_path, whole[0])
 
 
+@pytest.mark.exhaustive
 def test_a_fallback_goes_on_to_the_same_end(tmp_path, options, whole):
     tr.fit(step, start(), batches(), steps=12, workdir=tmp_path, **options)
     file = tmp_path / "checkpoints" / "12" / "arrays-0.safetensors"
@@ -232,6 +237,7 @@ def died(i):
     return batches()(i)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM")])
 def test_a_later_signal_ends_at_once_even_in_a_call_that_no_handler_interrupts(first, second):
     """`threading.Lock` is not such a call, and neither is sleep: hashing in C is. Repeats within a second are one."""

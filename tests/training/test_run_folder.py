@@ -23,6 +23,7 @@ def fit(workdir, steps=2, source=batches, **options):
 
 # metrics.jsonl
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("line", [b'{"step": 1, "train/loss": \xff\xfe}', b'{"train/loss": 1.0}', b"3.5", b"[]", b"{",
                                   b'{"step": "1"}', b"[" * 100_000], ids=lambda line: line[:12].decode("latin1"))
 def test_a_damaged_log_blocks_no_run(tmp_path, line):
@@ -172,6 +173,7 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_taken_again(tmp_path, mo
     lock.release()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="forks with JAX loaded")
 def test_two_configurations_started_together_do_not_swap(tmp_path):
     """One has the new folder, and its config.json and checkpoints are its own; the other is refused."""

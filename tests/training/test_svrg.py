@@ -61,6 +61,7 @@ def test_every_iterate_equals_numpy(data):
         assert np.abs(path[at] - w).max() <= 1e-6 * np.abs(w).max()
 
 
+@pytest.mark.exhaustive
 def test_the_gap_decreases_linearly_where_sgd_stalls(data):
     x, y = data
     with jax.enable_x64(True):

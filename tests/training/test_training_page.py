@@ -15,6 +15,7 @@ def block(first):
     return textwrap.dedent(re.search(rf"^    {first}.*\n((    .*)?\n)+", PAGE, re.M).group(0))
 
 
+@pytest.mark.exhaustive
 def test_the_programs_on_the_page_run(tmp_path, capsys):
     program = block("import jax, jax.numpy")
     small = {"widths=(32, 64)": "widths=(2, 4)", "epochs=20": "epochs=2", "runs/example": str(tmp_path)}

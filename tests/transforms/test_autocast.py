@@ -32,6 +32,7 @@ X, Y = normal(1, 4, 8), normal(2, 8, 4)
 
 # Constants.
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "fill"), [("float16", -1e9), ("bfloat16", float(jnp.finfo(F32).min))])
 def test_masks_stay_finite(dtype, fill):
     def f(x, y, mask):
@@ -94,6 +95,7 @@ def test_the_authors_casts_and_precision_win():
     same(high(X, Y), jnp.matmul(X, Y, precision="highest"))
 
 
+@pytest.mark.exhaustive
 def test_without_jit():
     product = lambda a: jnp.tanh(a @ a.T)
     loop = lambda a: lax.scan(lambda carry, row: (carry + product(row[None]).sum(), None), 0.0, a)[0]

@@ -99,6 +99,7 @@ def test_table(name):
             check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs)
 
 
+@pytest.mark.exhaustive
 def test_one_more_rounding_fails():
     """The comparison with casts by hand detects products whose float32 results are rounded to 16 bits."""
     case = CASES["Equinox MLP"]
@@ -172,6 +173,7 @@ def hold_kinks(f, params, *inputs):
     return held, len(decisions)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "draw", "kinks"), [("conv and BatchNorm", 2, 3), ("Haiku ResNet block", 8, 2)])
 def test_kinks(name, draw, kinks):
     """What exceeds the bound of smooth functions where BatchNorm feeds relu are activations that rounding carries over

@@ -214,6 +214,7 @@ def test_nested_scans():
 
 # Other transforms.
 
+@pytest.mark.exhaustive
 def test_vmap():
     """vmap(intervene) changes each example, intervene(vmap) the batch."""
     rows = jnp.stack([X, 2 * X, 3 * X])
@@ -237,6 +238,7 @@ def test_vmap():
     assert ft.capture(aside, "site")(jnp.ones((3, 4)))[1]["site"].shape == (4, 3)
 
 
+@pytest.mark.exhaustive
 def test_gradients():
     """Values inside a gradient, gradients of values, and second derivatives."""
     names = ["blocks/mlp", "blocks/attend", "head"]
@@ -272,6 +274,7 @@ def test_second_derivatives():
     close(jax.jit(ft.hvp(f))(X, X), jax.jit(ft.hvp(g))(X, X), 1e-4)
 
 
+@pytest.mark.exhaustive
 def test_cotangents():
     value, slopes = jax.jit(ft.capture_cotangents(loss, ["blocks/mlp", "blocks[1]/attend", "head"]))(PARAMS, X)
     zeros = {"blocks/mlp": jnp.zeros((3, *X.shape)), "blocks/attend": jnp.zeros((3, *X.shape)),
@@ -289,6 +292,7 @@ def test_cotangents():
     same(ft.capture_cotangents(integers, "pair")(jnp.arange(3.0))[1], {"pair": (2 * jnp.arange(3.0), None)})
 
 
+@pytest.mark.exhaustive
 def test_one_layer_of_a_stack():
     only = {"blocks[1]/mlp": lambda value, index: 0 * value}
     by_index = lambda name, value, index: 0 * value if (name, index) == ("blocks/mlp", (1,)) else value
@@ -299,6 +303,7 @@ def test_one_layer_of_a_stack():
     close(gradient, jax.grad(lambda x: jnp.sum(MODEL(PARAMS, x)))(X))
 
 
+@pytest.mark.exhaustive
 def test_several_changes_of_a_site_are_made_in_order():
     changes = {"hea.": lambda value, index: value + 1, "head": lambda value, index: 2 * value}
     close(ft.intervene(MODEL, changes)(PARAMS, X), 2 * (MODEL(PARAMS, X) + 1))
@@ -312,6 +317,7 @@ def near(got, want, tolerance):
         assert a.shape == b.shape and error <= tolerance * largest, (jax.tree_util.keystr(path), error)
 
 
+@pytest.mark.exhaustive
 def test_state_and_keys_pass():
     model = nn.Sequential(nn.Dense(4), norm=nn.BatchNorm(), drop=nn.Dropout(0.5))
     params, state = model.init(jax.random.key(0), X)
@@ -329,6 +335,7 @@ def memory(f, *args):
     return stats.temp_size_in_bytes + stats.output_size_in_bytes
 
 
+@pytest.mark.exhaustive
 def test_only_the_requested_values_are_kept():
     depth, width, x = 6, 64, jnp.ones((32, 64))
     block = nn.Sequential(a=nn.Dense(width), tanh=nn.Sequential(jnp.tanh), b=nn.Dense(width),
@@ -367,6 +374,7 @@ def test_lowering(platform):
     assert "site" not in text
 
 
+@pytest.mark.exhaustive
 def test_symbolic_shapes():
     b, = jax.export.symbolic_shape("b")
     spec = jax.ShapeDtypeStruct((b, 5, 8), X.dtype)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("quickly")
 X = jax.random.normal(jax.random.key(0), (2, 5, 8))
 
 
+@pytest.mark.exhaustive
 def test_equinox():
     model = eqx.nn.MLP(8, 3, 6, 2, key=jax.random.key(0))
     linears = [f"eqx.nn.MLP/eqx.nn.Linear#{i}" for i in range(3)]
@@ -32,6 +33,7 @@ def test_equinox():
                                                   "eqx.nn.Sequential/eqx.nn.Linear#1", "eqx.nn.Sequential")
 
 
+@pytest.mark.exhaustive
 def test_haiku():
     net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([6, 3])(x)))
     params = net.init(jax.random.key(0), X)
@@ -40,6 +42,7 @@ def test_haiku():
     close(seen, {"mlp/linear_0": first, "mlp/linear_1": y})
 
 
+@pytest.mark.exhaustive
 def test_linen():
     model = linen.Sequential([linen.Dense(6), jnp.tanh, linen.Dense(3)])
     params = model.init(jax.random.key(0), X)

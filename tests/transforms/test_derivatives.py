@@ -26,6 +26,7 @@ def test_jax_transforms_are_jax_s_own(name):
     assert name in ft.__all__
 
 
+@pytest.mark.exhaustive
 def test_per_example_equals_a_loop():
     got = jax.jit(ft.per_example(jax.value_and_grad(loss)))(PARAMS, X)
     rows = [jax.value_and_grad(loss)(PARAMS, X[i:i + 1]) for i in range(len(X))]
@@ -39,6 +40,7 @@ def test_per_example_argnums(argnums):
     close(ft.per_example(f, argnums=argnums)(X, jnp.float32(2)), (2 * X).sum(1))
 
 
+@pytest.mark.exhaustive
 def test_per_example_draws_differ_by_row():
     def noisy(params, x, key):
         return MODEL(params, x, key=key, train=True)[0, 0]
@@ -53,6 +55,7 @@ def test_per_example_hands_scalars_to_every_row():
     close(ft.per_example(lambda _, x, scale: (x * scale).sum())(None, X, 2.0), 2 * X.sum(1))
 
 
+@pytest.mark.exhaustive
 def test_hvp_is_hessian_times_vector():
     v = jax.tree.map(jnp.cos, PARAMS)
     got = jax.jit(ft.hvp(loss))(PARAMS, v, X)

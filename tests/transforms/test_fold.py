@@ -29,6 +29,7 @@ IMAGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["CNN", "ResNet", "MobileNetV2"])
 def test_batch_norm_becomes_a_part_of_the_convolution(name):
     model, x = IMAGES[name], random(2, 33, 32, 3)
@@ -92,6 +93,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name):
     f, params, x, folds = PROGRAMS[name]
@@ -101,6 +103,7 @@ def test_programs(name):
     assert len(ft.explain(g, x).rows) == folds
 
 
+@pytest.mark.exhaustive
 def test_other_libraries_modules():
     linen = pytest.importorskip("flax.linen")
 
@@ -128,6 +131,7 @@ def test_derivatives_and_batching():
     close(ft.tune(predict)(x), plain(x), 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_arguments_that_are_no_arrays():
     def f(params, x, activation, *, scale=1.0, name="relu"):
         return activation((x @ params["w"]) * params["s"][None]) * scale if name == "relu" else x

@@ -52,6 +52,7 @@ def test_it_grows_after_exactly_2000_good_steps(steps):
                               4000: (131072.0, 0, 0)}[steps]
 
 
+@pytest.mark.exhaustive
 def test_every_transition_by_hand():
     tx = ft.loss_scale(optax.sgd(1.0), initial=8.0, interval=2, minimum=4.0, maximum=16.0)
     state = tx.init(PARAMS)
@@ -105,6 +106,7 @@ def test_a_random_key_in_the_inner_state():
     assert not jnp.array_equal(jax.random.key_data(moved.inner), jax.random.key_data(first.inner))
 
 
+@pytest.mark.exhaustive
 def test_the_state_is_a_carry():
     with jax.numpy_dtype_promotion("standard"):      # optax.adam asks for it
         tx = ft.loss_scale(optax.adam(1e-2), interval=3)
@@ -147,6 +149,7 @@ def half_loss(w, x):
     return (x * w.astype(jnp.float16) ** 2).sum()
 
 
+@pytest.mark.exhaustive
 def test_overflow_falls_until_the_gradient_fits():
     # The gradient is 2 * 8 * 1 = 16; times the scale it passes float16's 65504 above a scale of 4094.
     tx, w, x = ft.loss_scale(optax.sgd(1.0)), jnp.ones(1), jnp.full(1, 8.0, jnp.float16)
@@ -244,6 +247,7 @@ def test_it_carries_the_name_but_not_the_signature_of_the_loss():
     assert ft.scaled_value_and_grad(functools.partial(my_loss, x=2.0))(optax.sgd(1.0).init(PARAMS), PARAMS)[0] == 6.0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_parameters_of_any_type_keep_it(dtype):
     params = {"w": jnp.array([1.0, 2.0], dtype)}
@@ -257,6 +261,7 @@ def test_parameters_of_any_type_keep_it(dtype):
     assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
 
 
+@pytest.mark.exhaustive
 def test_float64_loses_nothing():
     with jax.enable_x64(True):
         w = jnp.array([1 / 3, 0.1], jnp.float64)
@@ -304,6 +309,7 @@ def learn(policy, tx):
     return float(error(after) / error(params)), values, state
 
 
+@pytest.mark.exhaustive
 def test_a_loss_of_1e_7_learns_in_float16_only_with_the_scaler():
     sgd = optax.sgd(0.05 / 1e-7)
     full = learn("float32", sgd)[0]

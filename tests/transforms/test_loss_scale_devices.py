@@ -60,6 +60,7 @@ def test_over_a_mesh_the_state_stays_the_same_everywhere():
     assert params["w"].tolist() == [-15.0, -30.0] and scalars(state) == (32768.0, 1, 0)
 
 
+@pytest.mark.exhaustive
 def test_without_an_axis_each_device_is_alone():
     tx = ft.loss_scale(optax.sgd(1.0))
     grads = jnp.ones((8, 2)).at[5, 1].set(INF)
@@ -67,6 +68,7 @@ def test_without_an_axis_each_device_is_alone():
     assert scale.tolist() == [32768.0] * 5 + [16384.0] + [32768.0] * 2
 
 
+@pytest.mark.exhaustive
 def test_over_several_axes():
     tx = ft.loss_scale(optax.sgd(1.0), axis_name=("a", "b"))
     grads = jnp.ones((2, 3, 2)).at[1, 1, 0].set(INF)

@@ -38,6 +38,7 @@ def cast(dtype, *trees):
     return jax.tree.map(lambda a: jnp.asarray(a, dtype), trees)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.float64, 1e-6)])
 @pytest.mark.parametrize("n", [1, 2, 8, 24])
 def test_equals_full_batch(n, dtype, tolerance):
@@ -47,6 +48,7 @@ def test_equals_full_batch(n, dtype, tolerance):
         close(jax.jit(ft.microbatch(step, n))(params, batch), step(params, batch), tolerance)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.float64, 1e-6)])
 def test_weighted_loss_sums_numerator_and_weight(dtype, tolerance):
     with jax.enable_x64(dtype == jnp.float64):
@@ -55,6 +57,7 @@ def test_weighted_loss_sums_numerator_and_weight(dtype, tolerance):
         close(jax.jit(ft.microbatch(step, 4, weight=total_weight))(params, batch), step(params, batch), tolerance)
 
 
+@pytest.mark.exhaustive
 def test_slice_of_weight_zero_contributes_nothing():
     # Rows i, i + 4, ... make slice i: slice 1 is padding, and its loss is 0 / 0.
     weight = np.where(np.arange(24) % 4 == 1, 0, WEIGHT)
@@ -65,6 +68,7 @@ def test_slice_of_weight_zero_contributes_nothing():
     close(got, step(params, batch))
 
 
+@pytest.mark.exhaustive
 def test_gradient_of_microbatch_is_microbatch_of_gradient():
     params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y})
     close(jax.grad(ft.microbatch(loss, 4))(params, batch), jax.grad(loss)(params, batch))
@@ -123,6 +127,7 @@ def test_body_is_traced_once():
     assert step.calls == 1
 
 
+@pytest.mark.exhaustive
 def test_donated_batch():
     params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y})
     want = jax.grad(loss)(params, batch)
@@ -137,6 +142,7 @@ def communication(compiled):
     return sorted(set(re.findall(r"all-gather|all-to-all|collective-permute|all-reduce", compiled.as_text())))
 
 
+@pytest.mark.exhaustive
 def test_sharded_batch_moves_no_rows():
     mesh = Mesh(np.array(jax.devices()), ("batch",))
     params, batch = cast(jnp.float32, PARAMS, {"x": np.tile(X, (4, 1))[:64], "y": np.tile(Y, (4, 1))[:64]})
@@ -148,6 +154,7 @@ def test_sharded_batch_moves_no_rows():
     close(jax.tree.map(np.asarray, step(params, batch)), jax.tree.map(np.asarray, want))
 
 
+@pytest.mark.exhaustive
 def test_composes_with_vmap():
     params, batch = cast(jnp.float32, PARAMS, {"x": X, "y": Y})
     stacked = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), params)
@@ -188,6 +195,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [PADDED, SIGNED], ids=["weight 0", "negative weight"])
 def test_weights_of_any_sign_in_every_derivative(way, batch):
@@ -197,6 +205,7 @@ def test_weights_of_any_sign_in_every_derivative(way, batch):
     close(*(jax.jit(jax.vmap(derive(f), (0, None)))(points, batch) for f in (sliced, nonlinear)))
 
 
+@pytest.mark.exhaustive
 def test_some_slices_of_weight_zero_under_vmap():
     """The condition is batched as well: slice 0 has weight 0 in one example and slice 1 in the other."""
     batch = jax.tree.map(lambda *a: jnp.stack(a), PADDED, rows_of(1.0, 0.0, 3.0, 0.0))
@@ -205,6 +214,7 @@ def test_some_slices_of_weight_zero_under_vmap():
     close(every(sliced)(0.5, batch), every(nonlinear)(0.5, batch))
 
 
+@pytest.mark.exhaustive
 def test_published_numbers():
     assert ft.microbatch(ratio, 2, weight=row_weight)(2.0, PADDED) == ratio(2.0, PADDED) == 6
     assert jax.grad(ft.microbatch(ratio, 2, weight=row_weight))(2.0, PADDED) == jax.grad(ratio)(2.0, PADDED) == 3
@@ -214,6 +224,7 @@ def test_published_numbers():
     assert ft.microbatch(counted_too, 2, weight=row_weight)(2.0, PADDED)[1] == 2
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_the_batch_and_of_closures():
     sliced = ft.microbatch(nonlinear, 2, weight=row_weight)
     close(jax.grad(sliced, 1)(0.5, PADDED)["x"], jax.grad(nonlinear, 1)(0.5, PADDED)["x"])
@@ -231,6 +242,7 @@ def test_gradients_of_the_batch_and_of_closures():
         close(jax.jacfwd(jax.grad(f))(0.5), jax.grad(jax.grad(nonlinear))(0.5, PADDED))
 
 
+@pytest.mark.exhaustive
 def test_weight_that_depends_on_the_parameters():
     importance = lambda p, batch: jnp.exp(p * batch["x"]) * batch["w"]
 
@@ -263,6 +275,7 @@ def test_dtypes_of_weights(convert):
     assert sliced(2.0, rows_of(0.0, 1.0, 0.0, 1.0)) == 6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weight", [None, lambda *_: 2.0], ids=["unweighted", "weighted"])
 def test_outputs_of_every_kind(weight):
     def f(p, x):
@@ -279,6 +292,7 @@ def test_outputs_of_every_kind(weight):
         np.testing.assert_allclose(other, 4 if leaf.dtype == jnp.int32 else leaf, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_batched_keys_and_none():
     keys = jax.random.split(jax.random.key(0), 4)
     f = lambda p, batch: jax.vmap(jax.random.uniform)(batch["key"]).mean()

@@ -101,6 +101,7 @@ def test_is_jax_pmap(name):
         same(jax.jit(mapped)(*args), want)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
 @pytest.mark.parametrize(("in_axis", "out_axis"), [(-1, -1), (-2, -1), (-1, -2), (-3, -4), (1, -2), (-2, 1), (0, 3)])
 def test_negative_axes_count_as_in_vmap(in_axis, out_axis, jit):
@@ -133,6 +134,7 @@ def test_results_that_may_differ_need_an_axis(f):
         ft.pmap(f, "i", out_axes=None)(X)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("f", [pytest.param(f, id=name) for name, f in {
     "cond on a sum": lambda x: lax.cond(lax.psum(x.sum(), "i") > 0, lambda: 1.0, lambda: 0.0),
     "loop over means": lambda x: lax.fori_loop(0, 3, lambda i, c: c + lax.pmean(x, "i"), jnp.zeros_like(x)),
@@ -225,6 +227,7 @@ def test_some_of_the_devices():
     close(y[0], X[0] + X[1], 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_derivatives_pass_through():
     f = ft.pmap(lambda x: jnp.sin(x) * lax.psum(x, "devices"))
     plain = lambda x: jnp.sin(x) * x.sum(0, keepdims=True)
@@ -232,6 +235,7 @@ def test_derivatives_pass_through():
     close(jax.jvp(f, (X,), (X,))[1], jax.jvp(plain, (X,), (X,))[1], 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_autocast_around():
     f = ft.pmap(lambda w, x: x @ w, in_axes=(None, 0))
     got = ft.autocast(f, "bfloat16")(W, X)

@@ -85,6 +85,7 @@ def error(got, want):
                for a, b in zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (got, want))))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_numbers(name):
     loss, params, x = CASES[name](jnp.asarray(X))
@@ -99,6 +100,7 @@ def test_the_same_numbers(name):
 WRAPS = [lambda step: ft.microbatch(step, 2), lambda step: ft.autocast(step, "bfloat16"), jax.jit, ft.tune]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_inside_other_transforms(wrap):
     loss, params, x = CASES["flax"](jnp.asarray(X))
@@ -123,6 +125,7 @@ def test_a_scan_keeps_what_its_turns_are_given(name, most):
     assert after < most * before, (before, after)
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step_needs_less():
     model = models.GPT(64, 64, 6, 2, context=64)
     tokens = jax.ShapeDtypeStruct((16, 65), jnp.int32)
@@ -133,6 +136,7 @@ def test_a_compiled_step_needs_less():
     assert after < 0.5 * before, (before, after)
 
 
+@pytest.mark.exhaustive
 def test_symbolic_sizes():
     def loss(w, x):
         for _ in range(8):
@@ -182,6 +186,7 @@ def through_a_gradient(w, x):
     return jax.value_and_grad(penalty)(w)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("step", [two_players, through_a_gradient])
 def test_several_backward_passes(step):
     x = jnp.asarray(X[:, :, :16])

@@ -121,6 +121,7 @@ def data(tree):
     return jax.tree.map(lambda x: jax.random.key_data(x) if key(x) else x, jax.tree.map(jnp.asarray, tree))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("library", [equinox, haiku, flax])
 @each_transform
 def test_a_step_carries_its_state(library, transform):
@@ -131,6 +132,7 @@ def test_a_step_carries_its_state(library, transform):
     close(data(got), data(want), 3e-2 if transform == "autocast" else 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_microbatch_averages_statistics_and_adds_up_counts():
     step, (params, stats, key), _ = flax()
 

@@ -126,12 +126,14 @@ def twice(f, transform):
     return [[run(r, x), jnp.copy(r[...]), jnp.copy(c[...])] for x in (X, 2 * X)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("f", REFS)
 @each_transform
 def test_refs_change_as_without_a_transform(f, transform):
     close(twice(f, TRANSFORMS[transform]), twice(f, lambda f: f), 1e-2 if transform == "autocast" else 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_rule_may_write_to_a_ref():
     for wrap in (lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda x: lax.cond(x > 0, f, f, x),
                  lambda f: lambda x: lax.fori_loop(0, 1, lambda i, y: f(y), x)):
@@ -161,6 +163,7 @@ def test_microbatch_updates_a_ref_for_each_slice():
         assert (total[...], count[...]) == (40, 4)
 
 
+@pytest.mark.exhaustive
 def test_a_weighted_microbatch_closes_over_a_ref():
     def f(x):
         seen = jax.new_ref(jnp.float32(0))
@@ -176,6 +179,7 @@ def test_a_weighted_microbatch_closes_over_a_ref():
     close(jax.grad(lambda x: f(x)[0])(X), jax.grad(lambda x: 2 * (x * x).sum() / x.sum())(X))
 
 
+@pytest.mark.exhaustive
 def test_recomputation_beside_a_ref_of_the_backward_pass():
     @jax.custom_vjp
     def wave(x):

@@ -25,6 +25,7 @@ def every_size(monkeypatch):
     monkeypatch.setattr(_tune_cpu, "LARGE", 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_numbers_stay(name):
     step, args = STEPS[name]()
@@ -55,6 +56,7 @@ def test_every_rule_fires_somewhere(monkeypatch):
 
 # Inside bodies, beside other transforms.
 
+@pytest.mark.exhaustive
 def test_bodies_are_entered():
     w = normal(1, 8, 8, scale=0.2)
     grad = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())
@@ -107,6 +109,7 @@ def test_beside_other_transforms():
         near(tuned(params, x), step(params, x))
 
 
+@pytest.mark.exhaustive
 def test_shardings_stay():
     step, (params, x) = mlp()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -48,6 +48,7 @@ def test_loops_over_layers_are_unrolled_in_both_passes(chip):
     assert fired(step, WEIGHTS, X, rules={"unrolled_layers": False}) == []
 
 
+@pytest.mark.exhaustive
 def test_steps_of_autocast_too():
     step = ft.autocast(jax.value_and_grad(layers), "bfloat16")
     assert fired(step, WEIGHTS, X) == [("unrolled_layers", "scan")] * 2
@@ -96,6 +97,7 @@ def test_the_logit_of_a_label_by_comparison(dtype):
               dtype == jnp.bfloat16 else 1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds", None])
 def test_lookups_keep_their_mode(mode):
     pick = lambda x, i: jnp.take_along_axis(x, i[:, None], -1, mode=mode)[:, 0]

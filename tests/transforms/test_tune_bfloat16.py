@@ -26,6 +26,7 @@ def fired(f, *args, **how):
     return {row.rule for row in ft.explain(ft.tune(f, "cpu", **how), *args).rows}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", ["ij,jk->ik", "ji,jk->ik", "ji,jk->ki", "ij,kj->ik", "btd,de->bte", "btd,bte->de",
                                   "btd,bte->ed", "de,bte->dbt", "bthd,bshd->bhts", "bhts,bshd->bthd", "bhts,bthd->bshd",
                                   "bij,bi->bj", "i,i->", "ij,j->i"])
@@ -53,6 +54,7 @@ def hand(params, x, y):
     return value, jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient)
 
 
+@pytest.mark.exhaustive
 def test_a_step_with_casts_by_hand():
     params = [normal(i, 16, 16).astype(jnp.float32) / 4 for i in range(3)]
     args = params, normal(5, 2, 8, 16).astype(jnp.float32), normal(6, 2, 8, 16).astype(jnp.float32)

@@ -142,6 +142,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRAPS)
 def test_an_nnx_step_trains(name):
     (values, state), (wanted, expected) = trained(WRAPS[name]), trained(nnx.jit)
@@ -150,6 +151,7 @@ def test_an_nnx_step_trains(name):
     assert state["0" if "0" in state else 0]["calls"] == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
 def test_an_nnx_step_trains_under_autocast(wrap):
     values, state = trained(lambda f: wrap(ft.autocast(f, "bfloat16")))
@@ -162,6 +164,7 @@ def test_an_nnx_step_trains_under_autocast(wrap):
     assert first(state)["calls"] == 3
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_a_transformed_loss_keep_statistics():
     for wrap in (lambda f: f, lambda f: ft.autocast(f, "bfloat16"), lambda f: ft.tune(f, "cpu")):
         model = Model(rngs=nnx.Rngs(0))
@@ -184,6 +187,7 @@ def test_shared_variables_stay_shared():
     close(of(lambda f: ft.tune(f, "cpu")), of(lambda f: f))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRAPS)
 def test_attributes_and_results_are_those_of_nnx_jit(name):
     class Holder(nnx.Module):

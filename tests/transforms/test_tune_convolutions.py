@@ -93,6 +93,7 @@ def outputs(f, x, w):
     return (y, *back(y + 0.5))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", [*CASES, *GROUPED])
 def test_value_and_gradients(case):
     f, x, w = (CASES | GROUPED)[case]
@@ -107,6 +108,7 @@ def test_value_and_gradients(case):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", DILATED)
 def test_inputs_with_zeros(case):
     (f, x, w), count = DILATED[case]
@@ -118,6 +120,7 @@ def test_inputs_with_zeros(case):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ["3x3, stride 2", "groups: strided"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_other_dtypes(dtype, case):
@@ -165,6 +168,7 @@ def test_empty_arrays():
             np.zeros(shape, np.float32), draw(3, 3, 1, 4)).shape
 
 
+@pytest.mark.exhaustive
 def test_under_other_transforms():
     """vmap over kernels, a scan over layers, remat, and second derivatives."""
     f, x, w = CASES["3x3"]
@@ -193,6 +197,7 @@ def test_all_small_sizes(strides, padding):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
 
 
+@pytest.mark.exhaustive
 def test_a_layer():
     layer = nn.DepthwiseConv(3, 2, padding=1)
     x = draw(2, 8, 8, 4)

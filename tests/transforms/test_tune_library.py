@@ -50,6 +50,7 @@ def onednn():
 
 # When.
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("there", [False, True])
 def test_what_a_program_does_most_decides(monkeypatch, there):
     monkeypatch.setattr(library, "onednn", lambda: there)
@@ -105,6 +106,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_of_onednn(onednn, form):
     shape, kernel, params = FORMS[form]
@@ -129,6 +131,7 @@ def test_sums_of_onednn_are_of_float32(onednn):
     np.testing.assert_array_equal(low(x, w).astype(jnp.float32), 768)    # 767, rounded
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_inf_stay_where_they_were_with_onednn(onednn, bad):
     x, w = normal(1, 2, 8, 8, 16).at[1, 2, 3, 1].set(bad), normal(2, 3, 3, 16, 16)
@@ -143,6 +146,7 @@ def test_nan_and_inf_stay_where_they_were_with_onednn(onednn, bad):
             np.testing.assert_array_equal(same(got), same(want))
 
 
+@pytest.mark.exhaustive
 def test_a_net_with_onednn(onednn):
     step, args = net(nn.Conv(16, 3), jax.nn.gelu, nn.MaxPool(2), nn.Residual(nn.Conv(16, 3), jax.nn.relu))
     low = ft.tune(ft.autocast(step, "bfloat16"), "cpu")
@@ -150,6 +154,7 @@ def test_a_net_with_onednn(onednn):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-2 * np.abs(want).max())
 
 
+@pytest.mark.exhaustive
 def test_a_sharded_step_with_onednn(onednn):
     step, (params, x) = net(nn.Conv(16, 3), jax.nn.relu, nn.Conv(16, 3))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

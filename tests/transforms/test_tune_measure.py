@@ -155,6 +155,7 @@ def test_shapes_cannot_be_timed_but_later_arrays_can(taken):
     assert len(taken.calls) == 1
 
 
+@pytest.mark.exhaustive
 def test_under_another_transformation_nothing_is_timed(taken):
     fast = ft.tune(step, "cpu", measure=True, rules={"convolution_kernels": False})    # options cannot be kept here
     jax.vmap(fast, in_axes=(None, 0))(W, X[:, None])

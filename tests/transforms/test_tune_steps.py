@@ -56,6 +56,7 @@ def equinox_step():
     return step, (model, tx.init(eqx.filter(model, eqx.is_inexact_array)), normal(1, 8, 12), jnp.arange(8) % 4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [ft.tune, lambda f: ft.tune(eqx.filter_jit(f)), lambda f: eqx.filter_jit(ft.tune(f))])
 def test_a_whole_equinox_model(how):
     """Its activation functions are leaves, and no arrays."""
@@ -81,6 +82,7 @@ class Regularized(eqx.Module):
         return self.dropout(x, key=key)
 
 
+@pytest.mark.exhaustive
 def test_options_of_an_equinox_model_stay_python_numbers():
     """So that the model that comes back is one to go on with; numbers that the step changes become arrays."""
     step = lambda model, count, x, key: (
@@ -133,6 +135,7 @@ def test_methods():
 
 # Compiled ahead.
 
+@pytest.mark.exhaustive
 def test_trace_lower_and_export():
     w, x = normal(1, 6, 4), normal(2, 8, 6)
     want = jax.jit(gradient)(w, x)
@@ -192,6 +195,7 @@ def test_donation_of_a_jitted_step_with_bound_arguments():
 
 # Arrays whose author says where they lie.
 
+@pytest.mark.exhaustive
 def test_explicit_sharding_is_left_alone():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
