@@ -29,7 +29,7 @@ class PeersGone(RuntimeError):
 
 
 class Closed(Exception):
-    """This process no longer waits for the others."""
+    """Raised when this process no longer waits for the other processes."""
 
 
 class Channel:
@@ -42,7 +42,7 @@ class Channel:
     Args:
         processes: the indices of all processes, including this one.
         timeout: seconds that the last process may be behind the others.
-        decide: a function from the status of each process to the verdict: GO, END, or an error message for all.
+        decide: a function that maps the status of each process to the verdict: GO, END, or an error message for all.
     """
 
     def __init__(self, processes: list[int], timeout: float, decide):
@@ -75,7 +75,7 @@ class Channel:
         return f"process {process}" + (f" ({host})" if host else "")
 
     def close(self, why: str = _LEFT) -> None:
-        """Tells the others that this process has left and why, unless all have ended together."""
+        """Tells the other processes that this process has left, and why. Does nothing if all have ended together."""
         if not self.closed:
             self.closed = True
             if self.over:
@@ -116,7 +116,7 @@ class Channel:
         atexit.register(self._last)
 
     def gone(self, who: list[int], what: str) -> PeersGone:
-        """The error that names the late or missing processes."""
+        """Returns the error that names the late or missing processes."""
         names = " and ".join(map(self.name, who[:8])) + (f" and {len(who) - 8} more" if len(who) > 8 else "")
         return PeersGone(f"feed: {names} {what}, at batch {self.at}, so the others cannot continue; restart all "
                          "processes, or increase timeout= for slow ones")
@@ -147,7 +147,7 @@ class Channel:
         return verdict
 
     def _behind(self, missing, late):
-        """The error about processes without a status: some have left, or the time is over."""
+        """Returns the error about processes without a status: some have left, or the time is over."""
         left = self._list("left")
         if early := [p for p in missing if p in left]:
             return self.gone(early, left[early[0]])
@@ -157,7 +157,8 @@ class Channel:
         """Ends the process with a line on stderr if nothing receives the error: the main thread is then blocked in a
         step that waits for a missing process, and no exception can be raised there.
 
-        Does not end it if the other process left the loop normally: the main thread may still be in a long last step.
+        Does not end the process if the other process left the loop normally, because the main thread may still be in a
+        long last step.
         """
         began, seconds = time.monotonic(), math.inf if _LEFT in str(error) else self.timeout
         while not taken.wait(_SLICE) and not self.closed:
@@ -192,7 +193,7 @@ class Channel:
             return None
 
     def _wait(self, key):
-        """The value of a key, or None if it is not set within a short time."""
+        """Returns the value of a key, or None if the key is not set within a short time."""
         if self.closed:
             raise Closed
         try:

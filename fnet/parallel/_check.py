@@ -11,7 +11,7 @@ from fnet import _jax
 
 
 def shape(path, x):
-    """The shape and dtype of a leaf in JAX: NumPy's float64 becomes float32 unless 64-bit types are enabled."""
+    """Returns the shape and dtype of a leaf in JAX. NumPy's float64 becomes float32 unless 64-bit types are enabled."""
     try:
         made = jax.eval_shape(lambda x: x, x)
     except TypeError:
@@ -51,7 +51,8 @@ def state(state, out):
 
 
 def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
-    """Paths of the leaves of a tree (these inputs of a jaxpr) that nothing reads."""
+    """Returns the paths of the leaves of a tree that the jaxpr does not read. `inputs` are the variables of the leaves.
+    """
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     read |= {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
@@ -59,7 +60,7 @@ def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
 
 
 def call(plan, state, batch) -> str | None:
-    """Returns why a plan's step cannot take this state and batch, or None."""
+    """Returns the reason why a plan's step cannot take this state and batch, or None."""
     if not plan.attached:
         return f"this plan is for {plan.target}, which are not attached; use devices='local' to run it"
     for name, tree, wanted in (("state", state, plan.state), ("batch", batch, plan.batch)):

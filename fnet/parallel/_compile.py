@@ -16,10 +16,10 @@ class Compiled(NamedTuple):
     """Properties of a compiled program.
 
     Attributes:
-        arguments: bytes of its arguments on each chip.
-        peak: bytes that it needs on each chip. None: the compiler ran out of memory; `said` is its message.
-        ledger: its transfers. None: the compiler does not print the program.
-        said: the compiler's message.
+        arguments: bytes of the program's arguments on each chip.
+        peak: bytes that the program needs on each chip. None: the compiler ran out of memory.
+        ledger: the transfers of the program. None: the compiler does not print the program.
+        said: the compiler's message if it ran out of memory.
     """
 
     arguments: int
@@ -46,7 +46,7 @@ def compiled(step, state, batch) -> Compiled:
 
 
 def _sent(program) -> Ledger | None:
-    """The ledger, or None if the compiler does not print the program (libtpu, for some large programs)."""
+    """Returns the ledger, or None if the compiler does not print the program (libtpu, for some large programs)."""
     try:
         text = program.as_text()
     except jax.errors.JaxRuntimeError:

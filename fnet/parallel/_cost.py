@@ -1,4 +1,4 @@
-"""The minimum time and cost of a step: time at the chips' peaks, its bound, dollars, watt-hours."""
+"""The minimum time and cost of a step: the time at the chips' peaks, what limits it, dollars and watt-hours."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fnet.parallel._targets import Target
 
 
 class Time(NamedTuple):
-    """Seconds of a step at the chips' peaks for compute, memory and links; None if unknown. Perfect overlap is assumed,
-    so the longest of them is the minimum time."""
+    """Seconds of a step at the chips' peak rates for compute, memory and links; None if unknown. Perfect overlap is
+    assumed, so the longest of the three times is the minimum time."""
 
     compute: float | None
     memory: float | None
@@ -58,14 +58,15 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
 
 
 class Units(NamedTuple):
-    """The unit in which a batch is counted and its number: ("tokens", n), ("images", n) or ("rows", n)."""
+    """The size of a batch: its unit and the number of units, ("tokens", n), ("images", n) or ("rows", n)."""
 
     name: str
     count: int
 
 
 def units(batch: Any) -> Units:
-    """Tokens if a leaf contains integers [rows, time]; images if one is [rows, height, width, channels]; else rows."""
+    """Counts tokens if a leaf contains integers [rows, time], images if a leaf is [rows, height, width, channels], and
+    otherwise rows."""
     leaves = jax.tree.leaves(batch)
     rows = max((x.shape[0] for x in leaves if x.ndim), default=1)
     tokens = max((x.size for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)), default=0)
@@ -74,7 +75,7 @@ def units(batch: Any) -> Units:
 
 
 def price(target: Target, seconds: float, count: int) -> list[str]:
-    """Lines with the price and energy of a step and of a million units. Unknown values are omitted."""
+    """Returns lines with the price and energy of a step and of a million units. Unknown values are omitted."""
     chip: Chip = target.chip
     chips = chip.chips_of(target.count)
     hours = seconds / 3600 * chips

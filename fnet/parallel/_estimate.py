@@ -45,8 +45,8 @@ class Estimate(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How a value is split: its batch axis, its axis that is split over the chips that share a state, and further axes
-    that are split over other axes of the mesh: ((axis, mesh axis), ...)."""
+    """How a value is split: the batch axis, the axis that is split over the chips that share a state, and further axes
+    that are split over other axes of the mesh, ((axis, mesh axis), ...)."""
 
     rows: int | None = None
     data: int | None = None
@@ -62,11 +62,11 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
 
     Args:
         closed: the jaxpr of the step.
-        arguments: how each of its inputs is split, the state's leaves first.
-        mesh: sizes of the mesh's axes: "data", "slice" if there are several slices, and those named by rules.
+        arguments: how each input of the jaxpr is split, the state's leaves first.
+        mesh: sizes of the mesh's axes: "data", "slice" if there are several slices, and the axes named by rules.
         whole: whether parameters are replicated between steps although the optimizer's state is split (ZeRO-1).
         casts: whether the compiler casts the weights of all iterations of a loop before the loop, as on accelerators.
-        kernels: "cuda" or "tpu": the chip has attention kernels that never store the weights.
+        kernels: "cuda" or "tpu" if the chip has attention kernels that never store the weights, otherwise None.
     """
     jaxpr = closed.jaxpr
     walk = _Walk(mesh, kernels, whole, casts)
@@ -79,7 +79,7 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
                                [*[NOWHERE] * len(jaxpr.constvars), *arguments])))
     state = sum(walk.bytes(aval, split) for aval, split in given.values())
     peak, live = walk.frame(read(jaxpr), given, 1, _Loop(1), outermost=True)
-    if whole and walk.data > 1:    # at the end, new parameters are gathered while gradients and old ones exist
+    if whole and walk.data > 1:    # new parameters are gathered while gradients and old parameters are still alive
         gathered = 0
         for v, split in zip(jaxpr.invars, arguments):
             if split.rows is None and split.data is None and walk.known.get(v.aval.shape, NOWHERE).data is not None:
@@ -147,7 +147,7 @@ class _Walk:
     # Live arrays.
 
     def liveness(self, frame, kept, values, given, inner, extra, outermost):
-        """The largest number of bytes that are alive at one operation."""
+        """Returns the largest number of bytes that are alive at one operation."""
         order = {id(op): at for at, op in enumerate(frame.ops)}
         last: dict[int, int] = {}
         for op in reversed(kept.real):
@@ -194,7 +194,7 @@ class _Walk:
         return peak, [*live, *deeper]
 
     def bodies(self, op, splits, found, times):
-        """The most bytes that one of an operation's bodies needs, and the arrays that are alive there."""
+        """Returns the largest number of bytes that a body of an operation needs, and the arrays that are alive then."""
         worst = 0, []
         for sub, frame in op.bodies:
             jaxpr, inputs = sub.jaxpr, list(splits)
@@ -219,7 +219,7 @@ class _Walk:
         return worst
 
     def cast(self, frame, eqn, splits, ahead) -> int:
-        """Bytes of the values that a scan slices and that its products read in a narrower dtype."""
+        """Returns the bytes of the values that a scan slices and that its products read in a narrower dtype."""
         first, found = scan(eqn).consts + scan(eqn).carry, {}
         for op in frame.ops:
             if (multiplied := product(op.eqn)) is not None:
@@ -229,7 +229,7 @@ class _Walk:
                    if i >= first and i in found and split.rows is None and found[i] < v.aval.dtype.itemsize)
 
     def plainly(self, eqn) -> bool:
-        """Whether a composite operation is lowered to ordinary operations, not to a kernel."""
+        """Whether a composite operation is lowered to ordinary operations instead of a kernel."""
         refusal = description(eqn.primitive).refusal
         return self.kernels is None or refusal is None or refusal(self.kernels, eqn) is not None
 
@@ -290,7 +290,8 @@ class _Walk:
             self.between.append(Transfer("all-reduce", scope, local, self.slices, times))
 
     def further(self, eqn, splits, out_rows, scope, times):
-        """How outputs are split over the mesh axes of rules. A product with a split contracted axis needs a sum."""
+        """Returns how outputs are split over the mesh axes of rules. If the contracted axis of a product is split, the
+        product needs a sum over the chips."""
         names = {name for split in splits for _, name in split.more}
         found = [[] for _ in eqn.outvars]
         for name in sorted(names):
@@ -310,13 +311,14 @@ class _Walk:
 
 
 def _inside(split: Split) -> Split:
-    """The split of a slice along the first axis."""
+    """Returns the split of a slice along the first axis."""
     before = lambda axis: axis - 1 if axis else None
     return Split(before(split.rows), before(split.data), tuple((axis - 1, name) for axis, name in split.more if axis))
 
 
 def _reshaped(eqn, axis, chips) -> int | None:
-    """The position of a split axis after a reshape: the axis that starts at the same place, if the chips divide it."""
+    """Returns the index of a split axis after a reshape: the axis with the same number of elements before it, if its
+    size is a multiple of the chips."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     ahead = math.prod(old[:axis])
     places = [i for i in range(len(new)) if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1]

@@ -56,7 +56,7 @@ def _rows(plan) -> list[str]:
 
 
 def _sent(plan) -> list[str]:
-    """Transfers by collective, for the candidates that fit, the selected one first."""
+    """Returns lines with the transfers by collective, for the candidates that fit. The selected candidate is first."""
     each = plan.chosen
     lines = []
     for one in sorted(plan.candidates, key=lambda one: one.options != plan.options):
@@ -92,7 +92,7 @@ def _costs(plan) -> list[str]:
 
 
 def nothing_fits(target, judged, room, most) -> str:
-    """The error if no strategy fits."""
+    """Returns the error message for the case that no strategy fits."""
     least = min(judged, key=lambda each: each.peak)
     memory = target.chip.memory_bytes and target.chip.per_device.memory_bytes
     if not memory:    # only the compiler's message is available

@@ -24,30 +24,31 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
         for batch in parallel.feed(batches, plan):
             state, metrics = step(state, batch)
 
-    Every batch has the plan's shape, so nothing is compiled twice. The share of a process is fixed: the rows on its own
-    devices. A short batch, such as the last one of an epoch, is padded with copies of its last row. The padding has
-    weight 0 in `batch["weight"]`, float32 [rows]; `feed` adds this leaf if the plan's batch has it and the given batch
-    does not. A loss that is a weighted mean is then the mean over the valid rows.
+    Every batch has the plan's shape, so the step is compiled only once. The share of a process is fixed: the rows on
+    its own devices. A short batch, such as the last batch of an epoch, is padded with copies of its last row. The
+    padding has weight 0 in `batch["weight"]`, float32 [rows]; `feed` adds this leaf if the plan's batch has it and the
+    given batch does not. A loss that is a weighted mean is then the mean over the valid rows.
 
-    With several processes, they agree before each step whether all have a batch, while the previous step runs. With
-    weights, a process without further batches provides rows of weight 0 until all processes have finished. With one
-    process, the calling thread transfers the next batch while the device runs the previous step.
+    Several processes agree before each step whether all have a batch; they do this while the previous step runs. If
+    batches have weights, a process without further batches provides rows of weight 0 until all processes have finished.
+    With one process, the calling thread transfers the next batch while the device runs the previous step.
 
     Args:
         batches: trees of NumPy arrays with the structure of the plan's batch and the rows of this process. For
             reproducible results, pass them in the same order. Leaves without rows, such as a key, must be equal in all
             processes. The arrays may be overwritten after the next batch is requested.
         plan: the result of `parallel.plan`, for attached devices.
-        drop_remainder: whether to omit short batches, and to end with the first process that has no more batches. For
-            steps that do not read `batch["weight"]`.
-        timeout: seconds that a process may be behind the others, including time to compile.
+        drop_remainder: whether to omit short batches, and to end when the first process has no more batches. Set this
+            for steps that do not read `batch["weight"]`. Default False.
+        timeout: the number of seconds that a process may be behind the others, including the time to compile. Default
+            300.
 
     Yields:
-        Trees with the structure of the plan's batch, of `jax.Array`s with the plan's shardings.
+        Trees of `jax.Array`s with the structure of the plan's batch and with the plan's shardings.
 
     Raises:
-        ValueError: a batch has more rows than the share, or other leaves, shapes or dtypes than the plan; or padding is
-            needed, but the step does not read a weight. The message names leaf, shape and share.
+        ValueError: a batch has more rows than the share of the process; its leaves, shapes or dtypes differ from the
+            plan's; or padding is needed, but the step does not read a weight. The message names leaf, shape and share.
         PeersGone: another process is late, has ended or has left the loop; the message names it. Each process can exit
             without waiting for it. A process that is blocked in a step exits with a line on stderr.
         TypeError: `batches` is not iterable.
@@ -85,7 +86,7 @@ def _alone(batches, rows):
 
 
 def _sized(batches, rows):
-    """The batches padded to full size, or without the short ones."""
+    """Yields the batches padded to full size, or omits the short batches."""
     for at, batch in enumerate(batches):
         if (filled := rows.fill(batch, at)) is not None:
             yield filled
@@ -107,7 +108,8 @@ def _together(batches, rows, processes, timeout):
 
 
 class _Peers:
-    """The batches of one of several processes. A thread prepares them and agrees on each with the other processes."""
+    """The batches of one of several processes. A thread prepares each batch and agrees on it with the other processes.
+    """
 
     def __init__(self, batches, rows, processes, timeout):
         self.batches, self.rows, self.timeout = iter(_sized(batches, rows)), rows, timeout

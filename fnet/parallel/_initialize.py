@@ -15,29 +15,30 @@ from fnet import _jax
 def initialize(coordinator_address: str | None = None, num_processes: int | None = None,
                process_id: int | None = None, *, local_device_ids: int | Sequence[int] | None = None,
                initialization_timeout: int = 600, heartbeat_timeout: int = 100, shutdown_timeout: int = 300) -> None:
-    """Connects this process with the others of a run, so that `jax.devices()` lists the devices of all processes.
+    """Connects this process with the other processes of a run. `jax.devices()` then lists the devices of all of them.
 
         parallel.initialize()                                    # on TPU slices, with Slurm, Open MPI or Kubernetes
         parallel.initialize("10.0.0.1:1234", 16, process_id)     # elsewhere: each process passes its index
 
-    Every process must call `initialize` before any other use of JAX. `initialize` has no effect in a run of one process
-    or if called again.
+    Every process must call `initialize` before any other use of JAX. `initialize` has no effect if the run has only one
+    process, or if it was called before. Pass `coordinator_address`, `num_processes` and `process_id` together, or omit
+    all three if JAX detects them (see `jax.distributed.initialize`).
 
     Args:
-        coordinator_address: host and port of process 0. Pass all of these three, or none if JAX detects them (see
-            `jax.distributed.initialize`).
+        coordinator_address: host and port of process 0.
         num_processes: number of processes.
         process_id: index of this process, from 0.
         local_device_ids: indices of this machine's devices that this process uses. Default: all, or JAX's choice.
-        initialization_timeout: seconds until all processes must have connected, including their start.
-        heartbeat_timeout: seconds without a heartbeat after which JAX considers a process dead and ends the others.
-        shutdown_timeout: seconds that a finished process waits for the others.
+        initialization_timeout: seconds within which all processes must have started and connected. Default 600.
+        heartbeat_timeout: seconds without a heartbeat after which JAX considers a process dead and ends the other
+            processes. Default 100.
+        shutdown_timeout: seconds that a finished process waits for the other processes. Default 300.
 
     Raises:
-        ValueError: only some of the three are given, `process_id` is out of range, the address is not host:port, or a
-            timeout is less than 1.
+        ValueError: only one or two of the first three arguments are given, `process_id` is out of range, the address is
+            not host:port, or a timeout is less than 1.
         RuntimeError: JAX is already in use, or cannot connect.
-        TimeoutError: the others did not connect in time. The message names the address and this process.
+        TimeoutError: the other processes did not connect in time. The message names the address and this process.
 
     Compare `jax.distributed.initialize`, which ends the process instead of raising these errors.
 

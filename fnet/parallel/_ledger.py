@@ -28,10 +28,10 @@ class Transfer(NamedTuple):
     """One collective operation of a program.
 
     Attributes:
-        collective: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
-        scope: the path of named scopes, equal in forward and backward pass; "" if XLA does not state it.
-        bytes: size of its result on one chip.
-        group: number of chips that take part.
+        collective: the kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
+        scope: the path of named scopes, equal in forward and backward pass; "" if XLA does not state the path.
+        bytes: size of the collective's result on one chip.
+        group: number of chips that take part in the collective.
         times: how many times one step runs this collective.
 
     >>> transfer = parallel.Transfer("all-reduce", "head", 1_000_000, group=4, times=2)
@@ -47,8 +47,8 @@ class Transfer(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that a chip sends for this collective in a step, with the algorithms that send the fewest bytes (Chan
-        et al., 2007, Collective communication, section 4)."""
+        """Bytes that a chip sends for this collective in a step, if the algorithm that sends the fewest bytes is used
+        (Chan et al., 2007, Collective communication, section 4)."""
         n = self.group
         share = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": n - 1,
                  "all-to-all": (n - 1) / n, "ragged-all-to-all": (n - 1) / n}
@@ -72,7 +72,7 @@ class Ledger(NamedTuple):
 
     @property
     def bytes(self) -> dict[str, int]:
-        """{collective: bytes of its results in a step, on one chip}."""
+        """{collective: bytes of all results of this kind of collective in a step, on one chip}."""
         found = collections.Counter()
         for transfer in self.transfers:
             found[transfer.collective] += transfer.bytes * transfer.times
@@ -95,16 +95,16 @@ class Ledger(NamedTuple):
 
 
 def ledger(program: jax.stages.Compiled | str) -> Ledger:
-    """Lists the collectives of a compiled program, and how many bytes each chip sends. Loops are multiplied in.
+    """Lists the collectives of a compiled program, with the bytes that each chip sends in all iterations of loops.
 
         print(parallel.ledger(jax.jit(step).lower(state, batch).compile()))
 
     Args:
-        program: a compiled program, or its HLO as text, partitioned for its devices. A loop whose number of iterations
-            XLA does not know counts once. All branches of a conditional count.
+        program: a compiled program, or its HLO text after partitioning. If XLA does not know the number of iterations
+            of a loop, the collectives in the loop count once. All branches of a conditional count.
 
     Returns:
-        A `Ledger`. Printed, it is a table.
+        A `Ledger`. `print` shows it as a table.
 
     Raises:
         ValueError: the text is not an HLO module.
@@ -155,7 +155,8 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
 
 
 def _trips(line, bodies) -> int:
-    """How often a loop runs: as noted by XLA, or the constant to which its condition counts."""
+    """Returns the number of iterations of a loop: from XLA's annotation, or from the constant in the loop's condition.
+    """
     if found := _TRIPS.search(line):
         return int(found[1])
     condition = re.search(r"condition=%([\w.\-]+)", line)

@@ -19,7 +19,7 @@ class LocalBatches:
     Attributes:
         weighted: whether the step reads `batch["weight"]`, so that short batches can be padded.
         drop: whether short batches are omitted instead.
-        why, choices: for errors: why batches cannot be padded, and what to do.
+        why, choices: texts for errors: the reason why batches cannot be padded, and what the user can do.
     """
 
     def __init__(self, plan: Any, drop: bool):
@@ -48,15 +48,15 @@ class LocalBatches:
                                  f"{leaf.dtype}{list(leaf.shape)}")
 
     def fill(self, batch: Any, at: int, *, whole: bool = False) -> list | None:
-        """Returns the leaves of batch number `at` with the rows of this process, or None if it is short and omitted.
+        """Returns the leaves of batch number `at` with the rows of this process, or None if the batch is omitted.
 
         Args:
             batch: the batch.
-            at: its number.
-            whole: whether a batch with the rows of all processes is allowed, too; this process's are taken from it.
+            at: the number of the batch.
+            whole: whether the batch may also contain the rows of all processes, of which this process takes its own.
 
         Raises:
-            ValueError: it does not match the plan's batch, or is short and cannot be padded.
+            ValueError: the batch does not match the plan's batch, or the batch is short and cannot be padded.
         """
         leaves = self._leaves(batch)
         if whole and self.several and all(x is None or parts is None or len(x) == wanted.shape[0]
@@ -100,7 +100,7 @@ class LocalBatches:
         return leaves
 
     def nothing(self) -> list:
-        """A batch of rows with weight 0: those of the last batch, if there was one."""
+        """Returns a batch whose rows have weight 0. The rows are those of the last batch, if there was one."""
         leaves = self.last or [np.zeros(x.shape if share is None else (share, *x.shape[1:]), _dtype(x))
                                for x, share in zip(self.wanted, self.shares)]
         return [np.zeros_like(x) if i == self.at else x for i, x in enumerate(leaves)]
@@ -116,7 +116,7 @@ class LocalBatches:
         return jax.tree.unflatten(self.structure, placed)
 
     def _leaves(self, batch):
-        """The leaves in the plan's order; None for a weight to be added."""
+        """Returns the leaves in the plan's order, with None for a weight that must be added."""
         leaves, structure = jax.tree.flatten(batch)
         if structure == self.structure:
             return leaves
@@ -146,7 +146,7 @@ class LocalBatches:
 
 
 def _parts(leaf, place) -> list[tuple[int, int]] | None:
-    """The ranges of rows of a leaf on this process's devices, or None if the leaf has no rows."""
+    """Returns the ranges of a leaf's rows on this process's devices, or None if the leaf has no rows."""
     if not leaf.shape:
         return None
     indices = place.addressable_devices_indices_map(leaf.shape).values()
@@ -159,7 +159,7 @@ def _dtype(x):
 
 
 def _own(x, wanted, place):
-    """Copies an array if JAX might share its memory on a CPU (if it is aligned), because its owner may overwrite it."""
+    """Copies an array if JAX might share its memory on a CPU (if it is aligned): the user may overwrite the array."""
     if not isinstance(x, np.ndarray) or not x.size:
         return x
     part = math.prod(place.shard_shape(wanted.shape)) * x.itemsize
@@ -167,7 +167,7 @@ def _own(x, wanted, place):
 
 
 def _everywhere(x, place):
-    """Transfers a leaf without rows, equal in all processes, to every device."""
+    """Transfers a leaf without rows to every device. The leaf must be equal in all processes."""
     if jax.dtypes.issubdtype(_dtype(x), jax.dtypes.prng_key):
         wrap = lambda data: jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         return jax.jit(wrap, out_shardings=place)(np.asarray(jax.random.key_data(x)))

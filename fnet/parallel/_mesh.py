@@ -12,8 +12,8 @@ from fnet.parallel._targets import Target
 
 
 def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
-    """Returns {axis: length}: "slice" first, then "data", then the others in the requested order. If "data" is not
-    requested, it has the remaining length.
+    """Returns {axis: length}: "slice" first, then "data", then the other axes in the requested order. If "data" is not
+    requested, its length is the number of devices divided by the lengths of the other axes.
 
     Raises:
         ValueError: the lengths do not match the number of devices, or a name is not allowed.

@@ -38,23 +38,23 @@ from fnet.jaxpr import (
 from fnet.transforms._lowered import lowered
 
 PINNED = frozenset(("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward"))
-PARTIAL = "partial"    # the note of a partial sum, whose first axis are the chips
+PARTIAL = "partial"    # the note of a partial sum, an array whose first axis is the axis of chips
 _CALLS = INLINED | {"remat2", "checkpoint"}
 
 
 def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, batch: int = 1,
         activations: bool = True) -> Callable:
-    """Returns `step` with activations constrained to the mesh axis of the batch, and late reduction of batch sums.
+    """Constrains the activations of a step to the mesh axis of the batch, and reduces batch sums after loops.
 
-    The constraints are on the results of products, convolutions and gathers. Sums over the batch that a loop
+    The constrained values are the results of products, convolutions and gathers. Sums over the batch that a loop
     accumulates are reduced over the chips once, after the loop.
 
     Args:
         step: a complete function of arrays, after differentiation, so that the backward pass is constrained as well.
         mesh: a mesh with axes of type Auto.
         axis: the mesh axis over which the batch is split.
-        batch: the index of the positional argument that is the batch. The first axis of each leaf is split.
-        activations: whether activations are constrained.
+        batch: the index of the positional argument that is the batch. The first axis of each leaf is split. Default 1.
+        activations: whether activations are constrained. Default True.
     """
     interpreter = _Pins(mesh, axis, activations)
 
@@ -111,7 +111,7 @@ class _Pins(Interpreter):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
 
     def apart(self, eqn, inputs, notes) -> list[Value] | None:
-        """Attention in a shard_map over the rows, because XLA cannot partition a TPU kernel."""
+        """Runs attention in a shard_map over the rows, because XLA cannot partition a TPU kernel."""
         refusal = description(eqn.primitive).refusal
         if refusal is None or not self.alone or self.chips == 1 or any(notes) or None in notes:
             return None
@@ -170,7 +170,7 @@ class _Pins(Interpreter):
     # Partial sums.
 
     def body(self, closed, scope, wanted, notes, summed=frozenset(), *, pin=None):
-        """Evaluates a body. Partial sums are reduced except for the outputs in `summed` and those passed through."""
+        """Evaluates a body. Reduces partial sums, except outputs in `summed` and inputs that are returned unchanged."""
 
         def call(*arrays):
             values = [Value(x, note) for x, note in zip(arrays, notes)]
@@ -188,7 +188,7 @@ class _Pins(Interpreter):
         return Value(value.x.sum(0)) if value.note == PARTIAL else value
 
     def zeros(self, x):
-        """The zeros of a partial sum."""
+        """Returns the zeros with which a partial sum begins."""
         return self.spread(jnp.zeros((self.chips, *x.shape), x.dtype))
 
     def spread(self, x):
@@ -196,7 +196,7 @@ class _Pins(Interpreter):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def summed(self, parts, at, inside) -> frozenset[int]:
-        """The carries of a scan to which each iteration only adds a sum over the batch."""
+        """Returns the carries of a scan to which each iteration only adds a sum over the batch."""
         if self.chips == 1:
             return frozenset()
         consts, carry, closed, jaxpr = parts.consts, parts.carry, parts.closed, parts.jaxpr
@@ -217,7 +217,7 @@ class _Pins(Interpreter):
         return found
 
     def partial(self, eqn, inputs) -> Value | None:
-        """The output of an equation that creates a partial sum, or that is linear in one."""
+        """Returns the output of an equation that creates a partial sum, or that is linear in a partial sum."""
         name, notes = eqn.primitive.name, [value.note for value in inputs]
         if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
             return Value(inputs[0].x + inputs[1].x, PARTIAL)
@@ -231,7 +231,7 @@ class _Pins(Interpreter):
         return None
 
     def product(self, found, inputs) -> Value | None:
-        """A product that contracts the batch axis, as one product on each chip."""
+        """Computes a product that contracts the batch axis as a separate product on each chip."""
         eqn, ((left, right), (left_batch, right_batch)) = found.eqn, found.dimensions
         rows = [value.note for value in inputs[:2]]
         if None in rows or PARTIAL in rows or rows[0] not in left or left.index(rows[0]) != _index(right, rows[1]):
@@ -261,13 +261,16 @@ def _index(axes, axis):
 
 
 def _linear(eqn) -> bool:
-    """Whether casting a sum equals summing casts, up to rounding: not for 16 bits, nor from fractions to integers."""
+    """Whether the cast of a sum equals the sum of casts, up to rounding.
+
+    This does not hold for casts to 16 bits, nor for casts from floating point to integers.
+    """
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return after.itemsize >= 4 and (jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer))
 
 
 def _only_added_to(jaxpr, before, after) -> bool:
-    """Whether the only use of a carry is that something is added to it."""
+    """Whether the only use of a carry is an addition to it."""
     readers = [eqn for eqn in jaxpr.eqns for v in eqn.invars if v is before]    # c + c has two
     return (len(readers) == 1 and readers[0].primitive.name in ("add", "add_any") and readers[0].outvars[0] is after
             and not any(v is after for eqn in jaxpr.eqns for v in eqn.invars)

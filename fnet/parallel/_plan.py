@@ -30,9 +30,9 @@ class Candidate:
         arguments: bytes of the state and of the chip's part of the batch.
         exact: whether `persistent` and `arguments` are exact; otherwise they are estimated.
         estimate: estimated peak memory and transfers.
-        compiled: peak memory and transfers from the compiled program. None: not compiled.
+        compiled: peak memory and transfers from the compiled program. None: the candidate was not compiled.
         time: the minimum time of a step.
-        verdict: "chosen", or why it was not selected.
+        verdict: "chosen", or the reason why the candidate was not selected.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -56,12 +56,12 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Peak bytes on each chip, from the compiled program if there is one, else estimated."""
+        """Peak bytes on each chip, from the compiled program if the candidate was compiled, otherwise estimated."""
         return self.compiled.peak if self.compiled and self.compiled.peak is not None else self.estimate.peak
 
     @property
     def ledger(self) -> Ledger:
-        """The transfers, from the compiled program if there is one, else estimated."""
+        """The transfers, from the compiled program if the candidate was compiled, otherwise estimated."""
         return self.compiled.ledger if self.compiled and self.compiled.ledger is not None else self.estimate.ledger
 
 
@@ -71,9 +71,9 @@ class Plan:
 
     Attributes:
         target: the devices.
-        mesh: their mesh: an `AbstractMesh` if programs cannot be compiled for the devices, otherwise a `Mesh`.
+        mesh: the mesh of the devices: an `AbstractMesh` if programs cannot be compiled for them, otherwise a `Mesh`.
         options: the selected strategy as a `Strategy`. `strategy` is its name.
-        state, batch: trees of `NamedSharding`s.
+        state, batch: the shardings of the state and of the batch, trees of `NamedSharding`s.
         candidates: the compared strategies.
         replicated: (path, shape, reason) of each leaf that is replicated although the strategy splits the state.
         shapes: the tree of shapes and dtypes of the batch.
@@ -123,7 +123,10 @@ class Plan:
 
     @property
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """(strategy, rows) of the largest batches that fit on one chip, estimated; () if the plan is for several."""
+        """Estimates of the largest batches that fit on one chip: (strategy, rows) for each of several strategies.
+
+        The tuple is empty if the plan is for several chips.
+        """
         return self._find_largest() if self._find_largest else ()
 
     @property
@@ -136,8 +139,8 @@ class Plan:
         return jax.jit(self.init_fn, out_shardings=self.state)(key)
 
     def place(self, state: Any) -> Any:
-        """Copies an existing state, for example one read from a file, to the plan's shardings. A copy is needed because
-        the step donates its state."""
+        """Copies an existing state, for example a state read from a file, to the plan's shardings. The state is copied
+        because the step donates its state."""
         self._check_attached("place")
         if jax.tree.structure(state) != jax.tree.structure(self.state):
             raise ValueError(f"plan.place: the state has another structure than in the plan: "
@@ -157,16 +160,17 @@ class Plan:
             step = plan.jit(step)
             state, metrics = step(state, batch)
 
-        The step is written for one device and receives the whole batch: means over it, including batch statistics, are
-        over all devices, and the results are those of one device. The state keeps the plan's shardings and is donated.
+        The step is written for one device and receives the whole batch. Means over the batch, including batch
+        statistics, are computed over all devices, so the results are the same as on one device. The state keeps the
+        plan's shardings and is donated.
 
         Args:
             step: the planned step.
 
         Returns:
-            The compiled step, with the methods `lower` and `trace` of `jax.jit`. Batches may be NumPy arrays. It raises
-            ValueError if the devices are not attached, if they do not divide the rows of the batch, and for an array
-            that has another sharding than the plan's.
+            The compiled step, with the methods `lower` and `trace` of `jax.jit`. Batches may be NumPy arrays. The step
+            raises ValueError if the devices are not attached, if the number of rows is not a multiple of the number of
+            devices, or if the sharding of an array differs from the plan's.
         """
         compiled = jax.jit(self.options.applied(step, self.mesh, self.axes), in_shardings=(self.state, self.batch),
                            out_shardings=(self.state, NamedSharding(self.mesh, P())), donate_argnums=0)
@@ -185,7 +189,7 @@ class Plan:
         return Compiled(step, explained(compiled), explained(compiled.lower), explained(compiled.trace))
 
     def objection(self, state: Any, batch: Any) -> str | None:
-        """Returns why the step cannot take this state and batch, or None."""
+        """Returns the reason why the step cannot take this state and batch, or None."""
         return _check.call(self, state, batch)
 
     def explain(self) -> str:

@@ -23,11 +23,11 @@ from fnet.parallel._strategies import Strategy, ladder, takes_slices
 from fnet.parallel._targets import target
 
 ROOM = 0.92    # fraction of a chip's memory that a program may use; the runtime needs the rest
-DOUBT = 1.25   # factor by which an estimate of memory may be too high; above it, nothing is compiled
-CLOSE = 1.05   # factor of the least bytes sent that counts as equal
+DOUBT = 1.25   # an estimate of memory may be too high by this factor; strategies with higher estimates are not compiled
+CLOSE = 1.05   # up to this factor of the fewest bytes sent, strategies count as equal
 _LATER = "not compiled"
 _UNKNOWN = "unknown without compiling: it may send several times as much"
-FEW = 16       # up to this many devices, every strategy that may fit is compiled
+FEW = 16       # for up to this number of devices, every strategy that may fit is compiled
 
 
 def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[jax.Device] = "local",
@@ -41,44 +41,48 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         step = plan.jit(step)
 
     The memory and transfers of each strategy are estimated from the step's jaxpr. If the step can be compiled for the
-    devices, they are read from the compiled program; the devices need not be attached. Among the strategies that fit
-    into memory, the one that sends the fewest bytes is selected. Among strategies that send at most 5 % more bytes, the
-    fastest is selected. Among equally fast strategies, the simplest one that leaves half of the memory free is
-    selected, or else the one with the most free memory. No arrays are allocated.
+    devices, memory and transfers are read from the compiled program; the devices need not be attached. Among the
+    strategies that fit into memory, those that send at most 5 % more bytes than the best one are kept, and the fastest
+    of them is selected. Among equally fast strategies, the simplest one that leaves half of the memory free is
+    selected; if there is none, the one with the most free memory. No arrays are allocated.
 
     Strategies: "data" is data parallelism. "zero1" also splits the optimizer's state (Rajbhandari et al., 2020, ZeRO,
     stage 1). "fsdp" also splits the parameters and gathers them for each use (stage 3; Zhao et al., 2023, PyTorch
     FSDP). "fsdp+pins" also keeps the activations split over the batch; without these constraints, XLA may sum
-    activations over all chips instead of gathering weights. Both variants are compiled, because it depends on the
-    model which one sends fewer bytes. If none fits, each is tried with "+remat" (`ft.rematerialize`: activations are
-    recomputed in the backward pass), and then with "+microbatches=2", 4, ..., if the step has a keyword
-    `microbatches` that it passes to `ft.microbatch`.
+    activations over all chips instead of gathering weights. "fsdp" and "fsdp+pins" are both compiled, because it
+    depends on the model which of them sends fewer bytes. If no strategy fits, each is tried with "+remat"
+    (`ft.rematerialize`: activations are recomputed in the backward pass). Then each is tried with "+microbatches=2", 4,
+    ..., if the step has a keyword argument `microbatches`, which it must pass to `ft.microbatch`.
 
     Args:
-        step: written for one device.
-        init: `init(key) -> state`. The model's parameters are `state.params`, `state["params"]` or `state[0]`.
-        batch: a batch, or its shapes and dtypes. The first axis of each leaf is the rows.
-        devices: "local" (all devices of this run), a list of devices, or the name of devices that need not be attached:
-            a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8", four machines of eight), a
-            chip ("RTX 3080"), or a system ("dgx-1"). libtpu compiles for TPUs (`pip install 'fnet[tpu-plan]'`), and
-            JAX's CUDA plugin for some GPUs; without them, the plan is an estimate and states this.
+        step: a function `step(state, batch) -> (state, metrics)`, written for one device.
+        init: a function `init(key) -> state`. The model's parameters are `state.params`, `state["params"]` or
+            `state[0]`.
+        batch: a batch, or a tree of its shapes and dtypes. The first axis of each leaf contains the rows.
+        devices: "local" (all devices of this run; default), a list of devices, or the name of devices that need not be
+            attached: a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8": four machines
+            with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). libtpu compiles for TPUs (`pip install
+            'fnet[tpu-plan]'`), and JAX's CUDA plugin for some GPUs. Without them, the plan is an estimate, and its
+            table says so.
         strategy: one of `parallel.STRATEGIES`, optionally with "+remat" and "+microbatches=N". "fsdp" includes
             "fsdp+pins". Default "auto".
-        mesh: lengths of the mesh's axes, one of which may be -1: {"data": -1, "tensor": 4}. If "data" is not named, it
-            has the remaining length. By default, all devices are along "data", and slices of TPUs or machines of GPUs
-            along "slice": the state is split within a slice, and only gradients are summed over all.
-        rules: tensor parallelism: {regular expression for the complete path of a parameter, such as "blocks/fc/kernel":
-            for each of its axes, the mesh axis over which it is split, or None}. `parallel.rules` creates them from the
-            logical axis names of layers.
-        compile: whether to compile. False: only estimate, which takes seconds for any number of chips.
+        mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. One length may be -1, which means all
+            remaining devices. If "data" is omitted, its length is -1. By default, all devices of a TPU slice or GPU
+            machine are along "data", and the slices or machines are along "slice". The state is split within a slice,
+            and only gradients are summed over all slices.
+        rules: rules for tensor parallelism. A key is a regular expression that matches the complete path of a
+            parameter, such as "blocks/fc/kernel". A value is a tuple that contains, for each axis of the parameter, the
+            mesh axis over which it is split, or None. `parallel.rules` creates these rules from the logical axis names
+            of layers. Default: none.
+        compile: whether to compile. False: only estimate, which takes seconds for any number of chips. Default True.
 
     Returns:
         A `Plan`.
 
     Raises:
-        ValueError: an unknown strategy or chip, a number of rows that is not a multiple of the devices, a rule that
-            matches no parameter, a step that changes the state's structure, or no strategy fits into memory. In the
-            last case, the message lists the largest arrays.
+        ValueError: the strategy or the chip is unknown, the number of rows is not a multiple of the number of devices,
+            a rule matches no parameter, the step changes the structure of the state, or no strategy fits into memory.
+            In the last case, the message lists the largest arrays.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -139,7 +143,7 @@ class Traced:
         return self._found[key]
 
     def resized(self, option: Strategy, batch: Any) -> Any:
-        """The jaxpr for another number of rows."""
+        """Returns the jaxpr for a batch with another number of rows."""
         key = option, tuple(x.shape for x in jax.tree.leaves(batch))
         if key not in self._found:
             self._found[key] = jax.make_jaxpr(option.applied(self.step))(self.state, batch)
@@ -147,7 +151,7 @@ class Traced:
 
 
 class Drafts:
-    """Plans by strategy, their requirements, and which of them fit."""
+    """The plans of several strategies, their requirements, and which of them fit."""
 
     def __init__(self, chips, axes, places, state, batch, traced, rules, init):
         self.chips, self.axes, self.places, self.state, self.batch = chips, axes, places, state, batch
@@ -192,7 +196,7 @@ class Drafts:
                                                          between, alike=self.alike))
 
     def compared(self, rung: list[Strategy], compile: bool) -> list[Candidate]:
-        """The candidates of a rung. Those that may be selected have no verdict yet."""
+        """Returns the candidates of a rung of the ladder. Candidates that may be selected have no verdict yet."""
         estimated = [self.candidate(option) for option in rung]
         if not compile or self.chips.devices is None:
             free = lambda option: option.state == "fsdp" and not option.pins
@@ -231,7 +235,8 @@ class Drafts:
 
     @functools.lru_cache(None)    # noqa: B019
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """The most rows that fit on one chip: as is, with activations recomputed, and with eight microbatches."""
+        """Returns the largest number of rows that fits on one chip for three variants of the step: unchanged, with
+        recomputed activations, and with eight microbatches."""
         if not self.memory:
             return ()
         options = [Strategy("data"), Strategy("data", remat=True)]
@@ -239,9 +244,9 @@ class Drafts:
         return tuple((option, self.rows(option)) for option in options)
 
     def rows(self, option: Strategy) -> int:
-        """The most rows that fit, all devices together, with a strategy of the kind "data".
+        """Returns the largest number of rows, over all devices, that fits with a strategy of the kind "data".
 
-        Interpolates: peak memory is roughly proportional to the rows, so each guess is linear in the two nearest.
+        Peak memory is roughly linear in the rows, so each guess interpolates linearly between the two nearest results.
         """
         def peak(rows):
             resized = lambda x: jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
@@ -268,13 +273,13 @@ class Drafts:
 
 
 def _shards(tree, shardings) -> list[jax.ShapeDtypeStruct]:
-    """The part of a tree on each chip."""
+    """Returns the shapes of the part of a tree on each chip."""
     return [jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
             for x, where in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings))]
 
 
 def _held(tree, shardings, chip) -> Stored:
-    """Bytes of a tree in each chip's memory."""
+    """Returns the bytes of a tree in each chip's memory."""
     return sum((stored(x, chip) for x in _shards(tree, shardings)), Stored(0, True))
 
 
@@ -288,13 +293,13 @@ def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
     Args:
         plan: the plan.
         step: the planned step, as the user wrote it.
-        state, batch: shapes; the rows of the batch are a multiple of the devices (and microbatches).
+        state, batch: trees of shapes. The number of rows must be a multiple of the devices (and microbatches).
     """
     return _estimated(plan, jax.make_jaxpr(plan.options.applied(step))(state, batch), state, batch)
 
 
 def _estimated(plan, closed, state, batch) -> Estimate:
-    """The estimate with the padding of its arguments, below which no peak is."""
+    """Returns the estimate. Its peak is at least the size of the padded arguments."""
     chip, axes = plan.chip, dict(plan.mesh.shape)
     alone = all(n == 1 for name, n in axes.items() if name not in ("slice", "data"))
     cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
@@ -314,8 +319,9 @@ def _split(spec) -> Split:
 
 
 def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
-    """Selects a candidate that fits: the one that sends least; of about equal ones the fastest; of those the simplest
-    that leaves half of the memory free, or the one with the most free memory. Compiled candidates have precedence."""
+    """Selects a candidate that fits into memory. Compiled candidates have precedence. Among the candidates that send
+    about the fewest bytes, selects the fastest. Among equally fast candidates, selects the simplest that leaves half of
+    the memory free, or otherwise the one with the most free memory."""
     fit = [each for each in judged if not each.verdict]
     fit = [each for each in fit if each.compiled] or fit
     if not fit:
@@ -354,7 +360,7 @@ def _verdict(each, best, judged):
 
 
 def _merit(best: Candidate, other: Candidate) -> str:
-    """The advantage of one of two candidates that send about as much."""
+    """Returns the advantage of `best` over another candidate that sends about as many bytes."""
     if (other.time.seconds or 0) > CLOSE * (best.time.seconds or 0):
         return "takes less time at best"
     return "needs less memory" if other.peak > best.peak else "is simpler"

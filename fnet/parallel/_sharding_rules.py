@@ -22,7 +22,7 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
         axes: {logical name: mesh axis}. If a parameter has several of these names, the first is used.
 
     Returns:
-        {path of a parameter: its spec}, for the parameters that have such an axis.
+        {path of a parameter: its spec}, for each parameter that has an axis with one of these names.
 
     Raises:
         ValueError: no parameter has an axis of this name.
@@ -47,7 +47,7 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
 
 
 def path_of(path) -> str:
-    """A path in a tree as names joined by "/"."""
+    """Returns a path in a tree as names joined by "/"."""
     return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
 
 
@@ -55,8 +55,9 @@ def applied(rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: M
     """Returns {path of a parameter: its spec} for the parameters that match a rule.
 
     Raises:
-        ValueError: a pattern matches no parameter, two patterns match one, a spec has more axes than the parameter or
-            an unknown or repeated mesh axis, or a size is not a multiple of the mesh axis.
+        ValueError: a pattern matches no parameter, two patterns match the same parameter, a spec has more axes than the
+            parameter, a spec contains an unknown or repeated mesh axis, or a size is not a multiple of the length of
+            the mesh axis.
     """
     found: dict[str, tuple[str, tuple]] = {}
     for pattern, spec in rules.items():

@@ -12,7 +12,7 @@ from fnet import _jax
 from fnet.jaxpr import bodies, is_implicit, scan
 from fnet.parallel._sharding_rules import path_of
 
-SMALL = 1 << 12    # arrays with fewer numbers are not split, because splitting costs more than it saves
+SMALL = 1 << 12    # arrays with fewer elements are not split: the transfers would take more time than is saved
 _KEEPS = frozenset(("convert_element_type", "copy", "optimization_barrier", "sharding_constraint", "name"))
 
 
@@ -24,7 +24,8 @@ class Layout(NamedTuple):
 
 
 def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None) -> Layout:
-    """Returns the specs of a state: "data" (nothing split), "zero1" (all but the parameters split), "fsdp" (all split).
+    """Returns the specs of a state. For "data", no leaf is split; for "zero1", all leaves except parameters are split;
+    for "fsdp", all leaves are split.
 
     An array is split along the largest axis whose size is a multiple of `chips`; of several such axes with the same
     size, along the last one. Two kinds of axes are excluded: those over which a scan runs, because every iteration
@@ -78,7 +79,7 @@ def _spec(shape, chips, mine, *, first):
 
 
 def _beside(tree, path) -> dict:
-    """{path of the scales of an implicit array: path of its values}"""
+    """Returns {path of the scales of an implicit array: path of the array's values}."""
     found = {}
     for inner, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: is_implicit(x) and x is not tree):
         if is_implicit(leaf):
@@ -100,7 +101,7 @@ def _head(key):
 
 
 def scanned_leaves(jaxpr, paths: list) -> frozenset[str]:
-    """Paths of the inputs of a jaxpr over whose first axis a scan runs."""
+    """Returns the paths of the inputs of a jaxpr over whose first axis a scan runs."""
     marks = _scanned(jaxpr, [{i} for i in range(len(jaxpr.invars))])
     return frozenset(jax.tree_util.keystr(paths[i]) for i in marks if i < len(paths))
 

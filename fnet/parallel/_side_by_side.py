@@ -22,7 +22,8 @@ _OPTIONS = Strategy("data"), Strategy("data", remat=True)
 
 
 class Figure(NamedTuple):
-    """A value as text, and its basis: "exact", "published", "derived", "estimated", "unverified"; "" for words."""
+    """A value as text, and its basis: "exact", "published", "derived", "estimated" or "unverified". The basis is "" if
+    the value is not a number."""
 
     text: str
     basis: str = ""
@@ -35,16 +36,16 @@ class OnChips:
     Attributes:
         name: the name that was requested.
         target: the chips.
-        policy: the dtypes of the step on them.
+        policy: the dtypes of the step on these chips.
         count: FLOPs and bytes of the step.
         time: the minimum time of the step at the chips' peaks.
         peak: bytes that the step needs on each JAX device (estimated).
         memory: bytes of memory of each JAX device, or None.
-        rows: the largest batch, as the step is written and with `ft.rematerialize` (estimated); None if the memory is
-            unknown.
-        units: the unit of a batch's size and its number, such as ("images", 32).
-        watts: power of all chips, or None.
-        values: FLOP per dollar for each price.
+        rows: the largest number of rows of a batch, for the unchanged step and for the step with `ft.rematerialize`
+            (estimated); None if the memory is unknown.
+        units: the size of a batch, its unit and the number of units, such as ("images", 32).
+        watts: power of all chips together, or None.
+        values: FLOP per dollar for each known price.
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -86,12 +87,12 @@ class OnChips:
 
     @property
     def _priced(self) -> float:
-        """How many of what has a price: systems have a price of their own."""
+        """Returns the number of priced units: chips, or complete systems if the price is that of a system."""
         return 1 if self.name in hw.systems and hw.systems[self.name].prices else self.target.chip.chips_of(
             self.target.count)
 
     def figures(self, steps: float, period: str) -> dict[str, Figure]:
-        """The column of the table: {quantity: figure}. `steps` steps make a `period`."""
+        """Returns the column of the table, {quantity: figure}. `period` is the name of this number of steps."""
         chip, time = self.target.chip, self.time
         peak = chip.peak(self.count.dtype) if self.count.dtype else None
         names = ("as written", "recomputed")
@@ -123,11 +124,11 @@ class OnChips:
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide:
-    """What `compare` returns. `str()` is a table with a column for each name of chips.
+    """The result of `compare`. `str()` is a table with a column for each name of chips.
 
     Attributes:
         columns: one `OnChips` for each name.
-        steps: number of steps to which energy and rent refer.
+        steps: the number of steps for which energy and rent are stated.
         period: the name of this number of steps, "1,000 steps" or "epoch".
 
     >>> def step(w, batch):
@@ -162,13 +163,13 @@ class SideBySide:
         return "\n".join([*lines, "", *self.notes()])
 
     def markdown(self) -> str:
-        """The table in Markdown."""
+        """Returns the table in Markdown."""
         head, *rows = self.table()
         lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
         return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
     def notes(self) -> list[str]:
-        """What the figures mean."""
+        """Returns notes that explain the figures."""
         notes = ["FLOPs are exact (convolutions: padding included). The best possible time is the longest of compute,",
                  "memory traffic and transfers at the chips' peak rates; programs reach a part of these. Energy: this",
                  "time at the chips' thermal design power, without host and cooling."]
@@ -183,20 +184,22 @@ def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *,
 
         print(parallel.compare(step, init, batch, ["RTX 2080 Ti", "TPU v2-8", "h100:8"]))
 
-    On several devices, each has the whole state and a part of the batch.
+    If a name stands for several devices, each device has the whole state and a part of the batch.
 
     Args:
         step, init, batch: as for `plan`: `step(state, batch) -> (state, metrics)`, `init(key) -> state`.
         chips: names of chips, systems or slices, as for `plan`.
-        precision: "auto" applies `ft.autocast` with the policy of each chip; "float32", "bfloat16" or "float16" the
-            same policy for all; "as written" leaves the step unchanged.
-        examples: rows of an epoch: energy and rent are for an epoch. By default they are for 1,000 steps.
+        precision: "auto" (default): `ft.autocast` is applied with the policy of each chip. "float32", "bfloat16" or
+            "float16": it is applied with the same policy for all chips. "as written": the step is not changed.
+        examples: number of rows in an epoch. Energy and rent are then stated for an epoch. Default: they are stated for
+            1,000 steps.
 
     Returns:
         A `SideBySide`: a table in which each number is marked as exact, published, derived, estimated or unverified.
 
     Raises:
-        ValueError: an unknown chip, no chip, or rows that are not a multiple of the devices.
+        ValueError: a chip is unknown, `chips` is empty, or the number of rows is not a multiple of the number of
+            devices.
 
     >>> import jax.numpy as jnp
     >>> def step(w, x):

@@ -20,7 +20,7 @@ STRATEGIES = {
     "fsdp": "parameters and optimizer's state split",
     "fsdp+pins": "parameters and optimizer's state split, activations pinned to the batch",
 }
-MOST = 64    # microbatches
+MOST = 64    # maximum number of microbatches
 
 
 class Strategy(NamedTuple):
@@ -63,10 +63,10 @@ class Strategy(NamedTuple):
 
 
 def parse(strategy: str) -> Strategy | None:
-    """Parses the name of a strategy; None for "auto".
+    """Parses the name of a strategy. Returns None for "auto".
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: there is no strategy of this name.
     """
     if strategy == "auto":
         return None
@@ -80,7 +80,7 @@ def parse(strategy: str) -> Strategy | None:
 
 
 def ladder(strategy: str, step: Callable, rows: int, chips: int) -> list[list[Strategy]]:
-    """Lists of strategies to try. A later list is used only if nothing in the earlier ones fits."""
+    """Returns lists of strategies to try. A list is used only if no strategy of the earlier lists fits into memory."""
     option = parse(strategy)
     if option is not None and option.microbatches > 1:
         slices(step, option.microbatches, rows, chips)
@@ -99,7 +99,7 @@ def ladder(strategy: str, step: Callable, rows: int, chips: int) -> list[list[St
 
 
 def takes_slices(step: Callable) -> bool:
-    """Whether a step has a keyword `microbatches`."""
+    """Whether a step has a keyword argument `microbatches`."""
     try:
         return "microbatches" in inspect.signature(step).parameters
     except (TypeError, ValueError):

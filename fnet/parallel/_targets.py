@@ -28,20 +28,21 @@ _FORMS = ("'local', a list of devices, a slice of TPUs such as 'v5e:4x4' or 'v5p
           "machines of 8), a chip such as 'RTX 3080', or a system such as 'dgx-1'")
 
 
-_MOST = 1 << 20      # chips
+_MOST = 1 << 20      # maximum number of chips
 
 
 class Target(NamedTuple):
     """The devices of a plan.
 
     Attributes:
-        name: the user's name for them.
+        name: the name of the devices that the user passed.
         chip: the kind of chip.
         count: number of JAX devices.
-        groups: number of slices or machines that contain them, connected by a slower network.
-        devices: devices to compile for. None: this is not possible here, and `why` is the reason.
-        attached: whether they are attached, so that a program can run.
-        sent, sent_between: bytes/s that a device sends to others of its group, and to other groups; None: unknown.
+        groups: number of slices or machines that contain the devices, connected by a slower network.
+        devices: devices to compile for. None: compiling is not possible here, and `why` is the reason.
+        attached: whether the devices are attached, so that a program can run.
+        sent, sent_between: bytes/s that a device sends to other devices of its group, and to other groups. None:
+            unknown.
     """
 
     name: str
@@ -66,7 +67,7 @@ def target(what: str | Sequence[jax.Device]) -> Target:
     """Returns the devices for a name or a list.
 
     Raises:
-        ValueError: an empty list, an unknown name, or a slice that does not exist for this kind of TPU.
+        ValueError: the list is empty, the name is unknown, or the slice does not exist for this kind of TPU.
     """
     if not isinstance(what, str):
         devices = list(what)
@@ -172,7 +173,7 @@ def _slice(name, kind, shape, slices) -> Target:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]):
-    """Sets environment variables that are not set yet, temporarily."""
+    """Temporarily sets environment variables that are not set yet."""
     missing = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(missing)
     try:
@@ -185,8 +186,8 @@ def _environment(variables: dict[str, str]):
 def _rates(chip, axes, group, ring=4) -> tuple[float | None, float | None]:
     """Returns bytes/s that a device sends within its group and between groups.
 
-    A chip of a torus has two links along an axis (one along an axis of length two). An axis too short for a ring sends
-    as much, except at its ends. The devices of a chip share its links.
+    In a torus, a chip has two links along each axis (one link along an axis of length two). On an axis that is too
+    short for a ring, the chips send at the same rate, except at the two ends. The devices of a chip share its links.
     """
     links = chip.links
     if links is None:
