@@ -1,4 +1,4 @@
-"""Logs that grow: a local file, or a sequence of objects in a store. The last object is rewritten until it is full."""
+"""Growing logs: a local file, or a sequence of objects in a store. The last object is rewritten until it is full."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from fnet.training.checkpoints._storage import StorageError, StorePath
 
-_FULL = 256 << 10      # bytes of an object, after which the next one is begun
+_FULL = 256 << 10      # bytes of an object, after which the next object is started
 
 
 def parts(path: Path | StorePath) -> list[Path | StorePath]:
-    """The files of a log, in order. A log in a store continues in metrics.jsonl.0001, metrics.jsonl.0002 and so on."""
+    """Returns the files of a log, in order. In a store, they are metrics.jsonl, metrics.jsonl.0001 and so on."""
     if isinstance(path, Path):
         return [path] if path.exists() else []
     pattern = re.compile(rf"{re.escape(path.name)}(\.\d+)?")
@@ -23,7 +23,8 @@ def parts(path: Path | StorePath) -> list[Path | StorePath]:
 def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
     """Replaces the content of each part by `keep(content)`, the last part first.
 
-    If the process is killed in between, the earlier parts have their old content, and the later parts the new one.
+    If the process is killed in between, the earlier parts still have the old content, and the later parts have the new
+    content.
     """
     for part in reversed(parts(path)):
         raw = part.read_bytes()
@@ -70,5 +71,5 @@ class Objects:
 
 
 def appending(path: Path | StorePath):
-    """An unbuffered file to append to."""
+    """Opens an unbuffered file for appending."""
     return Objects(path) if isinstance(path, StorePath) else path.open("ab", buffering=0)

@@ -1,4 +1,4 @@
-"""The steps in a local folder: committing, setting aside and removing them so that a kill loses nothing."""
+"""The checkpoints in a local folder: commits, renames and removes them so that a killed process loses nothing."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _TEMPORARY = (".saving-", ".deleting-", ".replaced-")
 
 
 class Folder:
-    """The steps in a local folder, each in a folder of its own.
+    """The checkpoints in a local folder. The checkpoint of each step is a subfolder.
 
-    A step is written as .saving-STEP, synced to the disk and renamed. `_objects.Objects` has the same methods for
+    A checkpoint is written to .saving-STEP, synced to the disk and renamed. `_objects.Objects` has the same methods for
     object stores.
 
     Args:
       folder: the folder that contains all steps.
     """
 
-    poll = 0.02      # seconds between two looks for what other processes have written
+    poll = 0.02      # seconds between two checks for files of other processes
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, ascending."""
+        """Returns the steps of complete checkpoints, ascending."""
         try:
             return sorted(int(entry.name) for entry in os.scandir(self.folder)
                           if entry.name.isdecimal() and entry.is_dir())
@@ -40,14 +40,14 @@ class Folder:
             return []
 
     def damaged(self) -> list[str]:
-        """The names of steps that were set aside."""
+        """Returns the names of damaged checkpoints, which were renamed."""
         try:
             return sorted(name for name in os.listdir(self.folder) if ASIDE.fullmatch(name))
         except FileNotFoundError:
             return []
 
     def foreign(self) -> list[str]:
-        """The names of entries that are not of checkpoints: a step's folder holds a manifest, arrays or nothing."""
+        """Returns the names of entries that do not belong to checkpoints."""
         def own(entry):
             if entry.name == LOCK:
                 return True
@@ -62,28 +62,28 @@ class Folder:
         return sorted(entry.name for entry in os.scandir(self.folder) if not own(entry))
 
     def lock(self) -> Lock:
-        """Raises `Locked` or OSError."""
+        """Locks the folder. Raises `Locked` or OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return Lock(self.folder)
 
     # Writing a step, by one process or by several.
 
     def partial(self, step: int) -> Path:
-        """Where the files of a step are written before `commit`."""
+        """Returns the folder in which the files of a step are written before `commit`."""
         return self.folder / f".saving-{step}"
 
     def arrays(self, process: int) -> str:
-        """The name of the file of arrays of a process."""
+        """Returns the name of the file with the arrays of a process."""
         return f"arrays-{process}.safetensors"
 
     def write_part(self, step: int, process: int, text: str) -> None:
-        """Leaves a description of the file of `process` (JSON) for the first process, which commits the step."""
+        """Writes a description (JSON) of the file of `process`, for the first process, which commits the step."""
         part = self._part(step, process)
         part.with_suffix(".new").write_text(text)
         os.replace(part.with_suffix(".new"), part)
 
     def take_part(self, step: int, process: int) -> str | None:
-        """Returns and removes the description that `process` left; None if there is none yet."""
+        """Returns and removes the description that `process` has written; None if it has not been written yet."""
         part = self._part(step, process)
         if not part.exists():
             return None
@@ -99,10 +99,12 @@ class Folder:
         return self.partial(step) / f".part-{process}.json"
 
     def commit(self, step: int, content: Mapping[str, Any], check: Callable[[], None]) -> None:
-        """Writes the manifest and gives the step its name; an earlier checkpoint of that step is replaced.
+        """Writes the manifest and renames the folder of the step. An earlier checkpoint of this step is replaced.
 
         Args:
-          check: raises if the folder is no longer this run's.
+          step: the step.
+          content: the content of the manifest.
+          check: a function that raises an error if this run no longer owns the folder.
         """
         _manifest.write_manifest(self.partial(step), content)
         check()
@@ -118,13 +120,13 @@ class Folder:
         _manifest.write_manifest(self.folder / str(step), content)
 
     def discard(self, step: int) -> None:
-        """Removes what was written of a step that could not be committed."""
+        """Removes the files of a step that could not be committed."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     # Removing steps.
 
     def remove(self, step: int) -> None:
-        going = self.folder / f".deleting-{step}"          # renamed first: half a step is never taken for a step
+        going = self.folder / f".deleting-{step}"          # renamed first: a partial folder must not look complete
         os.rename(self.folder / str(step), going)
         shutil.rmtree(going, ignore_errors=True)
 
@@ -134,7 +136,7 @@ class Folder:
                 shutil.rmtree(entry.path)
 
     def set_aside(self, step: int) -> str:
-        """Renames a damaged step; returns its new name."""
+        """Renames the folder of a damaged step. Returns the new name."""
         name, number = f"{step}.damaged", 2
         while (self.folder / name).exists():
             name, number = f"{step}.damaged-{number}", number + 1
@@ -143,7 +145,7 @@ class Folder:
         return name
 
     def tidy(self) -> None:
-        """Removes what a killed save has left, and undoes a replacement that was half done."""
+        """Removes the files of interrupted saves, and undoes an interrupted replacement."""
         for entry in list(os.scandir(self.folder)):
             if entry.name.startswith((".saving-", ".deleting-")):
                 shutil.rmtree(entry.path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One run to a prefix of an object store: a lock that its owner renews, and that expires without its owner."""
+"""The lock of a prefix in an object store. Its owner renews the lock regularly; otherwise, the lock expires."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any
 from fnet.training.checkpoints._lock import LOCK, Locked
 from fnet.training.checkpoints._storage import Meta, StorageError, StorePath
 
-BEAT, EXPIRY = 5.0, 30.0      # seconds between two renewals; after the last one until another run may take over
+BEAT, EXPIRY = 5.0, 30.0      # seconds between two renewals; seconds after the last renewal until the lock expires
 
 
 class Lease:
-    """The lock of a prefix: an object that is created if absent, renewed every `BEAT` seconds by a thread, and removed
-    by `release`.
+    """The lock of a prefix: an object that is created if it does not exist, and removed by `release`.
 
-    Another run takes it over, by a conditional write, when its owner has ended (known on the same machine, where the
-    process is looked for) or has not renewed it for `EXPIRY` seconds of the store's clock. It waits for that, and gives
-    up as soon as the lock is renewed. An owner that was stopped for longer notices before it writes a manifest.
+    A thread renews the lock every `BEAT` seconds. Another run can take over the lock, by a conditional write, in two
+    cases: the process of the owner has ended (which can be checked only on the same machine), or the owner has not
+    renewed the lock for `EXPIRY` seconds of the store's clock. A run waits for this time, and gives up as soon as the
+    lock is renewed. An owner that was suspended for longer notices the loss before it writes a manifest.
 
     Args:
       folder: the prefix.
 
     Raises:
-      Locked: another run holds it.
+      Locked: another run holds the lock.
       OSError: the store cannot be written to.
     """
 
@@ -66,7 +66,7 @@ class Lease:
             time.sleep(0.5)
 
     def _age(self, meta: Meta) -> float:
-        """How long ago the lock was renewed, by the clock of the store."""
+        """Returns the seconds since the last renewal of the lock, by the clock of the store."""
         probe = self._path.parent / f"{LOCK}-probe-{self._me['owner']}"
         probe.write_bytes(b"")
         try:
@@ -77,7 +77,7 @@ class Lease:
         return 0.0 if now is None else max(0.0, now.modified - meta.modified)
 
     def holds(self) -> bool:
-        """Whether the lock is still this one's.
+        """Returns whether this object still owns the lock.
 
         Raises:
           OSError: the store cannot be reached.
@@ -88,7 +88,7 @@ class Lease:
             return False
 
     def kept(self) -> bool:
-        """`holds`, as far as it is known without asking the store."""
+        """Returns the same as `holds`, as far as it is known without a request to the store."""
         return not (self._done.is_set() or self._lost.is_set())
 
     def release(self) -> None:
@@ -111,7 +111,7 @@ def _renew(path, me, meta, done, lost):
         data = json.dumps(me | {"beat": beat}).encode()
         try:
             renewed = path.replace(data, meta)
-            if renewed is None:                            # of another run now, or removed; or an answer was lost
+            if renewed is None:                            # taken over or removed, or a response was lost
                 raw, meta = path.versioned()
                 if _parsed(raw).get("owner") != me["owner"]:
                     lost.set()
@@ -121,7 +121,7 @@ def _renew(path, me, meta, done, lost):
         except FileNotFoundError:
             lost.set()
             return
-        except StorageError:                               # tried again at the next beat
+        except StorageError:                               # the next renewal tries again
             continue
 
 
@@ -134,7 +134,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 def _process() -> dict[str, Any]:
-    """What identifies this process on its machine; the last three are known on Linux only."""
+    """Returns values that identify this process on its machine. The last three are available only on Linux."""
     known: dict[str, Any] = {"host": socket.gethostname(), "process": os.getpid()}
     with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -145,7 +145,7 @@ def _process() -> dict[str, Any]:
 
 
 def _started(pid: int) -> str | None:
-    """When a process was started, in ticks of the kernel; None where there is none or it is a zombie."""
+    """Returns the start time of a process in kernel ticks, or None if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -155,7 +155,7 @@ def _started(pid: int) -> str | None:
 
 
 def _alive(owner: dict[str, Any]) -> bool | None:
-    """Whether the process of a lock is running; None where this machine cannot know."""
+    """Whether the process that owns a lock is running; None if this cannot be determined on this machine."""
     here = _process()
     if "started" not in here or any(owner.get(name) != here[name] for name in ("boot", "namespace")):
         return None

@@ -1,4 +1,4 @@
-"""The leaves of a tree as a checkpoint sees them: a path, a dtype, a shape, and how they differ from what is wanted."""
+"""The leaves of a tree in a checkpoint: path, dtype, shape, and differences from the expected leaves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def paths(tree: Any) -> dict[str, Any]:
-    """The leaves by path, such as "params/conv1/kernel".
+    """Returns the leaves by path, such as "params/conv1/kernel".
 
     Raises:
       ValueError: two leaves have the same path.
@@ -40,10 +40,10 @@ def is_key(leaf: Any) -> bool:
 
 
 def entry(path: str, leaf: Any) -> dict[str, Any]:
-    """What a manifest says of a leaf, without its bytes.
+    """Returns the entry of a leaf in the manifest, without the location of its bytes.
 
     Raises:
-      TypeError: it is none of array, number and PRNG key.
+      TypeError: the leaf is not an array, a number or a PRNG key.
     """
     if type(leaf) in _NUMBERS:
         return {"python": type(leaf).__name__}
@@ -74,7 +74,7 @@ def describe(leaf: Mapping[str, Any]) -> str:
 
 
 def mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, cast: bool = False) -> list[str]:
-    """One line for each leaf that is not as wanted; `cast` lets another dtype pass, never another name or shape."""
+    """Returns one line for each leaf that differs in path, shape or dtype. With `cast`, the dtype may differ."""
     lines = []
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in saved:
@@ -90,7 +90,7 @@ def mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, cast: boo
 
 
 def number(kind: str, raw: bytes) -> bool | int | float | complex:
-    """A Python number from the bytes that `number_bytes` made of it."""
+    """Converts the bytes that `number_bytes` returned to the Python number."""
     if kind == "int":
         return int.from_bytes(raw, "little", signed=True)
     return np.frombuffer(raw, kind)[0].item()
@@ -104,8 +104,8 @@ def number_bytes(value: Any) -> np.ndarray:
 
 
 def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
-    """A saved leaf without a target: a Python number, a PRNG key, or an array, of NumPy where JAX would change its
-    dtype."""
+    """Returns a saved leaf without a target: a Python number, a PRNG key or an array. The array is a NumPy array if JAX
+    would change its dtype."""
     if "python" in saved:
         return number(saved["python"], array.tobytes())
     if "key" in saved:
@@ -114,12 +114,12 @@ def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
 
 
 def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
-    """The saved array as the kind of thing the target's leaf is, where that leaf is."""
+    """Converts a saved array to the type, dtype and placement of the target's leaf."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if array.dtype != leaf.dtype:
             array = array.astype(leaf.dtype)
         return array if isinstance(leaf, np.ndarray) else array[()]
-    # An array that is bound to no device must not come back bound to one: it may meet sharded data.
+    # An uncommitted array must stay uncommitted, because it may be combined with sharded data.
     bound = isinstance(leaf, jax.ShapeDtypeStruct) or leaf.committed
     sharding = leaf.sharding if bound else None
     if "key" in saved:
@@ -132,7 +132,7 @@ def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
     if sharding is not None and not sharding.is_fully_addressable:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     placed = jax.device_put(array, sharding)
-    if saved.get("weak"):      # a type that yields to others: the same numbers need the same one
+    if saved.get("weak"):      # weakly typed: only with the same type are the results identical
         yielding = jnp.broadcast_to(jnp.asarray({"b": False, "i": 0, "c": 0j}.get(array.dtype.kind, 0.0)), array.shape)
         placed = yielding.at[...].set(placed) if yielding.dtype == array.dtype else placed
     return placed

@@ -1,4 +1,4 @@
-"""One run to a folder: a lock that ends with its process, however that ends."""
+"""The lock of a local folder, which allows one run at a time. It is released when its process ends."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:      # Windows: two runs in one folder are not noticed there
+except ImportError:      # Windows, where two runs in one folder are not detected
     fcntl = None
 
 LOCK = ".lock"
 
 
 class Locked(Exception):
-    """Another process holds the lock; the message says which."""
+    """Another process holds the lock. The message names the process."""
 
 
 class Lock:
-    """The lock of a folder, held until `release` or until the process ends, killed or not.
+    """The lock of a folder, held until `release` or until the process ends, even if it is killed.
 
     Args:
-      folder: it has to exist.
+      folder: the folder, which must exist.
 
     Raises:
-      Locked: another process holds it, or this one does already.
+      Locked: another process, or another `Lock` of this process, holds the lock.
       OSError: the folder cannot be written to.
     """
 
@@ -38,9 +38,9 @@ class Lock:
             self._take()
             if self.holds():
                 break
-            self.release()                                 # removed between opening and locking: by another run's clear
+            self.release()                                 # another run's `clear` removed the file before it was locked
             folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):                 # the process's number is of use, but not on a full disk
+        with contextlib.suppress(OSError):                 # the process id is useful, but not essential on a full disk
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()}\n".encode())
 
@@ -59,16 +59,16 @@ class Lock:
         _HELD.add(self)
 
     def holds(self) -> bool:
-        """Whether the folder is still the one that was locked: not removed, and not replaced by another of its name."""
+        """Whether the folder is still the one that was locked, and has not been removed or replaced."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
         except (OSError, ValueError):                      # gone, or released
             return False
 
-    kept = holds                                           # nobody has to be asked
+    kept = holds                                           # no request is necessary
 
     def fileno(self) -> int:
-        """For `subprocess`'s pass_fds: then the lock is held until this process and that one have ended."""
+        """Returns the descriptor for `pass_fds` of `subprocess`. Then the lock is held until both processes end."""
         return self._file.fileno()
 
     def release(self) -> None:
@@ -80,7 +80,7 @@ _HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """A forked child shares its parent's open files, and with them the lock, which must not outlive the parent."""
+    """Closes the lock files in a forked child, so that the child does not keep the lock after its parent has ended."""
     for lock in list(_HELD):
         lock._file.close()
 

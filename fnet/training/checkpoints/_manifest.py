@@ -1,9 +1,9 @@
 """The files of a checkpoint: safetensors files of arrays, and the manifest, which has a checksum of every byte.
 
-Each process writes its arrays to one safetensors file, which any framework reads. `manifest.json` lists the step, each
-file with its size and CRC-32, each shard of each leaf with its dtype, shape, index, offset and CRC-32, and ends with a
-BLAKE2b of itself. CRC-32 detects every error within 32 neighboring bits, at twice BLAKE2b's speed; the manifest is
-short.
+Each process writes its arrays to one safetensors file, which other frameworks can read. `manifest.json` contains the
+step, each file with its size and CRC-32, and each shard of each leaf with its dtype, shape, index, offset and CRC-32.
+It ends with a BLAKE2b checksum of the manifest. CRC-32 detects every error within 32 neighboring bits and is twice as
+fast as BLAKE2b, which is used only for the short manifest.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _PYTHON = {"bool": 1, "int": None, "float": 8, "complex": 16}      # bytes of ea
 
 
 class Damaged(Exception):
-    """A checkpoint that is not what was written; the message says which file or leaf."""
+    """A checkpoint differs from what was written. The message names the file or the leaf."""
 
 
 def write_arrays(path: Path | StorePath, arrays: list[tuple[str, np.ndarray]]) -> tuple[dict, list[dict]]:
     """Writes a safetensors file and syncs it to the disk, or writes it as an object.
 
     Returns:
-      The file's entry in the manifest, and each array's location in it: {"at": [begin, end], "crc32"}.
+      The entry of the file in the manifest, and the location of each array in the file: {"at": [begin, end], "crc32"}.
     """
     header, places, at = {}, [], 0
     for name, array in arrays:
         kind, shape = _SAFETENSORS.get(array.dtype.name), list(array.shape)
-        if kind is None:      # bytes, whose dtype the manifest knows
+        if kind is None:      # stored as bytes; the manifest contains the dtype
             kind, shape = "U8", shape if array.dtype.itemsize == 1 else [*shape, array.dtype.itemsize]
         name = f"leaf:{name}" if name in ("", "__metadata__") else name
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + array.nbytes]}
@@ -94,7 +94,7 @@ class _Buffers:
 
 
 def raw_bytes(array: np.ndarray) -> memoryview:
-    """The array's bytes, little-endian, without a copy where they lie that way."""
+    """Returns the bytes of the array in little-endian order, without a copy if the array already has this order."""
     array = np.ascontiguousarray(array)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
@@ -102,11 +102,11 @@ def raw_bytes(array: np.ndarray) -> memoryview:
 
 
 def joined(before: int, own: int, raw: Any) -> int:
-    """The CRC-32 of some bytes and `raw` after them, from that of the first and `raw`'s own.
+    """Returns the CRC-32 of some bytes followed by `raw`, from `before` (theirs) and `own` (the CRC-32 of `raw`).
 
     Source: zlib's crc32_combine, which multiplies polynomials over GF(2).
     """
-    if len(raw) < 1 << 18:      # sooner done over again
+    if len(raw) < 1 << 18:      # faster to compute directly
         return zlib.crc32(raw, before)
     power, n, shift = 1 << 31, len(raw), 3
     while n:
@@ -131,7 +131,7 @@ for _ in range(31):
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest, with its checksum."""
+    """Returns the bytes of a manifest, with its checksum."""
     content = {name: value for name, value in content.items() if name not in ("format", "version", "blake2b")}
     body = json.dumps({"format": FORMAT, "version": VERSION, **content}, allow_nan=False).encode()
     body = body[:-1] + b", "
@@ -139,7 +139,7 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes manifest.json under another name, syncs it to the disk and renames it."""
+    """Writes manifest.json under a temporary name, syncs it to the disk and renames it."""
     new = folder / f".{MANIFEST}.new"
     with new.open("wb") as file:
         file.write(sealed(content))
@@ -151,7 +151,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Syncs the names in a folder to the disk."""
-    with contextlib.suppress(PermissionError):      # Windows opens no folders
+    with contextlib.suppress(PermissionError):      # Windows cannot open folders
         number = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(number)
@@ -160,11 +160,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
-    """The manifest of a checkpoint, after its checksum and its consistency have been checked.
+    """Reads the manifest of a checkpoint, and checks its checksum and its consistency.
 
     Raises:
-      Damaged: it is missing, or is not what was written.
-      OSError: it may not be read, or the object store cannot be reached.
+      Damaged: the manifest is missing, or differs from what was written.
+      OSError: reading is not permitted, or the object store cannot be reached.
     """
     with opened(folder / MANIFEST) as (file, size):
         if size > _LIMIT:
@@ -185,7 +185,8 @@ def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
 
 
 def _check(content):
-    """Holds a manifest to its own promises, so that whoever wrote it, reading it allocates what the files hold."""
+    """Checks that a manifest is consistent. Reading then allocates no more memory than the files contain, even if the
+    manifest is not trustworthy."""
     def natural(value):
         if type(value) is not int or not 0 <= value < 1 << 62:
             raise ValueError(f"{value!r} is no count")
@@ -240,12 +241,13 @@ def _check(content):
 
 @contextlib.contextmanager
 def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
-    """(a regular file or an object, opened for reading; its size). Links and pipes are refused: a link may lead
-    anywhere, and a pipe may never end.
+    """Opens a regular file or an object for reading. Yields (file, size).
+
+    Links and pipes raise an error, because a link may point to any file and a pipe may never end.
 
     Raises:
-      Damaged: it is missing, or a local file cannot be read.
-      OSError: it may not be read, or the object store cannot be reached. This says nothing about the object.
+      Damaged: the file is missing, or a local file cannot be read.
+      OSError: reading is not permitted, or the object store cannot be reached. The file itself may be undamaged.
     """
     if isinstance(path, StorePath):
         try:
@@ -295,11 +297,11 @@ class _Whole:
 
 
 def read_leaves(folder: Path | StorePath, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Every leaf as an array (Python numbers: as bytes). Every byte of every file is verified.
+    """Reads every leaf as an array (a Python number as bytes). Every byte of every file is verified.
 
     Raises:
-      Damaged: naming the file or the leaf.
-      OSError: as `opened`.
+      Damaged: a file or a leaf is damaged; the message names it.
+      OSError: as for `opened`.
     """
     arrays: dict[str, Any] = {}
     for name, entry in content["files"].items():
@@ -342,7 +344,7 @@ def check_size(name: str, size: int, entry: Mapping[str, Any]) -> None:
 
 
 def typed(raw: np.ndarray, leaf: Mapping[str, Any]) -> np.ndarray:
-    """Bytes as a row of the leaf's dtype."""
+    """Converts bytes to a one-dimensional array of the leaf's dtype."""
     dtype = DTYPES[leaf["dtype"]]
     if dtype.isbuiltin != 1:
         return raw.view(dtype)

@@ -1,4 +1,4 @@
-"""The steps under a prefix of an object store: the manifest of a step is written last, and makes it a checkpoint."""
+"""The checkpoints under a prefix of an object store. A step is a checkpoint once its manifest has been written."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class Objects:
-    """The steps in an object store, each under a prefix of its own. It has the methods of `_folder.Folder`.
+    """The checkpoints in an object store, each under a separate prefix, with the methods of `_folder.Folder`.
 
     Every save writes its arrays to objects with new names, so it never overwrites the arrays of a checkpoint. Then it
-    writes manifest.json conditionally: if there is no manifest, only if there still is none; if there is one, only if
-    that manifest has not changed. A prefix without a manifest is not a checkpoint.
+    writes manifest.json with a conditional write, which succeeds only if no other process has created or changed the
+    manifest in the meantime. A prefix without a manifest is not a checkpoint.
 
     Args:
       folder: the prefix of all steps.
@@ -31,7 +31,7 @@ class Objects:
         self.folder = folder
 
     def _names(self) -> dict[str, list[str]]:
-        """The objects by step or other first part of their names."""
+        """Returns the names of the objects, grouped by the first part of the name, such as the step."""
         names: dict[str, list[str]] = {}
         for key in self.folder.keys():
             first, _, rest = key.partition("/")
@@ -96,14 +96,14 @@ class Objects:
             raise StorageError(f"{path}: another process wrote this object at the same time")
 
     def _sweep(self, step, content):
-        """Removes what the manifest of a step does not name."""
+        """Removes the objects that the manifest of a step does not name."""
         for name in self.partial(step).keys():
             if name != _manifest.MANIFEST and name not in content["files"]:
                 (self.partial(step) / name).unlink(missing_ok=True)
 
     def discard(self, step: int) -> None:
-        """Lets the other processes continue. Arrays stay until `tidy`: if a response of the store was lost, the
-        manifest may have been written."""
+        """Lets the other processes continue. The arrays are kept until `tidy`, because the manifest may have been
+        written even if the response of the store was lost."""
         with contextlib.suppress(OSError):
             for name in self.partial(step).keys():
                 if name.startswith(".part-"):
@@ -114,7 +114,7 @@ class Objects:
 
     def _remove(self, name):
         prefix = self.folder / name
-        (prefix / _manifest.MANIFEST).unlink(missing_ok=True)        # first: the rest is then no checkpoint
+        (prefix / _manifest.MANIFEST).unlink(missing_ok=True)        # first, so that the rest is not a checkpoint
         for key in prefix.keys():
             (prefix / key).unlink(missing_ok=True)
 
@@ -124,7 +124,7 @@ class Objects:
                 self._remove(name)
 
     def set_aside(self, step: int) -> str:
-        """Copies a damaged step, inside the store, and removes it."""
+        """Renames a damaged step: copies its objects inside the store, and removes the originals."""
         names, name, number = self._names(), f"{step}.damaged", 2
         while name in names:
             name, number = f"{step}.damaged-{number}", number + 1
@@ -134,8 +134,8 @@ class Objects:
         return name
 
     def tidy(self) -> None:
-        """Removes what killed saves and removals have left: prefixes without a manifest, and objects of steps that
-        their manifests do not name."""
+        """Removes the remains of interrupted saves and removals: prefixes without a manifest, and objects that the
+        manifest of their step does not name."""
         for name, inside in self._names().items():
             if not name.isdecimal() or inside == [""]:
                 continue

@@ -1,4 +1,4 @@
-"""Reading only the shards of a checkpoint that one process needs, each of them verified."""
+"""Reads and verifies only the shards of a checkpoint that one process needs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fnet.training.checkpoints import _leaves, _manifest
 from fnet.training.checkpoints._manifest import Damaged
 from fnet.training.checkpoints._storage import StorePath
 
-Box = tuple[tuple[int, int], ...]      # the first and last index along each axis
+Box = tuple[tuple[int, int], ...]      # (begin, end) along each axis
 
 
 class Shards:
-    """The parts of an array that are in this process, indexed as the array would be."""
+    """The parts of an array that this process needs. They are indexed like the complete array."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, parts: Mapping[Box, np.ndarray]):
         self.shape, self.dtype, self._parts = shape, dtype, parts
@@ -35,7 +35,7 @@ def _box(index, shape) -> Box:
 
 
 def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
-    """The parts of a leaf that this process's devices hold; None where it needs all of it."""
+    """Returns the parts of a leaf that are on the devices of this process; None for the complete leaf."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.is_fully_addressable or _leaves.is_key(leaf):
         return None
@@ -43,19 +43,19 @@ def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
 
 
 def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves that `target` names: arrays, or `Shards` where this process needs only a part.
+    """Reads the leaves that `target` names: an array, or `Shards` if this process needs only a part of the leaf.
 
-    Shards that hold nothing of what is needed are not read. Those that are read are read completely, because their
-    checksums are of all their bytes.
+    A shard is read only if it contains a needed part. It is then read completely, because its checksum covers all of
+    its bytes.
 
     Args:
-      folder: of one checkpoint.
-      content: its manifest.
-      target: leaves by their paths in the manifest.
+      folder: the folder of one checkpoint.
+      content: the manifest of the checkpoint.
+      target: the target's leaves, by their paths in the manifest.
 
     Raises:
-      Damaged: naming the file or the leaf.
-      OSError: as `_manifest.opened`.
+      Damaged: a file or a leaf is damaged; the message names it.
+      OSError: as for `_manifest.opened`.
     """
     parts: dict[str, dict[Box, np.ndarray]] = {}
     sharded, missing, jobs = set(), {}, {}
@@ -113,7 +113,7 @@ def _verified(file, name, path, piece):
 
 
 def _common(a: Box, b: Box) -> Box | None:
-    """Where two parts overlap; None where they do not."""
+    """Returns the intersection of two parts, or None if they do not overlap."""
     common = tuple((max(low, other), min(high, end)) for (low, high), (other, end) in zip(a, b))
     return common if all(low < high for low, high in common) else None
 
@@ -123,8 +123,8 @@ def _inside(common: Box, box: Box) -> tuple[slice, ...]:
 
 
 def together(problem: BaseException | None) -> np.ndarray:
-    """What came of reading in each process: 0 for success, 1 for damage, 2 for another error. Each process calls this.
-    """
+    """Returns the result of reading in each process: 0 for success, 1 for damage, 2 for another error. Every process
+    must call it."""
     from jax.experimental import multihost_utils
 
     code = 0 if problem is None else 1 if isinstance(problem, Damaged) else 2
@@ -132,7 +132,7 @@ def together(problem: BaseException | None) -> np.ndarray:
 
 
 def first_says(value: int) -> int:
-    """The value of the first process, in all of them."""
+    """Returns the value of the first process in all processes."""
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

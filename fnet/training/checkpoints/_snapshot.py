@@ -1,4 +1,4 @@
-"""A copy of a tree that stays as it is while training goes on, and the bytes of it that this process is to write."""
+"""A copy of a tree that does not change during further training, and the parts of it that this process writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fnet.training.checkpoints import _leaves
 
 
 class Piece(NamedTuple):
-    """An array to be written: a whole leaf, or the stretch of one that `index` says."""
+    """An array to write: a complete leaf, or the part of a leaf that `index` states."""
 
     path: str
     name: str
@@ -27,10 +27,10 @@ def _twins(arrays):
 
 
 def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves copied: on the device, without waiting for it, what is there; on the host what is on the host.
+    """Copies the leaves: device arrays on the device, without waiting for the copy, and host arrays on the host.
 
-    The step donates its buffers while they are still being written: hence a copy. Where the device has no room for one
-    it is made on the host, and then this waits.
+    The copy is necessary because the next step reuses the donated buffers while they are still being written to disk.
+    If the device has too little memory for the copy, the leaves are copied to the host, which waits for the device.
     """
     copies: dict[str, Any] = {}
     places: dict[Any, list[str]] = {}
@@ -54,9 +54,9 @@ def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pieces(copies: Mapping[str, Any]) -> list[Piece]:
-    """What this process writes: every leaf, or in a run of several processes the parts that are its own.
+    """Returns what this process writes: every leaf, or with several processes the parts on its devices.
 
-    What several processes hold alike is written by the first of them.
+    A part of which several devices have replicas is written only once, from the first replica.
     """
     made = []
     for path, copy in copies.items():

@@ -1,7 +1,8 @@
-"""Where runs are kept: a local folder (`pathlib.Path`), or objects under a prefix of S3, GCS or Azure (`StorePath`).
+"""Storage of runs: a local folder (`pathlib.Path`), or objects under a prefix of S3, GCS or Azure (`StorePath`).
 
-`location` decides which. A `StorePath` has the methods of a `Path` that fnet uses, and three that only an object store
-needs: `create` and `replace` (conditional writes) and `keys`. An object is written as a whole or not at all.
+`location` converts a path or a URL to one of these two types. A `StorePath` has the methods of `Path` that fnet uses,
+and three methods that only an object store needs: `create` and `replace` (conditional writes) and `keys`. An object is
+written completely or not at all.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from pathlib import Path
 from typing import Any
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
-_SCHEMES = {      # what to set where the store refuses
+_SCHEMES = {      # what to set if the store refuses access
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION (AWS_ENDPOINT_URL for another server than Amazon's)",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     "memory": "",
 }
 _CHUNK = 8 << 20            # bytes of one request; a larger object is written in several parts
-_RETRIES, _ATTEMPTS = 8, 6  # by obstore, in each of our attempts: half a minute is bridged
-_PAUSE = 0.5                # seconds before the second attempt, doubled for each further one
-_LIMIT = 60.0               # seconds after which there is no further attempt: of a server that does not answer
+_RETRIES, _ATTEMPTS = 8, 6  # retries by obstore in each of our attempts: about half a minute in total
+_PAUSE = 0.5                # seconds before the second attempt, doubled for each further attempt
+_LIMIT = 60.0               # seconds after which there is no further attempt, if a server does not answer
 
 
 class StorageError(OSError):
-    """An object store that cannot be reached or refuses; the message names the URL and says what to do."""
+    """An object store cannot be reached or refuses a request. The message names the URL and says what to do."""
 
 
 def location(where: str | os.PathLike) -> Path | StorePath:
-    """The folder or prefix that a path or URL names.
+    """Converts a path or a URL to a `Path` or a `StorePath`.
 
     Args:
-      where: a local path, or a URL: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or memory://name/prefix,
-        which lasts as long as the process.
+      where: a local path, or a URL: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or
+        memory://name/prefix, which lasts as long as the process.
 
     Raises:
-      ValueError: a URL of another scheme, without a bucket, or with "." or ".." in its path.
+      ValueError: the URL has another scheme, no bucket, or "." or ".." in its path.
       ModuleNotFoundError: obstore is not installed.
     """
     if isinstance(where, StorePath | Path):
@@ -99,12 +100,12 @@ def _memory(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """What a store says of an object.
+    """The metadata of an object in a store.
 
     Fields:
-      size: in bytes.
-      version: {"e_tag", "version"}, whichever the store has: what `replace` compares.
-      modified: when it was written, in seconds, by the clock of the store.
+      size: the size in bytes.
+      version: a dict with "e_tag" and "version", as far as the store has them. `replace` compares this dict.
+      modified: the time of the last write in seconds, by the clock of the store.
     """
 
     size: int
@@ -116,9 +117,9 @@ class StorePath:
     """A prefix or an object of a store, with the methods of `pathlib.Path` that fnet uses.
 
     Args:
-      store: of obstore, for one bucket.
-      root: its URL.
-      names: the parts of the key.
+      store: a store of obstore for one bucket.
+      root: the URL of the bucket.
+      names: the parts of the key, a tuple of strings.
     """
 
     def __init__(self, store: Any, root: str, names: tuple[str, ...]):
@@ -152,12 +153,12 @@ class StorePath:
         return "/".join(self._names)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Does nothing: a store has no folders."""
+        """Does nothing, because a store has no folders."""
 
     # Reading.
 
     def meta(self) -> Meta | None:
-        """What the store says of the object; None where there is none."""
+        """Returns the metadata of the object, or None if it does not exist."""
         try:
             known = self._do(self._store.head, self.key)
         except FileNotFoundError:
@@ -171,7 +172,7 @@ class StorePath:
         return self.versioned()[0]
 
     def versioned(self) -> tuple[bytes, Meta]:
-        """The object and what the store says of this version of it."""
+        """Returns the content of the object, and the metadata of this version."""
         def whole():
             answer = self._store.get(self.key)
             return bytes(answer.bytes()), answer.meta
@@ -183,11 +184,11 @@ class StorePath:
         return self.read_bytes().decode(encoding)
 
     def read_range(self, begin: int, end: int) -> Any:
-        """The bytes from `begin` to `end`, or to the end of the object."""
+        """Returns the bytes from `begin` to `end`, or to the end of the object."""
         return memoryview(self._do(self._store.get_range, self.key, start=begin, end=end)) if end > begin else b""
 
     def keys(self) -> list[str]:
-        """The names of all objects below this prefix, relative to it."""
+        """Returns the names of all objects below this prefix, relative to the prefix."""
         def listed():
             prefix = f"{self.key}/" if self._names else None
             return [known["path"] for batch in self._store.list(prefix) for known in batch]
@@ -203,27 +204,27 @@ class StorePath:
         self.write_bytes(text.encode())
 
     def write_parts(self, parts: Iterable[Any]) -> None:
-        """Writes an object of the buffers in `parts`, one after the other; they must be iterable more than once."""
+        """Writes the buffers in `parts` as one object, in this order. `parts` must be iterable more than once."""
         total = sum(len(part) for part in parts)
         if total <= _CHUNK:
             data = b"".join(parts)
             self._do(self._store.put, self.key, data, use_multipart=False)
             return
-        chunk = max(_CHUNK, -(-total // 9000))             # a store takes 10,000 parts
+        chunk = max(_CHUNK, -(-total // 9000))             # a store accepts at most 10,000 parts
         pieces = lambda: (part[at:at + chunk] for part in parts for at in range(0, len(part), chunk))
         self._do(lambda: self._store.put(self.key, pieces(), chunk_size=chunk, max_concurrency=4))
 
     def create(self, data: bytes) -> Meta | None:
-        """Writes the object if there is none of this name; None where there is."""
+        """Writes the object if it does not exist. Returns None if it exists."""
         return self._conditional(data, "create")
 
     def replace(self, data: bytes, before: Meta) -> Meta | None:
-        """Writes the object if it is still the version of `before`; None where it is not."""
+        """Writes the object if it still has the version of `before`. Returns None if it has another version."""
         return self._conditional(data, before.version)
 
     def _conditional(self, data: bytes, mode: Any) -> Meta | None:
-        """A conditional write. The answer to the first request may be lost, and a repeated request is refused because
-        of the first one: hence the comparison."""
+        """Writes the object conditionally. If the response to a successful request is lost, the repeated request is
+        refused. So after a refusal, the content is compared."""
         from obstore import exceptions as refusals
 
         try:
@@ -236,7 +237,7 @@ class StorePath:
         except (refusals.AlreadyExistsError, refusals.PreconditionError):
             try:
                 there, meta = self.versioned()
-            except FileNotFoundError:                      # removed since
+            except FileNotFoundError:                      # removed in the meantime
                 return None
             return meta if there == data else None
 
@@ -252,10 +253,10 @@ class StorePath:
         self._do(self._store.copy, self.key, to.key)
 
     def _do(self, request: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """A request, repeated where the failure may be a passing one, with errors in words.
+        """Executes a request, repeats it after temporary failures, and converts errors to `StorageError`.
 
-        obstore itself repeats what failed with 5xx, and reads that ran into a time limit or a closed connection. What
-        remains are writes whose answer was lost, and answers that break off.
+        obstore itself repeats requests that failed with 5xx, and reads that failed with a timeout or a closed
+        connection. This method also repeats writes whose response was lost, and requests whose response was incomplete.
         """
         from obstore import exceptions as refusals
 
@@ -294,7 +295,7 @@ def _version(known: Any) -> dict[str, str]:
 
 
 def _brief(error: Exception) -> str:
-    """One line of an error of obstore, which quotes a page of XML and its own configuration."""
+    """Returns one line about an error of obstore, whose full text contains XML and its configuration."""
     text = str(error).split("\n\nDebug source:")[0]
     code = re.search(r"status code: (\d{3}[^:<\n]*)", text)
     if code:
@@ -307,7 +308,7 @@ def _brief(error: Exception) -> str:
 
 
 class Reader:
-    """An object read from front to back, or from where `seek` goes, with a buffer for small pieces."""
+    """A reader of an object with `read` and `seek`, and with a buffer for small reads."""
 
     _AHEAD = 4 << 20
 

@@ -1,4 +1,4 @@
-"""The structure of a tree as JSON, so that a checkpoint can be read without the code that made the tree."""
+"""The structure of a tree as JSON, so that a checkpoint can be read without the code that created the tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEAF = 1      # None is null; a dict {"dict": {...}}, a list {"list": [...]}, a
 
 
 def describe(tree: Any) -> Any:
-    """The structure of `tree`. Containers of other kinds (named tuples, dataclasses) become dicts by name."""
+    """Returns the structure of `tree`. Other containers (named tuples, dataclasses) become dicts of their fields."""
     if tree is None:
         return None
     if jax.tree_util.all_leaves([tree]):
@@ -27,10 +27,10 @@ def _name(path):
 
 
 def build(structure: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
-    """The tree of a structure from leaves by path.
+    """Builds the tree with this structure from its leaves by path.
 
     Raises:
-      ValueError: the structure is not what `describe` returns.
+      ValueError: the structure does not have the format of `describe`.
       KeyError: a leaf is missing.
     """
     if structure is None:
@@ -49,7 +49,7 @@ def build(structure: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
 
 
 def nested(leaves: Mapping[str, Any]) -> Any:
-    """Nested dicts of leaves by path, for checkpoints without a structure."""
+    """Converts leaves by path to nested dicts, for checkpoints without a structure."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         if not path:

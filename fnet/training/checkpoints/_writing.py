@@ -1,4 +1,4 @@
-"""Writing a checkpoint's files, by one process or by all of a run's, up to the manifest."""
+"""Writes the array files of a checkpoint, in one process or in all processes of a run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fnet.training.checkpoints._folder import Folder
 from fnet.training.checkpoints._objects import Objects
 from fnet.training.checkpoints._snapshot import pieces
 
-_PATIENCE = 600.0      # seconds for the other processes of a run to write their part
+_PATIENCE = 600.0      # seconds to wait until the other processes of a run have written their part
 
 
 def write(steps: Folder | Objects, head: Mapping[str, Any], entries: Mapping[str, Any], copies: Mapping[str, Any],
           hurry: threading.Event) -> dict[str, Any] | None:
-    """Writes this process's shards of a step and, in the first process, waits for those of the others.
+    """Writes the shards of this process. The first process also waits for the shards of the other processes.
 
     Args:
-      steps: where.
-      head: of the manifest: step, metrics, notes.
-      entries: of the leaves, without their pieces.
-      copies: what `snapshot` made.
-      hurry: set where the run has failed, so that it does not wait long.
+      steps: the folder or object store of the checkpoints.
+      head: the first fields of the manifest: step, metrics, notes.
+      entries: the entries of the leaves in the manifest, without the locations of their bytes.
+      copies: the result of `snapshot`.
+      hurry: an event that is set if the run has failed, to shorten the wait.
 
     Returns:
-      The manifest to commit, in the first process; None in the others, after it is committed.
+      In the first process, the manifest to commit. In the other processes None, after the manifest has been committed.
     """
     processes, me, step = jax.process_count(), jax.process_index(), head["step"]
     partial = steps.partial(step)
