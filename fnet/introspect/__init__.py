@@ -1,8 +1,8 @@
 """Tools that show what is inside a program.
 
 - `summary`: shapes, parameters, FLOPs, kept activations and time at the roofline, by path.
-- `statistics`: values and cotangents by site, gradients by parameter.
-- `check_gradient`: derivatives against finite differences.
+- `statistics`: statistics of values and cotangents by site, and of gradients by parameter.
+- `check_gradient`: compares derivatives with finite differences.
 - `compare`: the first site where two programs differ.
 - `graph`: a program drawn by its scopes.
 - `profile`: measured time by path and phase.

@@ -16,8 +16,8 @@ import numpy as np
 
 from fnet import transforms as ft
 
-_SAME = 1e-3    # values of unrelated names that differ by less belong together
-_TOLERANCE = 1e-5    # of float32; other dtypes in proportion to their precision
+_SAME = 1e-3    # sites with different names form a pair if their values differ by less
+_TOLERANCE = 1e-5    # for float32; for other dtypes in proportion to their precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Difference:
     """A site in two programs.
 
     Attributes:
-        name: the site in the first program; "result" for the result. In a scan there is a row for each iteration.
-        other: the site in the second program.
-        error: max |a - b| / max |b|; infinite if the shapes differ, or where one is finite and the other is not.
+        name: the name of the site in the first program, or "result". In a scan, there is a row for each iteration.
+        other: the name of the site in the second program.
+        error: max |a - b| / max |b|. Infinite if the shapes differ, or if an element is finite in only one program.
         tolerance: the largest error that counts as equal.
         types: the types of the value in both programs.
 
@@ -54,7 +54,7 @@ class Comparison:
     Attributes:
         rows: a `Difference` for each site of both programs, in the order in which the first program computes them, and
             one for the result.
-        only: the names of the sites that only the first program has, and those that only the second has.
+        only: a pair: the names of the sites that only the first program has, and of those that only the second has.
 
     >>> f = lambda x: ft.tag(2 * x, "double").sum()
     >>> g = lambda x: ft.tag(x + x, "double").sum()
@@ -101,10 +101,10 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         f: a function with named sites: see `transforms.sites`.
         g: the reference, a function of the same arguments.
         args: the arguments. Both functions run once on these arguments, and the values of all sites are then in memory.
-        names: {regular expression: replacement}, as in `re.sub`: the name in g of the sites whose whole name in f
-            matches.
-        tolerance: the largest relative error that counts as equal. By default 1e-5 for float32. If a value has a lower
-            precision in one of the programs, the tolerance is larger by the ratio of the precisions.
+        names: {regular expression: replacement}, as in `re.sub`. If an expression matches the whole name of a site in
+            f, the replacement is the name of the site in g. Default: none.
+        tolerance: the largest relative error that counts as equal. Default: 1e-5 for float32. If a value has a lower
+            precision in one of the programs, its default tolerance is larger by the ratio of the precisions.
 
     Returns:
         A `Comparison`.
@@ -145,7 +145,7 @@ class _Run:
 
 
 def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
-    """(site of f, site of g), in the order of f."""
+    """Returns the pairs (site of f, site of g), in the order of f."""
     pairs, free = {}, set(others)
     for pattern, replacement in names.items():
         for name in mine:
@@ -168,7 +168,7 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
 
 
 def _aligned(mine, others) -> list[tuple[int, int]]:
-    """Indices of values that belong together, in order: those that agree, and between them those of the same shapes."""
+    """Returns pairs of indices, in order: values that are nearly equal, and between them values of the same shape."""
     shapes = [[str(jax.tree.map(jnp.shape, value)) for value in values] for values in (mine, others)]
     same = lambda i, j: shapes[0][i] == shapes[1][j] and all(
         map(lambda a, b: _error(a, b) < _SAME, *(jax.tree.leaves(values[k]) for values, k in ((mine, i), (others, j)))))
@@ -184,7 +184,7 @@ def _aligned(mine, others) -> list[tuple[int, int]]:
 
 
 def _common(equal) -> list[tuple[int, int]]:
-    """The longest common subsequence, given which elements are equal."""
+    """Returns the longest common subsequence, given which elements are equal."""
     rows, columns = len(equal), len(equal[0]) if equal else 0
     best = np.zeros((rows + 1, columns + 1), int)
     for i in reversed(range(rows)):
@@ -203,7 +203,7 @@ def _common(equal) -> list[tuple[int, int]]:
 
 
 def _iterations(group, runs, tolerance) -> list[Difference]:
-    """The rows of the sites in one scan: iteration by iteration."""
+    """Returns the rows of the sites in one scan, ordered by iteration."""
     length, rows = runs[0].sites[group[0][0]].scans[0], []
     for i in range(length):
         for a, b in group:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_STEPS = tuple(2.0**-k for k in range(2, 14, 2))    # relative to the size of a leaf; smaller ones drown in rounding
+_STEPS = tuple(2.0**-k for k in range(2, 14, 2))    # relative to a leaf's size; rounding errors dominate smaller steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +19,12 @@ class Slope:
     """The derivative along one direction in one leaf of the first argument.
 
     Attributes:
-        path: the leaf. derivative: as JAX computes it. difference: the finite difference.
-        uncertainty: the error of the finite difference, from rounding and curvature. smallest: the smallest difference
-            between derivatives that exceeds rounding errors. The denominator of a relative error is at least this.
+        path: the path of the leaf.
+        derivative: the derivative that JAX computes.
+        difference: the finite difference.
+        uncertainty: the error of the finite difference, from rounding and curvature.
+        smallest: the smallest difference between derivatives that exceeds rounding errors. The denominator of a
+            relative error is at least this value.
 
     >>> rows = introspect.check_gradient(lambda w: jnp.sum(w["a"] ** 2), {"a": jnp.arange(3.0)}).rows
     >>> rows[0].path, bool(abs(rows[0].derivative - rows[0].difference) < 1e-3)
@@ -36,7 +39,7 @@ class Slope:
 
     @property
     def error(self) -> float:
-        """|derivative - difference| beyond four times the uncertainty, relative to the larger one."""
+        """The excess of |derivative - difference| over four times the uncertainty, relative to the larger value."""
         excess = max(0.0, abs(self.derivative - self.difference) - 4 * self.uncertainty)
         if not np.isfinite([self.derivative, self.difference]).all():
             return float("inf")
@@ -86,20 +89,21 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
         assert report.equal, report
 
     Each leaf is moved along a random direction d of norm 1, and (f(x + h d) - f(x - h d)) / 2h is computed for several
-    h; the h at which the difference changes least is used. A function that runs in float64 is evaluated in float64.
+    h. The h at which this quotient changes least is used. If the function can run in float64, it is evaluated in
+    float64.
 
     Args:
         f: a function with floating-point results. If the result is not a scalar, a random linear combination of the
           results is differentiated.
-        args: its arguments; floating-point leaves of the first are checked.
-        tolerance: the largest relative error that counts as equal.
-        seed: of the directions.
+        args: the arguments of f. The floating-point leaves of the first argument are checked.
+        tolerance: the largest relative error that counts as equal. Default 1e-3.
+        seed: the seed of the random directions. Default 0.
 
     Returns:
         A `GradientCheck`.
 
     Raises:
-        TypeError: if the first argument has no floating-point arrays, or f returns none.
+        TypeError: the first argument or the result of f contains no floating-point arrays.
 
     >>> check_gradient(lambda x: jnp.sum(jnp.sin(x)), jnp.ones(3)).equal
     True
@@ -151,7 +155,7 @@ def _check(f, args, tolerance, seed) -> GradientCheck:
 
 
 def _sum(result, seed):
-    """A random sum of the floating-point results; a scalar is itself."""
+    """Returns a random linear combination of the floating-point results. A scalar result is returned unchanged."""
     arrays = [x for x in jax.tree.leaves(result) if _real(x)]
     if not arrays:
         raise TypeError("check_gradient: the function returns nothing of a floating-point dtype")

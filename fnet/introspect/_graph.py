@@ -24,20 +24,21 @@ from fnet.introspect._kept import kept_activations
 from fnet.introspect._summary import as_function
 from fnet.layers import Layer
 
-_VISIBLE = 28      # boxes that the first view shows at most, if no depth is given
+_VISIBLE = 28      # maximum number of boxes in the first view, if no depth is given
 COLORS = ("flops", "bytes", "time")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """What `graph` returns. Jupyter shows its SVG.
+    """The result of `graph`. Jupyter shows the graph as SVG.
 
     Attributes:
         root: the whole program, a tree of nodes: scopes, operations, loops and branches, arguments and results. A node
             has `name`, `path`, `kind`, `children`, `cost`, `parameters`, `kept_bytes` and `seconds`.
         nodes: all nodes; a node precedes the nodes that it contains.
-        edges: (value, the node that reads it); `value.source` is the node that computes it.
-        chip: the chip of the roofline. notes: why figures are not exact.
+        edges: pairs (value, node that reads the value). `value.source` is the node that computes the value.
+        chip: the chip of the roofline.
+        notes: the reasons why some figures are not exact.
 
     >>> graph = introspect.graph(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5)))
     >>> "hidden" in [node.name for node in graph.nodes]
@@ -60,25 +61,25 @@ class Graph:
         return f"<graph of {self._title}: {len(self.nodes)} nodes, {len(self.edges)} edges>"
 
     def html(self) -> str:
-        """One page with all scopes, of which the first ones are expanded. It loads nothing."""
+        """Returns an HTML page with all scopes; the outer scopes are expanded. The page loads no other files."""
         return _graph_page.page(self, self._expanded(), self._made, self._values, self._color, self._title)
 
     def svg(self) -> str:
-        """A picture with the first scopes expanded."""
+        """Returns an SVG image in which the outer scopes are expanded."""
         share = lambda node: share_of(self, node, self._color)
         return _draw.Drawing(self._made, self._values, self._expanded(), second_line, share).svg(self.root)
 
     _repr_svg_ = svg
 
     def dot(self) -> str:
-        """The same for Graphviz."""
+        """Returns the graph in Graphviz's language DOT, with the outer scopes expanded."""
         return dot(self._flow, self._expanded(), second_line, lambda node: share_of(self, node, self._color))
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes a .html, .svg or .dot file, and returns its path.
 
         Raises:
-            ValueError: if the name has another ending.
+            ValueError: the name does not end in .html, .svg or .dot.
         """
         path = Path(path)
         forms = {".html": self.html, ".svg": self.svg, ".dot": self.dot}
@@ -99,25 +100,26 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
         introspect.graph(step, state, batch, "step.html")              # a complete training step
         introspect.graph(model, x, "model.svg", depth=2)
 
-    The page shows scopes that expand by click or key, down to single operations. Boxes are colored by their share of
-    the cost; edges carry shapes and dtypes. A scan, such as a `Stack`, is drawn once, with "× depth". In the picture of
-    a training step, the forward pass runs from top to bottom, and the backward pass runs beside it from bottom to top.
-    The update of the parameters follows the backward pass.
+    The page shows scopes that can be expanded by click or key, down to single operations. The color of a box shows its
+    share of the cost; edges are labeled with shapes and dtypes. A scan, such as a `Stack`, is drawn once, with
+    "× depth". In the graph of a training step, the forward pass runs from top to bottom, and the backward pass runs
+    beside it from bottom to top. The update of the parameters follows the backward pass.
 
-    Parameters and constants are not drawn as boxes; a box lists those that it reads. The parameters of a function are
-    its first argument, if this is a tree of several arrays and there are further arguments.
+    Parameters and constants are not drawn as boxes; a box lists the parameters and constants that it reads. The first
+    argument of a function contains the parameters if it is a tree of several arrays and there are further arguments.
 
     Args:
         f: a layer, a `flax.nnx.Module`, or a function, for example of Flax, Equinox or Haiku, or with
           `jax.named_scope`s.
-        args: its arguments, arrays or `jax.ShapeDtypeStruct`s, and then, optionally, the file to write: its name ends
-            in .html, .svg or .dot.
-        depth: number of levels of scopes that are expanded at first; by default as many as give at most 28 boxes.
-        color: the quantity that determines the color of a box: "flops", "bytes" (after fusion) or "time" (at the
-          roofline).
-        chip: as in `hardware.roofline`; by default this machine's.
-        train: of a layer: whether it is called with train=True.
-        options: further arguments of f.
+        args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s. The last argument may be the name of a file to
+            write, which ends in .html, .svg or .dot.
+        depth: the number of levels of scopes that are expanded at first. Default: the largest number for which at most
+            28 boxes are shown.
+        color: the quantity that determines the color of a box: "flops" (default), "bytes" (after fusion) or "time" (at
+          the roofline).
+        chip: the chip of the roofline, as in `hardware.roofline`. Default: this machine's chip.
+        train: whether a layer is called with train=True. Default False.
+        options: keyword arguments of f.
 
     Returns:
         A `Graph`.
@@ -178,7 +180,7 @@ def _module(f) -> bool:
 
 
 def _argument_words(f, count) -> list[str]:
-    """The names of a function's parameters, for its arguments."""
+    """Returns names for the arguments of a function: the names in its signature."""
     if isinstance(f, Layer) or _module(f):
         inputs = ["input"] if count - (3 if isinstance(f, Layer) else 1) == 1 else [f"input {i}" for i in range(count)]
         return [*(("parameters", "state", "key") if isinstance(f, Layer) else ("parameters",)), *inputs]
@@ -191,7 +193,7 @@ def _argument_words(f, count) -> list[str]:
 
 
 def _argument(words, name, hide) -> str:
-    """A readable name of an argument, from its position and path."""
+    """Returns a readable name of an argument, from its position and path."""
     number, _, rest = name.partition("/")
     if hide:
         return rest or name
@@ -214,7 +216,7 @@ def _results(traced, of_layer) -> list[str]:
 
 
 def _add_parameters(flow: Flow) -> None:
-    """Adds the parameters to the scope that their path names, or else to the one that reads them first."""
+    """Adds each parameter to the scope that its path names, or otherwise to the first scope that reads it."""
     by_path: dict[str, Node] = {}
     for node in flow.nodes:
         if node.children and node.path:
@@ -281,7 +283,7 @@ def _add_up(node: Node) -> None:
 
 
 def amount(node: Node, color: str) -> float:
-    """What a node is colored by."""
+    """Returns the quantity that determines the color of a node."""
     value = {"flops": node.cost.flops, "bytes": node.cost.fused_bytes, "time": node.seconds or 0.0}[color]
     return value if isinstance(value, int | float) else 0.0
 
@@ -296,7 +298,7 @@ _SHORT = {"dot_general": "matmul", "conv_general_dilated": "conv", "reduce_windo
 
 
 def second_line(node: Node) -> str:
-    """What a box says below its name: of a scope its products and FLOPs, of an argument or a result its type."""
+    """Returns the second line of a box: products and FLOPs of a scope, or the type of an argument or result."""
     if node.kind in ("input", "result"):
         return node.type
     if not node.children:
@@ -329,7 +331,7 @@ def _main(node: Node) -> str:
 
 
 def first_view(root: Node, depth: int | None) -> set[Node]:
-    """The scopes that are expanded first: down to `depth`, or as many as can be read at once."""
+    """Returns the scopes that are expanded at first: down to `depth`, or as many as the first view can show."""
     expanded, level, visible = {root}, [root], len(root.children)
     for _ in range(200 if depth is None else depth):
         level = [child for node in level for child in node.children if child.children]

@@ -1,4 +1,4 @@
-"""Measured time by path and phase, beside FLOPs, bytes and the time at the roofline."""
+"""Measured time by path and phase, together with FLOPs, bytes and the time at the roofline."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fnet.introspect._trace import Trace
 
 @dataclasses.dataclass(frozen=True)
 class TimedRow:
-    """A path and everything below it.
+    """The figures of a scope, including all scopes inside it.
 
     Attributes:
-        path: the named scopes; "" for the whole step.
+        path: the path of the scope; "" for the whole step.
         seconds: measured seconds of a step by phase: "forward", "backward", "recomputed", "optimizer", "other".
-        cost: FLOPs and bytes; None if they are unknown.
-        bound: seconds at the roofline of the chip; None if unknown.
+        cost: FLOPs and bytes, or None if they are unknown.
+        bound: seconds at the roofline of the chip, or None if they are unknown.
 
     >>> row = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2).total
     >>> sum(row.seconds.values()) > 0
@@ -50,18 +50,18 @@ class TimedRow:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What `profile` returns. `str()` is a text; Jupyter shows `html()`.
+    """The result of `profile`. `str()` returns it as text; Jupyter shows `html()`.
 
     Attributes:
         rows: a `TimedRow` for each path, outer paths first. Operations without a scope have the path "".
         total: the row of all operations.
         step_seconds: mean seconds of a step, from its call to its last result.
-        steps: number of steps that were measured; in `profile`, the faster half of the calls.
-        spanning: the share of the operations' time in fusions whose parts belong to several paths.
-        operations: (operation, seconds of a step), the longest first.
+        steps: number of steps in the means. `profile` uses the faster half of the calls.
+        spanning: the fraction of the operations' time that is spent in fusions whose parts belong to several paths.
+        operations: pairs (operation, seconds in a step), the longest first.
         chip: the chip of the roofline.
-        trace: the events, which `trace.save(path)` writes for ui.perfetto.dev.
-        notes: why figures are not exact.
+        trace: the events. `trace.save(path)` writes them to a file for ui.perfetto.dev.
+        notes: the reasons why some figures are not exact.
 
     >>> profile = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2)
     >>> profile.total.cost.matmul == 2 * 64**3, 0 < profile.coverage <= 1
@@ -80,11 +80,11 @@ class Profile:
 
     @property
     def coverage(self) -> float:
-        """The part of the step's time in which at least one operation ran."""
+        """The fraction of the step's time in which at least one operation ran."""
         return self.total.total / self.step_seconds
 
     def __getitem__(self, path: str) -> TimedRow:
-        """The row of a path; "" is the whole step."""
+        """Returns the row of a path. The path "" is the whole step."""
         found = next((row for row in (self.total, *self.rows) if row.path == path), None)
         if found is None:
             raise KeyError(f"the profile has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}")
@@ -94,17 +94,17 @@ class Profile:
         return self._table().text()
 
     def markdown(self) -> str:
-        """A table in Markdown."""
+        """Returns the table in Markdown."""
         return self._table().markdown()
 
     def html(self) -> str:
-        """A table in HTML."""
+        """Returns the table in HTML."""
         return self._table().html()
 
     _repr_html_ = html
 
     def data(self) -> list[dict]:
-        """The rows as dictionaries of numbers and strings, the total last."""
+        """Returns the rows as dictionaries of numbers and strings. The last row is the total."""
         return [{"path": row.path, "seconds": row.total, **{phase: row.seconds.get(phase, 0.0) for phase in PHASES},
                  "share": row.total / self.step_seconds, "flops": row.cost and row.cost.flops,
                  "bytes": row.cost and row.cost.fused_bytes, "bound": row.bound} for row in (*self.rows, self.total)]
@@ -141,22 +141,24 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
         print(introspect.profile(step, state, batch))
         introspect.profile(step, state, batch, trace="trace.json.gz")      # for ui.perfetto.dev
 
-    The time is that of the compiled program's operations, from JAX's profiler. The program itself, which is part of
-    the trace, gives the path and the phase of each operation. A fusion counts for the path of its root. When several
+    JAX's profiler measures the time of each operation of the compiled program. The path and the phase of an operation
+    are read from the program, which is a part of the trace. A fusion counts for the path of its root. When several
     operations run at the same time, on threads of a CPU or streams of a GPU, each gets an equal part of that time, so
-    that the parts sum to the time in which any operation ran. If there are several devices, the time is their mean.
+    that the parts sum to the time in which any operation ran. For several devices, the mean of their times is used.
 
-    Phases: forward, backward, recomputed (by `jax.checkpoint`), optimizer (what follows the backward pass), and other
-    (what precedes the forward pass).
+    Phases: forward, backward, recomputed (by `jax.checkpoint`), optimizer (operations that follow the backward pass),
+    and other (operations that precede the forward pass).
 
     Args:
-        step: a function that `jax.jit` can compile, or one that is compiled. A compiled function gets copies of its
-            arguments, which it may donate.
-        args: its arguments, arrays.
-        chip: the chip of the roofline; by default the chip that holds the arguments.
-        depth: how many segments of a path to show; None: all.
-        repeats: how many calls to measure after the first one, which compiles. The faster half of the calls counts.
-        trace: a file for the operations as a Perfetto trace (.json, or .json.gz).
+        step: a function that `jax.jit` can compile, or a compiled function. It is called with copies of the arguments,
+            so it may donate them.
+        args: the arguments of the step, arrays.
+        chip: the chip of the roofline. Default: the chip on which the arguments are stored.
+        depth: the number of segments of a path to show. Default None: all.
+        repeats: the number of calls to measure after the first call, which compiles. The means are over the faster half
+            of these calls. Default 5.
+        trace: the name of a file to which the operations are written as a Perfetto trace (.json or .json.gz). Default:
+            no file is written.
 
     Returns:
         A `Profile`: a table as text, Markdown, HTML or data.
@@ -202,11 +204,11 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
 
 def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int | None = None,
              depth: int | None = None, notes: Iterable[str] = ()) -> Profile:
-    """The profile of a recorded trace.
+    """Returns the profile of a recorded trace.
 
     Args:
         bounds: the cost of each path.
-        steps: how many steps each annotated interval contains; None: one.
+        steps: the number of steps in each annotated interval. None: one step.
     """
     windows = trace.steps or ((min(event.start for event in trace.events), max(event.end for event in trace.events)),)
     count = len(windows) * (steps or 1)
@@ -244,7 +246,7 @@ def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int
 
 
 def _faster_half(trace: Trace) -> Trace:
-    """Without the steps that took longer than the median: other programs interrupted them."""
+    """Removes the steps that took longer than the median, because other programs may have interrupted them."""
     longest = sorted(end - start for start, end in trace.steps)[(len(trace.steps) - 1) // 2]
     kept = tuple((start, end) for start, end in trace.steps if end - start <= longest)
     return trace._replace(steps=kept, events=tuple(event for event in trace.events if any(
@@ -252,10 +254,10 @@ def _faster_half(trace: Trace) -> Trace:
 
 
 def attributed(events: Iterable[_trace.Event], windows: Iterable[tuple[float, float]]) -> dict[Operation, float]:
-    """Nanoseconds of each operation within the windows.
+    """Returns the nanoseconds of each operation within the windows.
 
-    Operations that run at the same time share it equally. An operation that contains others (a loop) counts only while
-    none of them runs.
+    Operations that run at the same time share this time equally. An operation that contains other operations, such as a
+    loop, counts only while none of these runs.
     """
     marks = []
     for start, end in windows:

@@ -18,10 +18,10 @@ class Statistic:
     """Statistics of one array: the value of a site, or a parameter.
 
     Attributes:
-        name: the site or the path of the parameter. In a scan or stack, each iteration has its own name, such as
-            "blocks/mlp [2]".
+        name: the name of the site, or the path of the parameter. In a scan or stack, each iteration has its own name,
+            such as "blocks/mlp [2]".
         mean, std, largest: mean, standard deviation and largest absolute value of the finite elements.
-        nonfinite: how many elements are NaN or infinite.
+        nonfinite: the number of elements that are NaN or infinite.
         dead: the fraction of units (indices of the last axis) whose derivative is 0 at every index of the other axes,
             as for the inputs of a relu if they are never positive.
         gradient: the Euclidean norm of the derivative of the function's result with respect to the array.
@@ -46,9 +46,11 @@ class Statistics:
     """The result of `statistics`; `str()` is a table.
 
     Attributes:
-        result: of the function.
-        sites, parameters: a `Statistic` for each site, in the order of computation, and for each parameter.
-        arrays: {"values/site", "cotangents/site", "parameters/path" or "gradients/path": its numbers}, for histograms.
+        result: the result of the function.
+        sites: a `Statistic` for each site, in the order of computation.
+        parameters: a `Statistic` for each parameter.
+        arrays: the arrays for histograms, by name: "values/site", "cotangents/site", "parameters/path" or
+            "gradients/path".
 
     >>> report = introspect.statistics(lambda w, x: ft.tag(x @ w, "product").sum(), jnp.ones((2, 3)), jnp.ones((4, 2)))
     >>> "product" in str(report)
@@ -77,16 +79,16 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
     For histograms in TensorBoard, an evaluation returns `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
 
     Args:
-        f: `f(params, *args)` returns a floating-point scalar, such as a loss.
-        params: a tree of arrays.
-        args: further arguments.
-        pattern: the names of the sites: a regular expression, as in `transforms.capture`.
+        f: a function `f(params, *args)` that returns a floating-point scalar, such as a loss.
+        params: the parameters, a tree of arrays.
+        args: further arguments of f.
+        pattern: a regular expression for the names of the sites, as in `transforms.capture`. Default: all sites.
 
     Returns:
         `Statistics`.
 
     Raises:
-        TypeError: if f returns no scalar. ValueError: as `transforms.capture_cotangents`.
+        TypeError: f does not return a scalar. ValueError: as in `transforms.capture_cotangents`.
 
     >>> def loss(w, x):
     ...     with jax.named_scope("hidden"):
@@ -121,7 +123,7 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
 
 
 def _rows(name, x, gradient, scans) -> list[Statistic]:
-    """The statistics of an array whose first `scans` axes are iterations."""
+    """Returns the statistics of an array whose first `scans` axes are axes of iterations."""
     if scans:
         return [row for i in range(len(x)) for row in _rows(f"{name} [{i}]", x[i], gradient[i], scans - 1)]
     x, gradient = (np.asarray(each, np.float64) for each in (x, gradient))

@@ -1,4 +1,4 @@
-"""What a function consists of: shapes, parameters, FLOPs, kept activations and time at the roofline, by path."""
+"""Summary of a function by path: shapes, parameters, FLOPs, kept activations and time at the roofline."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fnet.layers import Layer
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A path and everything below it.
+    """The figures of a scope, including all scopes inside it.
 
     Attributes:
-        path: the named scopes; "" for the whole function.
-        output: the types of the scope's results, one tree for each call. In a scan, they have a leading axis for the
+        path: the path of the scope; "" for the whole function.
+        output: the types of the scope's results, one tree for each call. In a scan, they have a leading axis of
             iterations.
         parameters, parameter_bytes: number of parameters of the scope, and their bytes.
         forward, backward: the cost of the forward pass, and the additional cost of the derivative with respect to the
           parameters.
         kept: the activations that the scope stores for the backward pass (without arguments of the function).
-        share: the fraction of the time at the roofline of a forward and backward pass; None if the chip's peaks are
-          unknown.
+        share: the scope's fraction of the time that a forward and backward pass takes at the roofline; None if the
+          chip's peaks are unknown.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
     >>> summary["head"].parameters
@@ -59,15 +59,15 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What `summary` returns. `str()` is a text; Jupyter shows `html()`.
+    """The result of `summary`. `str()` returns it as text; Jupyter shows `html()`.
 
     Attributes:
         rows: a `Row` for each path, outer paths first.
         total: the row of the whole function.
         chip: the chip of the roofline.
-        notes: why figures are not exact.
-        temporary_bytes: the memory that XLA's program for a forward and backward pass needs besides its arguments and
-            results; None without `compile=True`.
+        notes: the reasons why some figures are not exact.
+        temporary_bytes: the memory that XLA's program for a forward and backward pass needs in addition to its
+            arguments and results; None without `compile=True`.
 
     >>> summary = introspect.summary(nn.Sequential(head=nn.Dense(3)), jnp.ones((1, 4)))
     >>> summary["head"].parameters
@@ -84,24 +84,24 @@ class Summary:
         return _render.text(self)
 
     def __getitem__(self, path: str) -> Row:
-        """The row of a path."""
+        """Returns the row of a path."""
         return next((row for row in (self.total, *self.rows) if row.path == path), None) or self._missing(path)
 
     def _missing(self, path):
         raise KeyError(f"the summary has no path {path!r}; it has {', '.join(repr(row.path) for row in self.rows)}")
 
     def markdown(self) -> str:
-        """A table in Markdown."""
+        """Returns the table in Markdown."""
         return _render.markdown(self)
 
     def html(self) -> str:
-        """A table in HTML."""
+        """Returns the table in HTML."""
         return _render.html(self)
 
     _repr_html_ = html
 
     def data(self) -> list[dict]:
-        """The rows as dictionaries of numbers and strings, the total last."""
+        """Returns the rows as dictionaries of numbers and strings. The last row is the total."""
         return _render.data(self)
 
 
@@ -116,18 +116,20 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
         f: a layer, a `flax.nnx.Module`, or a function.
         args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments of a function, whose
             first argument is the tree of parameters.
-        depth: how many segments of a path to show; None: all. Deeper rows are a part of those shown.
-        chip: as in `hardware.roofline`; by default this machine's.
-        train: of a layer: whether it is called with train=True.
-        compile: whether to compile the forward and backward pass for this machine, and to give XLA's temporary memory
-            beside the kept activations. Temporary memory is larger than the kept activations if the program has other
-            temporary values, and smaller if XLA recomputes activations or reuses their memory.
-        options: further arguments of f.
+        depth: the number of segments of a path to show. The rows of longer paths are not shown, but they are included
+            in the rows above. Default None: all segments.
+        chip: the chip of the roofline, as in `hardware.roofline`. Default: this machine's chip.
+        train: whether a layer is called with train=True. Default False.
+        compile: whether to compile the forward and backward pass for this machine, and to report XLA's temporary memory
+            in addition to the kept activations. The temporary memory is larger than the kept activations if the program
+            has other temporary values, and smaller if XLA recomputes activations or reuses their memory. Default False.
+        options: keyword arguments of f.
 
     Returns:
-        A `Summary`. FLOPs are exact (see `hardware.count`); bytes of kept activations are those of
-        `jax.ad_checkpoint.print_saved_residuals` for the derivative with respect to the parameters. If this derivative
-        does not exist (for a while loop, or for integers), `notes` says so, and the table describes only the function.
+        A `Summary`. FLOPs are exact (see `hardware.count`). The kept activations are the values that
+        `jax.ad_checkpoint.print_saved_residuals` lists for the derivative with respect to the parameters. If this
+        derivative does not exist (for a while loop, or for integers), `notes` states this, and the table describes only
+        the forward pass.
 
     >>> print(summary(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5))).total.parameters)
     34
@@ -173,7 +175,7 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
 
 
 def as_function(f, args, train, options, caller="summary") -> tuple[Callable, Any, tuple]:
-    """(a function of parameters and inputs, its parameters, its inputs)"""
+    """Returns (a function of parameters and inputs, the parameters, the inputs)."""
     nnx = sys.modules.get("flax.nnx")
     if isinstance(f, Layer):
         spec = f.spec(*args, train=train, **options)
@@ -199,7 +201,7 @@ def as_function(f, args, train, options, caller="summary") -> tuple[Callable, An
 
 
 def _training(run):
-    """The forward pass of a function and the derivative with respect to its first argument."""
+    """Returns a function that runs the forward pass and the derivative with respect to the first argument."""
     def training(params, *inputs):
         y, pull = jax.vjp(lambda params: _inexact(run(params, *inputs)), params)
         if not y:
@@ -210,7 +212,7 @@ def _training(run):
 
 
 def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
-    """(the cost of a function, the chip, {scope: seconds at the roofline}, empty if unknown)"""
+    """Returns (the cost of a function, the chip, {scope: seconds at the roofline}). The dict is empty if unknown."""
     leaves = jax.tree.leaves((params, inputs))
     if any(jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())):
         return hw.count(f, params, *inputs), hw.detect(chip), {}
@@ -228,7 +230,7 @@ def _inexact(result):
 
 
 def _tree(paths: Iterable[str]) -> list[str]:
-    """The paths and those above them: outer ones before inner ones, else in order."""
+    """Returns the paths and all paths that enclose them. An outer path precedes the paths inside it."""
     children: dict[str, dict] = {}
     for path in paths:
         node = children
@@ -246,7 +248,7 @@ def _tree(paths: Iterable[str]) -> list[str]:
 
 
 def _owner(path, known) -> str:
-    """The scope that a parameter belongs to, by its path in the tree."""
+    """Returns the scope that a parameter belongs to, from the path of the parameter in the tree."""
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):    # of an nnx variable
         path = path[:-1]
     parts = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]

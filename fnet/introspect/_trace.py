@@ -1,4 +1,4 @@
-"""The operations in a trace of `jax.profiler`: when each ran, and what it belongs to.
+"""The operations in a trace of `jax.profiler`: when each operation ran, and its path and phase.
 
 The trace is an XSpace message (TSL's profiler). `jax.profiler.ProfileData` reads its events. The compiled programs are
 in the metadata of the plane "/host:metadata", which ProfileData does not expose.
@@ -26,7 +26,7 @@ STEP = "fnet.profile step"    # the annotation around each profiled step
 
 
 class Event(NamedTuple):
-    """An operation on a thread or stream: nanoseconds of the trace's clock."""
+    """One run of an operation on a thread or stream. Times are in nanoseconds of the trace's clock."""
 
     start: float
     end: float
@@ -42,8 +42,8 @@ class Trace(NamedTuple):
     steps: tuple[tuple[float, float], ...]
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the operations as a trace that ui.perfetto.dev and chrome://tracing open, compressed if the name ends
-        in .gz. Each event is named by its path and phase."""
+        """Writes the operations as a trace for ui.perfetto.dev and chrome://tracing. The name of each event is its path
+        and phase. The file is compressed if its name ends in .gz."""
         lines = {line: number for number, line in enumerate(dict.fromkeys(
             ("steps", *((event.device, event.line) for event in self.events))))}
         origin = min((start for start, _ in self.steps), default=min((event.start for event in self.events), default=0))
@@ -134,7 +134,7 @@ def _line(plane, line, programs, events, steps, started, ended) -> None:
 
 
 class _Programs:
-    """The operations of the compiled programs in a trace; each program is read when one of its operations is met."""
+    """The operations of the compiled programs in a trace. A program is read when its first operation is found."""
 
     def __init__(self, space: bytes):
         self._data: dict[tuple[str, int], memoryview] = {}
@@ -171,5 +171,5 @@ class _Programs:
 
 
 def folder() -> tempfile.TemporaryDirectory:
-    """A folder for a trace, removed after it was read."""
+    """Returns a temporary folder for a trace. The folder is removed after the trace was read."""
     return tempfile.TemporaryDirectory(prefix="fnet-profile-")
