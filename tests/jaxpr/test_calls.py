@@ -9,6 +9,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from fnet import _jax
 from fnet import hardware as hw
 from fnet import transforms as ft
 from fnet.jaxpr import bodies, call_name, donated, equations, has_shardings, opened, scan
@@ -163,3 +164,12 @@ def test_an_open_jaxpr_with_constants_in_another_librarys_primitive():
     for transformed in (ft.tune(f), ft.rewrite(f, lambda *_: NotImplemented), ft.autocast(f, "float32")):
         np.testing.assert_allclose(transformed(x), want, rtol=1e-6)
     assert sum(cost.matmul for cost in hw.count(f, x).scopes.values()) == 2 * 9
+
+
+def test_constants_that_become_inputs_are_not_donated():
+    """A jit's constants belong to the function, which may be called again."""
+    c = jnp.arange(4.0)
+    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x * c, donate_argnums=0))(jnp.ones(4)).jaxpr.eqns
+    params, values = _jax.hoisted(eqn.params, eqn.params["jaxpr"])
+    assert params["donated_invars"] == (False, True)
+    assert len(values) == 1 and values[0].shape == (4,)
