@@ -20,9 +20,9 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
 
     Logits [batch, time, vocab_size] are the largest array in a training step of a language model: 6.6 GB for 32 texts
     of 1,024 tokens and GPT-2's 50,257 classes. Their gradient needs the same amount. Up to 2^29 logits (2 GiB in
-    float32: 10 such texts) are computed at once, at least as fast as by the plain form: the label's logit is selected
-    by a comparison, because the gradient of a lookup would be a scatter. For more logits, this function splits the time
-    axis into chunks. The logits of a chunk are computed, reduced and discarded. They are recomputed for the gradient,
+    float32: 10 such texts) are computed at once. The label's logit is selected by a comparison, because the gradient of
+    a lookup would be a scatter, which is slow on accelerators. For more logits, this function splits the time axis into
+    chunks. The logits of a chunk are computed, reduced and discarded. They are recomputed for the gradient,
     which requires four instead of three matrix products with the kernel. Sums over the vocabulary are computed in
     float32 for every input dtype. Derivatives of any order, forward or reverse, are supported.
 

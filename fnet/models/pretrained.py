@@ -86,8 +86,8 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
         OSError: a download was interrupted (the next call continues it), or its checksum differs.
         ValueError: the file is damaged or not a file of weights; keys are missing or unexpected; an array has another
             shape; fields of config.json differ from the model or are unknown; the file is for another configuration.
-        TypeError: an array of the file is not floating-point, or the resulting dtype is not supported by JAX (float64
-            without jax_enable_x64).
+        TypeError: `dtype` or the dtype of an array of the file is not a floating-point dtype, or the resulting dtype is
+            not supported by JAX (float64 without jax_enable_x64).
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)
@@ -96,6 +96,9 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
     ...     file = models.pretrained.save(model, params, state, folder, names="torchvision")
     ...     params, state = models.pretrained.load(model, file)
     """
+    if dtype is not None and not jax.dtypes.issubdtype(dtype, np.floating):
+        raise TypeError(f"pretrained.load: expected a floating-point dtype such as jnp.bfloat16; got dtype={dtype!r}. "
+                        "To quantize weights, use fnet.compress.quantize")
     if not isinstance(model, str | os.PathLike):
         if path is None:
             raise TypeError(f"pretrained.load: pass the path of the weights for this {type(model).__name__}, a file, "

@@ -267,6 +267,9 @@ def test_dtypes_that_are_no_parameters(file):
     refused(TypeError, "bias' has dtype float64, which JAX supports only with jax_enable_x64; pass dtype=", TORCH, file)
     params, _ = pretrained.load(TORCH, file, dtype="float32")
     same(params["blocks"]["out"]["bias"], jnp.ones((2, 4)))
+    for dtype in (jnp.int8, "bool", jnp.complex64):
+        with pytest.raises(TypeError, match=r"expected a floating-point dtype such as jnp.bfloat16; got dtype="):
+            pretrained.load(TORCH, file, dtype=dtype)
 
 
 def test_arrays_are_mapped_and_copied_once(file):

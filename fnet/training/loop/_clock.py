@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Clock:
-    """Steps per second without compiling, evaluating and saving; time left with all of them."""
+    """Steps per second, without compilation and pauses such as evaluations; the remaining time, with all of them."""
 
     def __init__(self):
         self.compiled: float | None = None
