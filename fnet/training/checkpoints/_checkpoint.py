@@ -36,7 +36,7 @@ class Checkpoints(Reading):
         necessary, and locked for this process by the first save.
       keep: number of the latest checkpoints to keep.
       keep_every: also keep every checkpoint whose step is a multiple of this number.
-      best: the name of a metric that is passed to `save`. The checkpoint with the best value of it is kept, too.
+      best: the name of a metric that is passed to `save`. The checkpoint with its best value is kept, too.
       mode: "max" if the largest value of the metric is the best, "min" if the smallest is.
 
     Raises:

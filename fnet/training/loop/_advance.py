@@ -1,4 +1,4 @@
-"""The compiled function that `fit` calls for each step: runs the user's step, checks its results, sums its metrics."""
+"""The compiled function that `fit` calls for each step. It runs the user's step, and checks and sums the results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from fnet.training.loop import _contract, _nonfinite
 
 
 def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str], metrics: bool) -> Callable:
-    """`advance(state, total, watch, batch) -> (state, total, watch, metrics)`, compiled; the first two are donated.
+    """Returns the compiled function `advance(state, total, watch, batch) -> (state, total, watch, metrics)`.
+
+    It donates `state` and `total`.
 
     Args:
-      step: as in `fit`.
+      step: the step function, as in `fit`.
       state: the state before the first step. Every later state keeps its sharding.
       keeps: whether a step with NaN or Inf leaves the state unchanged.
       exempt: paths of leaves that may be infinite.
-      metrics: whether to return the metrics of this step in addition to the sums; otherwise the fourth result is None.
+      metrics: whether to return the metrics of this step, too, in addition to the sums. If False, the fourth result is
+        None.
     """
     places = jax.tree.map(_place, state)
     if getattr(step, "separate", False):
@@ -30,7 +33,7 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
     def advance(state, total, watch, batch):
         new, measured = step(state, batch)
         _contract.check_state(state, new)
-        # Placed as it was: XLA would choose another sharding, and a resumed run begins with this one.
+        # Keeps the sharding: XLA would choose another, but a resumed run starts with this one.
         new = jax.tree.map(lambda x, place: x if place is None else jax.lax.with_sharding_constraint(x, place),
                            new, places)
         measured = _metrics.as_metrics(measured)
@@ -44,7 +47,7 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
 
 
 def _after(step, *, keeps, exempt, metrics):
-    """The same for a step that runs several compiled programs, such as one for each member of a population."""
+    """Like `function`, for a step that runs several compiled programs, such as one for each member of a population."""
     def check(new, old, total, watch, measured):
         measured = _metrics.as_metrics(measured)
         before = new.replace(step=new.step - 1) if old is None else old
@@ -61,7 +64,7 @@ def _after(step, *, keeps, exempt, metrics):
         new, measured = step(state, batch)
         if old is not None:
             _contract.check_state(old, new)
-        elif hasattr(new, "members"):                      # of a population: they are exempt, and to read them is slow
+        elif hasattr(new, "members"):                      # members are exempt, and reading them is slow
             return new, *part(new.replace(members=()), None, total, watch, measured)[1:]
         return whole(new, old, total, watch, measured)
 
@@ -69,7 +72,7 @@ def _after(step, *, keeps, exempt, metrics):
 
 
 def _place(x: jax.Array) -> NamedSharding | None:
-    """The sharding that an array must keep, if it is on several devices and JAX does not keep the sharding itself."""
+    """Returns the sharding that an array must keep, or None if the array is on one device or JAX keeps the sharding."""
     place = x.sharding
     if not isinstance(place, NamedSharding) or place.num_devices == 1 or AxisType.Explicit in place.mesh.axis_types:
         return None

@@ -1,4 +1,4 @@
-"""The clock of a run: its speed, and the time it still takes."""
+"""Measures the speed of a run, and estimates the remaining time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 
 class Clock:
-    """Steps per second, without compilation and pauses such as evaluations; the remaining time, with all of them."""
+    """Measures steps per second, without compilation and pauses such as evaluations, and the remaining time with all of
+    them."""
 
     def __init__(self):
         self.compiled: float | None = None
@@ -29,7 +30,7 @@ class Clock:
         self._lap_began += time.perf_counter() - began
 
     def lap(self, at: int) -> float | None:
-        """The rate since the last lap. The caller has just waited for the device."""
+        """Returns the steps per second since the last lap. The caller must have waited for the device."""
         now = time.perf_counter()
         if at > self._lap_at and now > self._lap_began:    # a coarse clock may not have moved
             self.rate = (at - self._lap_at) / (now - self._lap_began)
@@ -37,7 +38,7 @@ class Clock:
         return self.rate
 
     def left(self, at: int, steps: int) -> float | None:
-        """Seconds to go, at the pace of the whole run so far."""
+        """Returns the estimated remaining seconds, from the average speed of the run so far."""
         if at == self._first or self.rate is None:
             return None
         return (time.perf_counter() - self._began) / (at - self._first) * (steps - at)

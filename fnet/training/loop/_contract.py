@@ -1,4 +1,4 @@
-"""What `fit` requires of the functions it is given, checked before the first step as far as possible."""
+"""Checks that the user's functions meet the requirements of `fit`, if possible before the first step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from fnet.training.checkpoints import _leaves
 
 
 def traced(step: Callable) -> Callable:
-    """The step with metrics as `as_metrics` returns them. It is traced once for every function that contains it.
+    """Returns the step with its metrics converted by `as_metrics`. JAX traces it only once, even if several functions
+    call it.
 
     Raises:
-      TypeError: when called, if it does not return (state, metrics).
+      TypeError: when the result is called, if the step does not return (state, metrics).
     """
     def outputs(state, batch):
         result = step(state, batch)
@@ -30,14 +31,14 @@ def traced(step: Callable) -> Callable:
 
 
 def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
-    """The shapes of the metrics, once the step is known to return a state like the one it takes.
+    """Checks the batch and the state that the step returns. Returns the shapes of the metrics.
 
     Args:
-      step: as `traced` returns it.
+      step: the result of `traced`.
 
     Raises:
-      TypeError: it returns another structure, or leaves of other shapes or dtypes: it could not be resumed. Or a leaf
-        of the batch is no array.
+      TypeError: the step returns a state with another structure, shape or dtype, so the run could not be resumed; or a
+        leaf of the batch is not an array.
     """
     leaves = [((), batch)] if isinstance(batch, Iterator) else jax.tree_util.tree_leaves_with_path(batch)
     for path, leaf in leaves:
@@ -52,12 +53,12 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
 
 
 def check_state(state: Any, new: Any) -> None:
-    """Raises an error if a step returns another kind of state than it takes.
+    """Raises an error if a step changes the structure, a shape or a dtype of the state.
 
-    It is called when the step is traced, so that batches of other shapes are covered as well.
+    This function is called whenever the step is traced, which includes batches of other shapes.
 
     Raises:
-      TypeError: the structure, a shape or a dtype differs: the run could not be resumed.
+      TypeError: the structure, a shape or a dtype differs, so the run could not be resumed.
     """
     took, returned = ({path: _leaves.entry(path, leaf) for path, leaf in _leaves.paths(tree).items()}
                       for tree in (state, new))
@@ -77,7 +78,7 @@ def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
     """Returns the result of an evaluation. Raises an error if it is not a dict of metrics.
 
     Raises:
-      TypeError: it is something else, or holds a value that is no number, array, `Histogram`, `Image` or `Text`.
+      TypeError: the result is not a dict, or a value is not a number, array, `Histogram`, `Image` or `Text`.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"the evaluation '{name}' must return a dict of metrics, such as {{'accuracy': 0.97}}; got a "
@@ -91,16 +92,16 @@ def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
 
 def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *, state: Any = None,
                   values: Mapping[str, Any] | None = None) -> None:
-    """Holds the metrics that decide (`best`, early stopping) to those that the evaluations return.
+    """Checks that the evaluations return the metrics of `best` and of early stopping.
 
     Args:
-      watched: their names.
-      evaluate: the evaluations. An `evaluator` knows its metrics beforehand.
-      state: what it is asked with, before the first step.
-      values: what the evaluations have returned.
+      watched: the names of these metrics.
+      evaluate: the evaluation functions. An `evaluator` knows the names of its metrics before it runs.
+      state: the state, to ask for these names before the first step.
+      values: the results of the evaluations, or None before the first evaluation.
 
     Raises:
-      ValueError: there is no such metric, or no such evaluation, or the metric is not a single number.
+      ValueError: the metric or the evaluation does not exist, or the metric is not a single number.
     """
     for metric in watched:
         name = metric.partition("/")[0]

@@ -106,7 +106,7 @@ def fit(
       evaluate: a dict of evaluation functions, such as {"validation": evaluator(metrics, data)}. Each takes the state
         and returns a dict of metrics, which may include `Histogram`, `Image` and `Text`.
       every: number of steps between two evaluations. The last step is always evaluated. None: only the last step.
-      best: the name of a metric, such as "validation/accuracy". The state with the best value of it is saved and kept.
+      best: the name of a metric, such as "validation/accuracy". The state with its best value is saved and kept.
       best_mode: "max" or "min", whether the largest or the smallest value is the best.
       early_stop: an `EarlyStop`, the condition for ending the run before `steps`. Unless `best` is given, the metric of
         `early_stop` is also used as `best`.
@@ -118,13 +118,13 @@ def fit(
         another run uses the folder.
       config: the hyperparameters, a dataclass or a dict of JSON types. The config is written to config.json and to each
         checkpoint. The checkpoint also records the number of steps and a description of the data. A run is resumed only
-        if all of these are equal. These may differ: `steps` may be larger, and fields named steps or epochs and
-        dataclass fields declared with `compare=False` may have any value. Without a config, the run is resumed with a
+        if the config and the data are equal and `steps` is not smaller. Fields named steps or epochs, and dataclass
+        fields declared with `compare=False`, are not compared. Without a config, the run is resumed with a
         `ResumeWarning` that names what cannot be compared.
       notes: other data of JSON types to store in each checkpoint, such as {"policy": str(policy)}.
       nonfinite: what to do after a step with a NaN or infinite metric or state. "stop" raises `Diverged`. "skip"
         discards the update of this step: only the counter `step` increases. "rollback" returns to the last checkpoint
-        and continues with the batches after the bad one.
+        and continues with the batches after the batch of this step.
       debug: whether to replay the step for which `Diverged` is raised, and to name the first layer with a non-finite
         value in the message.
       log_every: number of steps between two fetches of the training metrics.
@@ -142,8 +142,8 @@ def fit(
         compiles.
 
     Returns:
-      The state after the last step, or with `restore_best` the best state. `load` and `restore` read both states from
-      `workdir`.
+      The state after the last step, or the best state if `restore_best` is True. `load` and `restore` read both states
+      from `workdir`.
 
     Raises:
       Interrupted: a SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 arrived; the last complete step has been saved. A

@@ -1,4 +1,4 @@
-"""Which part of its data each process has read, as a checkpoint stores it."""
+"""The data positions of all processes, for the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
     """Gathers the data positions of all processes. Every process must call it.
 
     Args:
-      position: of this process, `batches.position(step)`.
+      position: the position of this process, the result of `batches.position(step)`.
     """
     if jax.process_count() == 1:
         return position
@@ -30,8 +30,10 @@ def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def own(saved: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
-    """The position of this process among those of a checkpoint; that of the first one without its source's state,
-    with a `ResumeWarning`, if the run had another number of processes."""
+    """Returns the position of this process from a checkpoint.
+
+    If the run had another number of processes, the position of the first process is returned, without the state of its
+    source and with a `ResumeWarning`."""
     if saved is None:
         return None
     every, count = saved.get("processes", [saved]), jax.process_count()

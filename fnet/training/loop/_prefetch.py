@@ -1,4 +1,4 @@
-"""Batches prepared and moved to the device by a thread, while the step before them runs."""
+"""A thread that prepares batches and moves them to the device while earlier steps run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ import numpy as np
 
 from fnet.training.loop._signals import POLL, Signals, Stopping
 
-_GRACE = 0.5           # seconds that `close` waits for the thread, which may be inside a source that never returns
+_GRACE = 0.5           # seconds that `close` waits for the thread, because a source may never return
 
 
 class Prefetch:
     """Prepares `batches(i)` for i = start, start + 1, ... in a thread, ahead of the steps that use them.
 
     Args:
-      batches: `batches(i)` is the batch of step i. Its NumPy arrays are copied, so a source may reuse its buffers.
-      start, stop: the first step, and the one after the last.
-      depth: how many batches are kept ready.
-      seen: the run's signals. A signal ends the wait for a batch. None: signals are not checked.
-      move: whether NumPy arrays are moved to the device, or handed on as they are.
+      batches: a function; `batches(i)` is the batch of step i. Its NumPy arrays are copied, so a source may reuse its
+        buffers.
+      start, stop: the first step, and the step after the last.
+      depth: the number of batches that are kept ready.
+      seen: the signals of the run. A signal ends the wait for a batch. None: signals are not checked.
+      move: whether to move NumPy arrays to the device. If False, batches are returned unchanged.
 
     Attributes:
-      waited: seconds that `__call__` has waited so far.
+      waited: the total time that `__call__` has waited, in seconds.
     """
 
     def __init__(self, batches: Callable[[int], Any], start: int, stop: int, *, depth: int = 2,
@@ -36,17 +37,17 @@ class Prefetch:
         self._seen = seen
         self._ready: queue.Queue = queue.Queue(depth)
         self._closed = threading.Event()
-        # A daemon: a source that never returns must not keep the process alive.
+        # A daemon thread, because a source that never returns must not keep the process alive.
         arguments = batches, start, stop, move
         self._thread = threading.Thread(target=self._fill, args=arguments, daemon=True, name="batches")
         self._thread.start()
 
     def __call__(self) -> Any:
-        """The next batch.
+        """Returns the next batch.
 
         Raises:
-          Stopping: a signal came before the batch.
-          BaseException: whatever preparing it raised.
+          Stopping: a signal arrived before the batch.
+          BaseException: the error that `batches` raised.
         """
         began = time.perf_counter()
         batch, error = self._next()
@@ -56,13 +57,14 @@ class Prefetch:
         return batch
 
     def close(self, *, wait: bool = False) -> None:
-        """Ends the thread; one that is inside `batches` for longer is left behind, unless `wait` (for batches that
-        will be asked for again) and no signal comes."""
+        """Ends the thread. A thread that is inside `batches` for more than 0.5 seconds is abandoned.
+
+        With `wait`, there is no time limit, but a signal ends the wait. Use it if `batches` will be called again."""
         self._closed.set()
         end = time.monotonic() + _GRACE
         while self._thread.is_alive() and (time.monotonic() < end or (wait and not self._stopping())):
             try:
-                self._ready.get(timeout=0.02)              # it may be waiting for room
+                self._ready.get(timeout=0.02)              # the thread may be waiting for a free slot
             except queue.Empty:
                 pass
 
@@ -85,7 +87,7 @@ class Prefetch:
         while item is None or (item[1] is None and i < stop):
             try:
                 item = jax.tree.map(_moved, batches(i)) if move else batches(i), None
-            except BaseException as error:                 # for the loop, which raises it
+            except BaseException as error:                 # `__call__` raises the error
                 item = None, error
             i += 1
             if self._closed.is_set():

@@ -1,4 +1,4 @@
-"""Profiles of chosen steps of a run, written into its folder."""
+"""Profiles selected steps of a run, and writes the profile to the run's folder."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def check(steps: Any, *, total: int, workdir: Any, jit: bool) -> None:
 
 
 class Profiling:
-    """Runs JAX's profiler during some steps. The first step of a process compiles, so that it is left out.
+    """Runs JAX's profiler during some steps. The first step of a process is not profiled, because it compiles.
 
     Args:
       run: the run.
-      steps: the steps.
-      folder: the run's folder, a local one.
+      steps: the steps to profile.
+      folder: the run's folder, a local path.
     """
 
     def __init__(self, run: Run, steps: range, folder: Path):
@@ -47,7 +47,7 @@ class Profiling:
         self.done = False
 
     def __call__(self, advance: Callable) -> Callable:
-        """The function that makes a step, profiled."""
+        """Returns the function for one step, with profiling."""
         def profiled(*args):
             at = self.run.at
             if self.begun is None and not self.done and at in self.steps and self.run.clock.compiled is not None:
@@ -97,7 +97,7 @@ class Profiling:
         self.run.say(f"profile of {title} in {folder}")
 
     def close(self) -> None:
-        """Stops the profiler of steps that were not finished."""
+        """Stops the profiler if it is still running."""
         if self.begun is not None:
             self.mark.__exit__(None, None, None)
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""What a run was begun with and decided for its chip, kept in its checkpoints so that it goes on alike."""
+"""The environment of a run and the decisions for its chip, stored in its checkpoints for an exact resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fnet.transforms._tune import RULES
 
 
 def facts(state: Any) -> dict[str, Any]:
-    """The chip, how many of them hold the state, and the versions of what computes."""
+    """Returns the chip, the numbers of devices and processes, and the version of jaxlib."""
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     devices = {device for leaf in arrays for device in leaf.sharding.device_set}
     here = [device for device in devices if device.process_index == jax.process_index()] or jax.local_devices()
@@ -23,7 +23,7 @@ def facts(state: Any) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """A sentence on what makes the numbers differ from here on, or ""."""
+    """Describes the changes that affect the results by rounding, or returns ""."""
     words = {"chip": "the chip", "devices": "the number of devices", "processes": "the number of processes",
              "plan": "the plan", "jaxlib": "jaxlib"}
     changed = [f"{what} was {before[name]}, is {now[name]}" for name, what in words.items()
@@ -32,12 +32,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def chosen(tuned: Callable) -> list[str]:
-    """The names of the rules that `transforms.tune` has chosen."""
+    """Returns the names of the rules that `transforms.tune` has selected."""
     return sorted(rule.name for rule in tuned.tuned[2])
 
 
 def rules(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, bool] | None:
-    """The rules that the run was begun with, for `tune`; None where it was another kind of chip, or not tuned."""
+    """Returns the rules with which the run was started, for `tune`; None for another kind of chip or without `tune`."""
     kept = before.get("tune")
     if before.get("kind") != now["kind"] or not isinstance(kept, list):
         return None

@@ -1,4 +1,4 @@
-"""Why the step is compiled again: the arguments that differ from those of the step before."""
+"""Reports why the step is compiled again: which arguments differ from those of the previous step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.tree_util import keystr
 if TYPE_CHECKING:
     from fnet.training.loop._run import Run
 
-_REPORTS = 8     # of one argument; what changes more often has no fixed shape
+_REPORTS = 8     # largest number of reports for one leaf
 
 
 class Arguments:
-    """Notices new shapes, dtypes and structures of a step's arguments, for which XLA compiles it again.
+    """Detects new shapes, dtypes and structures of an argument of the step, for which XLA compiles the step again.
 
     Args:
       name: the first component of the paths, such as "batch".
@@ -42,7 +42,7 @@ class Arguments:
         return None if before is None else self._difference(before, kind, tree)
 
     def shapes(self) -> Any:
-        """The last tree, as shapes."""
+        """Returns the last tree, with a `jax.ShapeDtypeStruct` for each leaf."""
         structure, kinds = self.last
         leaf = lambda shape, dtype, _: jax.ShapeDtypeStruct(
             shape, dtype if hasattr(dtype, "name") else jnp.result_type(dtype))
@@ -67,7 +67,7 @@ class Arguments:
 def notice(run: Run, batch: Any) -> None:
     """Reports an argument for which the next step is compiled again."""
     changed = run.batch_kinds.changed(batch)
-    if run.at <= run.begun + 1:                            # later states are like the one that the first step returns
+    if run.at <= run.begun + 1:                            # later states have the shapes of the first result
         changed = run.state_kinds.changed(run.state) or changed
     if changed and not jax.config.jax_disable_jit:
         run.say(f"step {run.at + 1} is compiled again: {changed}")

@@ -1,4 +1,4 @@
-"""What a run does when its state or a metric is not finite: skip, roll back, or stop and say where it came from."""
+"""Handles a state or a metric that is not finite: skips the step, rolls back, or stops with an explanation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from fnet.training.loop._run import Run
 
 NONFINITE = ("stop", "skip", "rollback")
-_ROLLBACKS = 3         # from the same checkpoint
+_ROLLBACKS = 3         # largest number of rollbacks to the same checkpoint
 
 
 def broken(run: Run) -> bool:
-    """Whether a step was not finite and the run has gone back to before it. The host has waited for the device."""
+    """Handles a step that was not finite. Returns whether the run was rolled back. Waits for the device."""
     bad = int(run.watch["bad"])
     if bad < 0:
         return False
@@ -61,7 +61,7 @@ def _skipped(run, bad):
 
 
 def latest(run: Run) -> int | None:
-    """The last checkpoint."""
+    """Returns the step of the last checkpoint, or None."""
     if run.checkpoints is None:
         return None
     run.checkpoints.wait()
@@ -82,7 +82,7 @@ def diverged(run: Run, bad: int, more: str = "", *, what: str | None = None) -> 
 
 
 def _blame(run, bad, kept):
-    """Replays the run up to the step that was not finite, and looks for the layer in that step."""
+    """Replays the run up to the step that was not finite, and names the layer that caused it."""
     if kept is not None and kept <= bad:
         run.load()
         state, at = run.state, run.at

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted at once, acted on wherever the loop waits, never counted twice."""
+"""Signals that ask a run to stop. They are recorded immediately, and handled when the loop waits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 
 NUMBERS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-ONE = 1.0              # seconds within which repeated signals count as one: `timeout` signals its child and its group
-REST = ONE             # seconds after the first for which the handlers stay: its repeat must not meet the old ones
-POLL = 0.1             # seconds between two looks at whether a signal has come, wherever the main thread waits
-GRACE = 0.5            # seconds for what must be called although a signal has come before it
-_runs: list[Signals] = []      # nested runs; the innermost one listens, because signals belong to the process
+ONE = 1.0              # seconds within which signals count as one: `timeout` signals its child and its group
+REST = ONE             # seconds after the first signal for which the handlers stay, to catch a repeated signal
+POLL = 0.1             # seconds between two checks for a signal while the main thread waits
+GRACE = 0.5            # seconds for functions that must run even after a signal
+_runs: list[Signals] = []      # nested runs; the innermost run handles signals, which are sent to the process
 
 
 class Stopping(BaseException):
@@ -26,12 +26,12 @@ class Stopping(BaseException):
 
 
 class Signals:
-    """What a run knows of signals.
+    """The signals that a run has received.
 
     Attributes:
       received: the name of the first signal, or None.
-      interrupts: whether a signal may raise `Stopping` in the main thread, which then runs user code that leaves the
-        state as it is (an evaluation).
+      interrupts: whether a signal may raise `Stopping` in the main thread. True while the main thread runs user code
+        that does not change the state, such as an evaluation.
     """
 
     received: str | None = None
@@ -39,11 +39,11 @@ class Signals:
 
     @contextlib.contextmanager
     def interrupting(self, allowed: bool = True, *, grace: float = 0.0) -> Iterator[None]:
-        """Lets a signal end the body with `Stopping`.
+        """Returns a context in which a signal raises `Stopping`.
 
         Args:
-          allowed: False: a signal does not end it.
-          grace: seconds that the body has if a signal came before it.
+          allowed: whether a signal raises `Stopping`.
+          grace: seconds after which `Stopping` is raised if a signal arrived before the context was entered.
         """
         alarm = None
         try:
@@ -61,18 +61,18 @@ class Signals:
                 signal.signal(signal.SIGALRM, alarm)
 
     def poll(self) -> None:
-        """Raises `Stopping` if a signal has come and may interrupt."""
+        """Raises `Stopping` if a signal has arrived and may interrupt."""
         if self.interrupts and self.received:
             raise Stopping
 
 
 def _no_alarm() -> bool:
-    """Whether nobody else uses the alarm of this process."""
+    """Whether the alarm signal of this process is unused."""
     return hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
 def poll() -> None:
-    """Ends the evaluation under way if a signal has come. For evaluations, between two batches.
+    """Ends the current evaluation if a signal has arrived. Evaluations call it between two batches.
 
     Raises:
       Stopping: a signal has arrived. The evaluation is repeated when the run is resumed.
@@ -97,13 +97,13 @@ def signals() -> Iterator[Signals]:
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
     pid, first = os.getpid(), 0.0
     handlers = {number: signal.getsignal(number) for number in NUMBERS}
-    own = {number: signal.SIG_DFL if handler is None else handler      # None: installed by C, cannot be put back
+    own = {number: signal.SIG_DFL if handler is None else handler      # None: installed by C, cannot be restored
            for number, handler in handlers.items() if handler is not signal.SIG_IGN
            and not (number == getattr(signal, "SIGUSR1", None) and callable(handler))}
 
     def note(number, frame):
         nonlocal first
-        if os.getpid() != pid:                             # a child that was forked without Python's hooks
+        if os.getpid() != pid:                             # a child that was forked without Python's fork hooks
             signal.signal(number, own[number])
             os.kill(os.getpid(), number)
             return
@@ -114,7 +114,7 @@ def signals() -> Iterator[Signals]:
         seen.poll()
 
     def forget():
-        """In a forked child, a data loader's worker: signals mean there what they meant before `fit`."""
+        """Restores the handlers from before `fit` in a forked child, such as a worker of a data loader."""
         signal.set_wakeup_fd(-1)
         for number, handler in own.items():
             signal.signal(number, handler)
@@ -151,8 +151,10 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def _later_ends(numbers) -> Iterator[None]:
-    """Ends the process at a signal that comes over a second after the first, even while the main thread compiles,
-    where no handler runs: Python writes each signal's number into a pipe at once, and a thread reads it."""
+    """Ends the process at a signal that arrives more than one second after the first.
+
+    This works even while the main thread compiles, when no Python handler runs: Python immediately writes the number of
+    each signal to a pipe, and a thread reads the pipe."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

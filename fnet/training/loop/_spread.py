@@ -1,4 +1,4 @@
-"""Where a run's state, batches and metrics lie: on one device, or as a plan says."""
+"""The placement of a run's state, batches and metrics: on one device, or on the devices of a plan."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fnet.parallel._local_batches import LocalBatches
 
 
 class Spread:
-    """A run of `fit` on the chips of a plan; without one everything stays where it is.
+    """Places the arrays of a run on the devices of a plan. Without a plan, arrays stay on their devices.
 
     Args:
-      plan: of `parallel.plan`, or None.
+      plan: the result of `parallel.plan`, or None.
 
     Raises:
-      ValueError: the plan is for chips that are not here.
+      ValueError: the plan is for devices that are not attached.
     """
 
     def __init__(self, plan: Plan | None):
@@ -45,7 +45,7 @@ class Spread:
         """Copies the state to the shardings of the plan. The step donates this copy, not the caller's state.
 
         Raises:
-          ValueError: it is of another structure than the plan's.
+          ValueError: the state has another structure than the state of the plan.
         """
         if self.plan is None:
             return jax.tree.map(jnp.copy, state)
@@ -57,18 +57,18 @@ class Spread:
         return jax.tree.map(jnp.copy, state) if all(placed) else self.plan.place(state)
 
     def batch(self, batch: Any, at: int) -> Any:
-        """The batch on the chips, each row where it belongs, without ever being whole on one."""
+        """Places the batch with the plan's sharding. Each row is copied only to its device."""
         if self.rows is None:
             return batch
         placed = self.rows.place(self.rows.fill(batch, at, whole=True))
-        return jax.block_until_ready(placed)               # the arrays given may be filled again
+        return jax.block_until_ready(placed)               # the source may reuse the arrays of the batch
 
     def shapes(self, batch: Callable[[], Any]) -> Any:
-        """A batch, or its shapes."""
+        """Returns a batch, or with a plan the shapes of a batch."""
         return batch() if self.plan is None else self.plan.shapes
 
     def whole(self, tree: Any) -> Any:
-        """Small arrays that every chip holds, placed as the step returns them, so that it is compiled once."""
+        """Replicates small arrays on all devices, as the step returns them, so that the step is compiled only once."""
         if self.plan is None:
             return tree
         place = NamedSharding(self.plan.mesh, P())

@@ -1,4 +1,4 @@
-"""The rules of `transforms.tune` for a run: those that it began with, or for a long run those that are the fastest."""
+"""Selects the rules of `transforms.tune` for a run: those of the resumed run, or for a long run the fastest."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from fnet import transforms
 from fnet.training.loop import _provenance
 
-_LONG = 600    # seconds, a run of which is worth a minute of measurements
+_LONG = 600    # seconds; for runs of at least this time, a minute of measurements is worthwhile
 
 
 def tuned(run: Any, advance: Callable) -> Callable:
-    """The tuned function of a `Run`, whose facts name its rules."""
+    """Returns the tuned function of a `Run`, and records its rules in the facts of the run."""
     if isinstance(run.tune, dict):
         made = transforms.tune(advance, rules=run.tune)
     else:
@@ -25,8 +25,8 @@ def tuned(run: Any, advance: Callable) -> Callable:
 
 
 def _is_long(run) -> bool:
-    """Whether the run takes minutes on a CPU, even if every step had the chip's peak rate."""
+    """Whether the run takes at least `_LONG` seconds on a CPU, even if every step ran at the chip's peak rate."""
     if run.use is None or run.facts["kind"] != "cpu" or run.spread.plan is not None or not run.alone:
         return False
-    share = run.use(1e-6).value    # of the peak rate, with a step in a million seconds
+    share = run.use(1e-6).value    # share of the peak rate if a step took a million seconds
     return share is not None and 1e6 * share * (run.steps - run.at) >= _LONG

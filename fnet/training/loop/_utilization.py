@@ -1,4 +1,4 @@
-"""The share of the chips' peak that a step makes use of, or why that is unknown."""
+"""The share of the chips' peak that a step uses, or the reason why it is unknown."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def utilization(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[f
 
     Args:
       step: the training step.
-      state: its first argument; the devices that hold it are those that work.
-      batch: its second.
+      state: the first argument of the step, which is on the devices that run the step.
+      batch: the second argument of the step.
 
     Returns:
       A function from steps per second to `hardware.MFU`.
