@@ -216,9 +216,9 @@ def evaluator(
     state on several devices, each device evaluates a part of the examples.
 
     Args:
-      metrics: a pure function, `metrics(state, batch) -> dict`. Its values are results of `mean(values,
-        batch["weight"])` or other metrics of this module. A plain scalar is an error, because it would include the
-        padding.
+      metrics: a pure function, `metrics(state, batch) -> dict`. The values of the dict are results of
+        `mean(values, batch["weight"])` or other metrics of this module. A plain scalar is an error, because it would
+        include the padding.
       data: a data set, as for `Batches`. For a dict, a batch is a dict with the additional key "weight". For a tuple
         (x, y), a batch is (x, y, weight). For a single array, a batch is (x, weight).
       batch_size: number of examples in a batch. On several devices, the batch size is rounded up to a multiple of the

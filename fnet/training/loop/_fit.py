@@ -95,9 +95,9 @@ def fit(
         thread prepares the batches of the next steps while a step runs. The log reports the fraction of time that the
         loop waited for batches ("time/data").
       steps: the total number of steps, including the steps of earlier calls with this workdir.
-      workdir: the folder of the run, as a path or as a URL of an object store (s3://bucket/run, gs://, az://; `pip
-        install 'fnet[cloud]'`). It contains config.json, metrics.jsonl, events.jsonl, tensorboard/, checkpoints/ and,
-        with `plan`, plan.txt. None: nothing is written.
+      workdir: the folder of the run, as a path or as a URL of an object store (s3://bucket/run, gs://, az://), for
+        which `pip install 'fnet[cloud]'` is necessary. It contains config.json, metrics.jsonl, events.jsonl,
+        tensorboard/, checkpoints/ and, with `plan`, plan.txt. None: nothing is written.
       plan: the result of `parallel.plan(step, ...)`, or None. The step runs on the devices of the plan, and the results
         equal those of one device up to rounding. `fit` transfers the state and the batches to the plan's shardings. A
         run may be resumed with another plan. Short batches are padded with rows of weight 0, as by `parallel.feed`.
