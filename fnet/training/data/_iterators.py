@@ -118,11 +118,11 @@ class _Indexed:
         return self._structure.checked(batch, step)
 
     def steps(self, epochs: float) -> int:
-        """How many batches so many epochs have."""
+        """Returns the number of batches in this number of epochs."""
         return math.ceil(epochs * len(self._items)) if self._rows is None else self._rows.steps(epochs)
 
     def identity(self) -> dict[str, Any]:
-        """As `Batches.identity`."""
+        """Returns the values that must be equal when a run is resumed, as `Batches.identity` does."""
         return {"items": len(self._items)} if self._rows is None else self._rows.identity()
 
 
@@ -157,7 +157,7 @@ class _Stream:
             return self._last
 
     def steps(self, epochs: float) -> int:
-        """How many batches so many epochs have.
+        """Returns the number of batches in this number of epochs.
 
         Raises:
           TypeError: the source has no length.
