@@ -1,14 +1,16 @@
-"""Jaxprs: what is in them, and how they are rewritten. Shared by all transforms and analyses.
+"""Jaxprs: analysis and rewriting. Shared by all transforms and analyses.
 
-- `Scope`, `scopes_in`, `scope_of_operation`: where an equation, or an operation of a compiled program, belongs.
-- `traits`, `describe`, `product`, ...: what a primitive is, and typed access to the parameters of equations.
+- `Scope`, `scopes_in`, `scope_of_operation`: the scope of an equation, or of an operation of a compiled program.
+- `traits`, `describe`, `product`, ...: properties of primitives, and typed access to the parameters of equations.
 - `bodies`, `equations`, `scan`: the jaxprs inside equations.
 - `rewrite`, `Interpreter`: evaluation under the control of a rule.
 - `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: values that are computed from several arrays.
-- `tag`, `find_sites`, `Inspector`: values with a name, taken out of a program or replaced.
-- `flatten`, `stable`: a program of few primitives, and the same as plain data.
+- `tag`, `find_sites`, `Inspector`: named values of a program, which can be captured or replaced.
+- `flatten`, `stable`: a program written with few primitives, and such a program as plain data.
 - `TiedProgram`: a program whose axes may become smaller.
-- `read`: a jaxpr as flat frames; `cost`, `touched`, `nbytes`: what an equation costs; `batch_axes`.
+- `read`: a jaxpr as flat frames.
+- `cost`, `touched`, `nbytes`: the FLOPs and bytes of an equation.
+- `batch_axes`: the batch axes of an equation's outputs.
 """
 
 from fnet.jaxpr import _mutable as mutable

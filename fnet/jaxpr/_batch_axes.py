@@ -1,4 +1,4 @@
-"""Which axis of a value is the batch: for each primitive, from the axes of its inputs to those of its outputs."""
+"""Propagates the batch axis through equations: for each primitive, from the inputs to the outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fnet.jaxpr._primitives import description, traits
 
 
 def batch_axes(eqn, notes: list) -> list:
-    """Which axis of each output is the batch, given that of each input; None if none is, or it is not known."""
+    """Returns the batch axis of each output, given the batch axis of each input. None: no batch axis, or unknown."""
     if all(note is None for note in notes):
         return [None] * len(eqn.outvars)
     name = eqn.primitive.name
@@ -31,7 +31,7 @@ def batch_axes(eqn, notes: list) -> list:
 
 
 def _through(jaxpr, notes: list) -> list:
-    """The same of a whole jaxpr."""
+    """Returns the batch axes of the outputs of a whole jaxpr."""
     axes = dict(zip(jaxpr.invars, notes))
     read = lambda v: None if isinstance(v, _jax.Literal) else axes.get(v)
     for eqn in jaxpr.eqns:
@@ -40,7 +40,8 @@ def _through(jaxpr, notes: list) -> list:
 
 
 def _alike(eqn, notes):
-    """Elementwise, and whatever else keeps the number of axes and the batch's length: the batch stays where it is."""
+    """Elementwise operations, and others that keep the number of axes and the length of the batch. The batch axis does
+    not change."""
     found = []
     for out in eqn.outvars:
         shape = out.aval.shape
@@ -63,8 +64,8 @@ def _broadcast(eqn, notes):
 
 
 def _reshaped(eqn, notes):
-    """The batch stays the batch where as many numbers stand before it: split off, at the head of a merged axis, or
-    itself split, as into microbatches: then it is the first part."""
+    """A reshape. The batch axis of the output is the axis with the same number of elements before it. The batch may be
+    merged with later axes, or it may be split, for example into microbatches; the first part is then the batch axis."""
     note = notes[0]
     if note is None:
         return [None]
@@ -81,7 +82,8 @@ def _squeezed(eqn, notes):
 
 
 def _product(contract, batched, ranks, notes):
-    """Of a product's output: its batched axes first, then the left's own, then the right's."""
+    """The output of a product has first the batched axes, then the other axes of the left operand, then those of the
+    right operand."""
     for side, note in enumerate(notes[:2]):
         if note is None:
             continue
@@ -104,7 +106,8 @@ def _multiplied(found, notes):
 
 
 def _gathered(eqn, notes):
-    """The batch of the indices, or of the operand if it is gathered from row by row."""
+    """The batch axis of a gather is that of the indices, or that of the operand if elements are gathered in each row.
+    """
     numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
     rank = len(eqn.outvars[0].aval.shape)
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
@@ -128,7 +131,7 @@ def _scattered(eqn, notes):
 
 
 def before(note):
-    """The axis in a slice, for an axis in what is sliced along its first."""
+    """Returns the index of an axis in a slice along axis 0, given its index in the sliced array."""
     return note - 1 if note else None
 
 

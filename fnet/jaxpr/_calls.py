@@ -1,6 +1,6 @@
-"""Bodies: the jaxprs inside equations (calls, loops, branches), and which of an equation's inputs each receives.
+"""Bodies: the jaxprs inside equations (calls, loops, branches), and the inputs of the equation that each body receives.
 
-This is the only place that knows where a primitive keeps its bodies.
+Only this module contains the names of the parameters in which primitives store their bodies.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Body(NamedTuple):
             "while_body", "branch" (of a cond), "shard_map", "solve" (the forward solve of a custom_linear_solve), or
             "other" (inside a primitive that fnet does not know).
         closed: the closed jaxpr.
-        times: how often it runs: the length of a scan, the shards of a shard_map, None for a loop of unknown length.
-        inputs: for each input of the jaxpr, the index of the equation's input that it receives (for a scan also those
-            that it receives a slice of); None if that is not known.
+        times: how often the body runs: the length of a scan, the number of shards of a shard_map, or None for a loop of
+            unknown length.
+        inputs: for each input of the jaxpr, the index of the equation's input that it receives, or of which it receives
+            a slice; None if these are not known.
     """
 
     kind: str
@@ -51,7 +52,7 @@ class Body(NamedTuple):
 
 
 def bodies(eqn: Any) -> tuple[Body, ...]:
-    """The jaxprs inside an equation; none for an ordinary operation."""
+    """Returns the jaxprs inside an equation: none for an ordinary operation."""
     name, params = eqn.primitive.name, eqn.params
     if name in CALLS:
         return (_body("call", next(params[key] for key in _HELD if key in params), 1, range(len(eqn.invars))),)
@@ -81,7 +82,7 @@ def _body(kind, jaxpr, times, inputs):
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of an open jaxpr, at any depth, outer before inner."""
+    """Yields every equation of an open jaxpr, at any depth. An equation precedes the equations inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in bodies(eqn):
@@ -104,7 +105,7 @@ def donated(eqn: Any) -> tuple[bool, ...]:
 
 
 def opened(closed: Any) -> Any:
-    """The innermost jaxpr, if a jaxpr is nothing but a jit without shardings."""
+    """Returns the innermost jaxpr if a jaxpr consists only of a jit without shardings; otherwise the jaxpr itself."""
     while len(closed.jaxpr.eqns) == 1 and closed.jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
         jaxpr, eqn = closed.jaxpr, closed.jaxpr.eqns[0]
         if jaxpr.constvars or eqn.invars != jaxpr.invars or eqn.outvars != jaxpr.outvars or has_shardings(eqn):
@@ -118,9 +119,9 @@ class Scan:
     """The parts of a scan equation.
 
     Attributes:
-        consts, carry, slices: how many of its inputs are constants, carried values, and sliced arrays.
-        closed: its body, from constants, carry and slices to carry and stacked outputs.
-        options: the keyword arguments of `jax.lax.scan` that run it in the same way.
+        consts, carry, slices: the numbers of inputs that are constants, carried values, and sliced arrays.
+        closed: the body, a jaxpr from constants, carry and slices to carry and stacked outputs.
+        options: the keyword arguments with which `jax.lax.scan` runs the same scan.
     """
 
     consts: int
@@ -156,5 +157,5 @@ def scan(eqn: Any) -> Scan:
 
 
 def unrolled(eqn: Any) -> Any:
-    """A scan equation that runs without a loop."""
+    """Returns a completely unrolled form of a scan equation."""
     return eqn.replace(params={**eqn.params, "unroll": eqn.params["length"]})

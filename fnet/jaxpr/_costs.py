@@ -1,4 +1,4 @@
-"""The cost of one equation: operations, from its shapes alone, and the bytes it reads and writes."""
+"""The cost of one equation: the operations, computed from the shapes, and the bytes that it reads and writes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FREE = frozenset(("alias", "layout", "gather", "collective", "random", "effect"
 
 
 class Cost(NamedTuple):
-    """Operations of one equation: `kind` is "matmul", "elementwise", "reduction", "transcendental", "free" or
-    "unknown"; `shape` is (batch, m, n, k) for a matmul."""
+    """The number of operations of one equation, and their kind: "matmul", "elementwise", "reduction", "transcendental",
+    "free" or "unknown". For a matmul, `shape` is (batch, m, n, k)."""
 
     kind: str
     flops: int = 0
@@ -24,11 +24,11 @@ class Cost(NamedTuple):
 
 
 def cost(eqn: Any) -> Cost:
-    """The operations of an equation that holds no jaxpr of its own.
+    """Returns the operations of an equation that contains no jaxpr.
 
         dot_general           2 B M N K, exact
-        conv_general_dilated  2 x outputs x window x in / groups, nominal: taps that fall on padding count, the zeros
-                              that a transposed convolution puts between its inputs do not
+        conv_general_dilated  2 x outputs x window x in / groups, nominal: products with padding are counted, but
+                              not products with the zeros that a transposed convolution puts between its inputs
         elementwise           1 per output, on floating types only (index arithmetic is no FLOP)
         reductions            1 per input
     """
@@ -64,7 +64,7 @@ def cost(eqn: Any) -> Cost:
 
 
 def touched(eqn: Any) -> tuple[list[int], list[int]]:
-    """Bytes an equation reads of each input and writes of each output, as if it ran alone."""
+    """Returns the bytes that an equation reads of each input and writes of each output if it is not fused."""
     name = eqn.primitive.name
     reads = [0 if isinstance(v, _jax.Literal) else nbytes(v.aval) for v in eqn.invars]
     writes = [nbytes(v.aval) for v in eqn.outvars]
@@ -80,7 +80,7 @@ def touched(eqn: Any) -> tuple[list[int], list[int]]:
 
 
 def nbytes(aval: Any) -> int:
-    """The bytes of an array of this type; 0 for what is no array, such as a token."""
+    """Returns the bytes of an array of this type, and 0 for types that are not arrays, such as a token."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
@@ -101,7 +101,7 @@ def _dot(found: Product, ins: list[Any]) -> Cost:
 
 
 def _ragged_dot(eqn: Any, ins: list[Any]) -> Cost:
-    """Every row of the left side meets one group of the right: 2 x (size of the left) x (columns of the right)."""
+    """Each row of the left operand is multiplied by one group: 2 x (size of the left) x (columns of the right)."""
     lhs, rhs = ins[0].shape, ins[1].shape
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contract, rhs_contract), (_, rhs_batch) = numbers.dot_dimension_numbers

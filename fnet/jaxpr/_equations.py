@@ -1,4 +1,4 @@
-"""Typed access to the parameters of equations, so that no other package depends on how JAX names them."""
+"""Typed access to the parameters of equations. No other package depends on the names that JAX gives to parameters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ BILINEAR = {DOT.name: DOT, CONVOLUTION.name: CONVOLUTION}
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product or convolution, or one that autocast has wrapped in its own primitive.
+    """A matrix product or convolution, possibly in the form of autocast's own primitive.
 
     Attributes:
-        eqn: the equation. op: `DOT`, `CONVOLUTION` or a ragged product.
-        options: the parameters of `op`. dtype: what the operands are rounded to.
+        eqn: the equation.
+        op: the primitive: `DOT`, `CONVOLUTION` or a ragged product.
+        options: the parameters of `op`.
+        dtype: the dtype to which the operands are rounded.
     """
 
     eqn: Any
@@ -39,7 +41,7 @@ class Product:
 
     @property
     def default_precision(self) -> bool:
-        """Whether the program's author left the precision to JAX."""
+        """Whether the program does not set a precision."""
         return self.precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2)
 
     @property
@@ -56,19 +58,19 @@ class Product:
 
     @property
     def summed(self) -> int:
-        """How many products are added up in one element of the result."""
+        """The number of products that are summed in one element of the result."""
         left, right = (v.aval.shape for v in self.eqn.invars[:2])
         if self.op is DOT:
             return math.prod(left[i] for i in self.dimensions[0][0])
         return math.prod(right) // max(1, right[self.dimensions.rhs_spec[0]])
 
     def without(self, *names: str) -> dict:
-        """The parameters of `op`, without some."""
+        """Returns the parameters of `op` except those with these names."""
         return {name: value for name, value in self.options.items() if name not in names}
 
 
 def product(eqn: Any) -> Product | None:
-    """The matrix product or convolution that an equation computes; None for other equations."""
+    """Returns the matrix product or convolution that an equation computes, or None for other equations."""
     primitive = eqn.primitive
     if primitive.name in BILINEAR:
         return Product(eqn, primitive, eqn.params, getattr(eqn.invars[0].aval, "dtype", None))
@@ -87,7 +89,7 @@ def permutation(eqn: Any) -> tuple[int, ...]:
 
 
 def new_dtype(eqn: Any) -> Any:
-    """What convert_element_type converts to."""
+    """Returns the dtype to which a convert_element_type equation converts."""
     return eqn.params["new_dtype"]
 
 
@@ -97,12 +99,12 @@ def kept_bits(eqn: Any) -> tuple[int, int]:
 
 
 def random_bits(eqn: Any) -> tuple[int, int]:
-    """(bits of each number, numbers) of a random_bits equation."""
+    """Returns (bits of each random number, how many random numbers) of a random_bits equation."""
     return eqn.params["bit_width"], math.prod(eqn.params["shape"])
 
 
 def pooling_window(eqn: Any) -> tuple[int, ...] | None:
-    """The window of a pooling whose windows tile the array, one number for each axis; None if they do not."""
+    """Returns the window of a pooling, one size for each axis, or None if the windows do not tile the array."""
     params, window = eqn.params, tuple(eqn.params["window_dimensions"])
     tiles = (window == tuple(params["window_strides"]) and not any(low or high for low, high in params["padding"])
              and all(d == 1 for name in ("base_dilation", "window_dilation") for d in params.get(name, ())))

@@ -20,12 +20,13 @@ _SAME = ("copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "sha
 
 
 def inlined(closed: Any) -> Any:
-    """The closed jaxpr with all jitted calls inlined, so that the arrays they close over are its constants."""
+    """Returns the closed jaxpr with all jitted calls inlined. Arrays in the closures of these calls become constants.
+    """
     return _again(_Inliner(INLINED), closed)
 
 
 def flatten(closed: Any) -> Any:
-    """The closed jaxpr as operations, scans, while loops and conds of few primitives, for inference.
+    """Returns the closed jaxpr written with few primitives, scans, while loops and conds, for inference.
 
     Calls are inlined, also those with custom derivatives or batching, so the result is not meant to be differentiated.
     """

@@ -1,4 +1,5 @@
-"""Constant folding: what depends on constants alone is computed once, and affine maps are moved into products."""
+"""Constant folding: values that depend only on constants are computed once, and affine maps are merged into products.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Fold(NamedTuple):
 
 @dataclasses.dataclass
 class _Known:
-    """A value that depends on constants alone. `small` has length 1 on axes along which it is broadcast to `shape`."""
+    """A value that depends only on constants. `small` has length 1 on axes along which it is broadcast to `shape`."""
 
     small: Any
     shape: tuple
@@ -140,7 +141,7 @@ def _concrete(x):
 
 
 def _evaluated(eqn, inputs):
-    """The outputs of an equation of known inputs, computed now."""
+    """Computes the outputs of an equation whose inputs are known."""
     with jax.ensure_compile_time_eval():
         shape = getattr(eqn.outvars[0].aval, "shape", ())
         if eqn.primitive.name == "broadcast_in_dim" and all(isinstance(n, int) for n in shape):
@@ -158,7 +159,7 @@ def _evaluated(eqn, inputs):
 
 
 def _pending(eqn, at, inputs):
-    """A product with one known operand in float32 or wider, to be computed later; None for other equations."""
+    """Returns a pending product, which has one known operand in float32 or wider, or None for other equations."""
     made = product(eqn)
     if made is None or made.op is not eqn.primitive or len(eqn.outvars) != 1:
         return None
@@ -182,7 +183,8 @@ def _pending(eqn, at, inputs):
 
 
 def _absorbed(eqn, inputs):
-    """A pending product that has absorbed an elementwise operation with a known operand; None if it cannot."""
+    """Returns a pending product with an elementwise operation with a known operand merged into it, or None if this is
+    not possible."""
     name = eqn.primitive.name
     which = [i for i, x in enumerate(inputs) if isinstance(x, _Pending)]
     if len(which) != 1 or eqn.outvars[0].aval.dtype != inputs[which[0]].eqn.outvars[0].aval.dtype:

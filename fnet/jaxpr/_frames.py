@@ -14,7 +14,7 @@ from fnet.jaxpr._scopes import TOP, Scope
 
 @dataclasses.dataclass
 class Op:
-    """One equation: its scope, the ids of what it reads (None for a literal) and writes, and its bodies as frames."""
+    """One equation: its scope, the ids of the values that it reads (None for a literal) and writes, and its bodies."""
 
     eqn: Any
     at: Scope
@@ -33,19 +33,19 @@ class Op:
 
 @dataclasses.dataclass
 class Frame:
-    """A straight piece of program: its operations in order, and the ids of its results in order."""
+    """A part of a program without control flow: its operations in order, and the ids of its results in order."""
 
     ops: list[Op]
     results: tuple[int | None, ...]
 
     @property
     def outputs(self) -> set[int | None]:
-        """The ids of its results."""
+        """The ids of the results."""
         return set(self.results)
 
 
 def read(jaxpr: Any, outer: Scope = TOP) -> Frame:
-    """The frame of a jaxpr that is itself at the scope `outer`. Ids 0, 1, ... are its constants and inputs in order."""
+    """Returns the frame of a jaxpr whose own scope is `outer`. Ids 0, 1, ... are its constants and inputs in order."""
     ids = itertools.count()
     ops: list[Op] = []
 

@@ -38,14 +38,14 @@ class ImplicitArray:
     """A parameter that is computed from several arrays, such as a quantized matrix from codes and scales.
 
     A subclass is a registered pytree whose leaves are plain arrays, with properties `shape` and `dtype`. Its
-    constructor does not validate the leaves: JAX also builds it from placeholders. `ft.use_implicit_arrays(f)`
-    evaluates f with implicit arrays as parameters. It calls the methods below, and `materialize` where they return
-    `NotImplemented`.
+    constructor must not validate the leaves, because JAX also calls it with placeholders. `ft.use_implicit_arrays(f)`
+    evaluates f with implicit arrays as parameters. It calls the methods below. If a method returns `NotImplemented`, it
+    calls `materialize` instead.
 
     Attributes:
-        shape, dtype: those of the array that it represents.
-        beside: {field: another field}: fields with one number for each block of values of the other, such as scales.
-            `parallel.plan` splits them along the same axes.
+        shape, dtype: the shape and dtype of the array that the object represents.
+        beside: {field: another field}. The first field, such as scales, contains one element for each block of elements
+            of the other field. `parallel.plan` splits both fields along the same axes.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> isinstance(params["kernel"], compress.ImplicitArray), params["kernel"].materialize().shape
@@ -70,16 +70,17 @@ class ImplicitArray:
         return math.prod(self.shape)
 
     def materialize(self) -> jax.Array:
-        """Returns the array that it represents."""
+        """Returns the array that this object represents."""
         raise NotImplementedError
 
     def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
         """Returns the product with x [..., *contracted] over `axes` of this array: [..., *the other axes].
 
         Args:
-            x: the other operand; its last axes correspond to `axes`, in this order.
-            axes: positions of the contracted axes.
-            dot: `dot(x, w, axes)`, the same product for a plain array w, with the precision of the program.
+            x: the other operand. Its last axes correspond to `axes`, in this order.
+            axes: the positions of the contracted axes of this array.
+            dot: a function `dot(x, w, axes)` that computes the same product for a plain array w, with the precision of
+                the program.
         """
         return NotImplemented
 
@@ -91,8 +92,9 @@ class ImplicitArray:
         """Returns rows (slices of axis 0) of this array.
 
         Args:
-            take: `take(a)` performs the same lookup in a plain array `a` that has the same number of rows. For indices
-                out of range, it returns NaN if the program's lookup does; if `a` has integers, it clips the indices.
+            take: a function. `take(a)` performs the same lookup in a plain array `a` with the same number of rows. For
+                indices out of range, it returns NaN if the program's lookup does. If `a` contains integers, it clips
+                the indices.
         """
         return NotImplemented
 
@@ -113,7 +115,7 @@ class View:
 
     Attributes:
         base: the implicit array.
-        groups: for each axis, the parts of the base's axes that it consists of, from major to minor.
+        groups: for each axis, the parts of the base's axes of which it consists, from major to minor.
         dtype: the dtype after casts.
     """
 
@@ -146,7 +148,7 @@ class View:
         return dataclasses.replace(self, groups=tuple(self.groups[i] for i in permutation))
 
     def reshape(self, shape: tuple[int, ...]) -> View | None:
-        """The view in another shape; None if an axis of the result would not consist of parts of axes."""
+        """Returns the view in another shape, or None if an axis of the result would not consist of parts of axes."""
         parts, groups = [part for group in self.groups for part in group], []
         for size in shape:
             group, missing = [], size
@@ -167,7 +169,8 @@ class View:
         return dataclasses.replace(self, groups=tuple(groups)) if not parts else None
 
     def part(self, leaves: Callable) -> View | None:
-        """The view whose base has `leaves(a)` for each leaf a; None if a leaf lacks the leading axis."""
+        """Returns the view after `leaves` was applied to each leaf of the base, or None if a leaf lacks the leading
+        axis."""
         if not self.whole or not self.base.has_leading_axis:
             return None
         return View.of(jax.tree.map(leaves, self.base), self.dtype)
@@ -179,7 +182,7 @@ class View:
         return array.transpose([split.index(part) for part in parts]).reshape(self.shape).astype(self.dtype)
 
     def dot(self, x: jax.Array, contracted: tuple[int, ...], batch: int, dot: Callable) -> Any:
-        """The product with x over axes of this view; `NotImplemented` if the base has no form for it.
+        """Returns the product with x over axes of this view, or `NotImplemented` if the base does not support it.
 
         Args:
             x: the other operand: [*batch axes, ..., *contracted axes].
@@ -232,7 +235,7 @@ class View:
 
 
 def plain_dot(precision: Any, preferred: Any) -> Callable:
-    """`dot(x, w, axes)` for plain arrays: x [..., *contracted], over `axes` of w."""
+    """Returns the function `dot(x, w, axes)` for plain arrays: the product of x [..., *contracted] over `axes` of w."""
 
     def dot(x, w, axes):
         contracted = tuple(range(x.ndim - len(axes), x.ndim))
@@ -243,12 +246,12 @@ def plain_dot(precision: Any, preferred: Any) -> Callable:
 
 
 def implicit_dot(w: Any, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
-    """`dot(x, w, axes)` for an implicit or a plain array w."""
+    """Computes `dot(x, w, axes)` for an implicit or a plain array w."""
     return w.dot(x, axes, dot) if isinstance(w, ImplicitArray) else dot(x, w.astype(x.dtype), axes)
 
 
 def materialize(x: Any) -> Any:
-    """The array that an implicit array represents; a plain array unchanged."""
+    """Returns the array that an implicit array represents. Returns a plain array unchanged."""
     return x.materialize() if isinstance(x, ImplicitArray) else x
 
 
@@ -261,7 +264,7 @@ def _size(group):
 
 
 def _merged(group):
-    """The group with adjacent parts of one axis joined."""
+    """Joins adjacent parts of the same axis in a group."""
     merged = []
     for axis, n, stride in group:
         if merged and merged[-1][0] == axis and merged[-1][2] == n * stride:

@@ -1,4 +1,4 @@
-"""Evaluation of a program with values taken out of it, or replaced, at its sites."""
+"""Evaluation of a program in which values of sites are captured or replaced."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class Inspector(Interpreter):
     """Evaluates a program with sites.
 
     Args:
-        level: of the whole program.
-        captured: the sites whose values are wanted.
-        selected: {site: the iteration of each scan around it that is wanted, or None for all}.
-        changes: {site: change(leaves, indices) -> leaves}: new values for sites; indices are those of the scans.
-        offsets: {site: arrays, or None for leaves without}: what `change(leaves, indices, offsets)` of a site receives
-            in addition; each has a leading axis for each scan.
+        level: the level of the whole program.
+        captured: the sites whose values are captured.
+        selected: {site: for each scan around it, the index of the captured iteration, or None for all}.
+        changes: {site: change}, functions `change(leaves, indices) -> leaves` that compute new values of sites. The
+            indices are those of the iterations of the scans.
+        offsets: {site: offsets}, an additional argument of a site's change: `change(leaves, indices, offsets)`. The
+            offsets are an array, or None, for each leaf. Each array has a leading axis for each scan.
     """
 
     def __init__(self, level: Level, captured: Sequence[Site] = (), changes: Mapping[Site, Callable] | None = None,
@@ -44,7 +45,7 @@ class Inspector(Interpreter):
         self._held: dict[Site, dict[int, Value]] = {}
 
     def __call__(self, closed: Any, arrays: Sequence) -> tuple[list, dict[Site, list]]:
-        """(the outputs, {site: its leaves})"""
+        """Returns (the outputs, {site: its leaves})."""
         self._found = found = {}
         outputs = self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), TOP, (self._level,))
         self._found, self._offsets = {}, {}    # custom derivatives refer to this object after the trace has ended

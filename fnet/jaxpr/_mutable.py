@@ -1,6 +1,6 @@
-"""flax.nnx modules among the arguments of a function, as arrays: what the function changes in them is returned.
+"""flax.nnx modules among the arguments of a function, as arrays. Changes that the function makes to them are returned.
 
-An nnx module is updated in place. A traced function receives a copy, so that its updates would be lost.
+An nnx module is updated in place. A traced function receives a copy of the module, so its updates would be lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Modules:
     """The nnx modules of a call.
 
     Attributes:
-        arrays: of their variables. structure: of the state that they make up (static).
+        arrays: the arrays of the modules' variables.
+        structure: the tree structure of the state that these arrays form (static).
         graph: the structure of the modules and their attributes that are not variables (static).
         changed: whether a function has changed `graph` (static).
     """

@@ -1,4 +1,4 @@
-"""What each primitive is: one table for all transforms and analyses, and descriptions of fnet's own primitives."""
+"""Properties of primitives: one table for all transforms and analyses, and descriptions of fnet's own primitives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from fnet.jaxpr._calls import CONTROL_NAMES
 
 
 class Traits(NamedTuple):
-    """What a primitive is.
+    """The properties of a primitive.
 
     Attributes:
         kind: "product" (bilinear: dot_general, convolutions), "elementwise", "transcendental", "reduction", "scatter",
-            "window", "sort", "linear_algebra", "cast", "alias" (its output is its input, seen otherwise), "layout"
-            (values unchanged, elsewhere in the array), "gather", "collective", "random", "effect", or "unknown".
-        precision: what a lower precision does to it: "exact" (values pass through unchanged), "arithmetic" (as good as
-            its inputs), "power" (as "arithmetic", but overflows float16 early), or "" (needs float32).
-        memory: "free" (compilers fold it into a neighbour), "fused" (with its elementwise neighbours), or "heavy" (its
-            inputs and outputs are written to memory).
+            "window", "sort", "linear_algebra", "cast", "alias" (the output is the input in another form, such as a
+            reshape), "layout" (the values are unchanged, but at other positions in the array), "gather", "collective",
+            "random", "effect", or "unknown".
+        precision: the effect of a lower precision: "exact" (values do not change), "arithmetic" (the result is as
+            accurate as the inputs), "power" (like "arithmetic", but float16 overflows early), or "" (needs float32).
+        memory: "free" (compilers merge it into a neighbor), "fused" (compilers fuse it with elementwise neighbors), or
+            "heavy" (the inputs and outputs are written to memory).
     """
 
     kind: str
@@ -99,15 +100,16 @@ POINTWISE = frozenset(name for name, each in _TRAITS.items() if each.kind in ("e
 
 
 def traits(name: str) -> Traits:
-    """What the primitive called `name` is; `UNKNOWN` for one that fnet does not know."""
+    """Returns the properties of the primitive called `name`, or `UNKNOWN` for a primitive that fnet does not know."""
     return _TRAITS.get(name, UNKNOWN)
 
 
 @functools.cache
 def unsupported() -> tuple[str, ...]:
-    """What this version of JAX lacks that fnet relies on, one line each; empty for the versions it is tested with.
+    """Returns one line for each feature that fnet uses and that this version of JAX lacks.
 
-    A primitive that JAX has renamed is treated as unknown: transforms do not change it, and counts name it.
+    The result is empty for the versions with which fnet is tested. A primitive that JAX has renamed is treated as
+    unknown: transforms do not change it, and counts report its name.
     """
 
     for platform in ("cuda", "tpu"):
@@ -131,19 +133,20 @@ class Inside(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What fnet knows of one of its own primitives.
+    """The properties of one of fnet's own primitives.
 
     Attributes:
         traits: kind, precision and memory behavior.
-        lower: `lower(params, compute, out)`: the parameters that change for operands rounded to `compute` and results
-            in `out`; None if the program's author has chosen the precision.
-        explain: `explain(*avals, **params)`: a description of the form that it takes on this machine.
-        plain: `plain(eqn)`: an open jaxpr of ordinary operations with the same value.
-        refusal: `refusal(platform, eqn)`: why there is no kernel for it on "cuda" or "tpu"; None if there is one.
-        stands_for: `stands_for(params)`: (the bilinear primitive that it computes, its parameters, the dtype that its
-            operands are rounded to).
-        batch_first: the first axis of all operands and results is the batch.
-        inside: {name: `Inside`}: values that it computes on the way, as sites for `transforms.capture`.
+        lower: `lower(params, compute, out)` returns the parameters that must change so that operands are rounded to
+            `compute` and results have the dtype `out`, or None if the user has set the precision.
+        explain: `explain(*avals, **params)` returns a description of the implementation on this machine.
+        plain: `plain(eqn)` returns an open jaxpr of ordinary operations with the same value.
+        refusal: `refusal(platform, eqn)` returns the reason why "cuda" or "tpu" has no kernel for the equation, or None
+            if the platform has one.
+        stands_for: `stands_for(params)` returns (the bilinear primitive that is computed, its parameters, the dtype to
+            which its operands are rounded).
+        batch_first: whether the first axis of all operands and results is the batch.
+        inside: {name: `Inside`}, intermediate values of the primitive that are sites for `transforms.capture`.
         axes: `axes(eqn)`: ({name: size} of the factors of axes, the names of those whose size may change, the axes of
             each operand, those of each result). A name is one letter; "b gr" is an axis b and an axis of g times r.
     """
@@ -164,11 +167,11 @@ _NONE = Description(UNKNOWN)
 
 
 def describe(primitive: Any, description: Description) -> None:
-    """Registers the description of a primitive, which makes every transform and analysis know it."""
+    """Registers the description of a primitive, for use by all transforms and analyses."""
     _DESCRIPTIONS[primitive] = description
     _TRAITS[primitive.name] = description.traits
 
 
 def description(primitive: Any) -> Description:
-    """The description of a primitive; an empty one for JAX's."""
+    """Returns the description of a primitive. The description of a primitive of JAX is empty."""
     return _DESCRIPTIONS.get(primitive, _NONE)

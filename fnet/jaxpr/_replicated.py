@@ -1,4 +1,4 @@
-"""Which results of a mapped function may differ between the devices of the mapped axis, by its jaxpr."""
+"""Determines from a jaxpr which results of a mapped function may differ between the devices of the mapped axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DIFFERENT = frozenset(("axis_index", "get", "swap"))           # mutable arrays
 
 
 def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any) -> list[bool]:
-    """For each output of an open jaxpr: whether its value may differ between the devices of a mapped axis.
+    """Returns, for each output of an open jaxpr, whether its value may differ between the devices of a mapped axis.
 
     An operation on equal values gives equal values on all devices. psum, pmax, pmin and all_gather over the whole axis
     give equal values for any input. Every other collective counts as different.

@@ -24,15 +24,16 @@ class TiedProgram:
 
     Args:
         closed: the program.
-        changing: for each input, whether its axes may change: of parameters and state.
+        changing: for each input, whether its axes may change. This is True for parameters and state.
         parameters: for each input, whether it is a parameter. A program with fewer indices equals the same program with
             these indices of all parameters set to zero.
         returned: {output: input} of a state: the output has the axes of the input.
         factors: {input: for each axis, the sizes of its factors}, where they are known already.
 
     Attributes:
-        closed, parameters: as given.
-        inputs: the axes of each input. frame: those of all values.
+        closed, parameters: the arguments.
+        inputs: the axes of each input.
+        frame: the axes of all values.
     """
 
     def __init__(self, closed: Any, changing: Sequence[bool], parameters: Sequence[bool],
@@ -62,7 +63,8 @@ class TiedProgram:
         return tuple(map(self.atoms.expand, self.inputs[i]))
 
     def evaluate(self, arrays: Sequence, kept: Mapping[int, np.ndarray]) -> list:
-        """The outputs for arrays without the removed indices; `kept` has the remaining indices of each changed atom."""
+        """Returns the outputs for arrays without the removed indices. `kept` contains the remaining indices of each
+        changed atom."""
         return Resizer(self.atoms, kept).whole(self.closed, self.frame, list(map(Value, arrays)))
 
     def shape(self, i: int, kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
@@ -98,7 +100,7 @@ class Resizer(Interpreter):
         return tuple(map(self.size, axes))
 
     def cut(self, x, axes: Axes):
-        """The array without the removed indices."""
+        """Returns the array without the removed indices."""
         for i, axis in enumerate(axes):
             factors = self._atoms.expand(axis)
             if any(atom in self._kept for atom in factors):

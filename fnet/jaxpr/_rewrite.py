@@ -26,7 +26,7 @@ Rule = Callable[[str, str, list, Any], Any]
 
 
 def rewrite(f: Callable, rule: Rule) -> Callable:
-    """Returns `f` with a rule that is called for each equation of its jaxpr and may replace it.
+    """Rewrites `f` with a rule. The rule is called for each equation of the jaxpr of `f` and may replace the equation.
 
         def double_sines(primitive, scope, inputs, equation):
             if primitive == "sin":
@@ -52,7 +52,7 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
         A function with f's signature and results.
 
     Raises:
-        TypeError: if the rule returns anything but one array of the right shape and dtype for each output.
+        TypeError: the rule does not return one array of the right shape and dtype for each output.
 
     >>> def double_sines(primitive, scope, inputs, equation):
     ...     return [2 * jnp.sin(inputs[0])] if primitive == "sin" else NotImplemented
@@ -69,43 +69,44 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 
 
 class Interpreter:
-    """Evaluates jaxprs under the control of its methods; subclasses override those above `run`.
+    """Evaluates jaxprs under the control of methods. Subclasses override the methods defined above `run`.
 
-    An instance caches what it has rewritten, so that a jitted function that is called 60 times is rewritten once.
+    An instance caches rewritten jaxprs, so that a jitted function that is called 60 times is rewritten only once.
     """
 
     def __init__(self):
         self._bodies = weakref.WeakKeyDictionary()
 
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
-        """The outputs, a list of `Value`s, or NotImplemented: then its bodies are entered, or it is bound unchanged."""
+        """Returns the outputs of an equation, a list of `Value`s, or NotImplemented. In the second case, the bodies of
+        the equation are rewritten, or an equation without bodies is bound unchanged."""
         return NotImplemented
 
     def plan(self, jaxpr, wanted: tuple) -> Any:
-        """A look over a jaxpr before it is evaluated, given what is wanted of its outputs."""
+        """Analyzes a jaxpr before it is evaluated. `wanted` contains the requirements on its outputs."""
         return None
 
     def wanted(self, plan, eqn) -> tuple:
-        """What is wanted of an equation's outputs, for the plan of the jaxpr inside it."""
+        """Returns the requirements on an equation's outputs, for the plan of the jaxpr inside the equation."""
         return (None,) * len(eqn.outvars)
 
     def literal(self, atom) -> Value:
         return Value(atom.val)
 
     def tangent(self, note) -> Any:
-        """The note on the tangent of a value, in the derivative of a custom_jvp."""
+        """Returns the note for the tangent of a value, in the derivative of a custom_jvp."""
         return None
 
     def depends(self, at: Scope) -> Any:
-        """What of a scope the rewriting depends on; bodies are cached by it."""
+        """Returns the part of a scope on which the rewriting depends. It is a part of the key of cached bodies."""
         return at
 
     def saveable(self, policy):
-        """The policy of a remat equation, adapted to its rewritten body."""
+        """Returns the policy of a remat equation, adapted to the rewritten body."""
         return policy
 
     def run(self, f, args, kwargs):
-        """f(*args, **kwargs), rewritten."""
+        """Evaluates the rewritten f(*args, **kwargs)."""
         traced = Traced(f, args, kwargs)
         return traced.result(self._whole(traced.closed, traced.arrays))
 
@@ -121,15 +122,15 @@ class Interpreter:
         return [restore(y, v.aval) for y, v in zip(outputs, closed.jaxpr.outvars)]
 
     def argument(self, x) -> Value:
-        """An argument of the whole function."""
+        """Returns the `Value` of an argument of the whole function."""
         return Value(x)
 
     def opened(self, closed):
-        """The jaxpr of the whole function, or an equivalent one."""
+        """Returns the jaxpr of the whole function, or an equivalent jaxpr."""
         return closed
 
     def outer(self, jaxpr) -> tuple:
-        """What is wanted of the outputs of the whole function."""
+        """Returns the requirements on the outputs of the whole function."""
         return (None,) * len(jaxpr.outvars)
 
     def evaluate(self, jaxpr, consts, args: list[Value], outer: Scope, wanted: tuple) -> list[Value]:
@@ -157,12 +158,12 @@ class Interpreter:
         return [self.literal(v) if isinstance(v, _jax.Literal) else env[v] for v in jaxpr.outvars]
 
     def default(self, eqn, at: Scope, inputs: list[Value], wanted: tuple) -> list[Value]:
-        """The equation with its bodies rewritten, or as it was traced."""
+        """Evaluates an equation with rewritten bodies, or as it was traced if it has no bodies."""
         enter = ENTER.get(eqn.primitive.name)
         return plain(eqn, inputs) if enter is None else enter(self, eqn, at, inputs, wanted)
 
     def body(self, closed, at, wanted, notes, *, pin=None):
-        """A closed jaxpr as a function of arrays, rewritten; outputs that `pin` names get their traced dtypes back."""
+        """Returns a rewritten closed jaxpr as a function of arrays. Outputs in `pin` get their traced dtypes back."""
 
         def call(*arrays):
             values = [Value(x, note) for x, note in zip(arrays, notes)]
@@ -175,7 +176,8 @@ class Interpreter:
         return call
 
     def kept(self, jaxpr, at, wanted, inputs: list[Value]):
-        """(the rewritten closed jaxpr, its outputs' notes) for inputs of these types, made once."""
+        """Returns (the rewritten closed jaxpr, the notes of its outputs) for inputs of these types, from the cache if
+        possible."""
         notes = tuple(value.note for value in inputs)
         types = tuple(jax.typeof(value.x) for value in inputs)
         key = self.depends(at), types, notes, wanted
@@ -235,7 +237,7 @@ def _described(x):
 
 
 def _last_uses(jaxpr) -> dict:
-    """index of an equation -> the variables that nothing after it reads."""
+    """Returns {index of an equation: the variables that no later equation reads}."""
     keep = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
     seen, last = set(keep), {}
     for i in range(len(jaxpr.eqns) - 1, -1, -1):

@@ -1,6 +1,6 @@
-"""Scopes: where in a model, and in which pass, an operation belongs. One parser for jaxprs and for compiled HLO.
+"""Scopes: the part of a model, and the pass, to which an operation belongs. One parser for jaxprs and compiled HLO.
 
-JAX records the named scopes of an operation together with marks of the transformations that made it, such as
+JAX records the named scopes of an operation together with marks of the transformations that created it, such as
 "transpose(jvp(block))/fc". The path without the marks, "block/fc", is the same in the forward and backward pass; the
 marks give the phase.
 """
@@ -27,10 +27,11 @@ class Scope(NamedTuple):
     """A place in a program.
 
     Attributes:
-        path: the named scopes, joined by "/"; "" outside of all.
+        path: the named scopes, joined by "/"; "" outside of all scopes.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
-        transposes: how often this place was transposed since the last differentiated jax.checkpoint around it. In
-            loops, calls and branches, each transposition may have written the scopes of a jax.checkpoint twice.
+        transposes: how often the operation was transposed, counted from the innermost differentiated jax.checkpoint
+            around it. In loops, calls and branches, each transposition may have written the scopes of a jax.checkpoint
+            twice.
     """
 
     path: str = ""
@@ -38,7 +39,7 @@ class Scope(NamedTuple):
     transposes: int = 0
 
     def joined(self, inner: Scope) -> Scope:
-        """The scope `inner` inside this one."""
+        """Returns the scope `inner` inside this scope."""
         if self == TOP:
             return inner
         path = f"{self.path}/{inner.path}" if self.path and inner.path else self.path or inner.path
@@ -51,9 +52,9 @@ TOP = Scope()
 
 
 def in_jaxpr(jaxpr: Any, outer: Scope = TOP) -> Callable[..., Scope]:
-    """The function from an equation of a jaxpr, which is itself at `outer`, to the equation's scope.
+    """Returns a function that maps an equation of a jaxpr to the equation's scope. `outer` is the scope of the jaxpr.
 
-    Its optional second argument is the equation's name stack, if known.
+    The optional second argument of the function is the equation's name stack, if known.
     """
     doubled = {}
     for eqn in jaxpr.eqns:
@@ -93,13 +94,13 @@ def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[st
 
 
 def _undoubled(names: tuple[str, ...], times: int) -> tuple[str, ...]:
-    """Names that were written twice up to `times` times, once."""
+    """Removes repetitions from names that were written twice, up to `times` times."""
     half = len(names) // 2
     return _undoubled(names[:half], times - 1) if times and half and names[:half] == names[half:] else names
 
 
 def marks(eqn: Any) -> frozenset[str]:
-    """The transformations that made an equation: "jvp", "transpose", "vmap", ..."""
+    """Returns the transformations that created an equation: "jvp", "transpose", "vmap", ..."""
     return _marks(_jax.name_stack(eqn))
 
 
@@ -109,7 +110,7 @@ def _marks(stack: str) -> frozenset[str]:
 
 
 def of_operation(op_name: str) -> Scope:
-    """The scope of an operation of a compiled program, from its HLO metadata.
+    """Returns the scope of an operation of a compiled program, from the operation's HLO metadata.
 
     >>> of_operation("jit(step)/transpose(jvp(block))/up/dot_general")
     Scope(path='block/up', phase='backward', transposes=0)
@@ -138,7 +139,7 @@ def _extended(scope: Scope, stack: str, differentiated: bool) -> Scope:
 
 @functools.lru_cache(1 << 14)
 def _parsed(stack: str, doubled: tuple = ()) -> Scope:
-    """A name stack as a scope. `doubled`: pairs of leading names and what to read in their place."""
+    """Parses a name stack as a scope. `doubled` contains pairs of leading names and their replacements."""
     written = _tokens(stack)
     tokens = _once(written)
     names = tuple(name for name, mark in tokens if not mark)
@@ -153,7 +154,7 @@ def _parsed(stack: str, doubled: tuple = ()) -> Scope:
 
 
 def _tokens(stack: str) -> tuple[tuple[str, bool], ...]:
-    """Names and marks (True) in order: "transpose(jvp(a))/b" is transpose, jvp, a, b."""
+    """Returns pairs (text, whether it is a mark) in order: "transpose(jvp(a))/b" is transpose, jvp, a, b."""
     tokens = []
     for part in filter(None, _split(stack)):
         while found := _MARK.fullmatch(part):
@@ -165,7 +166,7 @@ def _tokens(stack: str) -> tuple[tuple[str, bool], ...]:
 
 
 def _split(stack: str) -> list[str]:
-    """The parts between slashes that are in no parentheses."""
+    """Splits a name stack at slashes that are outside of parentheses."""
     if "(" not in stack:
         return stack.split("/")
     parts, depth, start = [], 0, 0

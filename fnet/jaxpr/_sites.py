@@ -30,15 +30,16 @@ class Site:
 
     Attributes:
         path: the named scopes, and the name of the value if it has its own.
-        structure: its tree; types: of its leaves, for one iteration of all scans around it; None where the program no
-            longer contains a leaf.
-        scans: (path, length) of the scans around it, outermost first.
+        structure: the tree structure of the value.
+        types: the types of the leaves, for one iteration of all scans around the site; None for a leaf that the program
+            no longer contains.
+        scans: (path, length) of the scans around the site, outermost first.
         obstacle: the enclosing operation, such as a while loop, that prevents capturing the value, or None.
-        differentiated: whether the program around it contains its derivative.
-        custom: whether it is inside a function with its own derivative.
-        compute: `compute(eqn, arrays)`, for a value inside a primitive.
-        replace: `replace(eqn, arrays, value)`: the outputs of that primitive for another value.
-        name: the path, with "#0", "#1", ... where several sites have it.
+        differentiated: whether the site is in a part of the program that is differentiated.
+        custom: whether the site is inside a function with a custom derivative.
+        compute: `compute(eqn, arrays)` returns the value, if it is inside a primitive.
+        replace: `replace(eqn, arrays, value)` returns the outputs of that primitive for another value.
+        name: the path, followed by "#0", "#1", ... if several sites have the same path.
     """
 
     path: str
@@ -54,7 +55,7 @@ class Site:
 
     @property
     def value(self) -> Any:
-        """The type of the captured value, a tree of `jax.ShapeDtypeStruct`, with a leading axis for each scan."""
+        """The type of the captured value: a tree of `jax.ShapeDtypeStruct` with a leading axis for each scan."""
         lengths = tuple(length for _, length in self.scans)
         return jax.tree.unflatten(self.structure, [
             None if t is None else jax.ShapeDtypeStruct((*lengths, *t.shape), t.dtype) for t in self.types])
@@ -66,13 +67,13 @@ class Site:
 
 
 class Level:
-    """The sites of one jaxpr at one place of a program. (Several calls share a jaxpr, and have a level each.)
+    """The sites of one jaxpr at one position of a program. (If several calls share a jaxpr, each call has a level.)
 
     Attributes:
         made: {id of an equation: [(output, site, leaf)]}: which outputs are leaves of which sites.
-        complete: {id of an equation: [site]}: the sites that are known after it.
+        complete: {id of an equation: [site]}: the sites whose last leaf the equation computes.
         inner: {id of an equation: the level of its body}.
-        sites: all sites in this jaxpr and those inside, in the order in which they are computed.
+        sites: all sites in this jaxpr and in its bodies, in the order in which they are computed.
     """
 
     def __init__(self):
@@ -96,7 +97,7 @@ class _Place:
 
 
 def find(jaxpr: Any) -> Level:
-    """The level of a whole program, with all sites named."""
+    """Returns the level of a whole program, in which all sites have names."""
     level = _level(jaxpr, _Place(), [True] * len(jaxpr.outvars))
     uses = collections.Counter(site.path for site in level.sites)
     numbers: dict[str, int] = collections.Counter()
@@ -174,7 +175,7 @@ class _Run:
 
 
 def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int, list[Site]]:
-    """The same for scopes without a tag: the values that are made inside and read outside."""
+    """Like `_tagged`, for scopes without a tag: their sites are the values computed inside and read outside."""
     runs, open_runs = [], []
     for i in forward:
         entries = _entries(jaxpr.eqns[i], scopes[i].path, place.at.path)

@@ -1,7 +1,7 @@
 """A program as plain data: lists, numbers and strings that mean the same in every later version of JAX.
 
-The vocabulary is that of `fnet.export`'s documentation; it has its own names and options, so a renamed primitive or
-parameter of JAX changes this file and no program that has been written.
+The documentation of `fnet.export` lists the operations. They have their own names and options. If JAX renames a
+primitive or a parameter, only this file must change; existing programs remain valid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Unsupported(NotImplementedError):
     """An operation that has no stable form.
 
     Attributes:
-        primitive: the name of JAX's primitive. path: the named scopes it is in.
+        primitive: the name of JAX's primitive.
+        path: the path of the named scopes around the operation.
     """
 
     def __init__(self, primitive: str, path: str, why: str = ""):
@@ -35,7 +36,7 @@ class Unsupported(NotImplementedError):
 
 
 def stable(closed: Any) -> tuple[dict, list[np.ndarray]]:
-    """(the program as JSON data, its array constants) of a closed jaxpr.
+    """Returns (the program as JSON data, its array constants) for a closed jaxpr.
 
     The program is {"values", "constants", "inputs", "equations", "outputs"}. A value is a number, the index of its type
     [dtype, shape] in "values". Sizes are integers or expressions of size variables. A literal is [dtype, number]. An
@@ -53,7 +54,7 @@ def stable(closed: Any) -> tuple[dict, list[np.ndarray]]:
 
 
 def size(value: Any) -> int | str:
-    """A size of an axis as data."""
+    """Returns the size of an axis as data: an integer, or an expression."""
     return int(value) if isinstance(value, (int, np.integer)) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Leaves of a tree that are not arrays, such as the functions in an Equinox model, where JAX accepts arrays alone."""
+"""Leaves of a tree that are not arrays, such as the functions in an Equinox model, where JAX accepts only arrays."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """A leaf that JAX treats as a part of the tree's structure: a function of it is traced for each value.
+    """A leaf that JAX treats as a part of the tree's structure. A function of such a leaf is traced for each value.
 
-    1, 1.0 and True are different values, and so are 0.0 and -0.0.
+    1, 1.0 and True are different values; 0.0 and -0.0 are different, too.
     """
 
     value: Any
@@ -28,17 +28,17 @@ class Static:
 
 
 def boxed(tree: Any) -> Any:
-    """The tree with leaves that must not be traced as `Static`s: what is neither an array nor a number, bools, and
-    Python's numbers inside objects, such as the options of an Equinox module.
+    """Wraps the leaves of a tree that must not be traced in `Static`s. These are bools, all leaves that are neither
+    arrays nor numbers, and Python numbers inside objects, such as the options of an Equinox module.
 
     Raises:
-        TypeError: for a leaf without a hash.
+        TypeError: such a leaf is not hashable.
     """
     return jax.tree.map_with_path(lambda path, x: x if _traced(path, x) else _box(path, x), tree)
 
 
 def results_boxed(tree: Any, arguments: Any = ()) -> Any:
-    """The tree with all leaves that are neither arrays nor numbers as `Static`s.
+    """Wraps all leaves of a tree of results that are neither arrays nor numbers in `Static`s.
 
     Python numbers inside objects, such as the options of an Equinox module, become `Static`s too if the function
     returns them unchanged from its boxed arguments.
@@ -54,12 +54,12 @@ def results_boxed(tree: Any, arguments: Any = ()) -> Any:
 
 
 def unboxed(tree: Any) -> Any:
-    """The tree with the leaves in place of their `Static`s."""
+    """Replaces the `Static`s in a tree by the leaves that they contain."""
     return jax.tree.map(lambda x: x.value if _static(x) else x, tree, is_leaf=_static)
 
 
 def statics(tree: Any) -> list:
-    """(path, value) of the `Static`s in a tree."""
+    """Returns the (path, value) of each `Static` in a tree."""
     return [(jax.tree_util.keystr(path), x.value) for path, x in jax.tree.leaves_with_path(tree, is_leaf=_static)
             if _static(x)]
 
@@ -87,7 +87,7 @@ def _inside(path) -> bool:
 
 
 def _field(path) -> tuple:
-    """The end of a path, from the attribute of the innermost object on."""
+    """Returns the end of a path, beginning with the attribute of the innermost object."""
     return path[max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=0):]
 
 

@@ -1,7 +1,7 @@
-"""Tags: identity operations that mark values for inspection, in a program that is traced for inspection alone.
+"""Tags: identity operations that mark values for inspection, in programs that are traced only for inspection.
 
-Tags exist only while `tagging` is on, which is a part of the key of JAX's caches of traced functions. Other programs
-contain no tags, so that they cost nothing.
+Tags exist only while `tagging` is on. This setting is a part of the key of JAX's caches of traced functions. Other
+programs contain no tags, so tags have no effect on their speed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def tag(value: Any, name: str | None = None) -> Any:
 
     Args:
         value: a tree of arrays.
-        name: the last name of the site, below the path of the named scopes; None: the site is the scope itself.
+        name: the last name of the site, after the path of the named scopes. Default None: the site has the path of the
+            scopes.
 
     >>> def f(x):
     ...     return jnp.sin(tag(x * 2, "doubled"))
@@ -67,7 +68,7 @@ def tag(value: Any, name: str | None = None) -> Any:
 
 
 def tag_of(eqn: Any) -> tuple[Tagged, int] | None:
-    """(the call of `tag`, which of its arrays) of an equation that is a tag."""
+    """Returns (the call of `tag`, the index of the array) for an equation that is a tag, and None for others."""
     return (eqn.params["call"], eqn.params["index"]) if is_tag(eqn) else None
 
 

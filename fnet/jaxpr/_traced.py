@@ -15,10 +15,10 @@ _TRACED = jax.Array, jax.core.Tracer    # a traced jax.Ref is a Tracer but no Ar
 
 
 class Traced:
-    """f(*args, **kwargs), traced.
+    """The traced call f(*args, **kwargs).
 
     Attributes:
-        closed: the closed jaxpr, from the arrays among the arguments to those among the results.
+        closed: the closed jaxpr, from the arrays among the arguments to the arrays among the results.
         arrays: the arguments that are arrays.
     """
 
@@ -46,7 +46,7 @@ class Traced:
         self.closed = jax.make_jaxpr(flat)(*self.arrays)
 
     def result(self, arrays: list) -> Any:
-        """f's result, made of the jaxpr's outputs; nnx modules among the arguments are updated."""
+        """Returns f's result, built from the outputs of the jaxpr, and updates nnx modules among the arguments."""
         result, state = self.tree(arrays)
         return _mutable.apply(result, self._modules, state)
 

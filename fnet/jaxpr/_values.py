@@ -10,9 +10,9 @@ from fnet import _jax
 
 
 class Value:
-    """A value while a jaxpr is evaluated: the array, the interpreter's note on it (hashable), and the array in the
-    dtype that it was traced with, once something has asked for it: all consumers share it, so that the gradients that
-    they send back are added up in that dtype."""
+    """A value while a jaxpr is evaluated: the array, the interpreter's note on it (hashable), and the array in its
+    traced dtype. This third array is created on first use, and all equations that need it share it, so that their
+    gradients are summed in that dtype."""
 
     __slots__ = ("note", "restored", "x")
 
@@ -21,7 +21,7 @@ class Value:
 
 
 def restore(value: Value, aval: Any) -> Any:
-    """The array in the dtype that it was traced with."""
+    """Returns the array of a value in the dtype with which it was traced."""
     dtype = getattr(aval, "dtype", None)
     if dtype is None or getattr(value.x, "dtype", dtype) == dtype:
         return value.x
@@ -31,13 +31,13 @@ def restore(value: Value, aval: Any) -> Any:
 
 
 def bind(eqn: Any, arrays: list, **changes: Any) -> list[Value]:
-    """The equation's primitive on other inputs, with some of its parameters changed."""
+    """Applies the equation's primitive to other inputs, with some of its parameters changed."""
     outputs = _jax.bind(eqn.primitive, arrays, {**eqn.primitive.get_bind_params(eqn.params), **changes})
     return [Value(y) for y in outputs]
 
 
 def plain(eqn: Any, inputs: list[Value]) -> list[Value]:
-    """The equation as it was traced."""
+    """Evaluates the equation as it was traced."""
     return [Value(y) for y in _jax.bind_again(eqn, [restore(value, v.aval) for value, v in zip(inputs, eqn.invars)])]
 
 

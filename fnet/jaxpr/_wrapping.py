@@ -17,7 +17,7 @@ def wraps(f: Callable, *, signature: bool = True) -> Callable:
     compile `f` in place of the transformed function.
 
     Args:
-        f: the original function, or any callable; of a `functools.partial` the names are those of its function.
+        f: the original function, or any callable. For a `functools.partial`, the names are those of its function.
         signature: whether the transformed function has the signature of `f`. If not, `__wrapped__` and
             `__annotations__` are not set.
     """
@@ -38,14 +38,14 @@ def wraps(f: Callable, *, signature: bool = True) -> Callable:
 
 
 class Compiled:
-    """A compiled function with its own `lower` and `trace`, as of `jax.jit`.
+    """A compiled function with its own methods `lower` and `trace`, like those of `jax.jit`.
 
     `lower` and `trace` are attributes of the class. `jax.jit` and `functools.wraps` copy the `__dict__` of the function
     that they wrap; attributes there would replace those of the outer function.
 
     Args:
-        f: the original function, which gives the names and the signature.
-        call: what runs when the function is called.
+        f: the original function, from which the names and the signature are copied.
+        call: the function that runs when the compiled function is called.
         lower, trace: the methods.
     """
 
