@@ -39,7 +39,7 @@ class Arrangement:
 
 
 def arrange(flow: Flow) -> tuple[dict[Node, Arrangement], list[Value]]:
-    """({scope: its `Arrangement`}, the values that edges carry)."""
+    """Returns ({scope: its `Arrangement`}, the values that edges carry)."""
     values = list(dict.fromkeys(value for value, _ in flow.edges))
     number = {value: i for i, value in enumerate(values)}
     parts: dict[Node, _Part] = {node: _Part() for node in flow.nodes if node.children}
@@ -49,7 +49,7 @@ def arrange(flow: Flow) -> tuple[dict[Node, Arrangement], list[Value]]:
 
 
 def chain(node: Node) -> list[Node]:
-    """A node and those around it, the innermost first."""
+    """Returns a node and the nodes that contain it, the innermost first."""
     around = [node]
     while around[-1].parent is not None:
         around.append(around[-1].parent)
@@ -168,7 +168,7 @@ def _layers(made, count, ranks) -> None:
 
 
 def route(made: Arrangement, layer: dict[int, int], a: int, b: int) -> list[int]:
-    """The items that the line from a to b goes through, with both ends."""
+    """Returns the items that the line from a to b goes through, including a and b."""
     first, rank, count = made.lanes.get(a, (0, 0, 0))
     return [a, *(first + k for k in range(count) if rank + k < layer[b]), b]
 
@@ -215,7 +215,7 @@ def _order(made) -> None:
 
 
 def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> int:
-    """How many pieces of lines cross."""
+    """Returns the number of crossings between pieces of lines."""
     at = {i: n for items in layers for n, i in enumerate(items)}
     layer = {i: r for r, items in enumerate(layers) for i in items}
     rows: list[list[tuple[int, int]]] = [[] for _ in layers]

@@ -20,9 +20,10 @@ class Drawing:
 
     Args:
         made: the arrangement of each scope.
-        values: what edges carry.
-        expanded: the scopes whose inside is drawn.
-        line: the second line of text of a node. share: its share of the whole, which decides its color.
+        values: the values that edges carry.
+        expanded: the scopes whose contents are drawn.
+        line: a function that returns the second line of text of a node.
+        share: a function that returns a node's share of the whole, which determines its color.
     """
 
     def __init__(self, made: dict[Node, Arrangement], values: list[Value], expanded: set[Node],

@@ -1,4 +1,4 @@
-"""The data flow of a program: its operations as a tree of scopes, loops and branches, and who reads which value."""
+"""The data flow of a program: its operations as a tree of scopes, loops and branches, and the readers of each value."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class Node:
     """A scope, an operation, a loop, a branch, an argument or a result.
 
     Attributes:
-        name: the last segment of its path, or the name of the primitive.
+        name: the last segment of the path, or the name of the primitive.
         kind: "scope", "operation", "scan", "while", "cond", "shard_map", "body" (of a loop or branch), "phase" (of a
             program with a backward pass), "input" or "result".
         path: the named scopes.
         phase: "forward", "backward", "recomputed" or "update".
-        badge: what is special about it, such as "× 12" for the body of a scan over 12 layers.
-        times: how often it runs; a while loop counts once.
-        children: what it contains, in the order of the program.
-        cost: FLOPs and bytes, of an operation and all its runs, or of everything inside.
-        seconds: at the roofline, or None.
+        badge: a label, such as "× 12" for the body of a scan over 12 layers.
+        times: how often the node runs; a while loop counts once.
+        children: the nodes inside this node, in the order of the program.
+        cost: FLOPs and bytes of all runs of an operation, or of all operations inside the node.
+        seconds: the time at the roofline, or None.
         parameters, parameter_bytes: number of parameters of the scope, and their bytes.
-        kept_bytes: of activations that it stores for the backward pass.
-        reads: names of the parameters that it reads.
-        type: of the first output of an operation, an argument or a result.
-        id: its index in `Flow.nodes`.
+        kept_bytes: bytes of the activations that the node stores for the backward pass.
+        reads: names of the parameters that the node reads.
+        type: the type of the first output of an operation, or of an argument or a result.
+        id: the index of the node in `Flow.nodes`.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """An output of an operation, or an argument, as its readers see it (in a scan: for one iteration)."""
+    """An output of an operation, or an argument, with the type that its readers receive (in a scan: one iteration)."""
 
     source: Node
     output: int
@@ -83,12 +83,13 @@ class Flow:
 
     Attributes:
         root: the whole program.
-        nodes: all nodes, each before those that it contains.
-        edges: {(value, the node that reads it)}, in order.
+        nodes: all nodes; a node precedes the nodes that it contains.
+        edges: the pairs (value, node that reads the value), in order.
         two_passes: whether the program contains a backward pass.
-        counted: its `Count`, whose scopes begin with the index of an operation in `ops`.
-        hidden: the arrays that are no inputs but parameters: name to (type, the first node that reads it or None).
-        notes: why costs are not exact.
+        counted: the `Count` of the program, whose scopes begin with the index of an operation in `ops`.
+        hidden: the arrays that are parameters instead of inputs: {name: (type, the first node that reads the array, or
+            None)}.
+        notes: the reasons why some costs are not exact.
     """
 
     root: Node
@@ -102,7 +103,7 @@ class Flow:
 
 
 def type_of(aval: Any) -> str:
-    """A short type, such as "f32[8, 10]"."""
+    """Returns a type as short text, such as "f32[8, 10]"."""
     name = getattr(getattr(aval, "dtype", None), "name", None) or str(getattr(aval, "dtype", "")) or type(aval).__name__
     for long, short in _DTYPES.items():
         if name.startswith(long) and name[len(long):].isdigit():
@@ -112,12 +113,13 @@ def type_of(aval: Any) -> str:
 
 
 def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool], results: Sequence[str]) -> Flow:
-    """The data flow of a traced call.
+    """Returns the data flow of a traced call.
 
     Args:
         traced: the call.
-        names: of its arrays. hidden: which of these are parameters, that are not drawn as inputs.
-        results: the names of its results.
+        names: the names of the call's arrays.
+        hidden: for each array, whether it is a parameter, which is not drawn as an input.
+        results: the names of the call's results.
     """
     program, frame = traced.closed.jaxpr, jaxpr.read(traced.closed.jaxpr)
     reader = _Reader()
@@ -169,7 +171,7 @@ def _notes(notes, ops) -> tuple[str, ...]:
 
 
 def _group(name, nodes):
-    """Up to four arguments or results unchanged; more of them in groups by name."""
+    """Returns up to four arguments or results unchanged, and puts more than four into groups by name."""
     if len(nodes) <= 4:
         return nodes
     group = Node(name, "scope")
@@ -179,7 +181,7 @@ def _group(name, nodes):
 
 
 def _name_parts(node) -> None:
-    """Names the parts of a scope that is entered several times by what they contain: "stem/pool", not "stem (2)"."""
+    """Names the parts of a scope that is entered several times by their contents: "stem/pool" instead of "stem (2)"."""
     paths, names = [child.path for child in node.children], {child.name for child in node.children}
     for i, child in enumerate(node.children):
         if child.kind == "scope" and paths.count(child.path) > 1 and len(child.children) == 1:
@@ -194,7 +196,7 @@ def _name_parts(node) -> None:
 
 
 def _join_loops(node, ends) -> None:
-    """Draws a scope that contains a scan and nothing else, as that of a `Stack`, as one box."""
+    """Merges a scope that contains only a scan, such as the scope of a `Stack`, with this scan into one box."""
     for child in node.children:
         _join_loops(child, ends)
     if len(node.children) == 1 and node.kind == "scope" and node.parent is not None:
@@ -337,7 +339,7 @@ def _segments(op: Op, base: str) -> tuple[str, ...]:
 
 
 def argument_names(args: tuple, kwargs: dict, count: int) -> list[str]:
-    """The names of the arrays among arguments, such as "0/image"."""
+    """Returns the names of the arrays among arguments, such as "0/image"."""
     leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path((args, kwargs)) if jaxpr.is_array(leaf)]
     if len(leaves) != count:      # modules with arrays of their own
         return [f"argument {i}" for i in range(count)]

@@ -14,7 +14,7 @@ from fnet.introspect._place import SIZES, STEPS, box, short
 
 def page(drawn: Any, expanded: set[Node], made: dict[Node, Arrangement], values: list[Value], color: str,
          title: str) -> str:
-    """The HTML of a `Graph`."""
+    """Returns the HTML page of a `Graph`."""
     root = drawn.root
     facts = [f"{_count(root.parameters)} parameters" if root.parameters else "", f"{_flops(root.cost.flops)}",
              f"{_bytes(root.kept_bytes)} kept for the backward pass" if root.kept_bytes else "",
@@ -31,7 +31,7 @@ def page(drawn: Any, expanded: set[Node], made: dict[Node, Arrangement], values:
 
 
 class _Strings(dict):
-    """Strings, each of which is written once."""
+    """The index of each string, so that the page contains each string only once."""
 
     def __missing__(self, text):
         self[text] = len(self)
@@ -70,7 +70,7 @@ def _data(drawn, expanded, made, values, color) -> dict:
 
 
 def _table(drawn) -> str:
-    """All scopes as a table."""
+    """Returns all scopes as an HTML table."""
     heads = ("scope", "output", "parameters", "FLOPs", "bytes", "kept", "time")
     rows = ["<tr>" + "".join(f'<th{" class=number" if i > 1 else ""}>{head}</th>' for i, head in enumerate(heads))
             + "</tr>"]

@@ -11,7 +11,7 @@ from fnet.jaxpr import scope_of_operation
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, OTHER = PHASES = (
     "forward", "backward", "recomputed", "optimizer", "other")
-# Operations without work of their own, which contain others or hand values on.
+# Operations that do no work themselves: they contain other operations, or pass values on.
 CONTAINERS = frozenset(("while", "conditional", "call", "async-start", "async-update", "async-done"))
 _FREE = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "broadcast", "copy",
                    "convert", "reshape", "transpose"))
@@ -24,8 +24,8 @@ class Operation:
 
     Attributes:
         name: the name of the HLO instruction.
-        opcode: its operation, such as "fusion" or "dot".
-        path, phase: those of the operation, of a fusion those of its root.
+        opcode: the operation code of the instruction, such as "fusion" or "dot".
+        path, phase: the path and phase of the operation. For a fusion, they are those of its root.
         paths: the paths of all parts of a fusion that compute something.
     """
 
@@ -37,7 +37,7 @@ class Operation:
 
     @property
     def container(self) -> bool:
-        """Whether the time of this operation is that of the operations inside it."""
+        """Whether the time of this operation is the time of the operations inside it."""
         return self.opcode in CONTAINERS
 
 
@@ -53,7 +53,7 @@ class _Instruction:
 
 
 def operations(module: memoryview) -> dict[str, Operation]:
-    """The instructions of a serialized HloModuleProto by name."""
+    """Returns the instructions of a serialized HloModuleProto by name."""
     entry, computations, roots = 0, {}, {}
     for number, value in fields(module):
         if number == 3:
@@ -135,9 +135,9 @@ def _name_the_nameless(computations, every, roots) -> None:
 def _phases(computations, every, entry) -> None:
     """Sets the phase of every operation.
 
-    What is not differentiated and reads the result of a backward pass belongs to the optimizer, as does what only the
-    optimizer reads. The rest of what is not differentiated is forward in a program without derivatives or under a named
-    scope, and other without one.
+    An operation that is not differentiated belongs to the optimizer if it reads the result of a backward pass, or if
+    only the optimizer reads its result. The other operations that are not differentiated are "forward" in a program
+    without derivatives or under a named scope, and otherwise "other".
     """
     trained = any(_DIFFERENTIATED.search(each.op_name) for each in every.values())
 

@@ -25,7 +25,7 @@ class Kept(NamedTuple):
 
 
 def kept_activations(f: Callable, params: Any, *inputs: Any) -> list[Kept]:
-    """What `f` keeps for its derivative with respect to `params`, in order, without its arguments and constants.
+    """Returns the values that `f` stores for the derivative with respect to `params`, without arguments and constants.
 
     These are the values that `jax.ad_checkpoint.print_saved_residuals` lists as outputs of operations.
     """

@@ -1,4 +1,4 @@
-"""HTML pages that load nothing: one file with its style, script and data, from which no name or text is executed."""
+"""HTML pages that load no other files: one file contains style, script and data. Names and texts are never executed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
-    """A page.
+    """Returns an HTML page.
 
-    Its content security policy allows this style and this script, images within the page, and nothing else.
+    Its content security policy allows only this style, this script, and images within the page.
 
     Args:
         title: plain text.
@@ -36,12 +36,12 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
 
 
 def fill(name: str, **parts: str) -> str:
-    """A file of HTML with each {{part}} replaced."""
+    """Returns the contents of an HTML file with each {{part}} replaced."""
     return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], _asset(name))
 
 
 def as_json(data: Any) -> str:
-    """JSON for a script element: without "<", and without NaN, which browsers cannot parse."""
+    """Returns JSON for a script element: without "<", and without NaN, which browsers cannot parse."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")

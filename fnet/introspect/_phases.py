@@ -11,10 +11,11 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Sequence[str]]
            ) -> list[tuple[str, tuple[str, ...] | None]]:
-    """(phase, other segments than those of its scope) of each operation of a frame.
+    """Returns (phase, path segments that replace those of the scope, or None) for each operation of a frame.
 
-    The update is what depends on the backward pass, or is read by it alone (a learning rate), outside of any
-    transposed scope. Its operations are in no scope: they are grouped by the parameter that they write.
+    The update consists of the operations outside of transposed scopes that depend on the backward pass, or that only
+    the update reads (such as a learning rate). They are in no scope, so they are grouped by the parameter that they
+    write.
 
     Args:
         results: the names of the frame's results; None for the body of a loop.
@@ -61,12 +62,12 @@ def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Seq
 
 
 def _from_scope(name, scopes) -> str | None:
-    """The name of a parameter, such as "params/block/kernel", from its outermost scope on."""
+    """Returns the part of a parameter's name, such as "params/block/kernel", that begins with the outermost scope."""
     parts = name.split("/")
     return next(("/".join(parts[n:]) for n, part in enumerate(parts) if part in scopes), None)
 
 
 def _end(name, ends) -> str | None:
-    """The name of the parameter with which the name of a result ends, such as "0/momentum/block/kernel"."""
+    """Returns the name of the parameter with which the name of a result ends, such as "0/momentum/block/kernel"."""
     parts = name.split("/")
     return next((end for n in range(len(parts)) if (end := "/".join(parts[n:])) in ends), None)

@@ -23,7 +23,7 @@ def short(name: str) -> str:
 
 
 def box(node: Node, line: str) -> tuple[int, int]:
-    """(width, height) of a node that is not expanded, with this second line of text."""
+    """Returns (width, height) of a node that is not expanded and has this second line of text."""
     badge = 6.2 * len(node.badge) + 14 if node.badge else 0
     wide = max(7.6 * len(short(node.name)) + badge + (18 if node.children else 0), 5.9 * len(line)) + 26
     wide = max(wide, 5.7 * len(node.type) + 8 if node.kind == "operation" else 0)
@@ -43,7 +43,7 @@ class Placed:
 
 
 def place(made: Arrangement, sizes: list[tuple[float, float]]) -> Placed:
-    """Positions for items of these sizes: lines are vertical, neighbors do not overlap, edges are short."""
+    """Returns positions for items of these sizes. Lines are vertical, neighbors do not overlap, and edges are short."""
     layers, line = made.layers, made.lines
     count = max(line, default=-1) + 1
     left: list[dict[int, float]] = [{} for _ in range(count)]

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 
 def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """The (number, value) of each field of a message. Strings, bytes and messages are views, numbers int.
+    """Yields (field number, value) for each field of a message. Strings, bytes and messages are views; numbers are int.
 
     Raises:
-        ValueError: the data are no message.
+        ValueError: the data are not a message.
     """
     at, end = 0, len(data)
     while at < end:
@@ -31,7 +31,7 @@ def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def varint(data: memoryview, at: int) -> tuple[int, int]:
-    """(a number, the position after it)"""
+    """Returns (an integer, the position after it)."""
     value = shift = 0
     while True:
         if at >= len(data):
@@ -45,7 +45,7 @@ def varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def numbers(value: int | memoryview) -> list[int]:
-    """The numbers of a repeated field, packed or single."""
+    """Returns the integers of a repeated field, packed or not."""
     if isinstance(value, int):
         return [value]
     found, at = [], 0

@@ -15,9 +15,10 @@ class Table(NamedTuple):
     """A table whose first column is a path.
 
     Attributes:
-        titles: of the columns. left: how many columns are aligned to the left.
-        rows: (depth of the path, cells); 0 for rows whose first cell is shown whole.
-        footer: lines below it.
+        titles: the titles of the columns.
+        left: the number of columns that are aligned to the left.
+        rows: (depth of the path, cells). The depth is 0 for rows whose first cell is shown completely.
+        footer: the lines below the table.
     """
 
     titles: Sequence[str]

@@ -37,7 +37,7 @@ class Atoms:
         return atom
 
     def expand(self, axis: Axis) -> Axis:
-        """The axis in atoms that have no parts; atoms of size 1 are omitted."""
+        """Returns the axis as atoms that have no parts. Atoms of size 1 are omitted."""
         found: list[int] = []
         for atom in map(self.root, axis):
             if atom in self._parts:
@@ -51,7 +51,7 @@ class Atoms:
             self._frozen.setdefault(atom, why)
 
     def reason(self, atom: int) -> str | None:
-        """Why the size of an atom cannot change; None if it can."""
+        """Returns the reason why the size of an atom cannot change, or None if it can."""
         return self._frozen.get(self.root(atom))
 
     def tie(self, x: Axis, y: Axis) -> None:

@@ -71,7 +71,7 @@ def _shape(v) -> tuple[int, ...]:
 
 
 def _results(inner, eqn, atoms):
-    """The axes of the outputs of a body; literals get new ones."""
+    """Returns the axes of the outputs of a body. Literals get new axes."""
     return [atoms.axes(_shape(v)) if isinstance(out, _jax.Literal) else inner.of(out)
             for out, v in zip(inner.jaxpr.outvars, eqn.outvars)]
 

@@ -26,13 +26,13 @@ def _jit(self, eqn, scope, inputs, wanted):
 
 
 def inline(self, eqn, scope, inputs, wanted):
-    """The body of a call, evaluated in its place."""
+    """Evaluates the body of a call in place of the call."""
     closed = bodies(eqn)[0].closed
     return self.evaluate(closed.jaxpr, closed.consts, inputs, scope, wanted)
 
 
 def _scan(self, eqn, scope, inputs, wanted):
-    """The carry keeps its traced dtypes; constants, slices and stacked outputs are free."""
+    """Rewrites a scan. The carry keeps its traced dtypes; constants, slices and stacked outputs may change theirs."""
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
     start = [restore(value, v.aval) for value, v in zip(carry, parts.split(eqn.invars)[1])]
@@ -51,7 +51,7 @@ def _scan(self, eqn, scope, inputs, wanted):
 
 
 def _while(self, eqn, scope, inputs, wanted):
-    """The carry keeps its traced dtypes."""
+    """Rewrites a while loop. The carry keeps its traced dtypes."""
     params = eqn.params
     a, b = params["cond_nconsts"], params["body_nconsts"]
     init = [restore(value, v.aval) for value, v in zip(inputs[a + b:], eqn.invars[a + b:])]
@@ -67,7 +67,7 @@ def _while(self, eqn, scope, inputs, wanted):
 
 
 def _cond(self, eqn, scope, inputs, wanted):
-    """Branches have to agree, so that their outputs keep their traced dtypes."""
+    """Rewrites a cond. The outputs of the branches keep their traced dtypes, because these must be equal."""
     index, *rest = inputs
     branches = [self.body(branch.closed, scope, wanted, [v.note for v in rest]) for branch in bodies(eqn)]
     types = [jax.typeof(value.x) for value in rest]
@@ -165,7 +165,7 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Perturbed:
-    """Which inputs of a custom_vjp are differentiated, as a part of the residuals' structure."""
+    """The information which inputs of a custom_vjp are differentiated, as a part of the residuals' structure."""
 
     inputs: tuple[bool, ...]
 

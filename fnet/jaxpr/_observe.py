@@ -14,7 +14,7 @@ from fnet.jaxpr._values import Value
 NAME = "activations of {}"    # of an atom
 
 
-_WEIGHTS = "weights"    # the note on values that are computed from parameters and constants alone
+_WEIGHTS = "weights"    # the note on values that are computed only from parameters and constants
 
 
 def observe(program: TiedProgram, arrays: list) -> list:

@@ -18,9 +18,10 @@ class Producer(NamedTuple):
 
 
 def producers(jaxpr: Any, outer: Scope) -> Callable[[Any], Producer | None]:
-    """A function from a variable of a jaxpr to its `Producer`; None for arguments, constants and literals.
+    """Returns a function that maps a variable of a jaxpr to its `Producer`, or to None if no equation computes it.
 
-    Of the outputs of calls and scans it is where the body computes them. A change of precision is no computation.
+    For an output of a call or scan, the scope is that of the equation in the body that computes the output. A change of
+    precision is not a computation.
     """
     scope_of = in_jaxpr(jaxpr, outer)
     makers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
