@@ -84,9 +84,9 @@ class Layer:
 
         Args:
             where: inside a model, the Scope of the layer; outside, the dict of the model's parameters.
-            inputs, options: the positional and keyword inputs of `forward`. Outside a model, there are three more:
-            state: the dict of the model's state. If a dict is passed (even an empty one), the result is `(output,
-                state)`, and the new state has the structure, shapes and dtypes of the old state. Default None.
+            inputs, options: the positional and keyword inputs of `forward`. Outside a model, three options are added:
+            state: the dict of the model's state. If a dict is passed (even an empty one), the new state is returned
+                as well, with the structure, shapes and dtypes of the old state. Default None.
             key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default None.
             train: whether this is a training step, for layers such as Dropout and BatchNorm. Default False.
 

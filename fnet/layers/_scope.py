@@ -273,8 +273,9 @@ class Scope:
             options: example keyword inputs, used as `inputs` are.
 
         Returns:
-            `(f, params, state, key)` with `f(params, *inputs, state=None, key=None, train=None, **options) ->
-            (y, state)`. State and key are None if the caller passed none. `train=None` selects the caller's `train`.
+            `(f, params, state, key)`. The function is `f(params, *inputs, state=None, key=None, train=None, **options)`
+            and returns `(y, state)`. State and key are None if the caller passed none. `train=None` selects the
+            caller's `train`.
         """
         place, run = self._place, self._place.run
         recording = run.record is not None

@@ -61,9 +61,9 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         batch: a batch, or a tree of its shapes and dtypes. The first axis of each leaf contains the rows.
         devices: "local" (all devices of this run; default), a list of devices, or the name of devices that need not be
             attached: a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8": four machines
-            with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). libtpu compiles for TPUs (`pip install
-            'fnet[tpu-plan]'`), and JAX's CUDA plugin for some GPUs. Without them, the plan is an estimate, and its
-            table says so.
+            with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). libtpu compiles for TPUs (install it with
+            `pip install 'fnet[tpu-plan]'`), and JAX's CUDA plugin for some GPUs. Without them, the plan is an estimate,
+            and its table states this.
         strategy: one of `parallel.STRATEGIES`, optionally with "+remat" and "+microbatches=N". "fsdp" includes
             "fsdp+pins". Default "auto".
         mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. One length may be -1, which means all
