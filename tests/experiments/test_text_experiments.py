@@ -368,8 +368,7 @@ def test_beams_samples_and_stop_strings(folder):
                   "--log_probs", "ab", "cde")
     several = start("generate.py", f"--weights={folder}", "--samples=2", "--max_tokens=9", "--presence_penalty=0.5",
                     "--frequency_penalty=0.1", "--min_p=0.01", "--stop=a|dd", "ab")
-    model, params, _ = pretrained.load(folder)
-    words = models.read_tokenizer(folder)
+    (model, params, _), words = pretrained.load(folder), models.read_tokenizer(folder)
     tokens, lengths = models.padded([words.encode("ab"), words.encode("cde")])
     best = models.beam_search(model, params, tokens, beams=3, max_tokens=5, length_penalty=0.5, lengths=lengths)
     texts = [line for line in finished(beams).splitlines()[1:] if line][:4]
@@ -383,8 +382,7 @@ def test_beams_samples_and_stop_strings(folder):
 
 def test_both_forms_of_the_weights_are_one(stories):
     """What generate.py does on a CPU: blocks one by one."""
-    model = models.Decoder(**LLAMA)
-    params, _ = pretrained.load(model, stories)
+    params, _ = pretrained.load(model := models.Decoder(**LLAMA), stories)
     apart, taken = models.unstack(model, params)
     assert not apart.stacked and set(taken["blocks"]) == {"0"}
     same(jax.tree.map(lambda leaf: leaf[None], taken["blocks"]["0"]), params["blocks"])

@@ -217,10 +217,9 @@ class Run:
         self.exempt = _nonfinite.exempt(self.state)
         if hasattr(self.step, "prepare"):                  # a population handles members that diverge
             self.exempt |= {path for path in _leaves.paths(self.state) if path.startswith("members/")}
-        whole = self.spread.plan is None and not hasattr(self.step, "plain")
-        step = self.traced if whole else self.spread.step(self.step)
-        advance = _advance.function(step, self.state, keeps=self.nonfinite == "skip",
-                                    exempt=self.exempt, metrics=bool(self.on_step))
+        plain = self.spread.plan is None and not hasattr(self.step, "plain")
+        advance = _advance.function(self.traced if plain else self.spread.step(self.step), self.state,
+                                    keeps=self.nonfinite == "skip", exempt=self.exempt, metrics=bool(self.on_step))
         if self.tune and not getattr(self.step, "separate", False):      # whose programs are tuned
             advance = _tuning.tuned(self, advance)
         self.advance = self.profiled(advance)
