@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fnet.transforms._lowered import lowered
+from fnet.transforms._lowered import as_matrices, lowered
 
 KEY = jax.random.key(0)
 CONV = dict(window_strides=(2, 2), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -93,3 +93,14 @@ def test_an_accelerator_sums_in_float32_and_writes_what_is_asked_for():
 def test_numpy_operands_and_eager_calls():
     low, _, x, y = product("matmul", "bfloat16")
     np.testing.assert_array_equal(low(np.asarray(x), np.asarray(y)), low(x, y))
+
+
+@pytest.mark.parametrize(("one", "other", "left", "right", "count"), [
+    ((4, 8), (8, 3), 1, 0, 0),      # x w
+    ((8, 5), (8, 3), 0, 0, 2),      # a weight gradient: the narrower operand and the result
+])
+def test_which_matrices_are_transposed(one, other, left, right, count):
+    """The form decides about the speed alone."""
+    product = lambda x, y: as_matrices(x, y, (((left,), (right,)), ((), ())), jnp.bfloat16)
+    text = str(jax.make_jaxpr(product)(jnp.ones(one, jnp.bfloat16), jnp.ones(other, jnp.bfloat16)))
+    assert text.count("= transpose[") == count

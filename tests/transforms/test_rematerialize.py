@@ -13,6 +13,7 @@ from fnet import hardware as hw
 from fnet import layers as nn
 from fnet import models
 from fnet import transforms as ft
+from fnet.transforms import _rematerialize
 
 
 def gpt(x):
@@ -213,3 +214,9 @@ def test_what_a_layer_does_is_done_once():
     jax.block_until_ready(jax.jit(ft.rematerialize(jax.grad(loss)))(W, jnp.asarray(X)))
     jax.effects_barrier()
     assert sorted(done) == list(range(len(W)))
+
+
+def test_pieces_end_where_few_bytes_are_live():
+    """From half of a piece on."""
+    cut = _rematerialize._spread(weight=[4, 4, 4, 4, 4], crossing=[1, 9, 9, 1, 9], size=8)
+    assert (cut.ends, cut.cost) == ([0, 2], 18)    # 1 + 9 bytes are kept, and 8 are computed again
