@@ -197,3 +197,11 @@ def test_files_of_another_kind(tmp_path):
     path.symlink_to(tmp_path / "absent")                  # a cache whose file was lost is not a folder without one
     with pytest.raises(FileNotFoundError):
         _config.check(SMALL, tmp_path)
+
+
+@pytest.mark.parametrize(("want", "have", "comparable"), [
+    (8, 16, True), (1e-5, 1, True), (True, False, True), (8, None, True),
+    (8, True, False), (True, 8, False), ("gelu", "relu", False), (None, 8, False), (True, None, False),
+])
+def test_errors_suggest_only_values_of_the_same_type(want, have, comparable):
+    assert _config._comparable(want, have) is comparable

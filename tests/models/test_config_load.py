@@ -158,7 +158,6 @@ def numpy_llama(params, tokens, model, rates):
     return norm(params["norm"]["scale"], x) @ params["head"]["kernel"]
 
 
-@pytest.mark.exhaustive
 def test_fields_of_llama_against_numpy():
     base = 10000.0 ** -(np.arange(0, 16, 2) / 16)
     slow = copy.copy(base)                                                  # Llama 3.1's, branch by branch
