@@ -270,7 +270,8 @@ def _searched(array, weights):
 
 
 def unrounded(path: str, w: Any, format: Format) -> Quantized:
-    """A quantized parameter with the scales of its blocks, max|w| / largest, whose codes are the values in float32."""
+    """Returns a `Quantized` before rounding: its codes are the values of w in float32. The scale of each block is
+    max|w| / `format.largest`."""
     axes = _axes(path, w, format)
     if not w.size:
         raise ValueError(f"quantize: {path} has no values, its shape is {tuple(w.shape)}; exclude it from the recipe")

@@ -94,7 +94,7 @@ def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Cal
 
 def sized(stable: Mapping[str, Any], constants: Sequence[Any], sizes: Mapping[str, int],
           operations: Mapping[str, Callable] | None = None) -> Run:
-    """The evaluation of a stable form for these sizes."""
+    """Returns a `Run` that evaluates a stable form with the given values of its variable sizes."""
     shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
     values = [(dtype, shape(axes)) for dtype, axes in stable["values"]]
     return Run(values, dict(zip(stable["constants"], constants)), shape, operations)

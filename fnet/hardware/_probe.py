@@ -41,7 +41,8 @@ class Probe(NamedTuple):
 
     Attributes:
         dot, conv: the ratio for a matrix product and for a convolution; infinite if XLA has no bfloat16 operation.
-        clock: "wall", or "processor" if the machine was busy: the time that the cores spent on this process.
+        clock: "wall" for wall-clock time; if the machine was busy, "processor" for the time that the cores spent on
+            this process.
         jaxlib: its version.
         date: the date of the measurement, as 2026-11-21.
     """

@@ -140,7 +140,7 @@ class Drawing:
                               f'{escape(self._text(sorted(carried)))}</text>')
 
     def port(self, node: Node, value: int, leaving: bool) -> float:
-        """How far from its center a value enters or leaves an expanded scope."""
+        """The horizontal offset from the center of an expanded scope at which a value enters or leaves the scope."""
         made, placed = self.made[node], self.placed[node]
         ports, first = (made.leaving, made.children + len(made.entering)) if leaving else (made.entering, made.children)
         if not ports or (value not in ports and -1 not in ports):

@@ -1,4 +1,4 @@
-"""Leaves of a tree that are not arrays, such as the functions in an Equinox model, where JAX accepts only arrays."""
+"""Wrappers for leaves of a tree that JAX must not trace, such as the functions in an Equinox model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """A leaf that JAX treats as a part of the tree's structure. A function of such a leaf is traced for each value.
+    """A leaf that JAX treats as a part of the tree's structure.
+
+    A jitted function with such a leaf in its arguments is traced again for each new value.
 
     1, 1.0 and True are different values; 0.0 and -0.0 are different, too.
     """

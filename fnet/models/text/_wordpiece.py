@@ -141,7 +141,7 @@ class WordPiece:
     def words(self, text: str) -> list[str]:
         """Normalizes a text and splits it at spaces and around punctuation, before words are split into pieces.
 
-        Special tokens that occur in the text are words.
+        Each special token in the text is kept as one word.
         """
         parts = self._split(text)    # text and special tokens alternate
         return [word for at, part in enumerate(parts) for word in ([part] if at % 2 else self._words(part))]
