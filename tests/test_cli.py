@@ -255,6 +255,7 @@ def test_libtpu_prints_nothing(tmp_path):
     (["nowhere:small"], "there is no module nowhere, also not in this folder"),
     (["nowhere.py:small"], "there is no file nowhere.py"),
     (["small"], "'small': expected module:function or file.py:function"),
+    (["small:"], "'small:': expected module:function or file.py:function"),
     (["planned.py:absent"], "planned.py has no function 'absent'"),
     (["planned.py:broken"], "planned.py has no function 'broken'"),
     (["planned.py:wrong"], "planned.py:wrong must return (step, init, batch); it returned int"),

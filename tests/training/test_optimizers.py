@@ -87,8 +87,10 @@ def test_schedules_at_known_points(name, warmup, expected):
         assert float(rate(jnp.int32(step))) == pytest.approx(value, rel=1e-5, abs=1e-6), step
 
 
-def test_a_final_rate():
-    assert float(tr.schedule("cosine", 2.0, 10, final=0.1)(10)) == pytest.approx(0.2)
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_a_final_rate(name):
+    """A fraction of the largest rate."""
+    assert float(tr.schedule(name, 2.0, 10, final=0.1)(10)) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
