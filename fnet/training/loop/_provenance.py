@@ -13,7 +13,7 @@ from fnet.transforms._tune import RULES
 
 
 def facts(state: Any) -> dict[str, Any]:
-    """Returns the chip, the numbers of devices and processes, and the version of jaxlib."""
+    """Returns the chip, the numbers of devices and processes, and the jaxlib version."""
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     devices = {device for leaf in arrays for device in leaf.sharding.device_set}
     here = [device for device in devices if device.process_index == jax.process_index()] or jax.local_devices()
