@@ -46,16 +46,16 @@ def quickly():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the cases of `@pytest.mark.sampled(n)` as exhaustive, except for n that are drawn with a fixed seed.
+    """Marks the cases of `@pytest.mark.quick_cases(n)` as exhaustive, except for n that are drawn with a fixed seed.
 
     Rejects test names with an address: pytest-xdist needs the same names in each process.
     """
     cases = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("exhaustive"):
+        if item.get_closest_marker("quick_cases") and not item.get_closest_marker("exhaustive"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, every in cases.items():
-        number = every[0].get_closest_marker("sampled").args[0]
+        number = every[0].get_closest_marker("quick_cases").args[0]
         kept = random.Random(name).sample(range(len(every)), min(number, len(every)))
         for i, item in enumerate(every):
             if i not in kept:

@@ -71,7 +71,7 @@ def test_a_backend_that_does_not_start_has_one_message_everywhere(capsys, monkey
         2, "", "fnet plan: JAX finds no device: Unable to initialize backend 'cuda': gone\n")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 @pytest.mark.parametrize(("shell", "code", "text"), [
     ("{} chips | head -n 1 >/dev/null; exit ${{PIPESTATUS[0]}}", 0, ""),

@@ -32,7 +32,7 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_a_package_imports_only_lower_layers(package):
     allowed = {package, *MAY_IMPORT[package]}

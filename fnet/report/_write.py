@@ -161,7 +161,7 @@ def _holders(charts, section) -> str:
 
 
 def _spoken(chart) -> str:
-    """Returns a description of a chart in words."""
+    """Returns a text that describes a chart, for screen readers."""
     parts = []
     for series in chart["series"][:6]:
         finite = [value for value in series["values"] if value is not None]
@@ -209,7 +209,7 @@ def _shown(run) -> list[str]:
 
 
 def status(run: Run) -> tuple[str, str]:
-    """Returns (the state of a run in words, "good", "open" or "bad")."""
+    """Returns two strings: a sentence about the state of a run, and its category: "good", "open" or "bad"."""
     last = run.events[-1][2] if run.events else ""
     if last.startswith("ended by Interrupted"):
         return "interrupted; the same command resumes it", "open"

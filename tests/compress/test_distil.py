@@ -18,7 +18,7 @@ def softmax(x):
     return x / x.sum(-1, keepdims=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("temperature", "weight"), [(1.0, 1.0), (4.0, 0.9), (2.5, 0.0)])
 def test_logits(temperature, weight):
     """torch.nn.KLDivLoss: target (log target - input); torch.nn.CrossEntropyLoss: -log softmax at the label."""

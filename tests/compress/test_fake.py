@@ -20,7 +20,7 @@ def product(p, x):
     return x @ p["w"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("format", [compress.Int8(), compress.Int4(2), compress.Int8(activations="dynamic"),
                                     compress.Int8(activations="percentile")])
 def test_programs_read_the_values_of_the_result(format):

@@ -138,7 +138,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(35)
+@pytest.mark.quick_cases(35)
 @pytest.mark.parametrize("kind", [kind if kind in ("int8", "lora on int4") else pytest.param(
     kind, marks=pytest.mark.exhaustive) for kind in KINDS])
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -164,7 +164,7 @@ def test_what_is_not_materialized(name):
     assert [use.primitive for use in uses.materialized] == (["slice"] if name == "cond" else [])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", ["scan", "remat in scan", "product", "while", "convolution", "tied", "jit", "cond"])
 def test_gradients_with_respect_to_low_rank_factors(name):
     leaf, f = PROGRAMS[name]
@@ -231,7 +231,7 @@ def loss(model):
     return lambda params: jnp.square(model(params, TOKENS)).mean()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("order", [lambda f: ft.autocast(ft.use_implicit_arrays(f), "bfloat16"),
                                    lambda f: ft.use_implicit_arrays(ft.autocast(f, "bfloat16"))])
 def test_autocast(order):

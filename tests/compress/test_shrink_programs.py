@@ -108,7 +108,7 @@ CASES = {f.__name__: (f, params, x, shapes) for f, params, x, shapes in [
 ]}
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_derivatives_are_those_of_the_smaller_program(name):
     f, params, x, shapes = CASES[name]

@@ -39,7 +39,7 @@ def tumours(script):
     return script.tumours()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name, loss",
     [
@@ -95,7 +95,7 @@ def test_in_float64_the_agreement_is_better_still(script, tumours):
     assert risks.dtype == np.float64 and risks[0] == 1 and np.all(np.diff(risks) <= 1e-12)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name, solver, tolerance",
     [("logistic regression", "LogisticRegression", 1e-4), ("linear SVM", "SVC", 1e-2)],

@@ -97,7 +97,7 @@ def stable(name):
     return json.loads(json.dumps(program, allow_nan=False)), constants, args, jax.tree.leaves(jax.jit(f)(*args))
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_numpy_computes_the_same(name):
     program, constants, args, wanted = stable(name)

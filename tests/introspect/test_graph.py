@@ -150,7 +150,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_edges_are_those_of_the_jaxpr(name):
     f, args = PROGRAMS[name]()

@@ -64,7 +64,7 @@ def test_lstm_and_scan():
     assert products(f, spec(5, 5), spec(3, 5), path="loop") == (9 * 2 * 3 * 5 * 5, 9 * 4 * 3 * 5 * 5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("layer", "inputs"), [
     (MODEL, (spec(2, 5, 8),)), (models.CNN(3, (4, 6)), (spec(2, 8, 8, 3),)),
     (models.GPT(11, 8, 2, 2, context=8), (spec(2, 5, dtype="int32"),)),

@@ -36,7 +36,7 @@ PRODUCTS = {    # f, shapes, primitive, products that are added up, groups
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("cast", ["as written", "bfloat16"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name, cast):

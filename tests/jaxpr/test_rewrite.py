@@ -42,7 +42,7 @@ def double_sines(primitive, scope, inputs, equation):
     return [2 * jnp.sin(inputs[0])] if primitive == "sin" else NotImplemented
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("f", [
     jnp.sin, jax.jit(jnp.sin), jax.checkpoint(jnp.sin), jax.vmap(jnp.sin),
     lambda x: lax.scan(lambda c, v: (c, jnp.sin(v)), 0.0, x)[1],
@@ -200,7 +200,7 @@ def test_a_scope_inside_custom_vmap_is_seen():
     assert {("sin", "outer/inner"), ("sin", "outer/rule")} <= seen
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("wrap", [
     lambda f: f, jax.jit, jax.checkpoint,
     lambda f: lambda x: lax.scan(lambda c, _: (c, f(c)), x, None, length=2)[1],

@@ -36,7 +36,7 @@ def product(seen):
     return f
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("argnums", "output"), [(0, 0), (1, 0), ((0, 1), 0), (0, 1), ((0, 1), 1)])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
 def test_a_rule_with_symbolic_zeros_learns_what_is_differentiated(argnums, output, wrap):
@@ -60,7 +60,7 @@ def _(primals, tangents):    # the tangent shows which inputs have one
     return scaled(x, y, i), slope * (1.0 + 10 * zero[0] + 100 * zero[1] + 1000 * zero[2])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, lambda f: ft.tune(f, "cpu"),
                                   lambda f: lambda x, y: jax.vmap(f)(x[None], y[None])[0]],

@@ -154,7 +154,7 @@ OUTER = {
 REFUSED = {("grad", "custom_jvp"), ("grad", "custom_vjp"), ("grad", "custom_vmap"), ("vmap", "custom_vmap")}
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_what_closes_over_a_tracer(outer, wrap):

@@ -163,7 +163,7 @@ def block(scope, x):
     return x + nn.Dense(4)(scope["proj"], jnp.tanh(y))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("form", ["plain", "Remat", "Stack(Remat)", "checkpoint", "rematerialize"])
 @pytest.mark.parametrize("inside", [False, True], ids=["around grad", "inside grad"])
 def test_rules_reach_products_of_every_phase(form, inside):

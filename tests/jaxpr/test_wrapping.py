@@ -56,7 +56,7 @@ def test_lower_and_trace_are_not_those_of_the_original(transform, compiled):
     assert not {"lower", "trace", "eval_shape", "clear_cache", "note", "autocast", "tuned"} & set(dir(g))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_jit_of_a_compiled_function_lowers_the_outer_one(compiled):
     f, args = COMPILED[compiled]()

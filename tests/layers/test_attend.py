@@ -88,7 +88,7 @@ def one_sided_derivatives(attention, arrays, along, weight, options):
             "transposed twice": jax.linear_transpose(jax.vjp(attend, *arrays)[1], weight)(along)[0]}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_formula_and_its_derivatives(name):
     with jax.enable_x64(True):
@@ -105,7 +105,7 @@ def test_derivatives_of_some_arguments_and_of_the_gradient_by_the_tangent():
                 for f in (dot_product_attention, formula)), 1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["causal", "window", "lengths", "mask"])
 def test_float32(name):
     arrays, _, weight, options = problem(name, jnp.float32)
@@ -117,7 +117,7 @@ def test_float32(name):
     close(*(jax.jit(functools.partial(run, f))(*arrays) for f in (dot_product_attention, formula)))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("options", "theirs"), [
     ({"causal": True}, {"is_causal": True}), ({"causal": True, "window": 5}, {"is_causal": True,
                                                                               "local_window_size": (4, 0)}),
@@ -147,7 +147,7 @@ def test_eager_is_compiled():
 
 # Batches and devices
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("axes", "shared"), [((0, 0, 0, 0), True), ((1, None, None, None), True),
                                               ((None, 2, 4, None), False), ((None, None, None, 0), False),
                                               ((None, None, None, 0), True), ((3, None, 0, 1), False)])
@@ -170,7 +170,7 @@ def rows():
     return normal(8, 70, 4, 4), normal(8, 70, 2, 4), normal(8, 70, 2, 4, seed=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("how", ["jit", "jit heads", "shard_map", "pmap"])
 def test_devices_agree_with_one(how):
     arrays = rows()
@@ -287,7 +287,7 @@ def test_nan_reaches_those_who_see_it():
 
 # 16 bits
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bits(dtype):
     arrays, along, weight, options = problem("causal", dtype)

@@ -34,7 +34,7 @@ def agrees(f, specs, *calls):
         close(program.call(*args), jax.jit(f)(*args), 1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axis", [0, 2])
 def test_vmap_over_a_symbolic_axis(axis):
     n, b, t = export.symbolic_shape("n, b, t")
@@ -53,7 +53,7 @@ def test_vmap_of_the_query_alone_with_a_mask():
            [normal(3, 2, 5, 2, 4), normal(2, 5, 2, 4, seed=1), normal(2, 5, 2, 4, seed=2), mask])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("causal", [False, True])
 def test_window_with_more_queries_than_keys(causal):
     """Some queries see no key. With symbolic sizes this is not known."""
@@ -100,7 +100,7 @@ def test_why_a_kernel_is_refused():
             "a program that is exported or lowered for several platforms must not depend on a kernel's library")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_cross_entropy_of_symbolic_sizes(chunk_size):
     b, t = export.symbolic_shape("b, t")

@@ -36,7 +36,7 @@ def by_jax(params, x, heads, groups, **options):
 MASK = np.random.default_rng(1).integers(0, 2, (2, 4, 6, 6)).astype(bool) | np.eye(6, dtype=bool)[None, None]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("options", "theirs", "call"), [
     ({}, {}, {}),
     ({"causal": True}, {"is_causal": True}, {}),
@@ -66,7 +66,7 @@ def test_masks_hide_what_they_say():
         np.testing.assert_array_equal(reach(layer, params, **call), np.broadcast_to(seen, (2, 6, 6)), str(options))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("shape", [(6, 6), (2, 6, 6), (2, 1, 6, 6), (2, 4, 6, 6), (1, 6), (2, 1, 6)])
 def test_mask_shapes(shape):
     layer, params = made()
@@ -75,7 +75,7 @@ def test_mask_shapes(shape):
     close(layer(params, X, mask=mask), layer(params, X, mask=jnp.broadcast_to(full, (2, 4, 6, 6))))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("call", [{"mask": jnp.zeros((6, 6), bool)}, {"lengths": jnp.array([0, 0])}])
 def test_query_that_sees_no_key_gives_zero_without_nan(call):
     layer, params = made()
@@ -102,7 +102,7 @@ def test_rotary_knows_only_distances():
     assert jnp.abs(layer(params, X, positions=2 * jnp.arange(6)) - y).max() > 1e-3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_is_a_complex_rotation(interleaved):
     x, positions = X.reshape(2, 6, 1, 8), jnp.array([[0, 1, 2, 3, 4, 5], [7, 7, 0, 1, 90, 2]])
@@ -147,7 +147,7 @@ def cached(layer, params, x, steps, **options):
     return jnp.concatenate(outputs, 1), state
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("steps", [pytest.param((1,) * 6, marks=pytest.mark.exhaustive), (4, 1, 1),
                                    pytest.param((2, 4), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("options", [{}, {"rotary": nn.Rotary(), "kv_heads": 2}, {"window": 2}],

@@ -54,7 +54,7 @@ class VariantsOnDevices(chex.TestCase):
         check_variant(self.variant, name)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.quick_cases(9)
 @every
 def test_output_shape_and_dtype(name):
     case, params, state, x = prepared(name)
@@ -64,14 +64,14 @@ def test_output_shape_and_dtype(name):
         assert y.dtype == jnp.float32
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["BatchNorm", "Dropout", "MLP", "Stack"])
 def test_jit_equals_eager_in_training(name):
     case, params, state, x = prepared(name)
     close(call(case, train=True)(params, state, *x), compiled(name, True))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.quick_cases(7)
 @every
 def test_init_is_spec_and_jitted_init(name):
     case, _, _, x = prepared(name)
@@ -106,7 +106,7 @@ def test_vmap_equals_batch(name):
     close(jax.jit(jax.vmap(one))(*x), compiled(name, False)[0])
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.quick_cases(7)
 @every
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.exhaustive)])
 def test_half_precision(name, dtype):
@@ -126,7 +126,7 @@ def test_half_precision(name, dtype):
         close(y.astype(jnp.float32), compiled(name, False)[0], 0.04)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.quick_cases(13)
 @every
 @pytest.mark.parametrize("train", [False, True])
 def test_state_is_a_scan_carry(name, train):
@@ -186,7 +186,7 @@ def test_sharded_equals_one_device(name):
     close((y, new_state), compiled(name, True))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.quick_cases(7)
 @every
 def test_layer_is_a_value(name):
     layer = CASES[name].layer
@@ -199,7 +199,7 @@ def test_layer_is_a_value(name):
     assert jax.tree.structure(layer) == jax.tree.structure(again)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.quick_cases(13)
 @every
 def test_one_trace_for_equal_layers(name):
     case, params, state, x = prepared(name)
@@ -215,7 +215,7 @@ def test_one_trace_for_equal_layers(name):
         jax.eval_shape(functools.partial(step, layer), params, state, *x)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", sampled(CASES, FEW))
 def test_no_tracer_leaks(name):
     case, params, state, x = prepared(name)

@@ -76,7 +76,7 @@ def test_any_mapping_holds_params():
     close(nn.Dense(2)(jax.tree.map(np.asarray, params), X), nn.Dense(2)(params, X))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("train", [False, True])
 def test_state_comes_back_where_it_went_in(train):
     model = nn.Sequential(nn.Dense(4), nn.BatchNorm())

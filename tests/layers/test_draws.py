@@ -35,7 +35,7 @@ def several(key, shape, dtype):
     return jax.vmap(lambda key: jax.random.normal(key, shape[1:], dtype))(jnp.broadcast_to(key, shape[:1]))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("made", "shape", "shared"), [
     (init.he_normal(), (3, 3, 4, 8), True), (init.glorot_uniform(), (5, 7), True), (init.normal(0.02), (11,), True),
     (init.orthogonal(), (6, 4), True), (twice, (3, 5), True), (init.lecun_normal(), (70, 60), True),
@@ -50,7 +50,7 @@ def test_numbers_are_the_initializers_own(made, shape, shared, monkeypatch):
     np.testing.assert_array_equal(got, alone(made, KEY, shape, jnp.dtype("float32")))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("make_key", "partitionable"), [
     (functools.partial(jax.random.key, impl="rbg"), True), (jax.random.PRNGKey, True), (jax.random.key, False),
 ], ids=["rbg", "legacy", "not partitionable"])

@@ -53,7 +53,7 @@ CASES = [       # experts, top_k, shape of x
     (4, 2, (0, 6))]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("experts, top_k, shape", CASES)
 @pytest.mark.parametrize("normalize, capacity", [(True, None), (False, None), (True, 0.5), (False, 1.25)])
 def test_values(experts, top_k, shape, normalize, capacity):
@@ -87,7 +87,7 @@ def dense(layer, params, x):
     return jnp.einsum("...eh,ehf,...e->...f", hidden, params["down"], weights)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("capacity", [None, 4.0])
 def test_derivatives(capacity):
     """Gradients, and Hessians times vectors, of the layer and of plain JAX operations. No token is dropped."""
@@ -136,7 +136,7 @@ def test_losses_of_captured_logits_balance_the_router():
     assert value < 2.1                          # 2 if all experts receive equally many tokens
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("capacity", [None, 1.5])
 def test_experts_on_eight_devices(capacity):
     layer, x = nn.MixtureOfExperts(8, 16, capacity=capacity), random(8, 12, 4)

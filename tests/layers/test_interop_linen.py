@@ -71,7 +71,7 @@ class LinenBlock(linen.Module):
         return x + linen.Dropout(0.5)(jnp.tanh(y), deterministic=deterministic)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrap", [nn.Stack, lambda block, depth: nn.Sequential(*[nn.Remat(block)] * depth)])
 def test_linen_layer_stacked_and_rematerialised(wrap):
     x, block = jax.random.normal(jax.random.key(0), (5, 4)), nn.from_linen(LinenBlock())

@@ -62,7 +62,7 @@ def test_numerical_gradients(name):
         chex.assert_numerical_grads(f, (vector,), 1, atol=1e-6 / vector.size, rtol=1e-5, eps=1e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["Maxout", "BatchNorm_bare", "Attention_grouped"])
 def test_hvp_is_hessian_times_vector(name):
     with jax.enable_x64(True):

@@ -44,7 +44,7 @@ def test_scope_is_path(name):
         assert found == {path[:-1]}, path
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["MLP", "Remat", "Tied"])
 def test_scope_is_path_in_compiled_backward(name):
     """What a profile shows: the backward pass of every kernel stands at the kernel's path."""
@@ -88,7 +88,7 @@ def operations(jaxpr, name=None):
     return total
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("block", [nn.Sequential(nn.Dense(4), jnp.tanh), nn.Residual(nn.LayerNorm(), nn.Attention(2))],
                          ids=["dense", "attention"])
 def test_backward_costs_linearly_in_depth(block):

@@ -83,7 +83,7 @@ NORM_PARAMS, NORM_STATE = (randomised(tree) for tree in NORM.init(KEY, X))
 NORM_STATE["var"] = jnp.abs(NORM_STATE["var"])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("train", [False, True])
 def test_batch_norm_is_flax_s(train):
     twin = linen.BatchNorm(use_running_average=not train, momentum=0.8, use_fast_variance=False)
@@ -91,7 +91,7 @@ def test_batch_norm_is_flax_s(train):
     close(NORM(NORM_PARAMS, X, state=NORM_STATE, train=train), (want, new["batch_stats"]))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("weight", ["batch", "positions"])
 def test_batch_norm_weight_counts_rows(weight):
     """Whole weights are repetitions; weight 0 leaves a row out, NaN and all."""
@@ -144,7 +144,7 @@ def test_batch_norm_without_an_axis_is_local_under_vmap():
     close(y[0], NORM(NORM_PARAMS, X[:2], state=NORM_STATE, train=True)[0])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mean", [0.0, 1e3, -1e6])
 def test_batch_norm_is_accurate_for_large_means(mean):
     """One pass over x, with sums of x - shift: with sums of x and x squared, the variance would be lost."""
@@ -176,7 +176,7 @@ def test_batch_norm_gradients_and_constants():
     assert batch(flat[:0]).shape == (0, 5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("layer", [nn.LayerNorm(), nn.RMSNorm(), nn.GroupNorm(2), nn.BatchNorm()])
 def test_statistics_are_taken_in_float32(layer):
     """In 16 bits the squares of these inputs overflow (float16) or lose their digits (bfloat16)."""
@@ -250,7 +250,7 @@ def test_causal_conv_sees_no_later_position():
     assert (seen == (np.subtract.outer(np.arange(8), np.arange(8))[..., None] == [0, 2, 4]).any(-1)).all()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("layer", "fan_in"), [
     (nn.Dense(64), 256), (nn.Conv(64, 3), 9 * 256), (nn.Conv(64, 3, groups=4), 9 * 64)])
 def test_kernels_start_with_variance_one_over_fan_in(layer, fan_in):

@@ -128,7 +128,7 @@ def relative(got, want):
     return np.max(np.abs(got - want)) / np.max(np.abs(want))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("family", "name"), case_ids())
 def test_layer_equals_torch(family, name):
     case = fixture(family)[name]

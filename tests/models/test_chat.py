@@ -28,7 +28,7 @@ def write(folder, template, **fields):
     return folder
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_texts_equal_those_of_transformers(style, tmp_path):
     template, tokens = TEMPLATES[style]
@@ -113,7 +113,7 @@ def test_messages_of_another_form(messages, text):
         models.ChatTemplate(SIMPLE).render(messages)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.quick_cases(13)
 @pytest.mark.parametrize(("template", "text"), [
     ("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more than 16"),
     ("{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}", "more than 16,7"),

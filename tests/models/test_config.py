@@ -25,7 +25,7 @@ def others(value):
     yield from [value * 1.5] if isinstance(value, float) else [f"{value}x"] if isinstance(value, str) else []
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_field_that_has_an_effect_is_compared(name, tmp_path):
     """Every field is either listed as irrelevant, or all of its other values are refused, by name."""

@@ -40,7 +40,7 @@ def test_load_compares(tmp_path):
         pretrained.load(SMALL, tmp_path)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("model, config, names", [
     (SMALL, CONFIG, "huggingface"), (ENCODER, ENCODER_CONFIG, "huggingface"),
     (models.ResNet.preset("resnet18"), {"architecture": "resnet18", "num_classes": 1000, "num_features": 512},

@@ -35,7 +35,7 @@ def close(a, b, bound=1e-5):
     assert a.shape == b.shape and np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.quick_cases(7)
 def test_logits_and_text(loaded, tmp_path):
     name, model, params, tokens, want = loaded
     logits = jax.jit(model)(params, tokens)
@@ -54,7 +54,7 @@ def test_logits_and_text(loaded, tmp_path):
     assert {field: config.get(field) for field in words} == {field: original[field] for field in words}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ALTERNATING)
 def test_alternating_blocks(name):
     """Stacked and separate blocks, their caches, gradients, quantized and low-rank parameters, one program for each."""

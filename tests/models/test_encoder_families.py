@@ -233,7 +233,7 @@ def test_modernbert_with_the_fields_of_published_files(tmp_path):
     assert json.loads((tmp_path / "same" / "config.json").read_text())["pad_token_id"] == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [dict(window=(None, 6, 6)), dict(window=(6, None, None)), dict(window=5)])
 def test_modernbert_is_equal_without_stacks_and_padding(options):
     model = models.ModernBert(9, 8, 5, 2, 8, rotary_base=(500.0, 20.0, 20.0), mlp_bias=True, **options)

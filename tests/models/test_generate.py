@@ -52,7 +52,7 @@ def without_cache(name, prompt, count):
     return np.array(found[len(prompt):])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_changes_no_logits(name):
     """Prompts of unequal length at once, then token by token: the logits of the full pass."""
@@ -70,7 +70,7 @@ def test_a_cache_changes_no_logits(name):
         close(logits[:, 0], full[rows, LENGTHS + at])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_text_is_that_of_the_full_pass(name):
     model, params = prepared(name)
@@ -227,7 +227,7 @@ def test_errors(options, error, text):
                         **{"max_tokens": 4, "temperature": 0, **options})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dtype_casts_parameters_and_cache_once(name):
     """The text of a model whose parameters have that dtype; inside the loop, nothing is cast from float32 weights."""

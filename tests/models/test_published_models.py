@@ -121,7 +121,7 @@ def test_the_two_versions_of_resnet_differ_in_their_strides_alone(tmp_path):
     near(logits(dataclasses.replace(model, version="v1"), params, state, x), fixture(name)["logits"])
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.quick_cases(16)
 @pytest.mark.parametrize(("cls", "preset"), PUBLISHED, ids=lambda value: value if isinstance(value, str) else "")
 def test_published_parameter_counts(cls, preset):
     model = cls.preset(preset)

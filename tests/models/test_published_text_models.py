@@ -92,7 +92,7 @@ def near(got, want, tolerance=2e-5):
     assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.exhaustive)],
                          ids=["stacked", "one by one"])
 @pytest.mark.parametrize("name", DECODERS)
@@ -115,7 +115,7 @@ def test_logits_and_the_way_back(name, stacked, tmp_path):
         np.testing.assert_array_equal(back[key], array, key)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_text_is_transformers_own(name, tmp_path):
     written(name, tmp_path)
@@ -183,7 +183,7 @@ def test_adamw_follows_pytorch_for_100_steps(tmp_path):
     assert losses[-1] < 3.2 < 4.6 < losses[0]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize(("cls", "preset"), PUBLISHED, ids=lambda value: value if isinstance(value, str) else "")
 def test_published_parameter_counts(cls, preset):
     model = cls.preset(preset)
@@ -233,7 +233,7 @@ HEADERS = {    # run.c's seven integers, of which the rest of the file is said t
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 def test_hostile_headers(header, tmp_path):
     model = models.Decoder(50, 16, 2, 4, 2, 24, context=32, interleaved=True, tied=True)

@@ -45,7 +45,7 @@ def test_penalties_of_logits():
     np.testing.assert_array_equal(penalized(logits[None], plain, marks, counts)[0], logits)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("options", [(1.5, 0, 0), (1, 2.0, 0), (1, 0, 0.7), (1.2, 0.5, -0.3)], ids=str)
 def test_greedy_text_with_penalties(options):
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -74,7 +74,7 @@ def test_log_probabilities_are_those_of_the_model():
     assert (out.lengths < 8).any()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_several_texts_of_a_prompt_are_those_of_the_repeated_prompt(name):
     model, params = prepared(name)
@@ -208,7 +208,7 @@ def test_a_beam_of_all_texts_finds_the_best_ones():
     assert not np.asarray(best.tokens[0])[np.arange(3)[None] >= np.asarray(best.lengths[0])[:, None]].any()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_beam_is_greedy(name):
     model, params = prepared(name)

@@ -36,7 +36,7 @@ def trees(model, dtype=jnp.float32):
     return [jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), dtype), tree) for tree in spec]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", SAVED)
 def test_a_saved_folder_loads_as_the_same_model(name, tmp_path):
     model, names = SAVED[name]
@@ -97,7 +97,7 @@ def test_shards(tmp_path):
             pretrained.save(SMALL, params, {}, tmp_path, names="huggingface", max_shard_size=wrong)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes_and_implicit_arrays(dtype, tmp_path):
     params, _ = trees(SMALL, dtype)

@@ -76,7 +76,7 @@ def test_characters_in_a_file(tmp_path):
             models.read_tokenizer(tmp_path)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("case", ["lower", "cased"])
 @pytest.mark.parametrize("number", range(len(WORDPIECE["texts"])))
 def test_wordpiece_is_hugging_faces(case, number):

@@ -99,7 +99,7 @@ def shown(kernel, x):
     return lax.scan(turn, jnp.zeros((32, 32)), jnp.swapaxes(x, 0, 1))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("f", [used_otherwise, shown])
 def test_a_sum_that_is_read_on_the_way_is_left_alone(f):
     late = jax.jit(pin(f, MESH, "data"), in_shardings=(WHOLE, ROWS))

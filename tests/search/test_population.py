@@ -79,7 +79,7 @@ def alone():
     return ends
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("method, devices", [("auto", None), ("vmap", None), ("split", None), ("loop", None),
                                              ("vmap", 2), ("split", 2), ("loop", 2)])
 def test_members_equal_runs_alone(alone, method, devices):
@@ -127,7 +127,7 @@ def test_the_choice_is_measured_explained_and_kept():
         "vmap", "loop"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("method", ["vmap", "loop"])
 def test_a_member_that_diverges_is_marked(method):
     def step(state, batch, hyper):
@@ -193,7 +193,7 @@ def evaluation():
     return init, step, batches, hyper, {"test": tr.evaluator(search.each_member(measure), data, 4)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("method, devices", [("split", None), ("loop", None), ("loop", 2)])
 @pytest.mark.filterwarnings("ignore::fnet.training.ResumeWarning")
 def test_fit_logs_saves_and_resumes_bit_by_bit(method, devices, tmp_path, evaluation):

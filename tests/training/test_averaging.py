@@ -10,7 +10,7 @@ from fnet import layers as nn
 from fnet import training as tr
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("start", "every"), [(1, 1), (3, 1), (2, 3)])
 def test_the_mean_of_parameters(start, every):
     tx = optax.chain(optax.adam(0.1), tr.average_weights(start=start, every=every))

@@ -103,7 +103,7 @@ def test_stopping_is_the_end_of_the_run(tmp_path):
     assert [row["step"] for row in tr.read_metrics(tmp_path) if "v/w" in row] == [2]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("at", [2, 4])
 def test_a_signal_ends_a_function_that_waits(tmp_path, at):
     def waiting(end):
@@ -119,7 +119,7 @@ def test_a_signal_ends_a_function_that_waits(tmp_path, at):
     np.testing.assert_array_equal(train(workdir=tmp_path, config={}).params["w"], train().params["w"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("at", [2, 4])
 @pytest.mark.parametrize("end", ["signal", "error"])
 def test_what_is_left_to_be_done_at_its_step_is_done_after_the_restart(tmp_path, at, end):

@@ -89,7 +89,7 @@ def test_any_tree_comes_back_bit_for_bit(tree):
         assert sorted(path.name for path in pathlib.Path(folder).iterdir()) == [".lock", "3"]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_every_dtype(tmp_path, name):
     tree = {"host": of_bits(name, (5, 7), 0)} | ({"device": on_device(name, (5, 7), 1)} if name in ON_DEVICE else {})

@@ -121,7 +121,7 @@ def member(name=b"x", size=0, kind=b"0", field=None):
 HOSTILE = "not the archive that CIFAR-10's authors publish ("
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("raw, needle", [
     (member(kind=b"L", size=600) * 20_000, "holds no data_batch_1.bin"),       # long names of long names
     (member(kind=b"L") * 20_000, "holds no data_batch_1.bin"),

@@ -248,7 +248,7 @@ def test_without_a_home_directory(monkeypatch):
 # the real files, where they are
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name, mean, std, counts",
     [

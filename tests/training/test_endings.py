@@ -79,13 +79,13 @@ def test_a_clock_that_does_not_move(monkeypatch):
     assert int(tr.fit(step, start(), batches, steps=4, log_every=2, tune=False).step) == 4
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("steps", [15.0, 40 / 8 * 3])
 def test_a_whole_number_of_steps_may_be_a_float(steps):
     assert int(tr.fit(step, start(), batches, steps=steps, tune=False).step) == 15
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("error", [OSError("disk gone"), SystemExit("the end"), StopIteration("no more")])
 def test_an_error_of_the_source_is_raised_and_what_is_finished_is_saved(tmp_path, error):
     def broken(i):
@@ -255,7 +255,7 @@ def test_an_evaluation_that_is_none(evaluate, text):
         tr.fit(step, start(), batches, steps=1, evaluate=evaluate, tune=False)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("value, text", [
     (None, "returned NoneType None as 'a': expected a number, an array of numbers, tr.Histogram"),
     ({"b": 1.0}, "returned dict {'b': 1.0} as 'a'"), ("0.5", "returned str '0.5' as 'a'"),
@@ -290,7 +290,7 @@ def test_a_counter_that_does_not_count(counter):
 
 # Signals.
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
 def test_a_closed_terminal_and_a_preemption_warning_save(tmp_path, name):
     def signalling(i):

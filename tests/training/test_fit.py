@@ -94,7 +94,7 @@ def test_train_stop_resume_is_train_bit_for_bit(tmp_path, evaluate, whole):
     assert len(rows(tmp_path)) == 12
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_anywhere_it_saves_and_goes_on_bit_for_bit(tmp_path, evaluate, whole, number):
     def interrupting(i):
@@ -204,7 +204,7 @@ def test_early_stopping_counts_across_a_restart(tmp_path):
     best.close()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("bad", ["loss", "params"])
 def test_divergence_is_an_error_and_never_a_checkpoint(tmp_path, bad):
     def breaking(state, batch):

@@ -127,7 +127,7 @@ def test_a_structure_that_is_none(structure):
         _structure.build(structure, {})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", [int, np.int64, np.uint8, jnp.int32])
 def test_a_step_is_an_integer_of_any_kind(tmp_path, kind):
     fit(tmp_path, {1: 1.0, 2: 5.0})
@@ -135,7 +135,7 @@ def test_a_step_is_an_integer_of_any_kind(tmp_path, kind):
     assert int(tr.restore(tmp_path, like=start(), which=kind(1)).step) == 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("which", [True, np.bool_(True), 1.0, np.float32(1), None, "1"])
 def test_other_steps_raise(tmp_path, which):
     fit(tmp_path, {1: 1.0})

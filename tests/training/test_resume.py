@@ -100,7 +100,7 @@ class Died(Exception):
     pass
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("deaths", [[12], [1, 20]])
 def test_died_and_gone_on_it_ends_with_the_same_bits(tmp_path, options, whole, deaths):
     """Dead at any step: what was done after the last checkpoint is done again alike."""
@@ -116,7 +116,7 @@ def test_died_and_gone_on_it_ends_with_the_same_bits(tmp_path, options, whole, d
     same_run(tmp_path, whole[0])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("at", [12, 24])
 def test_interrupted_while_evaluating_it_evaluates_again(tmp_path, options, whole, at):
     real = options["evaluate"]["test"]
@@ -237,7 +237,7 @@ def died(i):
     return batches()(i)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM")])
 def test_a_later_signal_ends_at_once_even_in_a_call_that_no_handler_interrupts(first, second):
     """`threading.Lock` is not such a call, and neither is sleep: hashing in C is. Repeats within a second are one."""

@@ -23,7 +23,7 @@ def fit(workdir, steps=2, source=batches, **options):
 
 # metrics.jsonl
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("line", [b'{"step": 1, "train/loss": \xff\xfe}', b'{"train/loss": 1.0}', b"3.5", b"[]", b"{",
                                   b'{"step": "1"}', b"[" * 100_000], ids=lambda line: line[:12].decode("latin1"))
 def test_a_damaged_log_blocks_no_run(tmp_path, line):

@@ -22,7 +22,7 @@ def once(monkeypatch):
     monkeypatch.setattr(_storage, "_PAUSE", 0.0)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("fault", [
     {"status": 503, "count": 3}, {"status": 500, "method": "PUT", "count": 2}, {"status": 429, "count": 2},
     {"reset": "before", "count": 2}, {"reset": "before", "match": "manifest", "count": 2},

@@ -32,7 +32,7 @@ X, Y = normal(1, 4, 8), normal(2, 8, 4)
 
 # Constants.
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("dtype", "fill"), [("float16", -1e9), ("bfloat16", float(jnp.finfo(F32).min))])
 def test_masks_stay_finite(dtype, fill):
     def f(x, y, mask):

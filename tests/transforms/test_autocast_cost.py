@@ -90,7 +90,7 @@ def operations(f, platform, *args):
     return dict(products), dict(collections.Counter(cast for *_, cast in casts))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("name", STEPS)
 def test_inside_grad_products_and_casts_are_those_by_hand(name, platform):
@@ -101,7 +101,7 @@ def test_inside_grad_products_and_casts_are_those_by_hand(name, platform):
     assert set(want[0]) == {"(bf16, bf16) -> bf16", "(bf16, bf16) -> f32"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("name", STEPS)
 def test_around_grad_there_are_as_many(name, platform):
@@ -116,7 +116,7 @@ def test_around_grad_there_are_as_many(name, platform):
     assert casts["bf16 -> f32"] <= want_casts.get("bf16 -> f32", 0) + 3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_cpu_computes_as_many_products_all_with_float32_sums(name):
     f, params, x = STEPS[name]

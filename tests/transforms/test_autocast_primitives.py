@@ -99,7 +99,7 @@ def floats(eqn):
     return {v.aval.dtype for v in (*eqn.invars, *eqn.outvars) if jnp.issubdtype(v.aval.dtype, jnp.floating)}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.quick_cases(8)
 @each
 @pytest.mark.parametrize("name", FOLLOW)
 def test_follows_what_it_is_given(name, dtype):
@@ -117,7 +117,7 @@ def test_follows_what_it_is_given(name, dtype):
     same(to_the_letter(cast, *args), to_the_letter(by_hand, *args))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @each
 @pytest.mark.parametrize("name", COLLECTIVE)
 def test_collectives_follow(name, dtype):
@@ -157,7 +157,7 @@ def test_every_primitive_of_the_lists_is_tested():
     assert not (of("exact", "arithmetic", "power") | jaxpr.BILINEAR.keys()) & FLOAT32.keys()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.quick_cases(7)
 @each
 @pytest.mark.parametrize("name", FLOAT32)
 def test_runs_in_float32(name, dtype):
@@ -173,7 +173,7 @@ if hasattr(lax, "one_minus_square_p"):    # the slope of tanh, jax >= 0.12
     POWERS["one_minus_square"] = lambda x: lax.one_minus_square_p.bind(x)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @both
 @pytest.mark.parametrize("name", POWERS)
 def test_powers_follow_in_bfloat16_alone(name, dtype):
@@ -189,7 +189,7 @@ def test_powers_follow_in_bfloat16_alone(name, dtype):
     same(to_the_letter(cast, X, Y), to_the_letter(by_hand, X, Y))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @both
 def test_products_are_the_casts_by_hand(dtype):
     low = lambda *xs: (x.astype(dtype) for x in xs)
@@ -203,7 +203,7 @@ def test_products_are_the_casts_by_hand(dtype):
     same(to_the_letter(between, X, Y), to_the_letter(lambda h: lax.dot(h, h, preferred_element_type=F32), h))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @both
 def test_gradients_of_products_are_the_casts_by_hand(dtype):
     """Low-precision operands and float32 sums backward, too, and float32 gradients."""

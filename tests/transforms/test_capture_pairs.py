@@ -29,7 +29,7 @@ def mean(params, x):
     return jnp.sum(jnp.sin(SMALL(params, x))) / len(x)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.filterwarnings("ignore:tune. the compiler options")
 @pytest.mark.parametrize("name", sampled(TRANSFORMS, ["autocast", "tune", "rematerialize", "microbatch"]))
 def test_pairs(name):

@@ -29,7 +29,7 @@ IMAGES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["CNN", "ResNet", "MobileNetV2"])
 def test_batch_norm_becomes_a_part_of_the_convolution(name):
     model, x = IMAGES[name], random(2, 33, 32, 3)
@@ -93,7 +93,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name):
     f, params, x, folds = PROGRAMS[name]

@@ -247,7 +247,7 @@ def test_it_carries_the_name_but_not_the_signature_of_the_loss():
     assert ft.scaled_value_and_grad(functools.partial(my_loss, x=2.0))(optax.sgd(1.0).init(PARAMS), PARAMS)[0] == 6.0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_parameters_of_any_type_keep_it(dtype):
     params = {"w": jnp.array([1.0, 2.0], dtype)}

@@ -40,7 +40,7 @@ def error(a, b):
     return float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_values_are_those_of_operands_cast_by_hand(name, compute):
@@ -50,7 +50,7 @@ def test_values_are_those_of_operands_cast_by_hand(name, compute):
     assert error(jax.jit(low)(x, y), direct(rounded(x, compute), rounded(y, compute))) <= bound
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_have_the_operands_dtypes_and_low_precision_values(name):
     low, direct, x, y = product(name, "bfloat16")

@@ -38,7 +38,7 @@ def cast(dtype, *trees):
     return jax.tree.map(lambda a: jnp.asarray(a, dtype), trees)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.float64, 1e-6)])
 @pytest.mark.parametrize("n", [1, 2, 8, 24])
 def test_equals_full_batch(n, dtype, tolerance):
@@ -48,7 +48,7 @@ def test_equals_full_batch(n, dtype, tolerance):
         close(jax.jit(ft.microbatch(step, n))(params, batch), step(params, batch), tolerance)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.float64, 1e-6)])
 def test_weighted_loss_sums_numerator_and_weight(dtype, tolerance):
     with jax.enable_x64(dtype == jnp.float64):
@@ -195,7 +195,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [PADDED, SIGNED], ids=["weight 0", "negative weight"])
 def test_weights_of_any_sign_in_every_derivative(way, batch):
@@ -274,7 +274,7 @@ def test_dtypes_of_weights(convert):
     assert sliced(2.0, rows_of(0.0, 1.0, 0.0, 1.0)) == 6
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("weight", [None, lambda *_: 2.0], ids=["unweighted", "weighted"])
 def test_outputs_of_every_kind(weight):
     def f(p, x):

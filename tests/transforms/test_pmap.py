@@ -101,7 +101,7 @@ def test_is_jax_pmap(name):
         same(jax.jit(mapped)(*args), want)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
 @pytest.mark.parametrize(("in_axis", "out_axis"), [(-1, -1), (-2, -1), (-1, -2), (-3, -4), (1, -2), (-2, 1), (0, 3)])
 def test_negative_axes_count_as_in_vmap(in_axis, out_axis, jit):
@@ -134,7 +134,7 @@ def test_results_that_may_differ_need_an_axis(f):
         ft.pmap(f, "i", out_axes=None)(X)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("f", [pytest.param(f, id=name) for name, f in {
     "cond on a sum": lambda x: lax.cond(lax.psum(x.sum(), "i") > 0, lambda: 1.0, lambda: 0.0),
     "loop over means": lambda x: lax.fori_loop(0, 3, lambda i, c: c + lax.pmean(x, "i"), jnp.zeros_like(x)),

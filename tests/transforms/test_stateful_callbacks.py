@@ -113,7 +113,7 @@ def logged(f):
     return [list(log) for log in LOGS]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("f", EFFECTS)
 @each_transform
 def test_callbacks_happen_as_often_and_in_the_same_order(f, transform):

@@ -25,7 +25,7 @@ def every_size(monkeypatch):
     monkeypatch.setattr(_tune_cpu, "LARGE", 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_numbers_stay(name):
     step, args = STEPS[name]()

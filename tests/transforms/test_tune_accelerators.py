@@ -97,7 +97,7 @@ def test_the_logit_of_a_label_by_comparison(dtype):
               dtype == jnp.bfloat16 else 1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds", None])
 def test_lookups_keep_their_mode(mode):
     pick = lambda x, i: jnp.take_along_axis(x, i[:, None], -1, mode=mode)[:, 0]

@@ -26,7 +26,7 @@ def fired(f, *args, **how):
     return {row.rule for row in ft.explain(ft.tune(f, "cpu", **how), *args).rows}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("form", ["ij,jk->ik", "ji,jk->ik", "ji,jk->ki", "ij,kj->ik", "btd,de->bte", "btd,bte->de",
                                   "btd,bte->ed", "de,bte->dbt", "bthd,bshd->bhts", "bhts,bshd->bthd", "bhts,bthd->bshd",
                                   "bij,bi->bj", "i,i->", "ij,j->i"])

@@ -142,7 +142,7 @@ WRAPS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", WRAPS)
 def test_an_nnx_step_trains(name):
     (values, state), (wanted, expected) = trained(WRAPS[name]), trained(nnx.jit)
@@ -151,7 +151,7 @@ def test_an_nnx_step_trains(name):
     assert state["0" if "0" in state else 0]["calls"] == 3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
 def test_an_nnx_step_trains_under_autocast(wrap):
     values, state = trained(lambda f: wrap(ft.autocast(f, "bfloat16")))
@@ -187,7 +187,7 @@ def test_shared_variables_stay_shared():
     close(of(lambda f: ft.tune(f, "cpu")), of(lambda f: f))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", WRAPS)
 def test_attributes_and_results_are_those_of_nnx_jit(name):
     class Holder(nnx.Module):

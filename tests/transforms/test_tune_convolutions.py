@@ -93,7 +93,7 @@ def outputs(f, x, w):
     return (y, *back(y + 0.5))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("case", [*CASES, *GROUPED])
 def test_value_and_gradients(case):
     f, x, w = (CASES | GROUPED)[case]
@@ -108,7 +108,7 @@ def test_value_and_gradients(case):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("case", DILATED)
 def test_inputs_with_zeros(case):
     (f, x, w), count = DILATED[case]
@@ -120,7 +120,7 @@ def test_inputs_with_zeros(case):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("case", ["3x3, stride 2", "groups: strided"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_other_dtypes(dtype, case):

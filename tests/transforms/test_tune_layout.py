@@ -72,7 +72,7 @@ def test_a_vmapped_transformer():
     assert shapes(ft.tune(step, "cpu", rules={"products": False}), args, "tanh") == {(32, 3, 6)}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("one", "other", "left", "right"), [
     ((5, 4), (2, 3, 4), (1,), (2,)),              # w a
     ((5, 4), (4, 2, 3), (1,), (0,)),

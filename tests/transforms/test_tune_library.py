@@ -50,7 +50,7 @@ def onednn():
 
 # When.
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("there", [False, True])
 def test_what_a_program_does_most_decides(monkeypatch, there):
     monkeypatch.setattr(library, "onednn", lambda: there)
@@ -106,7 +106,7 @@ FORMS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_of_onednn(onednn, form):
     shape, kernel, params = FORMS[form]
@@ -131,7 +131,7 @@ def test_sums_of_onednn_are_of_float32(onednn):
     np.testing.assert_array_equal(low(x, w).astype(jnp.float32), 768)    # 767, rounded
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_inf_stay_where_they_were_with_onednn(onednn, bad):
     x, w = normal(1, 2, 8, 8, 16).at[1, 2, 3, 1].set(bad), normal(2, 3, 3, 16, 16)

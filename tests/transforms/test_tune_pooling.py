@@ -29,7 +29,7 @@ def pooled(x, window, g):
     return y, back(g)[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("window", [(2, 2), (3, 2), (1, 4)])
 @pytest.mark.parametrize("kind", ["ties", "nan", "inf"])
 def test_pooling_is_that_of_xla_bit_for_bit(window, kind):
@@ -47,7 +47,7 @@ def test_pooling_is_that_of_xla_bit_for_bit(window, kind):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("window", "shape"), [
     ((1, 1, 2, 2), (2, 3, 6, 8)), ((1, 1, 2, 3, 1), (2, 1, 6, 6, 3)), ((1, 2, 2), (2, 6, 6)),
     ((2, 2, 2, 1), (2, 6, 6, 3)), ((4, 4), (8, 12)),
@@ -78,7 +78,7 @@ def test_other_poolings_are_left_alone(window, strides, padding, shape):
 
 # NaN and Inf.
 
-@pytest.mark.sampled(2)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_inf_stay_where_they_were(name, bad):
@@ -91,7 +91,7 @@ def test_nan_and_inf_stay_where_they_were(name, bad):
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("rule", [name for name in NAMES if name not in ELSEWHERE])
 def test_one_bad_number_spreads_no_further(rule):
     x, w, g = normal(1, 2, 8, 8, 4), normal(2, 3, 3, 4, 6), normal(3, 2, 8, 8, 6)

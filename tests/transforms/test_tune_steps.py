@@ -56,7 +56,7 @@ def equinox_step():
     return step, (model, tx.init(eqx.filter(model, eqx.is_inexact_array)), normal(1, 8, 12), jnp.arange(8) % 4)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", [ft.tune, lambda f: ft.tune(eqx.filter_jit(f)), lambda f: eqx.filter_jit(ft.tune(f))])
 def test_a_whole_equinox_model(how):
     """Its activation functions are leaves, and no arrays."""

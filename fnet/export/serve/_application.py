@@ -78,7 +78,7 @@ class _Server:
     """The state of an application.
 
     Attributes:
-        draining: whether the server is ending. Clients are then told to close their connections.
+        draining: whether the server is shutting down. If True, every response asks the client to close the connection.
     """
 
     def __init__(self, files, options):

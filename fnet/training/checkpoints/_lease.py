@@ -88,7 +88,7 @@ class Lease:
             return False
 
     def kept(self) -> bool:
-        """Returns the same as `holds`, as far as it is known without a request to the store."""
+        """Returns whether, by its last renewal, this object owns the lock. No request is sent to the store."""
         return not (self._done.is_set() or self._lost.is_set())
 
     def release(self) -> None:

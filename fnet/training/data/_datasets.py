@@ -139,7 +139,7 @@ def load(
             conventional. The other data sets have the split of their authors.
         download: whether missing files may be downloaded.
         base_url: the URL to download from, or None for the published URLs.
-        announce: a function that is called with a sentence before each download, or None.
+        announce: a function called with a message (str) before each download, or None for no message.
 
     Returns:
         A `Dataset`.

@@ -204,7 +204,7 @@ def _parse_header(block):
     if len(block) < _BLOCK or _octal(block[148:156]) != checksum:
         raise _BadArchive("a member's header is damaged")
     kind = block[156:157]
-    # Links, devices and folders have no data, whatever size the header states. A size of 8 GiB or more is not octal.
+    # Links, devices and folders have no data; ignore their size. Sizes of 8 GiB or more are not stored as octal digits.
     size = 0 if kind in b"123456" else _octal(block[124:136]) if block[124] < 128 else _ARCHIVE_LIMIT + 1
     if size is None:
         raise _BadArchive("a member's header is damaged")
