@@ -25,7 +25,7 @@ class Halving:
       scores: the scores of these members, [m].
       indices: the indices of these members in the initial hyperparameters, [m].
       rungs: (members, steps, best score) of each rung.
-      member_steps: the sum of the numbers of steps of all members, which is the budget that was used.
+      member_steps: the total number of steps, summed over all members and rungs.
 
     >>> print(search.Halving(None, np.array([0.9]), np.array([3]), ((4, 10, 0.8), (1, 40, 0.9)), 70))
     members  steps  best score
@@ -49,17 +49,19 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
             **options: Any) -> Halving:
     """Successive halving: trains all members for a few steps, the best 1 / eta of them for longer, and so on.
 
-    The first rung trains all n members up to step `first`. Each further rung keeps the best 1 / eta of the members and
-    trains them up to eta times as many steps, at most up to `steps`.
+    The first rung (stage of the search) trains all n members up to step `first`. Each further rung keeps the best
+    1 / eta of the members and continues their training up to eta times the step number of the previous rung, or up to
+    `steps` if that is smaller.
 
     Args:
       init_n, step_n: the results of `population`.
-      hyper: the hyperparameters of the first rung, leaves [n].
+      hyper: the hyperparameters of the members of the first rung, a tree whose leaves have a leading axis [n].
       batches: the batches, as for `tr.fit`.
       score: a function of a population, `score(state) -> [n]`; larger is better, NaN is the worst.
       steps: the total number of steps of a member that reaches the last rung.
       first: the number of steps of the first rung.
-      eta: the factor between two rungs.
+      eta: the factor by which the number of members decreases, and the number of steps increases, from one rung to the
+        next.
       key: the PRNG key for `init_n`.
       workdir: a folder for the checkpoints of each rung, from which an interrupted search continues; or None.
       **options: options of `tr.fit`, such as progress and log_every.
@@ -106,14 +108,14 @@ def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callabl
               workdir: str | os.PathLike | None = None, **options: Any) -> list[Halving]:
     """Hyperband: runs successive halving several times, with different first rungs.
 
-    The first run (bracket) starts with many members that are trained for a few steps. The last bracket starts with few
-    members that are trained for all steps.
+    Each run is called a bracket. The first bracket starts with many members that are trained for a few steps. The last
+    bracket starts with few members that are trained for all steps.
 
     Args:
       init_n, step_n, batches, score, steps, eta, options: as for `halving`.
-      space: the space of the hyperparameters, which must be numbers. Each bracket draws random points.
+      space: the space of the hyperparameters, all of which must be numbers. Each bracket draws its own random points.
       seed: the seed of the points and of the members.
-      most: the largest number of brackets; None: as many as possible with a first rung of at least one step.
+      most: the largest number of brackets. None: as many as possible if every first rung has at least one step.
       fixed: further hyperparameters, with the same value for all members; or None.
       workdir: a folder that receives one folder for each bracket; or None.
 

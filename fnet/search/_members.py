@@ -1,4 +1,4 @@
-"""The state of a population: arrays of all members, or separate arrays for each member, combined when read."""
+"""The state of a population, in combined arrays of all members or in separate arrays for each member."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Population:
     Fields:
       step: the number of completed steps, an int32 scalar.
       members: the states of the members, each leaf with a leading axis [n].
-      hyper: the hyperparameters, leaves [n, ...].
+      hyper: the hyperparameters, a tree of arrays [n, ...].
       diverged: whether a metric of the member was NaN or infinite, bool [n].
 
     >>> init = lambda key, hyper: {"w": jax.random.normal(key, (3,))}
@@ -74,7 +74,7 @@ class Separate:
     Attributes:
       states: the states, a sequence with one tree for each member.
       hypers: the hyperparameters, a sequence with one tree for each member.
-      hyper: the combined tree of which `hypers` are parts.
+      hyper: the hyperparameters of all members in one tree, each leaf with a leading axis of members.
       mesh: the devices, each with the same number of consecutive members; None: all members are on one device.
     """
 
@@ -85,7 +85,7 @@ class Separate:
     def together(self) -> Any:
         if self._together is None:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states)):
-                return self.states                         # donated to a step that failed
+                return self.states                         # the arrays were donated to a step that failed
             self._together = stacked(self.states, self.mesh)
         return self._together
 
@@ -94,7 +94,7 @@ class Separate:
 
 
 def separate(population: Population, mesh: Mesh | None) -> Separate:
-    """Converts a population to separate members. The arrays of the population are deleted, except `hyper`."""
+    """Copies the members of a population to separate arrays. The combined arrays are deleted, except `hyper`."""
     found, hyper, n = population._members, population.hyper, population.diverged.shape[0]
     if not isinstance(found, Separate):
         states, hypers = zip(*parts((found, hyper), n, mesh))
@@ -110,7 +110,7 @@ def separate(population: Population, mesh: Mesh | None) -> Separate:
 
 
 def parts(tree: Any, n: int, mesh: Mesh | None) -> list[Any]:
-    """Splits a tree with an axis of n members into n trees, each on the device of its member."""
+    """Splits a tree whose leaves have a leading axis of n members into n trees, each on the device of its member."""
     if mesh is None:
         return _parts(tree, n)
     tree = jax.device_put(tree, NamedSharding(mesh, P(mesh.axis_names[0])))

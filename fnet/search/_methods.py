@@ -1,4 +1,4 @@
-"""Methods to run the members of a population: vmap, split convolutions, or one by one. The fastest is measured."""
+"""Three methods to run the members of a population (vmap, split and loop), and the choice of the fastest method."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fnet.training._metrics import as_metrics
 
 METHODS = ("vmap", "split", "loop")
 _ROUNDS, _SECONDS = 9, 3.0      # the measurement: maximal number of rounds, and approximate time for each method
-_TURN = 0.15                    # seconds of consecutive steps in a round, as in a training, with the data in the caches
+_TURN = 0.15                    # seconds for which a method runs in a round, long enough to fill the CPU's caches
 _CLOSE = 1.04                   # a method earlier in METHODS is preferred if the times differ by less
 
 
@@ -133,7 +133,7 @@ class Step:
             for name, taken in times.items():
                 if sum(taken) > _SECONDS or (taken and min(taken) > 1.5 * best):
                     continue
-                first = run(name, copies[name])            # brings the data of this method into the caches
+                first = run(name, copies[name])            # loads the data of this method into the CPU's caches
                 steps = round(_TURN / first)
                 taken.append(statistics.fmean(run(name, copies[name]) for _ in range(steps)) if steps else first)
         seconds = {name: statistics.median(taken) for name, taken in times.items()}
@@ -193,7 +193,7 @@ class Step:
             here = len(members.states)
             batches, results = placed(batch, n, here), [None] * here
             each = here if mesh is None else n // mesh.size
-            for i in sorted(range(here), key=lambda i: i % each):      # the devices compute at the same time
+            for i in sorted(range(here), key=lambda i: i % each):      # alternates devices, so that all of them compute
                 results[i] = one(members.states[i], members.hypers[i], batches[i])
             after, metrics = zip(*results)
             metrics = metrics if mesh is None else _state.stacked(metrics, mesh)
@@ -204,7 +204,7 @@ class Step:
         return step_n
 
     def _shards(self, f: Callable) -> Callable:
-        """Returns f(members, hyper, diverged, batch, ...), applied on each device to the members of this device."""
+        """Returns a version of f(members, hyper, diverged, batch) that each device applies to its own members."""
         if self._mesh is None:
             return f
         rows = P(self._mesh.axis_names[0])
@@ -213,10 +213,13 @@ class Step:
 
 
 def checked(step: Callable) -> Callable:
-    """Returns the step of one member, `(state, hyper, batch) -> (state, metrics)`, with metrics as sums and counts.
+    """Returns the step of one member, `(state, hyper, batch) -> (state, metrics)`, with checks of the results.
+
+    Means in the metrics become `MemberMean`s.
 
     Raises:
-      TypeError: the step does not return (state, metrics), or returns a state of another structure.
+      TypeError: the step does not return (state, metrics), or the structure of the returned state differs from that of
+        the given state.
     """
     def run(state, hyper, batch):
         result = step(state, batch, hyper)
@@ -234,9 +237,9 @@ def checked(step: Callable) -> Callable:
 def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
     """Marks members that have diverged. Returns (diverged, metrics), where diverged members have weight 0 in metrics.
 
-    A member has diverged if one of its metrics is or was not finite. The leaves of metrics have a leading axis of
-    members. The states are not checked: this would take a third of the time of a small MLP's step, and a member that is
-    not finite does not affect the others.
+    A member has diverged if one of its metrics is or was NaN or infinite. The leaves of metrics have a leading axis of
+    members. The states are not checked, because the check would take a third of the time of a small MLP's step, and a
+    member with NaN or infinite values does not affect the other members.
     """
     for leaf in jax.tree.leaves(metrics):
         diverged = diverged | ~jnp.isfinite(leaf).reshape(len(leaf), -1).all(1)
@@ -245,7 +248,7 @@ def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
 
 
 def as_members(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the means in metrics with an axis of members to `MemberMean`s."""
+    """Converts each mean in metrics to a `MemberMean`, whose leading axis is the axis of members."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"each_member: expected a function that returns a dict of metrics; got a "
                         f"{type(metrics).__name__}")
@@ -258,9 +261,10 @@ def of_members(metrics):
 
 
 def split_convolutions(step: Callable) -> Callable:
-    """Returns the step with another vmap rule: convolutions of a batched input and a batched kernel run one by one.
+    """Returns the step with another vmap rule for convolutions whose input and kernel are both batched.
 
-    By default, vmap converts such convolutions to grouped convolutions, for which XLA has slow kernels.
+    By default, vmap converts these convolutions to one grouped convolution, for which XLA has slow kernels. With the
+    new rule, vmap computes a separate convolution for each member.
     """
     def rule(primitive, scope, inputs, equation):
         if primitive != "conv_general_dilated":

@@ -1,4 +1,4 @@
-"""Population-based training: good members replace bad ones, and their hyperparameters change."""
+"""Population-based training: copies of good members, with changed hyperparameters, replace bad members."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
 
 
 def pbt(step_n: Callable, score: Callable, space: Space, *, interval: int, seed: int = 0, **options: Any) -> Callable:
-    """Returns a step for `tr.fit` that trains a population and calls `evolve` every `interval` steps.
+    """Returns a step for `tr.fit` that trains a population and calls `evolve` after every `interval` steps.
 
         step = search.pbt(step_n, lambda state: accuracy(state), space, interval=200)
         state = tr.fit(step, init_n(key, hyper), batches, steps=2000, workdir="runs/pbt")
 
-    A generation depends only on the state. So a run that is interrupted at any step and then resumed has the same
-    results as an uninterrupted run, bit for bit.
+    The steps between two calls of `evolve` are a generation. Each call depends only on the state. So a run that is
+    interrupted at any step and then resumed has the same results as an uninterrupted run, bit for bit.
 
     Args:
       step_n: the step that `population` returns.

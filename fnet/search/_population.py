@@ -39,7 +39,8 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
     strength of augmentation, dropout (`nn.Dropout()(scope, x, rate=hyper["dropout"])`) or a seed. Member i equals, up
     to rounding, a single training that starts from `init(jax.random.fold_in(key, i), hyper[i])`.
 
-    On a CPU, `vmap` over the kernels of convolutions is several times slower than a loop. So there are three methods:
+    On a CPU, `vmap` over the kernels of convolutions is several times slower than a loop. So there are three methods to
+    run the members:
 
         vmap    the step under jax.vmap
         split   vmap, but convolutions with a kernel for each member are computed one by one
@@ -62,7 +63,7 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
         False: all members receive the same batch.
 
     Returns:
-      (init_n, step_n). `init_n(key, hyper)` returns a `Population`; the leaves of hyper must have a leading axis [n].
+      (init_n, step_n). `init_n(key, hyper)` returns a `Population`. The leaves of hyper must have a leading axis [n].
       `step_n(state, batch) -> (state, metrics)` is compiled on its first call, and donates the state. Each metric is a
       `tr.MemberMean`, whose `result()` has shape [n].
 
@@ -112,7 +113,7 @@ def _init(init, mesh):
 
 
 def placement(shapes: Population, mesh: Mesh) -> Population:
-    """Returns the sharding of each leaf: members are distributed, the step counter is replicated."""
+    """Returns the sharding of each leaf: the members are sharded over the devices, the step counter is replicated."""
     place = lambda tree: jax.tree.map(lambda x: NamedSharding(mesh, P(AXIS)), tree)
     return Population(NamedSharding(mesh, P()), place(shapes.members), place(shapes.hyper), place(shapes.diverged))
 

@@ -1,4 +1,5 @@
-"""Hyperparameters that change the program, such as width and depth: costs, constraints, Bayesian optimization."""
+"""Search over hyperparameters that change the program, such as width and depth: costs, limits, Bayesian optimization.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ class Cost:
     Attributes:
       flops: the exact number of floating-point operations.
       bytes: the memory for arguments, results and temporaries of the compiled program, in bytes; None: not compiled.
-      seconds: the time in seconds: the measured median on this device, or the roofline bound for another chip; None:
-        unknown.
-      basis: "measured" or "estimated", for `seconds`.
+      seconds: the measured median time on this device, or the roofline bound (estimated lower bound of the time) for
+        another chip, in seconds; None: unknown.
+      basis: whether `seconds` is "measured" or "estimated".
 
     >>> print(search.Cost(2e6, 4e6, 0.005, "measured"))
     2 MFLOP, 4 MB, 5 ms (measured)
@@ -76,15 +77,15 @@ def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: f
 
     Args:
       points: the hyperparameters, such as `space.sobol(16)`.
-      program: a function `program(point) -> (f, args)` that returns the function to limit and its arguments.
+      program: a function `program(point) -> (f, args)`. The limits apply to the cost of `f(*args)`.
       flops: the largest number of floating-point operations, or None for no limit.
       memory: the largest memory in bytes, or None for no limit.
       seconds: the largest time in seconds, or None for no limit.
       chip: the chip, as for `cost`. A limit for `memory` requires "auto".
 
     Returns:
-      A list of (point, cost) for the points within the limits, in the order of `points`. FLOPs are checked first, so a
-      program with too many FLOPs is not compiled.
+      A list of (point, cost) for the points within the limits, in the order of `points`. The limit of FLOPs is checked
+      first, so a program with too many FLOPs is not compiled.
 
     Raises:
       ValueError: no limit is given, or `memory` is given for a chip other than "auto".
@@ -161,8 +162,8 @@ class Bayesian:
         return points
 
     def tell(self, points: Sequence[Mapping[str, Any]], scores: Sequence[float]) -> None:
-        """Reports the scores of points. The points may include other points than those of `ask`, for example of an
-        earlier run."""
+        """Reports the scores of points, which may include points that `ask` did not return, such as those of an earlier
+        run."""
         for point, score in zip(points, scores, strict=True):
             failed = score != score
             state = self._optuna.trial.TrialState.FAIL if failed else self._optuna.trial.TrialState.COMPLETE
@@ -175,7 +176,7 @@ class Bayesian:
 
     @property
     def best(self) -> tuple[dict[str, Any], float]:
-        """(point, score) of the best trial."""
+        """The point with the best score, and this score."""
         return dict(self._study.best_params), float(self._study.best_value)
 
 

@@ -17,8 +17,9 @@ from fnet.training._metrics import as_metrics
 
 
 class Round:
-    """One round. It calls a compiled program for each local step, because compiled loops with convolutions are slow on
-    CPUs.
+    """A round of federated averaging, as a step for `tr.fit`.
+
+    A round calls a compiled program for each local step, because on CPUs, convolutions in a compiled loop are slow.
 
     With the method "loop", a client finishes before the next client starts, so that its parameters stay in the cache.
 
@@ -58,7 +59,7 @@ class Round:
         for begin in range(0, self._each, at_once):
             running = [[*self._begin_jit(server, data[1], np.int32(first + begin), at_once), None]
                        for server, (first, _, data) in zip(servers, self._places)]
-            for at in range(self._steps):                  # the devices compute at the same time
+            for at in range(self._steps):                  # alternates devices, so that all of them compute
                 for one, server, (_, _, data) in zip(running, servers, self._places):
                     one[0], metrics = self._step(one[0], (np.int32(at), data, server[0]))
                     one[2] = metrics if one[2] is None else self._add(one[2], metrics)
@@ -78,7 +79,7 @@ class Round:
         return self._end(state, self._close(clients, answers, metrics, state.params, data[1]))
 
     def prepare(self, state: Any, batch: Any = None, known: Any = None) -> dict[str, Any]:
-        """Selects the method by which the clients run, like the step of a population."""
+        """Selects the method by which the clients run, as for a population."""
         self._chosen = self._step.prepare(*self._first(state), known)
         return self._chosen
 
@@ -116,7 +117,7 @@ class Round:
         new, metrics = self._local.step(carry, mine, weight, key, server)
         if self._full:
             return new, metrics
-        some = weight.any()                                # a small client has fewer batches than the largest one
+        some = weight.any()                                # False after the last batch of a client with little data
         keep = lambda a, b: jnp.where(some, a, b)
         metrics = jax.tree.map(lambda x: jnp.where(some, x, jnp.zeros_like(x)), as_metrics(metrics))
         return jax.tree.map(keep, new, carry), metrics
@@ -128,7 +129,7 @@ class Round:
 
         def change(after, before):
             rows = lambda x: x.reshape(-1, *[1] * before.ndim)
-            moved = jnp.where(rows(answers), after - before[None], 0)       # a client that diverged is NaN
+            moved = jnp.where(rows(answers), after - before[None], 0)       # diverged clients may have NaNs
             return (rows(weights.astype(after.dtype)) * moved).sum(0)
 
         sums = {name: Mean(x.total.sum(), x.count.sum()) for name, x in metrics.items()}

@@ -28,7 +28,7 @@ def sobol(n: int, dimensions: int, *, seed: int | None = None, start: int = 0) -
     Args:
       n: the number of points; a power of 2 is best.
       dimensions: the number of dimensions, from 1 to 21.
-      seed: the seed of a random digital shift, which preserves the even coverage; None: no shift.
+      seed: the seed of a random digital shift, which preserves the even coverage. None: no shift.
       start: the index of the first point.
 
     Returns:
@@ -158,14 +158,14 @@ class Space(dict):
         return [self.at(point) for point in sobol(n, len(self), seed=seed)]
 
     def at(self, point: Any) -> dict[str, Any]:
-        """Returns the hyperparameters at a point of the unit cube, which has one coordinate for each name."""
+        """Returns the hyperparameters at a point of the unit cube. The point has one coordinate for each name."""
         return {name: kind.at(float(u)) for (name, kind), u in zip(self.items(), point)}
 
     def arrays(self, points: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
         """Converts n points to the hyperparameters of a population: a dict of arrays [n], float32 or int32.
 
         Raises:
-          TypeError: a value is not a number. Train a separate program for each of such values.
+          TypeError: a value is not a number. Train a separate program for each such value.
         """
         for name in self:
             if any(isinstance(point[name], bool | str) or point[name] is None for point in points):

@@ -1,14 +1,14 @@
-"""Sweeps: trials of an experiment in separate processes, with locks that survive killed workers.
+"""Sweeps: trials of an experiment in separate processes, with locks that remain held if a worker is killed.
 
     FOLDER/sweep.json              script, space, metric, sampler, flags
     FOLDER/trials/0000/trial.json  the hyperparameters
     FOLDER/trials/0000/run/        the run's folder
-    FOLDER/trials/0000/result.json the status and the value, written last
+    FOLDER/trials/0000/result.json the status and the value of the metric, written last
     FOLDER/index.html              the table and plots
 
-A worker holds the lock of a trial (`flock`) and passes it to the process of the trial. If the worker is killed, the
-lock is released when that process has ended, too. Then another worker continues the trial from its checkpoint. A
-worker ends when every trial has a result, or when its time is used up.
+A worker locks a trial with `flock` and passes the lock to the process of the trial. If the worker is killed, the lock
+is released when the process of the trial has ended, too. Then another worker continues the trial from its checkpoint.
+A worker ends when every trial has a result, or when its time is used up.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class Sweep:
         return [Trial(path) for path in sorted((self.folder / "trials").iterdir()) if (path / "trial.json").exists()]
 
     def claim(self, most: int | None) -> tuple[Trial, Lock] | None:
-        """Returns an interrupted trial that is not locked, or a new trial; None if there are already `most` trials."""
+        """Locks an interrupted trial or a new trial. Returns (trial, lock), or None if no trial may be started.
+
+        `most` is the largest number of trials, or None.
+        """
         with self.planning():
             trials = self.trials()
             for trial in trials:
@@ -209,7 +212,7 @@ def _work(sweep, deadline, most):
         if claimed is None:
             if all(trial.result for trial in sweep.trials()):
                 return
-            time.sleep(_POLL)      # another worker has the last trials. If it is killed, this one continues them
+            time.sleep(_POLL)      # other workers run the last trials. If they are killed, this worker continues
             continue
         trial, lock = claimed
         try:
@@ -227,7 +230,7 @@ def _work(sweep, deadline, most):
 
 
 def _execute(sweep, trial, lock, deadline):
-    """Runs a trial to its end. Returns None if the trial was interrupted and remains open."""
+    """Runs a trial to its end and returns its result, or None if the trial was interrupted and can be continued."""
     began, attempts = time.monotonic(), 0
     while True:
         with open(trial.folder / "output.txt", "ab") as output:
@@ -253,7 +256,7 @@ def _execute(sweep, trial, lock, deadline):
 
 
 def _stop(process):
-    """Sends SIGTERM, upon which `fit` saves the last step. A process that does not end receives SIGKILL."""
+    """Sends SIGTERM to a process, so that `fit` saves the last step. A process that does not end receives SIGKILL."""
     process.terminate()
     try:
         process.wait(timeout=60)
@@ -263,7 +266,7 @@ def _stop(process):
 
 
 def _finished(workdir) -> bool:
-    """Whether the last `fit` of a run finished, or the run has no events."""
+    """Whether the last `fit` of a run finished. True if the run has no events.jsonl."""
     try:
         lines = (workdir / "events.jsonl").read_text().splitlines()
     except FileNotFoundError:

@@ -28,8 +28,7 @@ def importance(points: Sequence[Mapping[str, Any]], values: Sequence[float], spa
     """Returns the share of the variance of the values that each hyperparameter explains alone, from 0 to 1.
 
     The trials are divided into up to four groups by the value of the hyperparameter. The share is the adjusted R^2 of a
-    one-way analysis of variance, or 0 if it is negative: the variance between the groups, minus the part that is
-    expected by chance.
+    one-way analysis of variance over these groups, or 0 if it is negative.
     """
     values = np.asarray(values, float)
     shares = {}

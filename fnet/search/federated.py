@@ -37,7 +37,7 @@ class FederatedState:
       params: the parameters of the server.
       opt_state: the state of the server's optimizer.
       key: the PRNG key for the clients, the orders of the examples and the dropouts of each round.
-      bytes: the number of bytes sent to clients and back so far, a float32 scalar.
+      bytes: the number of bytes that the server has sent and received so far, a float32 scalar.
 
     >>> state = search.federated.init(jax.random.key(0), {"w": jnp.zeros(3)}, optax.sgd(1.0))
     >>> int(state.step), float(state.bytes)
@@ -193,14 +193,14 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
     """Returns one round of federated averaging as a step for `tr.fit`.
 
     A round draws clients without replacement, and each client receives the parameters w of the server. The clients
-    train for their local epochs as a `search.population`; client k obtains the parameters w_k. The mean of the
-    differences w_k - w, weighted with the number of examples n_k of each client, is used by the server's optimizer:
+    train for their local epochs as a `search.population`. After that, client k has the parameters w_k. The server's
+    optimizer uses the mean of the differences w_k - w, weighted with the number of examples n_k of each client:
 
         delta = sum_k n_k (w_k - w) / sum_k n_k,        w = w + server.update(-delta)
 
     The server's optimizer determines the algorithm: `optax.sgd(1.0)` is FedAvg, `optax.sgd(1.0, momentum=0.9)` is
-    FedAvgM, and `optax.adam(...)` is FedAdam. For FedProx, use `local(..., proximal=mu)`. Other Optax transformations
-    of the mean difference can be chained with the optimizer. With one epoch and `batch_size=None`, a round on all
+    FedAvgM, and `optax.adam(...)` is FedAdam. For FedProx, use `local(..., proximal=mu)`. The optimizer can be chained
+    with other Optax transformations of the mean difference. With one epoch and `batch_size=None`, a round on all
     clients is FedSGD, which is a step on one large batch.
 
     Args:
@@ -211,7 +211,7 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
       epochs: the number of local passes over the data of a client. Each pass has a different random order.
       batch_size: the number of examples in a local batch; None: all examples of a client.
       dropout: the probability that a client receives the parameters but does not answer. If no client answers, the
-        parameters do not change. A client whose loss is not finite also counts as not answering.
+        parameters do not change. A client whose loss is NaN or infinite also counts as not answering.
       method: the method by which the clients of a round run, as for `population`.
       devices: the devices over which the clients of a round are distributed; None: the default device. `sampled` must
         be a multiple of the number of devices. The devices may belong to several processes (`parallel.initialize`).
