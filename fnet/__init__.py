@@ -1,9 +1,9 @@
 """fnet: neural networks as pure functions on JAX.
 
-A model is a function of a plain parameter tree (`fnet.layers`); whatever one does to it is a transform of that function
-(`fnet.transforms`); what suits the chip underneath is looked up and measured (`fnet.hardware`). `fnet.compress`,
-`fnet.export`, `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`, `fnet.search` and `fnet.training`
-load on first use.
+A model is a function of a plain parameter tree (`fnet.layers`). Operations on a model, such as the conversion to mixed
+precision, are transforms of this function (`fnet.transforms`). `fnet.hardware` describes chips and selects the dtypes
+that suit them. `fnet.compress`, `fnet.export`, `fnet.introspect`, `fnet.models`, `fnet.parallel`, `fnet.report`,
+`fnet.search` and `fnet.training` are imported on first use.
 """
 
 import importlib

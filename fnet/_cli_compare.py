@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def training(name: str, rows: int | None = None) -> tuple:
-    """A training step of a published configuration: (step, init, batch, whether it classifies images).
+    """Returns a training step of a published configuration: (step, init, batch, whether it classifies images).
 
     Raises:
-        ValueError: there is no such configuration, or it is no image classifier or language model.
+        ValueError: there is no such configuration, or it is neither an image classifier nor a language model.
     """
     import difflib
 

@@ -1,4 +1,4 @@
-"""`fnet export RUN --to=bundle,onnx,litert`: the trained model of a run as files that run elsewhere."""
+"""`fnet export RUN --to=bundle,onnx,litert`: writes the trained model of a run as files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sizes(text: str) -> dict[str, int]:
-    """{"b": 1, "t": 64} from b=1,t=64."""
+    """Parses sizes: for "b=1,t=64", returns {"b": 1, "t": 64}."""
     try:
         return {name.strip(): int(size) for name, size in (pair.split("=") for pair in text.split(","))}
     except ValueError:
@@ -78,7 +78,7 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _standard(mean: list[float], std: list[float]) -> Any:
-    """The function from images with values from 0 to 255 to the model's input."""
+    """Returns a function that scales images with values from 0 to 255 and standardizes their channels."""
     def preprocess(params, image):
         import jax.numpy as jnp
 

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def found(name: str) -> tuple:
-    """What the function `module:function` returns: (step, init, batch)."""
+    """Calls the function `module:function` and returns its result, (step, init, batch)."""
     where, _, function = name.rpartition(":")
     if not where or not function:
         raise ValueError(f"{name!r}: expected module:function or file.py:function")

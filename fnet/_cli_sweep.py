@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def separate(argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """(the arguments of `fnet sweep`, the flags of the script after --)."""
+    """Returns (the arguments of `fnet sweep`, the flags of the script, which follow after --)."""
     if "sweep" not in argv or "--" not in argv:
         return argv, []
     at = list(argv).index("--")
@@ -61,7 +61,7 @@ def separate(argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
 
 
 def budget(text: str) -> float:
-    """Seconds of a duration such as 30m."""
+    """Converts a duration such as 30m to seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
     if not match or float(match[1]) == 0:
         raise ValueError(f"--budget={text}: expected a time such as 90s, 30m or 2h")

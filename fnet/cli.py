@@ -1,16 +1,17 @@
 """The `fnet` command.
 
-    fnet devices            the chips of this machine and their policies; a CPU is probed for one second, once
-    fnet chips              the catalog of chips
-    fnet chips "TPU v5e"    one chip: computed and published peaks, prices, FLOP per dollar, power, sources
-    fnet chips --plot FILE  FLOP per dollar and per watt over the years
-    fnet export runs/digits --to=bundle,onnx,litert  the trained model of a run as files that run elsewhere
-    fnet bundle show FILE   an exported model; also check and renew
-    fnet serve FILE         exported models over HTTP
-    fnet report runs/digits                          learning curves, predictions, configuration: one HTML file
-    fnet plan module:function --devices v5e:16x16    shardings, transfers, memory and cost of a training step
-    fnet sweep SCRIPT --space space.json --budget 30m    a search for hyperparameters that survives kills
-    fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    a training step on several chips, side by side
+    fnet devices            shows the chips of this machine and their precision policies; the first call measures a CPU
+                            for one second
+    fnet chips              shows the catalog of chips
+    fnet chips "TPU v5e"    shows computed and published peaks, prices, FLOP per dollar, power and sources of a chip
+    fnet chips --plot FILE  plots FLOP per dollar and per watt over the years
+    fnet export runs/digits --to=bundle,onnx,litert         writes the trained model of a run as files
+    fnet bundle show FILE   describes an exported model; fnet bundle check and fnet bundle renew test and rewrite it
+    fnet serve FILE         serves exported models over HTTP
+    fnet report runs/digits                                 writes an HTML report of a run
+    fnet plan module:function --devices v5e:16x16           plans shardings and memory of a training step
+    fnet sweep SCRIPT --space space.json --budget 30m       searches for hyperparameters
+    fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    compares a training step on several chips
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0; 2 if the command line is wrong; 1 for other errors. An error is
-    one line on standard error, with --debug a traceback."""
+    """Runs the command and returns its exit code.
+
+    The exit code is 0 for success, 2 for an invalid argument, an unreadable file or a missing device, and 1 for other
+    errors. Errors are printed to standard error in one line, or as a traceback with --debug.
+    """
     parser = _Parser(prog="fnet", description="fnet: neural networks as pure functions on JAX.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="<command>")
@@ -109,7 +113,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def no_device(error: Exception) -> str:
-    """The message for the error that `jax.devices` raises when no backend starts."""
+    """Returns the message for the error that `jax.devices` raises when no backend starts."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     why = (str(error).splitlines() or [f"no backend of JAX_PLATFORMS={platforms!r} starts"])[0]
     return f"JAX finds no device: {why}"
@@ -229,7 +233,7 @@ def _row(name: str) -> int:
 
 
 def _comparison(item: Any) -> list[tuple[str, str]]:
-    """Formulas with their results, each followed by the published peaks and why they differ."""
+    """Returns formulas of peaks with their results, and the published peaks with the reasons why they differ."""
     from fnet import hardware as hw
 
     formulas = {(c.dtype, c.formula): c.flops for c in hw.computed(item)}
@@ -247,7 +251,7 @@ def _comparison(item: Any) -> list[tuple[str, str]]:
 
 
 def _figures(chip: Chip) -> list[tuple[str, str]]:
-    """Peaks, memory and links as text, with the basis of each number."""
+    """Returns peaks, memory and links as text, with the basis (such as published or measured) of each number."""
     rows = [(f"peak {name}", f"{si(rate)}{'OP' if name.startswith('int') else 'FLOP'}/s ({chip.basis(name)})")
             for name, rate in chip.peaks.items()]
     if not rows:

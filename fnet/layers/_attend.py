@@ -1,8 +1,9 @@
 """Dot-product attention as a primitive whose implementation is selected when the program is compiled.
 
-There are three primitives: attention itself; its tangent, which attention's JVP emits and which is linear in the
-tangents of query, key and value; and the transpose of the tangent, which a backward pass runs. The derivatives of the
-second and third primitives are computed from equivalent ordinary operations.
+There are three primitives. `attention` computes the output. `attention_tangent` computes the tangent of the output, and
+is used by the JVP of `attention`. It is linear in the tangents of query, key and value. `attention_backward` is its
+transpose, which a backward pass runs. The derivatives of the last two primitives are computed from equivalent
+operations of `jax.lax`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
 
         out[t, h] = sum_s softmax_s(scale query[t, h] . key[s, g] + mask[t, s]) value[s, g],  g = h // (heads / groups)
 
-    On a CPU, the forward and backward passes skip each block of keys that `causal` or `window` hides from a whole block
-    of queries. On a GPU or TPU, a flash attention kernel runs if it supports the arguments; otherwise XLA compiles the
+    On a CPU, the queries are processed in blocks, and keys that `causal` or `window` hides from all queries of a block
+    are skipped. On a GPU or TPU, a flash attention kernel runs if it supports the arguments; otherwise XLA compiles the
     formula. `transforms.explain` reports the implementation. Derivatives of any order, forward or reverse, are
     supported. For the backward pass, query, key, value and output are stored; the attention weights are recomputed. The
-    name of the stored values for `jax.checkpoint_policies.save_only_these_names` is "attention".
+    output has the name "attention" for `jax.checkpoint_policies.save_only_these_names`.
 
     Glossary: b batch, t time of the queries, s time of the keys, h heads, g key/value heads, d head_dim.
 
@@ -44,17 +45,18 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
         key, value: [b, s, g, d] in the query's dtype. Each key/value head serves h / g query heads (Ainslie et al.,
             2023).
         mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any axis may have length
-            1. In the formula, True stands for 0, and False for minus infinity. None: no mask.
-        lengths: integers [b], the number of valid keys in each example. The keys after them are ignored. None: all
-            keys are valid.
+            1. In the formula, True stands for 0, and False for minus infinity. Default None: no mask.
+        lengths: integers [b], the number of valid keys in each example. The keys after them are ignored. Default None:
+            all keys are valid.
         starts: integers [b], the position of each example's first query among its keys, used by `causal` and
-            `window`. None: 0.
+            `window`. Default None: 0.
         causal: whether a query attends only to keys at its own and earlier positions. Default False.
-        window: with `causal`, a query attends to the last `window` keys, including the one at its own position.
-            Otherwise it attends to keys less than `window` positions away (Beltagy et al., 2020). None: no limit.
-        scale: the factor by which the logits are multiplied. None: 1 / sqrt(d).
-        softcap: a bound on the logits: scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
-            None: no bound.
+        window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends to the last `window`
+            keys, including the key at its own position. Without `causal`, it attends to all keys that are less than
+            `window` positions away. Default None: no limit.
+        scale: the factor by which the logits are multiplied. Default None: 1 / sqrt(d).
+        softcap: a bound on the logits. Scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
+            Default None: no bound.
 
     Returns:
         [b, t, h, d] in the query's dtype. The output is 0 for a query that attends to no key. The softmax is computed
@@ -137,14 +139,16 @@ def _integers(x, batch, name):
 # contains the dtypes of the results. Autocast sets both.
 
 attention_p = Primitive("attention")
-"""-> out; with `residuals` also peak and total, the softmax statistics that a backward pass needs. They are not
-differentiable results: neither they nor the out that a backward pass receives have derivatives."""
+"""Result: out. With `residuals`, the results are out, peak and total. Peak and total are the softmax statistics that a
+backward pass needs. They have no derivatives: when the other two primitives are differentiated, out, peak and total are
+recomputed from query, key and value."""
 
 tangent_p = Primitive("attention_tangent")
-"""..., out, peak, total, the tangents of query, key and value, as far as `moving` names them -> the tangent of out."""
+"""Operands: ..., out, peak, total, then the tangents of those of query, key and value for which `moving` is True.
+Result: the tangent of out."""
 
 backward_p = Primitive("attention_backward")
-"""..., out, peak, total, the cotangent of out -> the cotangents of query, key and value."""
+"""Operands: ..., out, peak, total, the cotangent of out. Results: the cotangents of query, key and value."""
 
 
 def _attention(blocks, products, *args, form, compute, outs, residuals):
@@ -163,8 +167,9 @@ def _backward(blocks, products, *args, form, compute, outs):
 
 
 def _whole(f, *args, **params):
-    """Evaluates `f` as ordinary operations that are the same on every platform. Higher derivatives are derived from
-    these operations. They use float32 instead of a narrow dtype, because XLA:CPU lacks some of the narrow products."""
+    """Evaluates `f` with operations of `jax.lax` that are the same on every platform. JAX differentiates these
+    operations to compute higher derivatives. The operands of products are float32 instead of a 16-bit dtype, because
+    XLA:CPU does not support all 16-bit products."""
     form, compute = params["form"], params["compute"]
     products = Products(compute, xla.widened(compute), form.precision)
     return f([xla.Span(0, args[0].shape[1], 0, args[1].shape[1])], products, *args, **params)
@@ -202,7 +207,7 @@ def _by_kernel(platform, primitive, f):
 
 
 def _explain(primitive, query, key, *_, form, compute, **params) -> str:
-    """Describes the implementation of an equation on this machine."""
+    """Describes how an attention equation is implemented on this machine."""
     platform = jax.default_backend()
     if platform == "cpu":
         if len(xla.spans(form, query.shape[1], key.shape[1])) > 1:
@@ -236,7 +241,7 @@ def _form(*, form, compute, **_):
 
 
 def _weights(eqn, arrays):
-    """Recomputes the attention weights [b, h, t, s], which no form of the primitive stores."""
+    """Recomputes the attention weights [b, h, t, s], which no implementation stores."""
     form, compute = _form(**eqn.params)
     where = arrays[3:3 + len(form.given)]
     return xla.weights(form, Products(compute, xla.widened(compute), form.precision), *arrays[:2], *where)
@@ -250,8 +255,11 @@ def _reweighted(eqn, arrays, weights):
 
 
 def _axes(eqn):
-    """Returns letters for the axes of an equation's operands and result, such as t for time. The h heads are split into
-    g key/value heads and r query heads for each of them."""
+    """Returns (sizes of axes by letter, letters of the heads, axes of the operands, axes of the results).
+
+    Each axis is described by letters, for example t for time. The h heads are described by "gr", because there are r
+    query heads for each of the g key/value heads.
+    """
     (b, t, h, d), (_, s, g, _) = (v.aval.shape for v in eqn.invars[:2])
     sizes = {"b": b, "t": t, "s": s, "g": g, "r": h // g, "d": d, "o": 1}
     names = {"lengths": "b", "starts": "b"}
@@ -262,7 +270,10 @@ def _axes(eqn):
 
 
 def _lower(params, compute, out) -> dict | None:
-    """Returns the parameters that autocast changes to set the dtypes, or None if the user set a precision."""
+    """Returns the parameters that autocast changes to set the dtypes.
+
+    Returns None if autocast must not change the equation, because its dtype is not float32 or the user set a precision.
+    """
     if params["compute"] != jnp.float32 or params["form"].precision is not None:
         return None
     return {"compute": compute, "outs": (out,) * len(params["outs"])}
@@ -270,7 +281,7 @@ def _lower(params, compute, out) -> dict | None:
 
 @functools.lru_cache(1024)
 def _types(f, types, params):
-    """Returns the abstract results. The ordinary operations propagate the shardings and the varying mesh axes."""
+    """Returns the types of the results, including shardings and varying mesh axes, which the operations propagate."""
     return jax.make_jaxpr(functools.partial(_whole, f, **dict(params)))(*types).out_avals
 
 
@@ -295,7 +306,7 @@ def _define(primitive, f):
 
 
 def _batch(primitive, args, axes, *, form, **params):
-    """Folds the new axis into the batch axis."""
+    """Batching rule: merges the new axis with the batch axis."""
     size = next(x.shape[axis] for x, axis in zip(args, axes) if axis is not None)
     batch = args[0].shape[1 if axes[0] == 0 else 0]
     masks = [3 + i for i, name in enumerate(form.given) if name == "mask"]
@@ -316,7 +327,7 @@ def _batch(primitive, args, axes, *, form, **params):
 
 
 def _derivative(primitive, f, primals, tangents, **params):
-    """The JVP of a primitive, computed from `f`, ordinary operations with the same values."""
+    """The JVP of a primitive, computed with `f`, which returns the same values with operations of `jax.lax`."""
     moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
     def of(*moved):
@@ -361,7 +372,7 @@ def _backward_transpose(cotangents, *args, form, compute, outs):
 
 
 def _backward_by_definition(blocks, products, *args, form, compute, outs):
-    """Computes `_backward` from query, key, value and the cotangent of out; recomputes out, peak and total."""
+    """Computes the results of `_backward` with `jax.vjp` of the forward pass. Out, peak and total are recomputed."""
     where = args[3:3 + len(form.given)]
     pull = jax.vjp(lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], *args[:3])[1]
     return [x.astype(dtype) for x, dtype in zip(pull(args[-1].astype(products.wide)), outs)]

@@ -1,6 +1,7 @@
 """Attention kernels that never store the weights: cuDNN's on NVIDIA GPUs, splash attention on TPUs.
 
-If a kernel does not support the arguments, `refusal` returns the reason, and ordinary operations are used.
+If a kernel does not support the arguments, `refusal` returns the reason, and XLA compiles the operations of
+`_attend_xla` instead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole
 
     Args:
         platform: "cuda" or "tpu".
-        form: the kind of attention.
+        form: the options of the attention.
         compute: the dtype of the products.
         q, k: query and key; only their shapes are used.
         partitioning: as in `fnet._jax.kernels.partitioning`.
@@ -87,7 +88,7 @@ def _splash(form, compute, t, s, d):
 
 @functools.cache
 def _nvidia() -> tuple[float, int]:
-    """Returns (compute capability, cuDNN version). Without a GPU, they are those of an Ampere GPU with cuDNN 9.5."""
+    """Returns (compute capability, cuDNN version), or without a GPU, the values of an Ampere GPU with cuDNN 9.5."""
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -119,7 +120,10 @@ def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *re
 
 
 def _operands(form, compute, q, k, v, where):
-    """Returns (arrays for a kernel, their axes, (mask, lengths) or None). A mask includes the lengths."""
+    """Returns (the operands of a kernel, the axes of each operand, (mask, lengths)).
+
+    Mask and lengths are None if they were not passed. If both were passed, the mask includes the lengths.
+    """
     given = dict(zip(form.given, where))
     mask, lengths = given.get("mask"), given.get("lengths")
     arrays, kinds = [_cast(x, compute) for x in (q, k, v)], ["bthd", "bsgd", "bsgd"]
@@ -160,7 +164,10 @@ def _silent(blind, x):
 
 
 def _named(kinds, arrays):
-    """Returns (bias, lengths, the other arrays); bias and lengths are None if they were not passed."""
+    """Splits `arrays`, the operands after query, key and value, into (bias, lengths, list of the others).
+
+    Bias and lengths are None if they were not passed.
+    """
     rest = list(arrays)
     bias = rest.pop(0) if len(kinds) > 3 and kinds[3].endswith("ts") else None
     return bias, rest.pop(0) if "b" in kinds else None, rest
@@ -210,8 +217,10 @@ _KERNELS = {"cuda": (_cudnn_forward, _cudnn_backward), "tpu": (_splash_forward, 
 
 
 def _split(kernel, form, operands, results, partitioning):
-    """Returns `kernel(form, operands, results, *arrays)` as a function that XLA can partition along batch and heads.
-    Arrays that are split along other axes are gathered first.
+    """Returns a function of `*arrays` that calls `kernel(form, operands, results, *arrays)`.
+
+    XLA can partition this function along the batch and the heads. Arrays that are sharded along other axes are gathered
+    first.
 
     Args:
         operands, results: the axes of each array: b is the batch, h and g are the heads. An axis with a capital letter

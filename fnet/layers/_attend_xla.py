@@ -1,7 +1,7 @@
-"""Attention as ordinary XLA operations: forward and backward pass, in blocks of queries if a mask hides keys.
+"""Attention as operations of `jax.lax`: forward pass, backward pass and tangent, in blocks of queries.
 
 Glossary: b batch, t time of the queries, s time of the keys, h heads, g key/value heads, r = h / g, d head_dim.
-Statistics of a row of logits: peak is its maximum, total the sum of exp(logits - peak), both [b, h, t].
+Statistics of a row of logits: peak is its maximum, and total is the sum of exp(logits - peak). Both are [b, h, t].
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Form:
     softcap: float | None = None
 
     def blind(self, t: int, s: int) -> bool:
-        """Whether some query may attend to no key. If symbolic sizes differ, either of them may be the larger one."""
+        """Whether there may be queries that attend to no key. Of two different symbolic sizes, t may be larger."""
         more = t > s if sized(t, s) else t != s
         return bool(self.given) or (self.window is not None and more)
 
 
 class Span(NamedTuple):
-    """Queries start .. stop - 1 attend only to keys low .. high - 1."""
+    """A block of queries and its keys: the queries start .. stop - 1 attend only to the keys low .. high - 1."""
 
     start: int
     stop: int
@@ -53,7 +53,7 @@ def spans(form: Form, t: int, s: int) -> list[Span]:
     """Splits the queries into up to eight blocks (more with a window), each with the keys that it can attend to.
 
     With a causal mask, four blocks need 5/8 of the work of one block. With more than eight blocks, the products have so
-    few rows that they lose more time than the skipped keys save. For symbolic sizes, there is one block.
+    few rows that they become slower by more than the skipped keys save. For symbolic sizes, there is one block.
     """
     if not sized(t, s):
         return [Span(0, t, 0, s)]
@@ -74,13 +74,14 @@ def spans(form: Form, t: int, s: int) -> list[Span]:
 
 
 def widened(dtype):
-    """The dtype of sums and of the softmax for inputs of this dtype."""
+    """Returns the dtype of sums and of the softmax for inputs of this dtype."""
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
 
 class Products(NamedTuple):
     """Matrix products [b, g, m, k] x [b, g, k, n]. Operands are rounded to the dtype `compute` and then converted to
-    the dtype `operand`; sums have the dtype `wide`."""
+    the dtype `operand`; sums have the dtype `wide`. If `barred` is True, optimization barriers prevent XLA:CPU from
+    changing the form of the products."""
 
     compute: Any
     operand: Any
@@ -98,15 +99,15 @@ class Products(NamedTuple):
         return x + lax.stop_gradient(_cast(_cast(x, self.compute), self.operand) - x)
 
     def rows(self, x, y):
-        """x y^T for y [b, g, n, k]."""
+        """Computes x y^T for y [b, g, n, k]."""
         return self._dot(x, y, 3, 3)
 
     def mix(self, x, y):
-        """x y for y [b, g, k, n]."""
+        """Computes x y for y [b, g, k, n]."""
         return self._dot(x, y, 3, 2)
 
     def sums(self, x, y):
-        """x^T y for x [b, g, k, m] and y [b, g, k, n]."""
+        """Computes x^T y for x [b, g, k, m] and y [b, g, k, n]."""
         if not self.barred:
             return self._dot(x, y, 2, 2)
         return self._dot(lax.optimization_barrier(self.read(x).swapaxes(2, 3)), y, 3, 2)
@@ -125,8 +126,8 @@ class Products(NamedTuple):
 def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where):
     """Returns (out [b, t, h, d], peak, total), all in `products.wide`.
 
-    The division by the sum of the weights follows the product with the values, because it then divides an array [t, d]
-    instead of an array [t, s].
+    The weights are normalized after the product with the values. Then an array [t, d] is divided instead of an array
+    [t, s].
     """
     b, t, h, _ = q.shape
     g = k.shape[2]
@@ -171,8 +172,8 @@ def mixed(products: Products, weights, v):
 def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest):
     """Returns the cotangents of q, k and v. `rest` ends with out, peak, total and the cotangent of out.
 
-    The weights are recomputed from their statistics, with the operations of the forward pass. A compiler that sees both
-    passes runs them once. With w = normalized weights and the cotangent y' of y = w v:
+    The weights are recomputed from peak and total, with the same operations as in the forward pass. If both passes are
+    in one program, XLA runs these operations only once. With w = normalized weights and the cotangent y' of y = w v:
 
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
@@ -184,7 +185,8 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
     b, t, h, d = q.shape
     g, s = k.shape[2], k.shape[1]
     inverse = 1 / total.astype(products.wide)
-    # The cotangent is divided instead of the weights, except in float16, where the divided cotangent would underflow.
+    # The cotangent is divided by total instead of the weights. In float16, the weights are divided instead, because the
+    # divided cotangent would underflow.
     early = products.compute == jnp.float16
     y = _split(y.astype(products.wide), g)
     if not early:
@@ -222,7 +224,7 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
 
 def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v, *rest):
-    """Returns the tangent of out. `rest` ends with tangents of query, key and value, if `moving` is True for them."""
+    """Returns the tangent of out. `rest` ends with the tangents of those of q, k and v for which `moving` is True."""
     tangents = iter(rest[len(form.given):])
     return jax.jvp(lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[:len(form.given)])[0], (q, k, v),
                    tuple(_cast(next(tangents), x.dtype) if moves else jnp.zeros_like(x)
@@ -230,7 +232,7 @@ def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v,
 
 
 def seen(form: Form, at: Span, shape, where):
-    """Returns booleans that are True if a query of a span attends to a key of the span, or None if all are True.
+    """Returns booleans that are True where a query of a span attends to a key of the span, or None if all are True.
 
     The booleans broadcast to [b, h, t, s] with the span's t queries and s keys.
 
@@ -264,7 +266,7 @@ def seen(form: Form, at: Span, shape, where):
 
 
 def _logits(form, products, at, q, k, where):
-    """Returns (logits [b, h, t, s] of a span, which keys are attended to)."""
+    """Returns (the logits [b, h, t, s] of a span, the result of `seen` for this span)."""
     b, g, r, t, _ = q.shape
     shape = b, g * r, at.stop - at.start, at.high - at.low
     logits = products.rows(_merged(q[:, :, :, at.start:at.stop]), k[:, :, at.low:at.high]).reshape(shape) * form.scale

@@ -30,13 +30,13 @@ class Rotary:
     A `Rotary` is called as `rotary(x, positions)` with x [batch, time, heads, head_dim] and positions [batch, time].
     The result has the shape and dtype of x. Angles are computed in float32.
 
-    Models whose context was extended after training use other angles, which the function `scaling` computes, such as
-    `models.Llama3Scaling`. The function receives the angles per position, a NumPy array float32 [head_dim / 2], and
-    returns the new angles. It may have two attributes. `amplitude` is a factor by which the rotated features are
-    multiplied. If `by_length` is True, the function has a second argument, the numbers of tokens of the examples
-    [batch], and returns [batch, head_dim / 2]. An `Attention` then caches keys before rotation, and rotates all cached
-    keys according to the present length. (Cached keys and values of deeper layers still depend on the angles that were
-    in use when these keys and values were computed.)
+    Models whose context was extended after training use other angles. The function `scaling`, for example
+    `models.Llama3Scaling`, computes them. The function receives the rotation of each pair per position, a float32 NumPy
+    array [head_dim / 2], and returns the new rotation per position. It may have two attributes. `amplitude` is a factor
+    by which the rotated features are multiplied. If `by_length` is True, the function has a second argument, the number
+    of tokens of each example [batch], and returns [batch, head_dim / 2]. An `Attention` then caches keys before
+    rotation, and rotates all cached keys according to the current length. (Cached keys and values of deeper layers
+    still depend on the angles that were in use when these keys and values were computed.)
 
     Args:
         base: the base of the powers in the formula. The slowest pair completes one rotation in about 2 pi base
@@ -44,8 +44,8 @@ class Rotary:
         interleaved: whether the pairs of features are (0, 1), (2, 3), ... as in the paper and llama2.c. Default False:
             the pairs are (i, i + head_dim / 2), as in GPT-NeoX and in Hugging Face's Llama.
         scaling: the function described above. Default None: the angles of the formula.
-        features: number of features that are rotated, starting with the first of each head. In the formula, head_dim is
-            then this number. Default: all.
+        features: number of features of each head that are rotated, counted from the first feature. This number replaces
+            head_dim in the formula. Default None: all.
 
     Source: Su et al. (2021), RoFormer, eq. 34.
 
@@ -107,20 +107,21 @@ class Attention(Layer):
             heads.
         head_dim: number of features of each head. Default: f / heads.
         causal: whether a query attends only to keys at its own and earlier positions. Default False.
-        rotary: a `Rotary` for queries and keys. Default None.
-        window: with `causal`, a query attends to the last `window` keys, including the one at its own position.
-            Otherwise it attends to keys less than `window` positions away (Beltagy et al., 2020). Default None: all.
+        rotary: a `Rotary` for queries and keys. Default None: no rotation.
+        window: the size of a sliding window (Beltagy et al., 2020). With `causal`, a query attends to the last `window`
+            keys, including the key at its own position. Without `causal`, it attends to all keys that are less than
+            `window` positions away. Default None: no limit.
         scale: the factor by which the logits are multiplied. Default: 1 / sqrt(head_dim).
-        softcap: a bound on the logits: scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
+        softcap: a bound on the logits. Scaled logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
             Default None: no bound.
         qk_norm: a normalization layer for queries and keys, such as `nn.RMSNorm()`. It is applied before the rotation.
-            Default None.
+            Default None: no normalization.
         norm_heads: whether `qk_norm` normalizes each head, as in Qwen 3, or all heads at once, as in OLMo 2. Default
             True.
         use_bias: whether the four projections have a bias. Default True.
         out_bias: whether the output projection has a bias. Default: use_bias.
         dropout: the dropout rate of the attention weights. Default 0.
-        kernel_init: initializer of the projections' kernels.
+        kernel_init: initializer of the projections' kernels. Default: LeCun normal.
         out_init: initializer of the output projection's kernel. Default: kernel_init.
 
     Inputs:
@@ -270,7 +271,11 @@ class Attention(Layer):
         return cache
 
     def _append(self, scope, cache, k, v, lengths):
-        """Appends keys and values to the cache. Also returns which examples fit into the cache."""
+        """Appends keys and values to the cache.
+
+        Returns:
+            (all cached keys, all cached values, booleans [b] that are True for examples that fit into the cache).
+        """
         keys, values, index = cache
         new = jnp.full(index.shape, k.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
         rows = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]

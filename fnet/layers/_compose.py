@@ -40,7 +40,7 @@ class _Children(Layer):
             yield shown if name == str(number) else f"{name}={shown}"
 
     def _each(self, scope):
-        """Returns (name, child as a function of its inputs) for each child, in order."""
+        """Yields each child, in order, as a function of its inputs."""
         for name, child in zip(self.names, self.layers):
             yield functools.partial(child, scope[name]) if isinstance(child, Layer) else child
 
@@ -121,7 +121,8 @@ class Parallel(_Children):
 
     Args:
         layers: the children, as in `Sequential`.
-        combine: a function of two outputs, with which the outputs are reduced from left to right. Default: addition.
+        combine: a function of two arrays that combines the outputs from left to right, as in `functools.reduce`.
+            Default: addition.
 
     >>> from fnet import layers as nn
     >>> model = nn.Parallel(nn.Dense(8), jax.nn.relu, combine=lambda a, b: a * b)
@@ -153,7 +154,7 @@ class Stack(Layer):
 
     Trace and compile time do not grow with the depth. Every array of the block gets a leading axis of length depth,
     whose logical name is "layers". Copy i is initialized like the child str(i) of `Sequential(*[block] * depth)`. The
-    arrays have the paths that they have in the block alone.
+    paths of the arrays are those of the block, because `Stack` adds no name.
 
     Args:
         block: the layer that is copied. Its output must have the shape and dtype of its first input.

@@ -113,11 +113,11 @@ class DepthwiseConv(Layer):
 
 
 class ConvTranspose(Layer):
-    """Transposed convolution: the linear map from the shape of `Conv`'s outputs to the shape of its inputs.
+    """Transposed convolution: maps arrays with the shape of a `Conv`'s output to arrays with the shape of its input.
 
-    It computes the gradient of a `Conv(in, ...)` with the same window, strides, padding and dilation with respect to
-    that convolution's input, as in PyTorch and Keras. With "SAME", the output size is the input size times the stride.
-    With "VALID", it is (size - 1) * stride + window. Explicit padding means the padding of that `Conv`.
+    As in PyTorch and Keras, the layer computes the gradient of a `Conv(in, ...)` with respect to the input of this
+    `Conv`, which has the same window, strides, padding and dilation. With "SAME", the output size is the input size
+    times the stride. With "VALID", it is (size - 1) * stride + window. Explicit padding is the padding of the `Conv`.
 
     Args:
         features: number of output channels.

@@ -37,9 +37,9 @@ class Layer:
     >>> model(params, x).shape
     (4, 3)
 
-    A layer is immutable, hashable, comparable, picklable and a static pytree. List fields become tuples; arrays and
-    dicts as fields raise an error. Each evaluation of a lambda expression creates a new function, so a model that is
-    constructed again with a lambda as a field is traced again by `jax.jit`. Define such a function once.
+    A layer is immutable, hashable, comparable, picklable and a pytree without leaves. List fields become tuples; arrays
+    and dicts as fields raise an error. Each evaluation of a lambda expression creates a new function. A model that is
+    constructed again with a new lambda as a field is therefore traced again by `jax.jit`: define such a function once.
     """
 
     _varargs: typing.ClassVar[bool] = False    # whether the class or one of its bases defines __init__
@@ -73,7 +73,7 @@ class Layer:
         cls.__init__ = __init__
 
     def forward(self, scope: Scope, *inputs: Any, **options: Any) -> Any:
-        """Computes the outputs. Subclasses define it; `layer(scope, ...)` and `model(params, ...)` call it."""
+        """Computes the outputs. Subclasses define this method; `layer(scope, ...)` and `model(params, ...)` call it."""
         raise NotImplementedError(f"{type(self).__name__} has no forward(self, scope, ...)")
 
     def __call__(self, where: Any, *inputs: Any, **options: Any) -> Any:
@@ -84,7 +84,7 @@ class Layer:
 
         Args:
             where: inside a model, the Scope of the layer; outside, the dict of the model's parameters.
-            inputs, options: the positional and keyword inputs of `forward`. Outside a model, three options are added:
+            inputs, options: the positional and keyword inputs of `forward`. Only calls outside a model also accept:
             state: the dict of the model's state. If a dict is passed (even an empty one), the new state is returned
                 as well, with the structure, shapes and dtypes of the old state. Default None.
             key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default None.
@@ -152,7 +152,7 @@ class Layer:
             raise ValueError(f"{type(self).__name__}: arrays do not match the model: {'; '.join(wrong)}")
 
     def _record(self, inputs, options, train, path=()):
-        """The specs of all arrays that a call with these inputs uses, by kind. Paths in errors begin with `path`."""
+        """Returns the spec trees "params", "state" and "cache" for these inputs. Paths in errors begin with `path`."""
         _check_train(train)
         arrays, rebuild = _spec.partition((inputs, options))
         record = {"params": {}, "state": {}, "cache": {}}
@@ -193,7 +193,7 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a method of a layer so that it is called like the layer: with a scope inside a model, params outside.
+    """Decorates a method of a layer. It is then called like the layer: with a scope inside a model, or params outside.
 
     >>> class Twice(nn.Layer):
     ...     def forward(self, scope, x):

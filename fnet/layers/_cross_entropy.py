@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head in chunks, so that the logits over a large vocabulary are never all in memory."""
+"""Cross-entropy of a linear head in chunks, so that the logits over a large vocabulary are never all in memory."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
                          softcap: float | None = None, chunk_size: int | None = None) -> jax.Array:
     """Computes `optax.softmax_cross_entropy_with_integer_labels(x @ kernel + bias, labels)` in chunks of positions.
 
-    Logits [batch, time, vocab_size] are the largest array in a training step of a language model: 6.6 GB for 32 texts
-    of 1,024 tokens and GPT-2's 50,257 classes. Their gradient needs the same amount. Up to 2^29 logits (2 GiB in
-    float32: 10 such texts) are computed at once. The label's logit is selected by a comparison, because the gradient of
-    a lookup would be a scatter, which is slow on accelerators. For more logits, this function splits the time axis into
-    chunks. The logits of a chunk are computed, reduced and discarded. They are recomputed for the gradient,
-    which requires four instead of three matrix products with the kernel. Sums over the vocabulary are computed in
-    float32 for every input dtype. Derivatives of any order, forward or reverse, are supported.
+    The logits [batch, time, vocab_size] are the largest array in a training step of a language model: 6.6 GB for 32
+    texts of 1,024 tokens and GPT-2's 50,257 classes. Their gradient needs the same amount. Up to 2^29 logits (2 GiB in
+    float32, enough for 10 such texts) are computed at once. If there are more, this function splits the time axis into
+    chunks. The logits of a chunk are computed, reduced and discarded. They are recomputed for the gradient, which
+    requires four instead of three matrix products with the kernel. Sums over the vocabulary are computed in float32 for
+    every input dtype. Derivatives of any order, forward or reverse, are supported.
 
     Args:
         x: [..., time, features], floating point. The leading axes are not split, so they can be sharded.
         kernel: [features, vocab_size], cast to the dtype of x. For tied embeddings, pass `embedding.T`.
         labels: [..., time], integers in 0 .. vocab_size - 1. For other values the loss is NaN.
         bias: [vocab_size]. Default None: no bias.
-        softcap: a bound on the logits: they are replaced by softcap * tanh(logits / softcap), as in Gemma 2. Default
-            None: no bound.
+        softcap: a bound on the logits. The logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
+            Default None: no bound.
         chunk_size: maximum number of positions of the time axis in a chunk. Default: the number for which a chunk has
             2^29 logits, but at least 64. If one chunk contains all positions, no logits are recomputed. While
             `jax.export` traces symbolic sizes, the default is the whole axis, so set chunk_size for a large vocabulary.
 
     Returns:
-        Losses [..., time] in nats, float32. Padded positions have losses too; multiply these by 0.
+        Losses [..., time] in nats, float32. Padded positions have losses too; multiply their losses by 0.
 
     Raises:
         ValueError: the shapes or dtypes of the arguments do not match.
@@ -90,8 +89,8 @@ def _losses(x, kernel, labels, bias, softcap):
 
 
 def _count(time, chunk_size):
-    """Returns the number of chunks: the smallest number for this size, or a larger one (up to 1.5 times) that needs no
-    padding."""
+    """Returns the number of chunks: the smallest possible number, or a number that is up to 1.5 times as large and
+    needs no padding."""
     fewest = -(-time // chunk_size)
     return next((count for count in range(fewest, min(fewest + fewest // 2, time) + 1) if time % count == 0), fewest)
 

@@ -1,9 +1,9 @@
 """Random initialization without a long compilation for every shape.
 
-Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is for the random bits. In JAX's threefry, a random bit
-depends on the key and on the index of the bit, not on the number of bits. Therefore one program draws the bits for many
-shapes, and only the conversion from bits to values is compiled for each shape. The values are bit-identical to those of
-the initializer.
+Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is spent on the random bits. In JAX's threefry, a random
+bit depends on the key and on the index of the bit, not on the number of bits. Therefore one program draws the bits for
+many shapes, and only the conversion from bits to values is compiled for each shape. The values are bit-identical to
+those of the initializer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _numbers(init, shape, dtype, bits):
 
 @functools.cache
 def _drawn(size):
-    """Returns a key type whose keys contain the random bits that are drawn from them."""
+    """Returns a PRNG implementation. Its keys contain random bits, and drawing from such a key returns these bits."""
     def draw(bits, width, shape):
         return bits[:math.prod(shape)].reshape(shape)
 

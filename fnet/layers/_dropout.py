@@ -13,12 +13,12 @@ from fnet.layers._scope import Scope
 
 
 class Dropout(Layer):
-    """Sets a random fraction of the input to zero with `train=True`, and scales the rest by 1 / (1 - rate).
+    """With `train=True`, sets random elements of the input to zero, and scales the others by 1 / (1 - rate).
 
     Without `train=True`, or with rate 0, the output is the input and no key is needed.
 
     Args:
-        rate: the fraction to set to zero, in [0, 1]. Default None: each call must pass `rate=`.
+        rate: the probability that an element is set to zero, in [0, 1]. Default None: each call must pass `rate=`.
         broadcast: axes along which all elements share one random decision. For example, `(1, 2)` drops whole channels
             of images. Default ().
 

@@ -34,10 +34,11 @@ class MixtureOfExperts(Layer):
         top_k: number of experts for each token. Default 2.
         normalize: whether the weights of the selected experts are divided by their sum, as in Mixtral. Default True.
         capacity: the maximum load of an expert, as a multiple of the mean load. An expert processes at most
-            ceil(capacity * tokens * top_k / experts) tokens of the batch: first the tokens whose first choice it is,
-            then those whose second choice it is, and so on, in the order of the tokens. For further tokens, its output
-            is 0. The work is then equal for all experts, so that they can be placed on different devices:
-            `parallel.rules(spec, {"expert": "tensor"})`. Default: no maximum (dropless).
+            ceil(capacity * tokens * top_k / experts) tokens of the batch: first the tokens that have the expert as
+            their first choice, then the tokens that have it as their second choice, and so on. Within each choice, the
+            order is that of the batch. For the remaining tokens, the expert's output is 0. The work is then equal for
+            all experts, so that they can be placed on different devices: `parallel.rules(spec, {"expert": "tensor"})`.
+            Default None: no maximum (dropless).
         activation: the function that is applied to the outputs of gate. Default: `jax.nn.silu`.
         kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
 
@@ -49,7 +50,7 @@ class MixtureOfExperts(Layer):
 
     Parameters: router/kernel [f, E]; gate, up [E, f, h]; down [E, h, f].
 
-    The output of the scope `router` consists of the logits for the losses `load_balancing_loss` and `router_z_loss`:
+    The losses `load_balancing_loss` and `router_z_loss` are functions of the output of the scope `router`:
 
         loss, seen = ft.capture(loss_fn, ".*/router")(params, batch)
 
@@ -117,7 +118,7 @@ class MixtureOfExperts(Layer):
 
 
 def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | None = None) -> jax.Array:
-    """Computes a loss that has its minimum if all experts receive equally many tokens.
+    """Computes a loss that has its minimum if all experts receive the same number of tokens.
 
         E * sum over experts e of  f[e] * P[e]
 
@@ -147,7 +148,7 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
 
 
 def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
-    """Computes mean(logsumexp(logits)^2). This loss keeps the logits of a router small, and thus its rounding errors.
+    """Computes mean(logsumexp(logits)^2). This loss keeps the logits of a router and their rounding errors small.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -178,11 +179,18 @@ def _masked_mean(valid, shape):
 
 
 def _tiles(starts, sizes, pairs):
-    """Divides the sorted pairs of each expert into tiles of equally many rows.
+    """Divides the pairs (token, expert), sorted by expert, into tiles with the same number of rows.
+
+    A tile contains pairs of one expert only.
+
+    Args:
+        starts: [E], the index of each expert's first pair.
+        sizes: [E], the number of pairs of each expert.
+        pairs: the total number of pairs.
 
     Returns:
         (expert, index). `expert` [tiles] is the expert of each tile. `index` [tiles, rows] is the index of each row's
-        pair among the sorted pairs, or `pairs` if the row is empty. There are enough tiles for the most unequal sizes.
+        pair among the sorted pairs, or `pairs` if the row is empty. The number of tiles is sufficient for all sizes.
     """
     experts = sizes.shape[0]
     if isinstance(pairs, int):
@@ -199,5 +207,5 @@ def _tiles(starts, sizes, pairs):
 
 
 def _batched_dot(x, kernel):
-    """Multiplies [E, rows, in] with [E, in, out]; returns [E, rows, out]."""
+    """Multiplies [E, rows, in] by [E, in, out]; returns [E, rows, out]."""
     return lax.dot_general(x, kernel, (((2,), (1,)), ((0,), (0,))))

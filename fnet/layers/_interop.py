@@ -21,15 +21,15 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
     The layer's params are `variables["params"]`. Its state is a dict of the other collections, such as
     `{"batch_stats": {...}}`. Sown values are discarded. `init` calls `module.init` with a key derived from the layer's
     path. With `train=True`, batch statistics are updated. If the model is called with a key, the module receives two
-    rngs derived from this key: "dropout", and "params", which Flax uses for all other streams.
+    rngs derived from this key: "dropout", and "params", which Flax uses for all streams that have no rng.
 
     Args:
         module: the module, which must not be bound. In its fields, lists become tuples and dicts become FrozenDicts, so
             that the module can be hashed.
         train: the name of the module's argument that selects training mode, such as "is_training". If the argument
-            selects inference mode, write "not" before its name, for example "not frozen". "": there is no such
-            argument. Default None: the argument is found by its name in the signature of `__call__` (train, training or
-            is_training; deterministic, use_running_average or inference).
+            selects inference mode, write "not" before its name, for example "not frozen". "" means that there is no
+            such argument. Default None: the argument is found by its name in the signature of `__call__` (train,
+            training or is_training; deterministic, use_running_average or inference).
 
     Returns:
         A layer with the module's inputs.
@@ -99,7 +99,7 @@ def linen_variables(variables: Mapping) -> tuple[dict, dict]:
 
 
 def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) -> Layer:
-    """Converts a flax.nnx module to a layer: `from_nnx(CNN, features=32)` for `CNN(features=32, rngs=...)`.
+    """Converts a flax.nnx module to a layer. For `CNN(features=32, rngs=...)`, write `from_nnx(CNN, features=32)`.
 
     The layer's params are the module's `nnx.Param`s, as nested dicts that follow the paths of the variables (the name
     of a list item is its index). The layer's state consists of all other variables, for example batch statistics.

@@ -131,9 +131,12 @@ def mode(module, how, inputs, options, train) -> dict[str, bool]:
 
 
 def record_of(params, state, whole, path) -> dict[str, dict]:
-    """Returns spec trees for params and state, whose arrays `whole(key) -> (params, state)` creates all at once.
+    """Returns {"params": spec tree, "state": spec tree}.
 
-    The arguments params and state are trees of shapes, which may be in Flax's boxes.
+    Args:
+        params, state: trees of shapes, which may be in Flax's boxes with logical axes.
+        whole: the function of a random key that creates all arrays at once and returns (params, state).
+        path: the beginning of paths in error messages.
     """
 
     def walk(node, names, number, kind):
@@ -155,7 +158,7 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
 
 
 def hold(scope, record, params, state, owner):
-    """Raises the error of `Scope.param` or `Scope.state` if params or state lack an array of `record`."""
+    """Raises the error of `Scope.param` or `Scope.state` if an array of `record` is missing or has another shape."""
     for kind, tree in (("params", params), ("state", state)):
         for names, leaf in _spec.leaves(record[kind]):
             path = (*scope._place.path, *names)

@@ -130,7 +130,7 @@ def update_nnx(module, params, state):
 
 
 def _variables(module):
-    """Returns two lists: the (path, variable) pairs without random streams, and the arrays that are not variables."""
+    """Returns the (path, variable) pairs of a module, without the variables of random streams."""
     return [(path, variable) for path, variable in nnx.to_flat_state(nnx.state(module))
             if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState)]
 
@@ -154,7 +154,7 @@ def _takes_rngs(constructor):
 
 @functools.lru_cache(256)
 def _abstract(layer):
-    """Returns (the module's graph definition, the variables by path, with shapes instead of values)."""
+    """Returns (graph definition, list of (path, variable)) of the module. The variables contain shapes, not values."""
     module = nnx.eval_shape(lambda: _construct(layer, jax.random.key(0)))
     graph, variables = nnx.split(module)
     leaves = list(nnx.to_flat_state(variables))

@@ -27,7 +27,7 @@ class Dense(Layer):
         features: length of the output's last axis.
         use_bias: whether to add the bias. Default True.
         kernel_init, bias_init: initializers, as in `jax.nn.initializers`. Defaults: LeCun normal, zeros.
-        axes: logical names of the kernel's two axes, hints for sharding. Default ("in", "out").
+        axes: logical names of the kernel's two axes, which are hints for sharding. Default ("in", "out").
 
     Input: [..., in], floating point. Output: [..., features], in the input's dtype.
 
@@ -52,7 +52,7 @@ class Dense(Layer):
 
     @method
     def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
-        """Computes the cross-entropy of this layer's outputs, taken as logits, with `nn.linear_cross_entropy`.
+        """Computes the cross-entropy loss with this layer's outputs as logits, by `nn.linear_cross_entropy`.
 
         The shapes are x [..., time, in] and labels [..., time]. The losses are [..., time], in nats.
         """

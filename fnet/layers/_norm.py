@@ -144,12 +144,14 @@ class BatchNorm(Layer):
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default True.
         axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names. The statistics are
-            then also computed over these axes. Under `jit` over a mesh, the statistics are always global. Default None.
+            then also computed over these axes. Under `jit` over a mesh, they are always those of the complete batch.
+            Default None.
+        scale_init: initializer of scale. Default: ones.
 
     Inputs:
         x: [batch, ..., channels], floating point.
-        weight: the weight of each example, [batch] or any shape that broadcasts to x without its channels. Weight 0
-            excludes padding from the statistics. Default: 1.
+        weight: the weights of examples or positions, [batch] or the first axes of x without channels. Weight 0 excludes
+            padding from the statistics. Default: 1.
 
     Output: the shape and dtype of x.
 
@@ -223,8 +225,8 @@ def _moments(x):
     """Mean and (biased) variance over all axes but the last, [channels], in one pass over x.
 
     The sums of x - shift and of (x - shift)^2 are accurate if the distance between shift and mean is not much larger
-    than the standard deviation. The value at the first position meets this condition (Chan, Golub and LeVeque, 1983,
-    Algorithms for computing the sample variance, eq. 1.6 and section 5).
+    than the standard deviation. The value at the first position, which is the shift, meets this condition (Chan, Golub
+    and LeVeque, 1983, Algorithms for computing the sample variance, eq. 1.6 and section 5).
     """
     axes = range(x.ndim - 1)
     if 0 in x.shape:
@@ -237,11 +239,12 @@ def _moments(x):
 
 
 def _own(x):
-    """Returns `x`, in float32 if its dtype is narrower, as a separate value whose gradient is summed up first.
+    """Returns a copy of `x`, in float32 if its dtype is narrower.
 
-    A norm's gradient ends in the broadcast of a mean. If this broadcast is added last to the gradient of a residual
-    stream, XLA:CPU recomputes the sum for every use, together with the sums of all later blocks. This doubles the time
-    of a ViT's training step.
+    Because of the copy, all gradients of the norm are added before they are added to other gradients of `x`. The
+    gradient of a norm contains the broadcast of a mean. If this broadcast were added last to the gradient of a residual
+    stream, XLA:CPU would recompute the sum for every use, together with the sums of all later blocks. This would double
+    the time of a ViT's training step.
     """
     return jnp.copy(wide(x))
 

@@ -22,7 +22,7 @@ _orthogonal = initializers.orthogonal()
 
 
 def orthogonal_gates(key, shape, dtype=jnp.float32):
-    """An initializer with one orthogonal matrix for each gate, side by side: [features, gates * features].
+    """An initializer that concatenates one orthogonal matrix for each gate: [features, gates * features].
 
     Source: Saxe, McClelland and Ganguli (2014), Exact solutions to the nonlinear dynamics of learning in deep linear
     neural networks.
@@ -34,7 +34,7 @@ def orthogonal_gates(key, shape, dtype=jnp.float32):
 
 
 def open_forget_gate(key, shape, dtype=jnp.float32):
-    """An initializer with 1 for the forget gate, the second of the four, and 0 elsewhere.
+    """An initializer of an LSTM's bias: 1 for the forget gate, which is the second of four gates, and 0 elsewhere.
 
     Source: Gers, Schmidhuber and Cummins (2000), Learning to Forget. Measurements: Jozefowicz, Zaremba and Sutskever
     (2015), An Empirical Exploration of Recurrent Network Architectures.
@@ -78,7 +78,7 @@ class _Recurrent(Layer):
 
         Returns:
             `(outputs, carry)`: the outputs of the layer, and the carry after the last valid step of each example, in
-            float32 or float64. In the backward direction, it is the carry after the first step, which runs last.
+            float32 or float64. In the backward direction, the first step runs last, and the carry is the one after it.
         """
         x = floating(x, scope, type(self).__name__)
         if x.ndim != 3:
@@ -200,7 +200,8 @@ class LSTM(_Recurrent):
     Args:
         features, bidirectional, use_bias, kernel_init, recurrent_init, unroll: as in `RNN`.
         bias_init: initializer of the bias. Default: 1 for the forget gate and 0 elsewhere, as in Keras. With 0, half of
-            the memory would be lost in each step at the start of training. (Flax: 0. PyTorch: random, around 0.)
+            the memory would be lost in each step at the start of training. (Flax uses 0, and PyTorch random values
+            around 0.)
 
     Inputs and output: as in `RNN`. The carry is `(hidden, cell)`.
 

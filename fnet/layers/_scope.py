@@ -19,7 +19,7 @@ _CLASHES = {"scope": ("scope", "param", "state"), "param": ("param", "scope"), "
 
 
 class Run:
-    """The state of one call of a model: its arguments, and what the layers record and update."""
+    """The data of one call of a model: its arguments, and the arrays that layers record or update during the call."""
 
     __slots__ = ("base", "blocked", "here", "key", "record", "stateful", "trace", "train", "wrote")
 
@@ -36,7 +36,7 @@ class Run:
 
 
 class Place:
-    """A node of the trees of one run. All scopes with the same path share it."""
+    """A node of params and state in one `Run`. All scopes with the same path share one Place."""
 
     __slots__ = ("_key", "children", "draws", "params", "parent", "path", "run", "state", "written")
 
@@ -56,7 +56,7 @@ class Place:
         return found
 
     def key(self):
-        """The run's key, folded along the path, or None if the run has no key."""
+        """Returns the run's key with the path folded in, or None if the run has no key."""
         if self._key is None and self.run.key is not None:
             self._key = self.run.key if self.parent is None else _spec.fold(self.parent.key(), self.path[-1])
         return self._key
@@ -85,7 +85,7 @@ class Place:
         return jnp.zeros(spec.shape, spec.dtype)
 
     def record_tree(self, kind, tree):
-        """Records a whole spec tree below this node; returns zeros of its shapes."""
+        """Records all leaves of a spec tree below this node, and returns a tree of zeros with their shapes."""
         return {
             name: self.child(name).record_tree(kind, node) if isinstance(node, Mapping)
             else self.record(kind, name, node)
@@ -154,7 +154,7 @@ class Scope:
 
         Args:
             name: the last segment of the parameter's path in the parameter tree.
-            shape: the shape of the parameter for the present input.
+            shape: the shape of the parameter for the current input.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`. Only `Layer.init` calls it.
             axes: a logical name or None for each axis of the parameter. The names are hints for sharding and have no
                 other effect. Default: no names.
@@ -217,9 +217,9 @@ class Scope:
         return held
 
     def update(self, name: str, value: Any) -> None:
-        """Sets the state `name` to `value`. For a subtree (see `pure`), `value` is a dict of new values.
+        """Sets the state `name` to `value`. If `name` is a subtree (see `pure`), `value` is a dict of new values.
 
-        The value is cast to the dtype of the state that was passed in.
+        The value is cast to the dtype of the state that the caller of the model passed.
 
         Raises:
             RuntimeError: the call is inside a JAX transform that `forward` applies, and the value cannot leave this
@@ -270,7 +270,7 @@ class Scope:
             inputs: example inputs of one copy. Only the shapes and dtypes of arrays are used.
             copies: the number of stacked copies of the layer. Every array of params, state and key then has a leading
                 axis of this length, and copy `i` is initialized like a child named `str(i)`. Default: no such axis.
-            options: example keyword inputs, used as `inputs` are.
+            options: example keyword inputs of one copy.
 
         Returns:
             `(f, params, state, key)`. The function is `f(params, *inputs, state=None, key=None, train=None, **options)`
@@ -359,9 +359,9 @@ def _like(held, value, path):
 
 
 def written(place: Place):
-    """Returns the state of a node: the state passed in, with all values that were updated at this node and below.
+    """Returns the state of a node: the caller's state, with all values that were updated at this node and below.
 
-    Returns None if no state was passed in, and {} if the caller's state has nothing at this node.
+    Returns None if the caller passed no state, and {} if the caller's state has nothing at this node.
     """
     if not place.run.stateful:
         return None

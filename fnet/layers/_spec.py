@@ -18,8 +18,8 @@ from fnet.layers import _draws
 class ParamSpec:
     """The description of one array of a model: a leaf of a spec tree.
 
-    It is not a pytree node, so `jax.tree.map` over a spec tree treats it as a leaf. It has `shape` and `dtype`, so
-    `jax.eval_shape` and similar functions accept it in place of a `jax.ShapeDtypeStruct`.
+    A ParamSpec is not a pytree node, so `jax.tree.map` over a spec tree treats it as a leaf. Because it has `shape` and
+    `dtype`, `jax.eval_shape` and similar functions accept it in place of a `jax.ShapeDtypeStruct`.
 
     Attributes:
         shape: the array's shape.
@@ -44,7 +44,7 @@ class ParamSpec:
         return math.prod(self.shape)
 
     def make(self, keys: Any, path: tuple[str, ...], making: Making) -> jax.Array:
-        """Creates the array. `keys[i]` is the key folded along `path[:i]`."""
+        """Creates the array. `keys[i]` is the random key of the node at `path[:i]`."""
         # A compiled initializer rounds in the same way inside a larger program: init == jit(init), bit for bit.
         if making.staged:
             return jax.jit(self.init, static_argnums=(1, 2))(keys[-1], self.shape, self.dtype)
@@ -76,7 +76,7 @@ class Copies(ParamSpec):
 
 @dataclasses.dataclass(frozen=True)
 class Part(ParamSpec):
-    """One leaf of a tree whose arrays `whole(key)` creates all at once. The root is `depth` names above the leaf."""
+    """A leaf of a tree whose arrays `whole(key)` creates all at once. Its root is `depth` names above the leaf."""
 
     whole: Callable = None
     depth: int = 0
@@ -90,7 +90,7 @@ class Part(ParamSpec):
 
 
 class Making(NamedTuple):
-    """The data of one `init`: whether `init` is traced in a larger program, and the results of each `Part.whole`."""
+    """The data of one `init`: whether it is traced inside a larger program, and the results of each `Part.whole`."""
 
     staged: bool
     wholes: dict

@@ -1,8 +1,10 @@
-"""Products of tiles of rows with the kernels of their experts, as two primitives that are each other's transposes.
+"""Matrix products for a mixture of experts, as two primitives that are each other's transposes.
 
-With ordinary operations, the product is a scan over the tiles, in which each step reads one kernel without copying it.
-The transpose of such a scan adds, for each tile, an array of the size of all kernels. The second primitive updates one
-array instead. `lax.ragged_dot` computes the same results, but on CPUs it multiplies all rows with all kernels.
+The rows of each expert (one row for each of its tokens) are divided into tiles. The primitive `tile_dot` multiplies
+each tile by the kernel of its expert. It is a scan over the tiles, and each iteration reads one kernel without copying
+it. JAX's transpose of this scan would add an array of the size of all kernels in each iteration. The primitive
+`tile_outer` updates one array instead. `lax.ragged_dot` computes the same results, but on CPUs it multiplies all rows
+by all kernels.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from fnet._jax import Primitive
 
 
 def tile_dot(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
-    """Multiplies each tile with the kernel of its expert: `y[t] = x[t] @ kernel[expert[t]]`.
+    """Multiplies each tile by the kernel of its expert: `y[t] = x[t] @ kernel[expert[t]]`.
 
     Derivatives of any order, forward or reverse, are supported.
 
     Args:
         x: [tiles, rows, in].
-        kernel: [E, in, out], in x's dtype.
+        kernel: [experts, in, out], in x's dtype.
         expert: integers [tiles], the index of each tile's expert.
 
     Returns:
@@ -70,7 +72,7 @@ def _bits(dtype):
 
 @functools.lru_cache(1024)
 def _type(f, types, params):
-    """Returns the abstract result. The ordinary operations propagate the shardings and the varying mesh axes."""
+    """Returns the type of the result of `f`, including its sharding and its varying mesh axes."""
     return jax.make_jaxpr(functools.partial(f, **dict(params)))(*types).out_avals[0]
 
 
@@ -100,8 +102,8 @@ def _outer_transpose(cotangent, x, y, expert, *, experts, out):
 
 
 def _batch(primitive, f, args, axes, **params):
-    """Batching rule. If all examples have the same kernels, their tiles are concatenated; otherwise the ordinary
-    operations are mapped with vmap."""
+    """Batching rule. If the primitive is `tile_dot` and all examples have the same kernels, their tiles are
+    concatenated. Otherwise `f` is mapped with vmap."""
     x, kernel, expert = args
     if primitive is not dot_p or axes[1] is not None:
         return jax.vmap(functools.partial(f, **params), axes)(*args), 0
