@@ -83,7 +83,12 @@ ALIASES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.b
 
 
 def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tuple:
-    """Rules for the heads: keys of the masked LM's layers, and keys that files contain in addition to the encoder."""
+    """Returns the rules for the heads.
+
+    Args:
+        dense, norm, logits, bias: the keys of the masked LM's layers.
+        others: prefixes of further keys that files may contain although a model does not need them.
+    """
     words = (torch.dense("masked_lm/dense", dense), torch.norm("masked_lm/norm", norm), Rule("masked_lm/bias", bias),
              Tied(f"{logits}.weight", "embed/words/embedding"), Tied(f"{logits}.bias", "masked_lm/bias"))
     spare = [f"{key}.{leaf}" for key in (dense, norm, logits, "classifier", "qa_outputs", *others)
@@ -93,7 +98,10 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
 
 
 def architectures(prefix: str, without: str = "Model") -> dict:
-    """{transformers' class: fields of the model}. The value `...` means that another field of config.json sets it."""
+    """Returns {class of transformers: {field of the model: value}}.
+
+    The value `...` means that another field of config.json determines the value.
+    """
     return {
         f"{prefix}{without}": dict(head=None), f"{prefix}ForMaskedLM": dict(head="masked_lm"),
         f"{prefix}ForSequenceClassification": dict(head="sequence", classes=...),
@@ -103,7 +111,7 @@ def architectures(prefix: str, without: str = "Model") -> dict:
 
 
 def tied(value, config):
-    """`tie_word_embeddings`, which affects only the masked LM."""
+    """Checks `tie_word_embeddings`, which affects only models with the masked LM."""
     names, heads = config.get("architectures"), ("ForMaskedLM", "ForPreTraining")
     if value is not True and isinstance(names, list) and any(str(name).endswith(heads) for name in names):
         raise ValueError("expected True for a masked LM")
@@ -127,15 +135,15 @@ class Bert(Model):
     """A text encoder: BERT and models distilled from it, such as MiniLM.
 
     The embeddings of tokens, positions and segments are added. Each of the following blocks has bidirectional attention
-    and an MLP with GELU, both with a residual connection and a LayerNorm after it. The pooler is a dense layer with
-    tanh on the first token.
+    and an MLP with GELU. The attention and the MLP are each followed by a residual connection and a LayerNorm. The
+    pooler is a dense layer with tanh on the first token.
 
     Args:
         vocab_size: number of tokens.
         width: features of a token.
         depth: number of blocks.
         heads: attention heads; they must divide the width.
-        hidden: features within the MLP.
+        hidden: features between a block's two dense layers.
         context: maximum length of a text in tokens.
         segments: number of segments.
         head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,

@@ -70,7 +70,7 @@ def _end(value, config):
 
 
 def _tower(prefix, width, heads, hidden, fields):
-    """The table for the config.json of one encoder."""
+    """Returns the `Config` for one encoder, which defines how the fields of its config.json are treated."""
     projected = f"{prefix}WithProjection"
 
     def dim(value, config):
@@ -130,8 +130,8 @@ class CLIPText(_Encoder):
         activation: "quick_gelu", x sigmoid(1.702 x), or "gelu".
         epsilon: epsilon of the norms.
 
-    Input: integers [batch, time]. Output: `Encoded` with the features of all tokens in `hidden`, and those of each text
-    in `pooled`: [batch, dim], or [batch, width] without a projection.
+    Input: integers [batch, time]. Output: `Encoded` with the features of all tokens in `hidden`, and the features of
+    each text in `pooled`: [batch, dim], or [batch, width] without a projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
 
@@ -178,8 +178,8 @@ class CLIPVision(_Encoder):
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
 
-    Input: [batch, size, size, 3]. Output: `Encoded` with the features of all tokens in `hidden`, and those of each
-    image in `pooled`: [batch, dim], or [batch, width] without a projection.
+    Input: [batch, size, size, 3]. Output: `Encoded` with the features of all tokens in `hidden`, and the features of
+    each image in `pooled`: [batch, dim], or [batch, width] without a projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
 
@@ -217,7 +217,7 @@ class CLIPVision(_Encoder):
 
 
 def _part(field: str, table: Config, kind: str, architecture: str) -> Fields:
-    """The field of CLIP's config.json with the configuration of one encoder."""
+    """Returns the `Fields` for the field of CLIP's config.json that contains the configuration of one encoder."""
     cls = {"text": CLIPText, "vision": CLIPVision}[field]
 
     def read(value, config):
@@ -264,7 +264,7 @@ class CLIP(Model):
 
     Output: logits [images, texts]: the cosine similarity between the features of each image and each text, multiplied
     by exp(`logit_scale`), where `logit_scale` is a parameter. A softmax over texts classifies images without training.
-    For the other direction, transpose the logits.
+    To find the image that matches a text, use a softmax over images.
 
         images, texts = (f(params, x) for f, x in ((model.image_features, x), (model.text_features, tokens)))
 
@@ -322,6 +322,6 @@ class CLIP(Model):
 
 
 def _unit(x):
-    """Vectors of length 1, computed at least in float32."""
+    """Normalizes vectors to length 1. The computation is in float32, or in the dtype of x if that is wider."""
     wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
     return (wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)).astype(x.dtype)

@@ -29,7 +29,7 @@ def _fields(size):
 
 
 def _architecture(name):
-    """The fields of timm's convnext_tiny and similar names."""
+    """Returns the fields of the model for a timm architecture such as convnext_tiny, or None."""
     found = re.fullmatch("convnext_(tiny|small|base|large)", name)
     return _fields(found[1]) if found else None
 
@@ -40,7 +40,7 @@ def _architecture_of(model):
 
 
 def _numbers(field, default):
-    """A list of four positive integers."""
+    """Returns the `Fields` for a field of config.json that contains a list of four positive integers."""
     def read(value, config):
         if not (isinstance(value, list) and len(value) == 4
                 and all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in value)):

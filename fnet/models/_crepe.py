@@ -20,12 +20,12 @@ _FLAT = Layout("conv of one column", lambda array: CONV.ours(array[..., 0]),
 class Crepe(Model):
     """A convolutional network that estimates the pitch of 64 ms of sound.
 
-    Six convolutions with ReLU, BatchNorm and max-pooling are followed by a dense layer. It computes a probability for
-    each of 360 pitches, which are 20 cents apart and start at C1 (32.7 Hz).
+    Six convolutions with ReLU, BatchNorm and max-pooling are followed by a dense layer, which computes a probability
+    for each of 360 pitches. The pitches are 20 cents apart and start at C1 (32.7 Hz).
 
     Args:
-        width: factor of all channels, 32 for the full model and 4 for the tiny one. The first convolution has 32 times
-            as many channels.
+        width: factor of the channels of all layers, 32 for the full model and 4 for the tiny model. The first
+            convolution has 32 * width channels.
 
     Input: [batch, 1024], samples at 16 kHz, each row with mean 0 and standard deviation 1. Output: [batch, 360],
     probabilities.

@@ -37,7 +37,7 @@ def decoder_mlp(scope, x, *, hidden, activation, gated, use_bias):
 
 @nn.layer
 def decoder_block(scope, x, lengths=None, kind=0, *, attentions, mlp, norm, pre_norm, post_norm, parallel):
-    """Attention and MLP with residual connections. `attentions` has one layer for each kind of block."""
+    """Attention and MLP with residual connections. `attentions[kind]` is the attention layer of this block."""
     def branch(f, x, number):
         y = norm(scope[f"norm{number}"], x) if pre_norm else x
         y = f(y)
@@ -61,18 +61,19 @@ class Decoder(LanguageModel):
     """A decoder of text with rotary positions: Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi-3, SmolLM 2 and 3, OLMo
     2, GPT-NeoX and Pythia, Mixtral and Qwen 3 with experts, and the small models of llama2.c.
 
-    Each block has causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`, both with an RMSNorm before
-    and a residual connection. The defaults are those of Llama. The options listed after `stacked` are for other
-    families. `window`, `rotary_base` and `rope_scaling` may be tuples with one value for each block. A tuple that is
-    shorter than the depth is repeated: window=(4096, None) alternates blocks with and without a window.
+    Each block has causal grouped-query attention and an MLP, `down(silu(gate(x)) * up(x))`. The attention and the MLP
+    each have an RMSNorm before them and a residual connection around them. The defaults are those of Llama. The options
+    listed after `stacked` are for other families. `window`, `rotary_base` and `rope_scaling` may be tuples with one
+    value for each block. A tuple that is shorter than the depth is repeated: window=(4096, None) alternates blocks with
+    and without a window.
 
     Args:
         vocab_size: number of tokens.
         width: features of a token.
         depth: number of blocks.
         heads: attention heads; they must divide the width, unless `head_dim` is set.
-        kv_heads: key/value heads. Each serves heads / kv_heads query heads.
-        hidden: features within the MLP, the outputs of gate and up.
+        kv_heads: key/value heads. Each is used by heads / kv_heads query heads.
+        hidden: features within the MLP, the number of outputs of `gate` and of `up`.
         context: maximum length of a text in tokens.
         rotary_base: base of the rotary embedding; in a tuple, None for a block without positions (SmolLM 3).
         interleaved: whether the rotary embedding pairs the features (0, 1), (2, 3), ..., as in the weights of Meta and
@@ -100,12 +101,14 @@ class Decoder(LanguageModel):
         layer_norm: whether the norms are LayerNorms with bias (GPT-NeoX).
         norm_offset: offset of the RMSNorms' scales, 1 in Gemma.
         pre_norm, post_norm: whether attention and MLP have a norm before them (`pre_norm`) and after them
-            (`post_norm`). Gemma 2 and 3 have both, OLMo 2 only those after.
-        parallel: whether attention and MLP have the same input (GPT-NeoX).
+            (`post_norm`). Gemma 2 and 3 have both, OLMo 2 has only `post_norm`.
+        parallel: whether the attention and the MLP are both applied to the input of the block (GPT-NeoX). If False, the
+            MLP is applied after the attention.
         scale_embeddings: whether the embeddings are multiplied by sqrt(width) (Gemma).
-        experts: the number of experts. If it is set, the MLP is an `nn.MixtureOfExperts`, and `hidden` is the features
-            within each expert (Mixtral, Qwen 3). Default: None, a single MLP.
-        experts_per_token, normalize_experts, expert_capacity: `top_k`, `normalize` and `capacity` of that layer.
+        experts: the number of experts. If it is set, the MLP is an `nn.MixtureOfExperts`, and `hidden` is the number of
+            features within each expert (Mixtral, Qwen 3). Default: None, a single MLP.
+        experts_per_token, normalize_experts, expert_capacity: `top_k`, `normalize` and `capacity` of the
+            `nn.MixtureOfExperts`.
 
     Inputs:
         tokens: integers [batch, time].

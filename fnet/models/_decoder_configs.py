@@ -19,7 +19,7 @@ GATED = "gelu_pytorch_tanh"
 
 @dataclasses.dataclass(frozen=True)
 class Count(Use):
-    """A `Use` of an integer above 0. Null is allowed if there is a default."""
+    """A `Use` whose value in config.json is an integer above 0. Null is allowed if `default` is set."""
 
     def wanted(self, value, config) -> dict[str, Any]:
         return super().wanted(value if value is None and self.default else whole(value), config)
@@ -27,7 +27,7 @@ class Count(Use):
 
 @dataclasses.dataclass(frozen=True)
 class Number(Use):
-    """A `Use` of a number above 0. Null is allowed if `null` is True."""
+    """A `Use` whose value in config.json is a number above 0. Null is allowed if `null` is True."""
 
     null: bool = False
 
@@ -37,7 +37,7 @@ class Number(Use):
 
 @dataclasses.dataclass(frozen=True)
 class Flag(Use):
-    """A `Use` of true or false."""
+    """A `Use` whose value in config.json is true or false."""
 
     def wanted(self, value, config) -> dict[str, Any]:
         return super().wanted(flag(value), config)
@@ -65,7 +65,10 @@ def biases(absent=False):
 
 
 def read_by_others(check):
-    """A field that sets no field of the model. Its value is checked here, and other fields read it from config.json."""
+    """Returns the `Fields` for a field of config.json that does not set a field of the model by itself.
+
+    Its value is checked, and the functions of other fields read the value from config.json.
+    """
     return Fields(lambda value, config: (check(value), {})[1])
 
 
@@ -88,14 +91,16 @@ def head_dim(absent=None):
 
 
 def family(fields, architecture, *, irrelevant="", names=("huggingface",), sets="", **constants) -> Config:
-    """A table whose `model_type` sets the fields of Decoder that no other field sets.
+    """Returns the `Config` of a family of decoders.
+
+    Its `model_type` sets the fields of `Decoder` that no other field of config.json sets.
 
     Args:
         fields: the fields of config.json.
-        architecture: the class of transformers.
-        irrelevant, names: as in `transformers`.
-        sets: the fields of Decoder that are set by entries of `fields` other than a `Use`, separated by spaces.
-        constants: values of this family that differ from those of Llama.
+        architecture: the name of the class in transformers.
+        irrelevant, names: as in the function `transformers`.
+        sets: the fields of `Decoder` that are set by entries of `fields` other than a `Use`, separated by spaces.
+        constants: the values of fields of `Decoder` that are constant in this family but differ from Llama's.
     """
     taken = {entry.field for entry in fields.values() if isinstance(entry, Use)} | set(sets.split())
     values = {name: value for name, value in (PLAIN | constants).items() if name not in taken}
@@ -182,7 +187,7 @@ def _gemma3_types(config, window, depth):
 
 GEMMA = sizes(256000, 3072, 28, 16, 24576, 8192, tied=True) | {
     "num_key_value_heads": kv_heads(16), "head_dim": head_dim(256), "attention_bias": biases(),
-    # transformers interprets "gelu" as the tanh approximation, which is the meaning in the first files.
+    # The first published files contain "gelu" but mean the tanh approximation, and transformers reads them so.
     "hidden_act": Fields(lambda value, config: activation(GATED).read(GATED if value == "gelu" else value, config),
                          GATED, lambda model: activation(GATED).write(model)),
     "hidden_activation": Fields(_gemma_gelu), "use_bidirectional_attention": Must((None, False)),
@@ -199,7 +204,7 @@ GEMMA2 = sizes(256000, 2304, 26, 8, 9216, 8192, tied=True) | {
 
 
 def _gemma3_rope(config):
-    """`rope_parameters` as transformers derives them from older fields."""
+    """Returns `rope_parameters`, derived from older fields in the same way as in transformers."""
     held = config.get("rope_parameters") or {}
     full = {"rope_theta": config.get("rope_theta", 1e6), **(held.get("full_attention") or {"rope_type": "default"}),
             **(config.get("rope_scaling") or {})}
@@ -233,7 +238,7 @@ PHI3 = sizes(32064, 3072, 32, 32, 8192, 4096, epsilon=1e-5) | {
 
 # SmolLM3: layers without positions.
 def _no_rope(config):
-    """1 for each layer with positions, 0 for each layer without positions."""
+    """Returns a list with 1 for each layer with positions, and 0 for each layer without positions."""
     held, depth = config.get("no_rope_layers"), whole(config.get("num_hidden_layers", 36))
     if held is None:
         interval = whole(config.get("no_rope_layer_interval", 4))
@@ -252,7 +257,7 @@ def _positions(config, base):
     try:
         return collapsed(base if each else None for each in _no_rope(config))
     except ValueError:
-        return base    # an error of no_rope_layers
+        return base    # the check of no_rope_layers raises the error
 
 
 def _any_rope(value, config):

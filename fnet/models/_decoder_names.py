@@ -10,13 +10,14 @@ LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_
 
 
 def block(ours, keys):
-    """The arrays of a Llama's block: query, key, value, out, gate, down and up as [out, in], then the two norms."""
+    """Rules for the arrays of a Llama block. `keys` are the keys of the kernels in the order of `KERNELS`, with the
+    layout [out, in] in the file, then the keys of the two norms."""
     paths = (*(f"{ours}/{name}/kernel" for name in KERNELS), f"{ours}/norm1/scale", f"{ours}/norm2/scale")
     return tuple(Rule(path, key, DENSE if path.endswith("kernel") else SAME) for path, key in zip(paths, keys))
 
 
 def both(rules):
-    """The rules of stacked and of separate blocks."""
+    """Rules for stacked blocks and for unrolled blocks."""
     return rules("blocks"), rules("blocks/{i}")
 
 
@@ -26,7 +27,7 @@ def header(model):
 
 
 def ends(block_rules):
-    """The rules of the blocks, and of the arrays before and after the blocks."""
+    """Rules for the blocks, and for the arrays before and after the blocks."""
     rates = "model.layers.{i}.self_attn.rotary_emb.inv_freq"
     return (torch.embed("embed", "model.embed_tokens"), torch.dense("head", "lm_head"), both(block_rules),
             torch.norm("norm", "model.norm"), Tied("lm_head.weight", "embed/embedding"),
@@ -34,7 +35,8 @@ def ends(block_rules):
 
 
 def norms(model, ours, theirs):
-    """The norms of a block. With `post_norm`, post_attention_layernorm in the file is the norm after attention."""
+    """Rules for the norms of a block. With `post_norm`, post_attention_layernorm is the norm after the attention, and
+    without it, the norm before the MLP."""
     second = "pre_feedforward_layernorm" if model.post_norm else "post_attention_layernorm"
     return (torch.norm(f"{ours}/norm1", f"{theirs}.input_layernorm"), torch.norm(f"{ours}/norm2", f"{theirs}.{second}"),
             torch.norm(f"{ours}/post_norm1", f"{theirs}.post_attention_layernorm"),
@@ -42,7 +44,7 @@ def norms(model, ours, theirs):
 
 
 def experts(ours, theirs, router="mlp.gate", name="mlp.experts.{e}.{}_proj", parts=("gate", "up", "down")):
-    """The router of an MLP with experts, and the kernels of each expert."""
+    """Rules for the router of an MLP with experts, and for the kernels of each expert."""
     kernels = zip(("gate", "up", "down"), parts)
     return (torch.dense(f"{ours}/router", f"{theirs}.{router}"),
             *(Rule(f"{ours}/{mine}", f"{theirs}.{name.replace('{}', part)}.weight", DENSE) for mine, part in kernels))
@@ -73,7 +75,7 @@ def huggingface(model):
 
 
 def phi3(model):
-    """Query, key and value in one matrix, gate and up in another."""
+    """Rules for files with one matrix for query, key and value, and one matrix for gate and up."""
     def rules(ours, theirs="model.layers.{i}"):
         fused = tuple(f"{ours}/attention/{name}/kernel" for name in ("query", "key", "value"))
         return (Rule(fused, f"{theirs}.self_attn.qkv_proj.weight", DENSE),
@@ -85,7 +87,7 @@ def phi3(model):
 
 
 def gpt_neox(model):
-    """Query, key and value in one matrix, interleaved by head."""
+    """Rules for files with one matrix for query, key and value, interleaved by head."""
     layout = interleaved(model.heads)
 
     def rules(ours, theirs="gpt_neox.layers.{i}"):

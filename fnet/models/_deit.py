@@ -24,7 +24,7 @@ BICUBIC = ImageInput(resize=256, resample="bicubic")
 
 
 def _architecture(name):
-    """The fields of timm's deit_small_distilled_patch16_224 and similar names."""
+    """Returns the fields of the model for a timm architecture such as deit_small_distilled_patch16_224, or None."""
     found = re.fullmatch("deit_(tiny|small|base)_distilled_patch([0-9]{1,3})_([0-9]{1,4})", name)
     if found is None:
         return None
@@ -40,8 +40,8 @@ def _architecture_of(model):
 class DeiT(ViT):
     """A vision transformer with a class token and a distillation token.
 
-    Each of the two tokens has its own last layer. That of the distillation token was trained to predict the labels of a
-    convolutional network. The output is the mean of the logits of both.
+    Each of the two tokens has its own last layer. The last layer of the distillation token was trained to predict the
+    labels of a convolutional network. The output is the mean of the logits of both layers.
 
     Args:
         width, depth, heads, classes, patch, size, hidden, pooler, dropout, epsilon: as in `ViT`.

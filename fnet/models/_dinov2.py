@@ -41,7 +41,8 @@ def dino_block(scope, x, *, heads, hidden, gated, dropout, epsilon):        # [b
 
 
 def bicubic(old: int, new: int) -> np.ndarray:
-    """The matrix [new, old] of PyTorch's bicubic interpolation: Keys' kernel with a = -0.75, without antialiasing."""
+    """Returns the matrix [new, old] of PyTorch's bicubic interpolation: Keys' kernel with a = -0.75, without
+    antialiasing."""
     def kernel(x):
         x = np.abs(x)
         near, far = (1.25 * x - 2.25) * x * x + 1, -0.75 * (((x - 5) * x + 8) * x - 4)
@@ -56,7 +57,8 @@ def bicubic(old: int, new: int) -> np.ndarray:
 
 
 def _size(config):
-    """The fields for the hidden layer: `mlp_ratio` times the width, or two thirds of it if it is gated."""
+    """Returns the fields `hidden` and `gated`. `hidden` is `mlp_ratio` times the width, or two thirds of that if the
+    hidden layer is gated."""
     width, ratio, gated = (config.get(name, default) for name, default in (
         ("hidden_size", 768), ("mlp_ratio", 4), ("use_swiglu_ffn", False)))
     if not isinstance(gated, bool) or any(isinstance(each, bool) or not isinstance(each, int | float)
@@ -67,7 +69,7 @@ def _size(config):
 
 
 def _ratio(model):
-    """The `mlp_ratio` of a model."""
+    """Returns the `mlp_ratio` with which config.json describes a model."""
     ratio = model.hidden / model.width * (1.5 if model.gated else 1)
     for each in (round(ratio), ratio):
         if _size({"hidden_size": model.width, "mlp_ratio": each, "use_swiglu_ffn": model.gated})["hidden"] \
@@ -80,8 +82,8 @@ class DINOv2(ViT):
     """A vision transformer trained without labels. Its features serve classification, retrieval and dense prediction.
 
     Unlike `ViT`, it multiplies the output of each residual branch by a learned scale for each feature, and its largest
-    model has a gated hidden layer (SwiGLU). The input of the linear classifier is the class token concatenated with the
-    mean of the other tokens.
+    preset has a gated hidden layer (SwiGLU). The input of the last layer is the class token concatenated with the mean
+    of the other tokens.
 
     Args:
         width, depth, heads, patch, size, dropout, epsilon: as in `ViT`.

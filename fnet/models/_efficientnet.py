@@ -35,7 +35,7 @@ def _fields(name):
 
 
 def _architecture(name):
-    """The fields of timm's efficientnet_b0, tf_efficientnet_b0, efficientnet_lite0 and similar names."""
+    """Returns the fields of the model for a timm architecture such as tf_efficientnet_b0, or None."""
     found = re.fullmatch("(tf_)?efficientnet_(b0|lite0)", name)
     if found is None:
         return None
@@ -71,7 +71,7 @@ def _torch(ours, conv, norm):
 
 
 def _names_of_blocks(key, expand, depthwise, squeeze, project):
-    """Rules for blocks that are numbered through all stages."""
+    """Rules for keys that number the blocks consecutively across all stages."""
     return (_torch("block{b}/expand", *(f"{key}.{each}" for each in expand)),
             _torch("block{b}/depthwise", *(f"{key}.{each}" for each in depthwise)),
             torch.conv("block{b}/reduce", f"{key}.{squeeze[0]}"), torch.conv("block{b}/restore", f"{key}.{squeeze[1]}"),
@@ -79,7 +79,8 @@ def _names_of_blocks(key, expand, depthwise, squeeze, project):
 
 
 def _timm():
-    """Rules for timm's keys, which number the blocks within each stage, for models with depth 1: B0 and Lite0."""
+    """Rules for timm's keys, which number the blocks of each stage from 0. They are for models with depth 1 (B0 and
+    Lite0)."""
     number = 0
     for s, (_, _, blocks, _, _) in enumerate(STAGES):
         inner = ("conv_dw", "bn1"), ("conv_pw", "bn2")

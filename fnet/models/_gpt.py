@@ -26,7 +26,7 @@ normal = functools.cache(jax.nn.initializers.normal)    # equal options give the
 @nn.layer
 def gpt_block(scope, x, lengths=None, kind=0, *, heads, hidden, dropout, epsilon, activation, scales, kernel_init,
               residual_init):
-    """Attention and MLP with residual connections. `scales` has the factor of the attention scores for each kind."""
+    """Attention and MLP with residual connections. `scales[kind]` is the factor of this block's attention scores."""
     norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]    # [batch, time, width]
     attention = nn.Attention(heads, causal=True, scale=scales[kind], dropout=dropout, kernel_init=kernel_init,
                              out_init=residual_init)
@@ -38,7 +38,7 @@ def gpt_block(scope, x, lengths=None, kind=0, *, heads, hidden, dropout, epsilon
 
 
 def _rules(ours, theirs):
-    """GPT-2 stores kernels as [in, out], and query, key and value in one array."""
+    """Rules for a block. Files of GPT-2 have kernels [in, out], and one array for query, key and value."""
     qkv = tuple(f"{ours}/attention/{name}" for name in ("query", "key", "value"))
     dense = [(f"{ours}/attention/out", f"{theirs}.attn.c_proj"), (f"{ours}/fc", f"{theirs}.mlp.c_fc"),
              (f"{ours}/proj", f"{theirs}.mlp.c_proj"), (qkv, f"{theirs}.attn.c_attn")]
@@ -55,10 +55,10 @@ def _rules(ours, theirs):
 class GPT(LanguageModel):
     """A decoder of text: GPT-2 of any size.
 
-    The model has learned position embeddings. Each block has causal attention and an MLP, both with a LayerNorm before
-    and a residual connection. The defaults are those of the published GPT-2: the tanh form of GELU, and tied logits.
-    Kernels and embedding tables are initialized with standard deviation 0.02, but the last kernel before a residual
-    connection with 0.02 / sqrt(2 depth).
+    The model has learned position embeddings. Each block has causal attention and an MLP. The attention and the MLP
+    each have a LayerNorm before them and a residual connection around them. The defaults are those of the published
+    GPT-2: the tanh form of GELU, and tied logits. Kernels and embedding tables are initialized with standard deviation
+    0.02, but the last kernel of each residual branch with 0.02 / sqrt(2 depth).
 
     Args:
         vocab_size: number of tokens.
@@ -158,7 +158,8 @@ class GPT(LanguageModel):
         return head, scope["head"], x
 
     def _positions(self, scope, tokens, lengths):
-        """Embeddings of the positions, which continue those in the cache. Padding has position 0."""
+        """Returns the position embeddings. With a cache, the positions continue those of the cached text, and padding
+        has position 0."""
         if tokens.ndim != 2 or not at_most("GPT", tokens.shape[1], self.context):
             raise ValueError(f"GPT: expected tokens [batch, time] with time <= context={self.context}; got shape "
                              f"{tokens.shape}")

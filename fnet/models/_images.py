@@ -67,12 +67,12 @@ class ImageInput:
         return cls(**_fields_of(path, config, _timm))
 
     def at(self, size: int) -> ImageInput:
-        """Returns the preprocessing for another size of the input. The crop keeps the same fraction of the photo."""
+        """Returns the preprocessing for another input size. The fraction of the photo that is cropped is the same."""
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
         return dataclasses.replace(self, size=size, resize=resize)
 
     def crop(self, photo: Any) -> np.ndarray:
-        """Scales and crops a `PIL.Image`: uint8 [size, size, 3], in the order red, green, blue."""
+        """Scales and crops a `PIL.Image`. Returns uint8 [size, size, 3], in the order red, green, blue."""
         photo = photo.convert("RGB")
         if self.resize is None:
             return np.array(photo.resize((self.size, self.size), _RESAMPLE[self.resample]))
@@ -149,7 +149,7 @@ def _timm(config):
 
 
 def _square(value, name):
-    """The side of a square: a number, or an object with height and width."""
+    """Returns the side of a square. `value` is a number, or an object with equal height and width."""
     if isinstance(value, dict) and value.keys() == {"height", "width"} and value["height"] == value["width"]:
         value = value["height"]
     return _side(value, name)

@@ -65,7 +65,7 @@ def _torchvision():
 
 
 def _architecture(name):
-    """The fields of timm's mobilenetv2_050 and similar names."""
+    """Returns the fields of the model for a timm architecture such as mobilenetv2_050, or None."""
     found = re.fullmatch("mobilenetv2_([0-9]{3})", name)
     return {"width": int(found[1]) / 100} if found else None
 

@@ -40,7 +40,7 @@ class Model(nn.Layer):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Model:
-        """Returns the published configuration `name`. `changes` replace the values of its fields.
+        """Returns the model with the published configuration `name`. `changes` replace the values of its fields.
 
         Raises:
             ValueError: this class has no preset of this name.

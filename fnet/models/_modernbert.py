@@ -28,7 +28,7 @@ _DEPTH, _CONTEXT, _WINDOW, _BASES = 22, 8192, 128, (160000.0, 10000.0)
 @nn.layer
 def modernbert_block(scope, x, lengths=None, kind=0, *, attentions, hidden, activation, mlp_bias, norm, dropout,
                      first=False):
-    """Attention and MLP with residual connections. `attentions` has one layer for each kind of block."""
+    """Attention and MLP with residual connections. `attentions[kind]` is the attention layer of this block."""
     drop, width = nn.Dropout(dropout), x.shape[-1]                         # [batch, time, width]
     y = x if first else norm(scope["norm1"], x)    # the embeddings have their own norm
     x = x + drop(scope["drop1"], attentions[kind](scope["attention"], y, lengths=lengths))
@@ -68,12 +68,13 @@ def _window_written(model):
 
 
 def _padding_written(model):
-    """Null if transformers' default is not in the model's vocabulary, because transformers rejects such a file."""
+    """Returns the `pad_token_id` for config.json. It is null if the vocabulary of the model does not contain the
+    default of transformers, because transformers would reject the file."""
     return SKIP if model.vocab_size > 50283 else None
 
 
 def _rope(config):
-    """`rope_parameters` as transformers derives them from older fields."""
+    """Returns `rope_parameters`, derived from older fields in the same way as in transformers."""
     held, scaling = ({} if not isinstance(config.get(name), dict) else config[name]
                      for name in ("rope_parameters", "rope_scaling"))
     return {kind: {"rope_theta": config.get(older, base), **(held.get(kind) or {"rope_type": "default"}), **scaling}
@@ -83,9 +84,10 @@ def _rope(config):
 class ModernBert(Model):
     """ModernBERT: an encoder of texts of up to 8192 tokens, with rotary positions.
 
-    Each block has bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`, both with a LayerNorm
-    before and a residual connection. In every third block, a token attends to the whole text, in the others to a window
-    around it. The first block has no norm before its attention, because the embeddings are normalized.
+    Each block has bidirectional attention and an MLP with a gate, `down(gelu(gate(x)) * up(x))`. The attention and the
+    MLP each have a LayerNorm before them and a residual connection around them. In every third block, a token attends
+    to the whole text. In the other blocks, it attends to a window around its position. The first block has no norm
+    before its attention, because the embeddings are normalized.
 
     `window`, `rotary_base` and `rope_scaling` may be tuples, with one value for each block, as in `Decoder`.
 
@@ -94,10 +96,10 @@ class ModernBert(Model):
         width: features of a token.
         depth: number of blocks, at least 2.
         heads: attention heads; they must divide the width.
-        hidden: features within the MLP, the outputs of gate and up.
+        hidden: features within the MLP, the number of outputs of `gate` and of `up`.
         context: maximum length of a text in training, in tokens.
-        window: a token attends to tokens that are at most window // 2 positions away, in both directions. None: to all
-            tokens.
+        window: size of the windows. A token attends to tokens that are at most window // 2 positions away, in both
+            directions. None: it attends to all tokens.
         rotary_base: base of the rotary embedding.
         rope_scaling: scaling of the rotary embedding, as in `Decoder`.
         head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,

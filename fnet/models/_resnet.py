@@ -17,7 +17,10 @@ from fnet.models.weights._weight_names import Names, keras, torch
 
 @nn.layer
 def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias, epsilon):
-    """Two convolutions, or three in a bottleneck, whose last has four times the channels. The input is added."""
+    """Two convolutions, or three in a bottleneck, and a residual connection.
+
+    The last convolution of a bottleneck has four times as many channels as the others.
+    """
 
     def conv_norm(at, i, x, features, kernel_size, stride=1):
         padding = kernel_size // 2                          # on both sides, for every stride
@@ -44,7 +47,7 @@ _TIMM = {f"resnet{layers}": dict(depths=depths, bottleneck=layers >= 50, width=6
 
 
 def _architecture_of(model):
-    """timm's name of a model's architecture."""
+    """Returns timm's name for the architecture of a model."""
     sizes = dict(depths=model.depths, bottleneck=model.bottleneck, width=model.width)
     return next((name for name, each in _TIMM.items() if each == sizes), "other")
 
@@ -52,8 +55,9 @@ def _architecture_of(model):
 class ResNet(Model):
     """A residual network for large images.
 
-    A 7 × 7 convolution with stride 2, 3 × 3 max-pooling with stride 2, stages of residual blocks, the mean over all
-    positions, and a dense layer. Each stage after the first halves the resolution and doubles the channels.
+    The layers are a 7 × 7 convolution with stride 2, 3 × 3 max-pooling with stride 2, stages of residual blocks, the
+    mean over all positions, and a dense layer. Each stage after the first halves the resolution and doubles the
+    channels.
 
     Args:
         depths: blocks of each stage.
@@ -143,8 +147,9 @@ class ResNet(Model):
 class ResNet9(Model):
     """A small residual network for 32 × 32 images: 94 % accuracy on CIFAR-10 after a few dozen epochs.
 
-    Each of four stages has a 3 × 3 convolution, BatchNorm and ReLU, and all but the first also max-pooling. The second
-    and the last stage end with a residual branch of two more such convolutions. The maximum over all positions follows.
+    Each of four stages has a 3 × 3 convolution, BatchNorm and ReLU. All stages but the first also have max-pooling. The
+    second and the last stage end with a residual block of two more such convolutions. The input of the last layer is
+    the maximum over all positions.
 
     Args:
         classes: number of logits.

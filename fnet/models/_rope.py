@@ -40,9 +40,9 @@ class LinearScaling:
 class Llama3Scaling:
     """Llama 3.1's scaling of rotary positions.
 
-    The rotation rates of slow pairs of features are divided by the factor, those of fast pairs do not change, and those
-    in between are interpolated. A pair is slow if it completes fewer than `low_freq_factor` rotations within the
-    original context, and fast if it completes more than `high_freq_factor`.
+    The rotation rates of slow pairs of features are divided by the factor, and the rates of fast pairs do not change.
+    The rates of the other pairs are interpolated. A pair is slow if it completes fewer than `low_freq_factor` rotations
+    within the original context, and fast if it completes more than `high_freq_factor` rotations.
 
     Args:
         factor: the divisor of the rates of slow pairs, > 0.
@@ -78,16 +78,17 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN's scaling of rotary positions.
 
-    The rotation rates of slow pairs of features are divided by the factor, those of fast pairs do not change, and those
-    in between are interpolated linearly in the index of the pair. The rotated features are multiplied by an amplitude.
+    The rotation rates of slow pairs of features are divided by the factor, and the rates of fast pairs do not change.
+    The rates of the other pairs are interpolated linearly in the index of the pair. The rotated features are multiplied
+    by an amplitude.
 
     Args:
         factor: the divisor of the rates of slow pairs, > 0.
         original_context: maximum length in tokens of the texts in the original training.
-        beta_fast, beta_slow: numbers of rotations within the original context: pairs with more than `beta_fast` are
-            fast, pairs with fewer than `beta_slow` are slow.
+        beta_fast, beta_slow: numbers of rotations within the original context. Pairs with more than `beta_fast`
+            rotations are fast, and pairs with fewer than `beta_slow` rotations are slow.
         amplitude: factor of the rotated queries and keys. Default: 0.1 ln(factor) + 1, or 1 if the factor is at most 1.
-        truncate: whether the range of interpolated indices is extended to integers.
+        truncate: whether the range of the interpolated pairs is extended so that it begins and ends at integers.
 
     Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models, section 3.
 
@@ -124,7 +125,7 @@ class YarnScaling:
 
 
 def growth(factor: float, strength: float = 1.0) -> float:
-    """YaRN's amplitude of queries and keys for a factor."""
+    """Returns the factor by which YaRN multiplies rotated queries and keys, for a scaling by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 

@@ -92,7 +92,7 @@ def _postorder(tree):
 
 
 class TreeLSTM(Model):
-    """The child-sum Tree-LSTM: an LSTM whose steps follow a tree, each node after its children.
+    """The child-sum Tree-LSTM: an LSTM over the nodes of a tree, in which each node follows its children.
 
     For node j with embedding x_j and children C(j):
 

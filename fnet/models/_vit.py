@@ -38,7 +38,7 @@ def encoder_block(scope, x, *, heads, hidden, dropout, epsilon, activation=gelu,
 
 
 def fused(weight, bias):
-    """Rules for query, key and value that are one array in the file."""
+    """Rules for files with one array for query, key and value."""
     parts = [tuple(f"blocks/attention/{name}/{leaf}" for name in QKV) for leaf in ("kernel", "bias")]
     return Rule(parts[0], weight, DENSE), Rule(parts[1], bias)
 
@@ -47,7 +47,7 @@ _TIMM = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "la
 
 
 def _architecture(name):
-    """The fields of timm's vit_small_patch16_224, deit_small_patch16_224 and similar names."""
+    """Returns the fields of the model for a timm architecture such as vit_small_patch16_224, or None."""
     found = re.fullmatch("(?:vit|deit)_(tiny|small|base|large)_patch([0-9]{1,3})_([0-9]{1,4})", name)
     if found is None:
         return None
@@ -78,7 +78,7 @@ HALF = ImageInput(resize=None, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 
 
 def sizes(intermediate=True):
-    """The fields of config.json that ViT and models derived from it share."""
+    """Returns entries for the fields of config.json that ViT and models derived from it share."""
     hidden = {"intermediate_size": Use("hidden", 3072, lambda model: 4 * model.width)} if intermediate else {}
     return hidden | {
         "hidden_size": Use("width", 768), "num_hidden_layers": Use("depth", 12),
@@ -89,7 +89,7 @@ def sizes(intermediate=True):
 
 
 def pooled_size(value, config):
-    """`pooler_output_size`, which affects only models with a pooler."""
+    """Checks `pooler_output_size`, which affects only models with a pooler."""
     if "pooler_output_size" in config and value not in (None, config.get("hidden_size", 768)) and _bare(config):
         raise ValueError("expected the value of hidden_size, or null")
     return {}
