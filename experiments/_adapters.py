@@ -1,4 +1,4 @@
-"""Changes of low rank for finetune.py, on parameters that may be quantized (LoRA, QLoRA)."""
+"""Low-rank adapters for finetune.py (LoRA), optionally on quantized parameters (QLoRA)."""
 
 import dataclasses
 import math
@@ -14,13 +14,14 @@ FORMATS = {"none": None, "int8": compress.Int8(), "int4": compress.Int4(), "nf4"
 
 
 def adapted(key, params, rank, base):
-    """(trainable, frozen): the factors of LoRA, and the parameters that they change.
+    """Returns (trainable, frozen): the low-rank factors of LoRA, and the parameters to which their products are added.
 
     Args:
-      key: for the factors.
-      params: the published parameters.
-      rank: of the change of each kernel but the first, the last and depthwise ones, and of the table of tokens.
-      base: the format of these kernels, one of FORMATS. The table keeps its dtype.
+      key: a PRNG key for the initial factors.
+      params: the pretrained parameters.
+      rank: the rank of the factors. Each kernel, except the first, the last and depthwise kernels, gets factors. The
+        token embedding also gets factors.
+      base: the format in which these kernels are stored, one of FORMATS. The token embedding keeps its dtype.
     """
     kernels = inner_kernels(params)
     if FORMATS[base] is not None:
@@ -30,14 +31,15 @@ def adapted(key, params, rank, base):
 
 
 def inner_kernels(params):
-    """{path: inputs} of the kernels that are changed. Those of pixels and depthwise convolutions have 3 or 1 inputs."""
+    """Returns {path: number of inputs} of the kernels that get factors. Kernels with an odd number of inputs are left
+    out: those of images have 3 inputs, and those of depthwise convolutions have 1."""
     paths = ((keystr(path, simple=True, separator="/"), leaf) for path, leaf in tree_flatten_with_path(params)[0])
     return {path: leaf.shape[-2] for path, leaf in paths
             if path.endswith("/kernel") and not path.startswith("head/") and leaf.shape[-2] % 2 == 0}
 
 
 def fitting(format, inputs):
-    """The format with groups that divide the inputs."""
+    """Returns the format with a group size that divides the number of inputs."""
     return dataclasses.replace(format, group=format.group and math.gcd(format.group, inputs))
 
 

@@ -1,7 +1,8 @@
-"""Code shared by the experiments: flags of runs and devices, one-line errors and exit codes.
+"""Code shared by the experiments: flags for runs and devices, one-line errors and exit codes.
 
-Exit codes: 0, finished, or stopped by a signal with the state saved. 1, the loss is no longer finite, or an unexpected
-error. 2, the flags or the files cannot be used. 130, interrupted when there was nothing to save.
+The exit code is 0 if the run finished, or if a signal stopped it and the state was saved. The exit code is 1 if the
+loss is not finite or an unexpected error occurred, 2 if the flags or the files are invalid, and 130 if the script was
+interrupted when there was nothing to save.
 """
 
 import contextlib
@@ -29,16 +30,16 @@ PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 
 
 def check_temperature(value):
-    """Raises ConfigError for a temperature by which logits cannot be divided."""
+    """Raises ConfigError unless the temperature is 0, which selects the most probable token, or in [0.001, 1000]."""
     if value != 0:
         tr.flags.check_within("temperature", value, "[0.001, 1000]" if value >= 0 else "[0, 1000]")
 
 
 def user_path(name, path):
-    """The path with ~ as the home directory.
+    """Returns the path, with ~ replaced by the home directory.
 
     Raises:
-      ConfigError: the home directory is unknown, or it is a URL.
+      ConfigError: the home directory is unknown, or `path` is a URL.
     """
     if "://" in str(path):
         raise tr.ConfigError(f"--{name}={path}: expected a local path; fit(workdir=) of your own program takes URLs")
@@ -49,11 +50,11 @@ def user_path(name, path):
 
 
 def read_text(path):
-    """A text file.
+    """Returns the content of a text file.
 
     Raises:
-      ValueError: it is not in UTF-8, or it has more than 4 GiB.
-      OSError: it cannot be read.
+      ValueError: the file is not encoded in UTF-8, or is larger than 4 GiB.
+      OSError: the file cannot be read.
     """
     if path.stat().st_size > 1 << 32:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes: expected a text of at most 4 GiB")
@@ -64,22 +65,23 @@ def read_text(path):
 
 
 def needs(*modules):
-    """Raises ModuleNotFoundError now for a module that is needed only at the end of a run."""
+    """Raises ModuleNotFoundError if a module is not installed. Called at the start for modules that are used at the
+    end."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"{name} is missing: pip install {name}")
 
 
 def check_memory(init, batch_bytes, advice):
-    """Refuses a run whose parameters, optimizer and batch alone exceed the memory of its devices.
+    """Raises ConfigError if the parameters, optimizer state, gradients and batch exceed the memory of the devices.
 
     Args:
-      init: the function from a key to the state, which is traced, not run.
-      batch_bytes: a lower bound of the bytes of a batch and its activations.
-      advice: the flags that decide the sizes.
+      init: a function that takes a PRNG key and returns the initial state. It is traced, not run.
+      batch_bytes: a lower bound of the size of a batch and its activations, in bytes.
+      advice: the flags that determine the sizes, for the error message.
 
     Raises:
-      ConfigError: they exceed it.
+      ConfigError: the memory is too small.
     """
     if only_planned():
         return      # for other devices than those of this machine; the plan says whether it fits
@@ -95,7 +97,7 @@ def check_memory(init, batch_bytes, advice):
 
 
 def median_speed(rows):
-    """Median of the steps per second in a run's log; NaN if the run is too short for a measurement."""
+    """Returns the median of the logged steps per second, or NaN if the run was too short to measure them."""
     speeds = [row["time/steps_per_second"] for row in rows if "time/steps_per_second" in row]
     return statistics.median(speeds) if speeds else math.nan
 
@@ -106,13 +108,14 @@ def save_summary(workdir, model, *inputs):
 
 
 def check_steps(steps):
-    """Raises ConfigError for more steps than a state can count."""
+    """Returns `steps`. Raises ConfigError if the number is too large for the int32 step counter."""
     tr.flags.check_within("steps", steps, tr.flags.STEPS)
     return steps
 
 
 def weights_notes(path):
-    """Notes of a run on its pretrained weights: where they are and, if they are of Hugging Face's hub, their commit."""
+    """Returns the notes on pretrained weights for checkpoints: their path and, for weights from the Hugging Face Hub,
+    their commit."""
     from fnet.models import pretrained  # here, because most scripts load no models
 
     commit = pretrained.revision(path)
@@ -124,11 +127,12 @@ def restarting():
 
 
 def start(workdir, *outputs):
-    """Prepares the run's folder, after the flags and files have been checked; `fit` removes the old run.
+    """Creates the run's folder. With --restart, also removes the files of the old run that `fit` does not remove.
+    Called after the flags and files have been checked.
 
     Args:
       workdir: the run's folder.
-      outputs: names of the files that the experiment writes there, which --restart removes.
+      outputs: names of the files that the experiment writes to the folder, and that --restart removes.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     if restarting():
@@ -139,9 +143,8 @@ def start(workdir, *outputs):
 
 
 def decided(config, *workdirs, restart=False):
-    """The policy, and the configuration with its dtype: a resumed run keeps the dtype that it began with.
-
-    With --plan it is the policy of the chips in the plan."""
+    """Returns the precision policy, and the configuration with the dtype of the policy in place of "auto". A resumed
+    run keeps the dtype with which it was started. With --plan, the policy is that of the chips in the plan."""
     if config.precision != "auto":
         return hw.policy(config.precision), config
     if only_planned():
@@ -157,7 +160,7 @@ def decided(config, *workdirs, restart=False):
 
 
 def define_run_flags():
-    """Defines the flags of a training run that its configuration does not hold; `fit_options` passes them to `fit`."""
+    """Defines the flags of a training run that are not in its configuration. `fit_options` returns them for `fit`."""
     flags.DEFINE_bool("restart", False, "remove the run in workdir first")
     flags.DEFINE_bool("nojit", False, "run op by op, to step through in a debugger")
     flags.DEFINE_enum("nonfinite", "stop", ["stop", "skip", "rollback"], "where the loss or a parameter becomes NaN or "
@@ -183,23 +186,23 @@ def only_planned():
 
 
 def no_arguments(argv, example):
-    """Raises ConfigError for an argument that is no flag."""
+    """Raises ConfigError if there is a positional argument."""
     if argv[1:]:
         raise tr.ConfigError(f"{argv[1]}: flags begin with --, as in {example}")
 
 
 def begin_comparison(methods, limits):
-    """Checks the flags of a script that compares --methods, and makes the folder of its table and figure.
+    """Checks the flags of a script that compares several --methods, and creates the folder for its table and figure.
 
     Args:
-      methods: the names that --methods may have.
-      limits: {flag: interval of its values}.
+      methods: the allowed names in --methods.
+      limits: {flag: interval of allowed values}.
 
     Returns:
       The folder.
 
     Raises:
-      ConfigError: a flag has another value.
+      ConfigError: a flag has an invalid value.
     """
     given = flags.FLAGS
     for name, within in limits.items():
@@ -213,10 +216,11 @@ def begin_comparison(methods, limits):
 
 
 def begin():
-    """Joins the run's other processes and checks the devices and --devices before anything is computed.
+    """Checks the devices and --devices before anything is computed. With --devices=local, also connects to the other
+    processes of the run.
 
     Raises:
-      ConfigError: JAX finds no device, or fewer than --devices.
+      ConfigError: --devices is invalid, or JAX finds no device or fewer devices than --devices.
     """
     logging.set_verbosity(logging.WARNING)                 # JAX reports every accelerator it does not find
     wanted = flags.FLAGS.devices if "devices" in flags.FLAGS else "1"
@@ -234,7 +238,7 @@ def begin():
 
 
 def plan(step, init, batch):
-    """Returns the plan for --devices, or None for one device. With --plan, prints the plan and ends."""
+    """Returns the `parallel.plan` for --devices, or None for one device. With --plan, prints the plan and exits."""
     if only_planned():
         print(parallel.plan(step, init, batch, devices=flags.FLAGS.plan))
         sys.exit(0)
@@ -247,7 +251,7 @@ def plan(step, init, batch):
 
 
 def run(main):
-    """`absl.app.run` with one-line errors and exit codes; --debug shows tracebacks."""
+    """Calls `absl.app.run(main)` with one-line errors and exit codes. With --debug, errors have tracebacks."""
     flags.DEFINE_bool("debug", False, "show tracebacks; where a run breaks, replay it and name the layer")
     sys.stdout, sys.stderr = _Stream(sys.stdout, 1), _Stream(sys.stderr, 2)
     with tr.compilation_cache():
@@ -255,10 +259,10 @@ def run(main):
 
 
 class _Stream:
-    """A standard stream that may be closed: the run continues without output.
+    """A standard stream that may be closed during the run. The run then continues without output.
 
-    So `| head` is quiet, and a run of days does not end because a terminal was closed. Characters that the stream
-    cannot encode are written as escapes.
+    For example, `| head` causes no error, and a long run does not end because its terminal was closed. Characters that
+    the stream cannot encode are written as escape sequences.
     """
 
     def __init__(self, stream, number):
@@ -309,7 +313,7 @@ _GIVEN = (ValueError, TypeError, OSError, LookupError, OverflowError, MemoryErro
 
 
 def sentence(error):
-    """The message of an exception in one line; lists of leaves keep their lines."""
+    """Returns the message of an exception as one line. Messages that list leaves or arrays keep their lines."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
@@ -320,7 +324,7 @@ def sentence(error):
 
 
 def parse_flags(argv):
-    """absl's parser with one-line errors: exit code 2 for an unknown flag or a value that it does not take."""
+    """Parses the flags with absl. An unknown flag or an invalid value prints a one-line error and exits with code 2."""
     try:
         for flag, value in zip(argv, [*argv[1:], ""]):      # absl reads a flag file to its end: a pipe may have none
             if flag.lstrip("-").partition("=")[0] == "flagfile":
@@ -342,7 +346,7 @@ def stop(message, code=2):
 
 @contextlib.contextmanager
 def one_line_errors(*kinds):
-    """Exceptions of these kinds end the script with their message and exit 2, without a traceback."""
+    """Converts exceptions of these types to a one-line error and exit code 2. With --debug, they are raised."""
     try:
         yield
     except kinds as error:

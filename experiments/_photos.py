@@ -1,4 +1,4 @@
-"""Photos for the networks that have published weights; Pillow is imported when the first one is opened."""
+"""Reads photos for networks with pretrained weights. Pillow is imported when the first photo is opened."""
 
 import warnings
 from pathlib import Path
@@ -17,11 +17,11 @@ PIXELS = 50_000_000
 
 
 def opened(photo):
-    """The picture, rotated as its camera was held.
+    """Returns the photo as a Pillow image in RGB, rotated as its EXIF orientation says.
 
     Raises:
-      OSError: it does not exist or is not a picture.
-      ValueError: it is damaged, or has more than 50 million pixels.
+      OSError: the file does not exist, or is not an image.
+      ValueError: the file is damaged, or the image has more than 50 million pixels.
       ModuleNotFoundError: Pillow is not installed.
     """
     try:
@@ -47,16 +47,17 @@ def opened(photo):
 
 
 def dataset(folder, image):
-    """A folder of photos as a data set: a folder for each class.
+    """Reads a folder of photos, with a subfolder for each class, as a `Dataset`.
 
     Args:
-      folder: FOLDER/CLASS/*, of which every fifth photo of a class, in a fixed random order, is for the test; or
-        FOLDER/train/CLASS/* and FOLDER/test/CLASS/*.
-      image: the `ImageInput` that crops them.
+      folder: a folder with the files FOLDER/CLASS/*, or FOLDER/train/CLASS/* and FOLDER/test/CLASS/*. In the first
+        case, every fifth photo of a class, in a fixed random order, belongs to the test set.
+      image: the `ImageInput` that crops the photos.
 
     Raises:
-      ValueError: fewer than two classes, an empty one, or classes that differ.
-      OSError: a file that is no picture.
+      ValueError: there are fewer than two classes, a class has no photos for training or for testing, or train and test
+        have different classes.
+      OSError: a file is not an image.
     """
     if (folder / "train").is_dir() and (folder / "test").is_dir():
         train, test = _classes(folder / "train"), _classes(folder / "test")
@@ -80,6 +81,6 @@ def dataset(folder, image):
 
 
 def _classes(folder):
-    """{class: its files}, both in order of name."""
+    """Returns {class: its files}. Classes and files are sorted by name."""
     folders = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     return {each.name: sorted(file for file in each.iterdir() if not file.name.startswith(".")) for each in folders}

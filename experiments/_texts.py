@@ -1,4 +1,4 @@
-"""The part of finetune.py that trains language models on a text."""
+"""The part of finetune.py that fine-tunes language models on a text."""
 
 import math
 import shutil
@@ -22,7 +22,8 @@ TEMPEST = Path(__file__).parent / "data" / "tempest.txt"
 
 
 def network(config):
-    """(the model, its parameters, its tokenizer, the names of the weights, their folder)."""
+    """Returns (the model, its parameters, its tokenizer, the framework of the weights' names, the folder of the
+    weights)."""
     path = pretrained.find(config.weights or config.model)
     folder = path if path.is_dir() else path.parent
     model = models.Decoder.of_model_bin(path / "model.bin") if (path / "model.bin").is_file() else pretrained.model(
@@ -36,7 +37,7 @@ def network(config):
 
 
 def read(config, tokenizer):
-    """(tokens to train on, tokens to validate on): the first nine tenths of a text, and the last tenth."""
+    """Returns (training tokens, validation tokens): the first nine tenths and the last tenth of a text."""
     paths = [TEMPEST]
     if config.data_dir:
         folder = common.user_path("data_dir", config.data_dir)
@@ -49,7 +50,8 @@ def read(config, tokenizer):
 
 
 def task(config, model, params):
-    """(trainable parameters, other arrays, evaluate): `evaluate(f)(trainable, arrays, ...)` is f(params, ...)."""
+    """Returns (trainable parameters, other arrays, evaluate). `evaluate(f)(trainable, arrays, ...)` returns f(params,
+    ...), where `params` combines both."""
     if not config.lora:
         return params, {}, lambda f: lambda params, arrays, *inputs: f(params, *inputs)
     trainable, frozen = adapters.adapted(jax.random.key(config.seed), params, config.lora, config.base)
@@ -62,10 +64,10 @@ def task(config, model, params):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains, resumes, or evaluates a finished run.
+    """Trains a model, or resumes an interrupted run. A run that is already complete is only evaluated.
 
     Returns:
-      {"loss": the least validation loss}.
+      {"loss": the lowest validation loss}.
     """
     model, published, tokenizer, names, folder = network(config)
     train_tokens, test_tokens = read(config, tokenizer)
@@ -125,7 +127,7 @@ def train(config, workdir, policy, **fit_options):
 
 
 def save(model, params, names, published, folder):
-    """Writes the weights under the names that they came with, and the tokenizer, for generate.py --weights=FOLDER."""
+    """Writes the weights, under the names of the original file, and the tokenizer, for generate.py --weights=FOLDER."""
     folder.mkdir(exist_ok=True)
     pretrained.save(model, params, {}, folder, names=names)
     for file in published.glob("*"):

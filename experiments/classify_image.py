@@ -1,14 +1,16 @@
-"""Classifies photos with published networks: prints five labels for each photo.
+"""Classifies photos with pretrained networks, and prints the five most probable labels of each photo.
 
     python experiments/classify_image.py photo.jpg                     # ResNet-50
     python experiments/classify_image.py --model=mobilenet_v2 *.jpg
     python experiments/classify_image.py --weights=google/vit-base-patch16-224 photo.jpg     # any folder or repository
     python experiments/classify_image.py --weights=runs/finetune photo.png                   # what finetune.py trained
 
-The weights are searched in --weights, else by the model's name in ~/.cache/fnet and Hugging Face's cache. Without
---model, the config.json of transformers or timm beside them describes the model. Photos are prepared as
-preprocessor_config.json or timm's config.json says, else as the family of the weights was trained. Labels are those
-beside the weights (labels.json or config.json), else ImageNet's thousand.
+--weights names a file, a folder or a repository. Without --weights, the weights are searched by the name of the model
+in ~/.cache/fnet and in Hugging Face's cache. Without --model, the model is described by the config.json of transformers
+or timm in the folder of the weights. Photos are preprocessed as preprocessor_config.json or timm's config.json
+specifies, or else as for the training of the pretrained weights. The labels are read from --labels, or else from
+labels.json or config.json in the folder of the weights. If these have no labels, the labels are the 1,000 classes of
+ImageNet.
 """
 
 import dataclasses
@@ -35,7 +37,7 @@ IMAGENET = Path(__file__).parent / "data" / "imagenet_labels.txt"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The weights, and the number of labels."""
+    """The flags: the weights, the labels and the precision."""
 
     model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: what the weights are for, or resnet50",
                                choices=photos.PRESETS)
@@ -68,7 +70,8 @@ def main(argv):
 
 
 def read(config, path):
-    """(model, params, state, preprocessing, labels) of weights, those of a run of finetune.py included."""
+    """Returns (model, params, state, preprocessing, labels) for the weights at `path`, which may be a run of
+    finetune.py."""
     folder, size, preset = path if path.is_dir() else path.parent, config.size, config.model
     described = (folder / "config.json").is_file()
     if described and (folder / "metrics.jsonl").is_file():
@@ -99,10 +102,10 @@ def define_flags():
 
 
 def configured(argv):
-    """The configuration that the flags describe.
+    """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: the flags cannot be used; the message names one of them.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
     """
     if not argv[1:]:
         raise tr.ConfigError("no photo given: python experiments/classify_image.py photo.jpg")
@@ -110,16 +113,17 @@ def configured(argv):
 
 
 def checked(config):
-    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
     tr.flags.check(config)
     return config
 
 
 def read_labels(config, path, classes=None):
-    """The name of each class: from --labels, from the folder of the weights, or ImageNet's; or its number.
+    """Returns the name of each class, from --labels, from the folder of the weights, or from ImageNet. If none of these
+    has names, the names are "class 0", "class 1", ...
 
     Raises:
-      ValueError: a file has no labels, or not as many as there are classes.
+      ValueError: a file has no labels, or the number of labels differs from the number of classes.
     """
     folder = path if path.is_dir() else path.parent
     if config.labels:
@@ -144,7 +148,7 @@ def read_labels(config, path, classes=None):
 
 
 def _labels(found):
-    """The labels of a list, of {number: label}, or of the config.json of transformers or timm."""
+    """Returns the labels in a list, in a dict {number: label}, or in the config.json of transformers or timm."""
     if isinstance(found, dict) and "label_names" in found:
         descriptions = found.get("label_descriptions") or {}
         found = [descriptions.get(name, name) for name in found["label_names"]]

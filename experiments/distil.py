@@ -1,17 +1,19 @@
-"""Teaches a small network what a large one knows: its probabilities, and if wanted its features.
+"""Trains a small network (the student) to match the probabilities, and optionally the features, of a large network (the
+teacher).
 
     python experiments/image_classification.py --workdir=runs/digits             # the teacher
     python experiments/distil.py --teacher=runs/digits --width=4                 # the student
     python experiments/distil.py --teacher=runs/digits --width=4 --weight=0      # the same without the teacher
     python experiments/distil.py --teacher=runs/digits --width=4 --hidden=1 --swa=0.25
 
-The teacher is the folder of a run of experiments/image_classification.py, whose data set, augmentation and architecture
-the student has, with another width. The loss is that of compress.distillation_loss. --hidden adds the difference of
-the features before the last layer, brought to the teacher's number of features by a matrix that is trained, too. --swa
-averages the weights of the last part of the run, and computes the statistics of BatchNorm anew.
+--teacher is the folder of a run of experiments/image_classification.py. The student has the data set, the augmentation
+and the architecture of this run, but another width. The loss is compress.distillation_loss. --hidden adds a loss for
+the difference between the features before the last layer; a trained matrix projects the student's features to the
+teacher's number of features. --swa averages the weights of the last part of the run, and recomputes the statistics of
+BatchNorm.
 
 The run's folder (--workdir, else runs/distil) receives config.json, metrics.jsonl, a TensorBoard log, checkpoints and
-curves.png. The same command resumes a run that was interrupted; --restart trains anew.
+curves.png. The same command resumes an interrupted run; --restart starts again from the first step.
 """
 
 import dataclasses
@@ -37,7 +39,7 @@ FEATURES = "pool"      # the site of a CNN whose values --hidden compares
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What decides a run's result (and where the teacher is, which does not)."""
+    """The hyperparameters, which determine the result of a run, and the path of the teacher, which does not."""
 
     teacher: str = option("runs/digits", "folder of a run of image_classification.py", decides=False)
     width: int = option(4, "channels of the student's first stage, doubled in each that follows", within="[1, 8192]")
@@ -59,11 +61,11 @@ class Config:
 
 
 def read_teacher(folder):
-    """(its configuration, its last state) of a run of image_classification.py.
+    """Returns (the configuration, the last saved state) of a run of image_classification.py.
 
     Raises:
-      FileNotFoundError: there is no run.
-      ConfigError: its network is no CNN.
+      FileNotFoundError: the folder contains no run.
+      ConfigError: the network is not a CNN.
     """
     config = tr.load_config(base.Config, folder / "config.json")
     if config.model != "cnn":
@@ -72,10 +74,11 @@ def read_teacher(folder):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains, resumes, or evaluates a finished run.
+    """Trains the student, or resumes an interrupted run. A run that is already complete is only evaluated.
 
     Returns:
-      {"accuracy": the student's, "teacher": the teacher's, "averaged": of averaged weights, or None}, on test images.
+      The accuracies on the test images: {"accuracy": student, "teacher": teacher, "averaged": student with averaged
+      weights, or None without --swa}.
     """
     taught, snapshot = read_teacher(common.user_path("teacher", config.teacher))
     data = tr.datasets.load(taught.dataset, taught.data_dir, split=taught.split, announce=print)
@@ -174,17 +177,17 @@ def define_flags():
 
 
 def configured(argv):
-    """The configuration that the flags describe.
+    """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: the flags cannot be used; the message names one of them.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
     """
     common.no_arguments(argv, "--teacher=runs/digits")
     return checked(tr.flags.read(Config, flags.FLAGS))
 
 
 def checked(config):
-    """The configuration, if its values are possible; otherwise raises ConfigError."""
+    """Returns the configuration. Raises ConfigError if a value is invalid."""
     tr.flags.check(config)
     tr.optimizer(config.optimizer, 0.1, weight_decay=config.weight_decay)
     return config

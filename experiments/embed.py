@@ -1,11 +1,12 @@
-"""Compares the meaning of sentences by MiniLM's sentence embeddings.
+"""Compares the meaning of sentences with MiniLM's sentence embeddings.
 
     python experiments/embed.py "A cat sits on the mat." "The feline rests." "Profits fell by a tenth."
     python experiments/embed.py --file=experiments/data/tempest.txt --top=5 "people who dream"
 
-Sentences alone are compared with each other. With --file, its lines nearest to each sentence are shown. The weights are
-looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache; where there are
-none, the message says what to download. vocab.txt lies beside them.
+Without --file, the sentences are compared with each other. With --file, the lines of the file that are most similar to
+each sentence are printed. --weights names the file or folder of the weights. Without --weights, they are searched by
+the name of the model in ~/.cache/fnet and in Hugging Face's cache. If there are no weights, the error states what to
+download. vocab.txt must be in the folder of the weights.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ PRESETS = ("minilm-l6", "minilm-l12")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which weights, and what is compared."""
+    """The flags: the weights, and what is compared."""
 
     model: str = option("minilm-l6", f"one of {', '.join(PRESETS)}", choices=PRESETS)
     weights: str | None = option(None, "file or folder of the weights and of vocab.txt")
@@ -58,7 +59,8 @@ def main(argv):
     encode = jax.jit(ft.autocast(embed, policy))
 
     def vectors(texts):
-        """[texts, width]. Sentences of similar length are in one batch, so that a batch has little padding."""
+        """Returns the embeddings, [texts, width]. A batch has sentences of similar length, so that it has little
+        padding."""
         rows = [tokenizer.encode(text, config.max_length) for text in texts]
         order = np.argsort([len(row) for row in rows], kind="stable")
         found = np.zeros((len(rows), model.width), np.float32)
@@ -89,10 +91,10 @@ def define_flags():
 
 
 def configured(argv):
-    """The configuration that the flags describe.
+    """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: the flags cannot be used; the message names one of them.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
     """
     if not argv[1:]:
         raise tr.ConfigError('no sentence given: python experiments/embed.py "A cat sits." "The feline rests."')
@@ -100,7 +102,7 @@ def configured(argv):
 
 
 def checked(config):
-    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
     tr.flags.check(config)
     return config
 

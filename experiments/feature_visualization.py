@@ -1,14 +1,15 @@
-"""Draws saliency maps of a network for photos, and images to which its channels respond.
+"""Draws saliency maps of a network for photos, and images that activate its channels.
 
     python experiments/feature_visualization.py photo.jpg                         # saliency maps, and features by layer
     python experiments/feature_visualization.py --layers= photo.jpg other.png     # saliency maps alone
     python experiments/feature_visualization.py --layers=stage2/block3 --channels=12 --steps=512
 
-Four saliency maps show which pixels decide the first label: the gradient, SmoothGrad (the mean over noisy copies),
-integrated gradients (the mean along the path from a gray image) and Grad-CAM (which positions of the last block). For
-each layer, an image of fixed contrast is optimized for each of some channels until the channel's mean is large: the
-first layers respond to edges and colors, later ones to textures and parts, the labels to objects. Weights are found as
-by classify_image.py. The pictures are written to --workdir.
+Four saliency maps show which pixels determine the most probable label: the gradient, SmoothGrad (the root mean square
+of the gradients of noisy copies), integrated gradients (the mean of the gradients along the path from a gray image) and
+Grad-CAM (the important positions of the site --cam). For some channels of each layer, an image with fixed contrast is
+optimized to maximize the mean of the channel. The first layers respond to edges and colors, later layers to textures
+and parts of objects, and the labels to objects. --weights and --labels are as for classify_image.py. The pictures are
+written to --workdir.
 
 Simonyan et al., Deep Inside Convolutional Networks, 2013; Smilkov et al., SmoothGrad, 2017; Sundararajan et al.,
 Axiomatic Attribution for Deep Networks, 2017; Selvaraju et al., Grad-CAM, 2017; Olah et al., Feature
@@ -43,7 +44,7 @@ LABELS = (1, 130, 323, 954, 817, 985)      # goldfish, flamingo, monarch, banana
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which weights, and what is drawn."""
+    """The flags: the weights, and what is drawn."""
 
     model: str | None = option(None, f"one of {', '.join(photos.PRESETS)}; None: resnet50", choices=photos.PRESETS)
     weights: str | None = option(None, "file or folder of the weights, or the folder of a run of finetune.py")
@@ -88,7 +89,7 @@ def main(argv):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
-    """A model with its weights, a function from pixels [batch, height, width, 3] in 0..1 to logits [batch, labels]."""
+    """A model and its weights. A call maps pixels [batch, height, width, 3] in [0, 1] to logits [batch, labels]."""
 
     model: object
     params: dict
@@ -102,7 +103,8 @@ class Network:
 
     @property
     def weights(self):
-        """Arguments of the compiled functions: as constants, XLA would spend minutes to fold them."""
+        """The weights, as an argument of the compiled functions. If they were constants, XLA would spend minutes on
+        folding them."""
         return self.params, self.state
 
 
@@ -120,7 +122,7 @@ def load(config):
 
 
 def check_sites(network, names):
-    """Raises ValueError for a name of no site."""
+    """Raises ValueError if a name is not the name of a site (see `transforms.sites`)."""
     size = network.prepare.size
     known = ft.sites(network)(network.weights, jax.ShapeDtypeStruct((1, size, size, 3), np.float32)).names
     for name in names:
@@ -132,7 +134,7 @@ def check_sites(network, names):
 
 
 def saliency(network, config, file, picture, path):
-    """Draws the photo and its four maps."""
+    """Draws a photo and its four saliency maps."""
     began = time.perf_counter()
     x = jnp.asarray(network.prepare.crop(picture), jnp.float32)[None] / 255                   # [1, height, width, 3]
     logits = jax.jit(network)(network.weights, x)[0]
@@ -151,17 +153,18 @@ def saliency(network, config, file, picture, path):
 
 @functools.cache
 def slope(network, label):
-    """The compiled derivative of a label's logit by the pixels."""
+    """Returns the compiled gradient of a label's logit with respect to the pixels."""
     return jax.jit(jax.grad(lambda x, weights: network(weights, x)[:, label].sum()))
 
 
 def gradient(network, x, label):
-    """|d logit / d pixel|, the largest of the three colors: [height, width]."""
+    """Returns |d logit / d pixel|, the maximum over the three colors: [height, width]."""
     return jnp.abs(slope(network, label)(x, network.weights)[0]).max(-1)
 
 
 def smooth_grad(network, x, label, config):
-    """The mean of the squared gradients at noisy copies: [height, width]."""
+    """Returns the root mean square of the gradients of noisy copies, the maximum over the three colors: [height,
+    width]."""
     keys = jax.random.split(jax.random.key(config.seed), config.samples)
     noisy = lambda key: x + config.noise * jax.random.normal(key, x.shape)
     total = sum(jnp.square(slope(network, label)(noisy(key), network.weights)[0]) for key in keys)
@@ -169,8 +172,9 @@ def smooth_grad(network, x, label, config):
 
 
 def integrated_gradients(network, x, label, config):
-    """(the mean gradient on the path from gray, times the change, [height, width]; the sum of it by color, which is
-    about the change of the logit)"""
+    """Returns (the map [height, width], the sum of all attributions). The attribution of a pixel and color is the mean
+    gradient on the path from gray to the image, times the difference between the two. The map is the magnitude of the
+    sum over colors. The sum of all attributions approximates the difference between the logits."""
     gray = jnp.full_like(x, 0.5)
     points = (np.arange(config.samples) + 0.5) / config.samples      # midpoints
     total = sum(slope(network, label)(gray + float(a) * (x - gray), network.weights) for a in points)
@@ -179,7 +183,8 @@ def integrated_gradients(network, x, label, config):
 
 
 def grad_cam(network, x, label, site):
-    """The sum of the site's channels, weighted by their mean cotangents, where it is positive: [height, width]."""
+    """Returns the positive part of the sum of the site's channels, weighted by their mean cotangents: [height,
+    width]."""
     logit = lambda weights, x: network(weights, x)[0, label]
     _, seen = jax.jit(ft.capture(logit, site))(network.weights, x)
     _, slopes = jax.jit(ft.capture_cotangents(logit, site))(network.weights, x)
@@ -189,7 +194,7 @@ def grad_cam(network, x, label, site):
 
 
 def shown(values):
-    """A map in 0..1; the brightest hundredth is cut off."""
+    """Scales a map to [0, 1]. The lowest and the highest hundredth of the values are clipped."""
     values = np.asarray(values)
     low, high = np.percentile(values, (1, 99))
     return np.clip((values - low) / max(high - low, 1e-12), 0, 1)
@@ -199,7 +204,7 @@ def shown(values):
 
 
 def features(network, config, site, path):
-    """Draws the images to which some channels of a site respond most, and prints time, FLOPs and MFU."""
+    """Draws images optimized for some channels of a site, and prints the time, the FLOPs and the MFU."""
     began, processor = time.perf_counter(), time.process_time()
     value = jax.eval_shape(ft.capture(network, site), network.weights,
                            jax.ShapeDtypeStruct((1, config.size, config.size, 3), np.float32))[1][site]
@@ -236,7 +241,7 @@ def features(network, config, site, path):
 
 
 def responding(network, config, site):
-    """The channels of a site that respond to a random image: others have no gradient, or never respond at all."""
+    """Returns the channels of a site that respond to a random image. Other channels may have a gradient of 0."""
     x = image(start(jax.random.key(config.seed), 1, config.size)[0])[None]
     value = jax.jit(lambda weights, x: ft.capture(network, site)(weights, x)[1][site])(network.weights, x)
     means = np.asarray(value).reshape(-1, value.shape[-1]).mean(0)
@@ -248,7 +253,8 @@ def optimizer(config):
 
 
 def step(network, config, site, weights, spectra, state, channels, key):
-    """One step of gradient ascent for an image of each channel: (spectra, optimizer state, means of the channels)."""
+    """Makes one step of gradient ascent on one image for each channel. Returns (spectra, optimizer state, channel
+    means)."""
     def objective(spectra):
         keys = jax.random.split(key, len(channels))
         x = jax.vmap(lambda key, spectrum: moved(key, image(spectrum), config.jitter))(keys, spectra)
@@ -264,16 +270,17 @@ def step(network, config, site, weights, spectra, state, channels, key):
 
 
 def start(key, count, size):
-    """Small random images as amplitudes of frequencies: [count, real or imaginary, size, size // 2 + 1, 3]."""
+    """Returns small random spectra, the real and imaginary parts of images in the frequency domain: [count, 2, size,
+    size // 2 + 1, 3]."""
     return 0.1 * jax.random.normal(key, (count, 2, size, size // 2 + 1, 3))
 
 
 def image(spectrum):
-    """The image of a spectrum [2, size, size // 2 + 1, 3]: [size, size, 3] in 0..1.
+    """Converts a spectrum [2, size, size // 2 + 1, 3] to an image [size, size, 3] in [0, 1].
 
-    The amplitudes are divided by the frequency, as in natural photos. So a step of one size changes all frequencies
-    alike, and the gradient does not end in noise of the highest ones. The contrast is fixed: otherwise most channels
-    grow fastest by contrast alone, until all pixels are black or white.
+    The amplitudes are divided by the frequency, as in natural photos, so that an optimization step changes all
+    frequencies to the same degree. Otherwise, the images would contain mostly noise of high frequencies. The contrast
+    is fixed. Otherwise, the optimization would mainly increase the contrast, until all pixels are black or white.
     """
     size = spectrum.shape[1]
     rows, columns = jnp.fft.fftfreq(size)[:, None], jnp.fft.rfftfreq(size)[None]
@@ -284,9 +291,10 @@ def image(spectrum):
 
 
 def moved(key, x, jitter):
-    """The image moved by up to `jitter` pixels each way, scaled by 0.7 to 1.2 and rotated by up to 11 degrees.
+    """Returns the image, randomly shifted by up to `jitter` pixels, scaled by 0.7 to 1.2 and rotated by up to 11
+    degrees.
 
-    What a channel responds to at one place, size and angle alone is mostly noise that no photo contains.
+    A pattern that activates a channel only at one position, size and angle is mostly noise that no photo contains.
     """
     shift, scale, angle = jax.random.split(key, 3)
     size = x.shape[0]
@@ -303,7 +311,8 @@ def moved(key, x, jitter):
 
 
 def flops_of(network, site, size):
-    """FLOPs of products from the pixels to a site and back."""
+    """Returns the FLOPs of the products and convolutions of an image, from the pixels to the site, and of their
+    gradients."""
     spec = jax.ShapeDtypeStruct((1, size, size, 3), np.float32)
     counted = hw.count(network, network.weights, spec)
     paths = list(counted.scopes)
@@ -316,7 +325,8 @@ def flops_of(network, site, size):
 
 
 def draw(path, title, tiles):
-    """Writes a picture with a title and named tiles, images [height, width, 3] or maps [height, width] in 0..1."""
+    """Writes a figure with a title and named tiles. A tile is an image [height, width, 3] or a map [height, width],
+    with values in [0, 1]."""
     from matplotlib.figure import Figure
 
     columns = min(6, len(tiles))
@@ -337,10 +347,10 @@ def define_flags():
 
 
 def configured(argv):
-    """The configuration that the flags describe.
+    """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: the flags cannot be used; the message names one of them.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
     """
     config = checked(tr.flags.read(Config, flags.FLAGS))
     if not argv[1:] and not config.layers.strip(", "):
@@ -349,7 +359,7 @@ def configured(argv):
 
 
 def checked(config):
-    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
     tr.flags.check(config)
     if config.jitter >= config.size:
         raise tr.ConfigError(f"--jitter={config.jitter}: expected fewer pixels than --size={config.size}")

@@ -7,10 +7,10 @@
     python experiments/federated.py --proximal=0.01                         # FedProx
     python experiments/federated.py --clip=1 --noise=1.1                    # clipped gradients with noise
 
-The defaults are those of McMahan et al. (2017), table 2: 100 clients, a tenth of them in each round, five local
-epochs, batches of 10. In the sorted split, the images are sorted by label and cut into 200 shards, and each client has
-two: most clients have two digits. The folder receives the files of `fit` and federated.png, the test accuracy by round.
-The same command resumes a run that was interrupted.
+The defaults are those of McMahan et al. (2017), table 2: 100 clients, of which 10 take part in each round, five local
+epochs, and batches of 10 images. In the sorted split, the images are sorted by label and divided into 200 shards, two
+for each client, so that most clients have images of two digits only. The run's folder receives the files of `fit`, and
+federated.png with the test accuracy by round. The same command resumes an interrupted run.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class Config:
 
 
 class McMahanCNN(nn.Layer):
-    """Two 5 x 5 convolutions with 32 and 64 channels, and a layer of 512: 1,663,370 parameters on MNIST."""
+    """Two 5 x 5 convolutions with 32 and 64 channels, and a dense layer of 512 units: 1,663,370 parameters on MNIST."""
 
     classes: int = 10
 
@@ -64,7 +64,7 @@ class McMahanCNN(nn.Layer):
 
 
 def split(labels, config):
-    """The indices of each client's images."""
+    """Returns the indices of each client's images."""
     rng = np.random.default_rng(config.seed)
     if config.split == "iid":
         return np.array_split(rng.permutation(len(labels)), config.clients)
@@ -74,7 +74,7 @@ def split(labels, config):
 
 
 def plot(folders, path, title):
-    """The test accuracy by round of the runs in these folders."""
+    """Plots the test accuracy by round of the runs in these folders."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")

@@ -1,24 +1,27 @@
-"""Fine-tunes a published network on images or text: a linear probe, all weights, or changes of low rank (LoRA).
+"""Fine-tunes a pretrained network on images or text: a linear probe, all weights, or low-rank adapters (LoRA).
 
     python experiments/finetune.py --model=mobilenet_v2 --dataset=cifar10
     python experiments/finetune.py --model=resnet50 --mode=full --dataset=photos --data_dir=DIR
     python experiments/finetune.py --model=vit_s_16 --lora=8 --base=int4                    # QLoRA
     python experiments/finetune.py --model=stories15m --dataset=text --lora=8 --base=int4   # The Tempest
 
-The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache.
-Checkpoints note their path and, if they are of Hugging Face's hub, their commit (`fnet report`). The data set photos is
-DIR/CLASS/*, of which a fifth is kept for the test, or DIR/train/CLASS/* and DIR/test/CLASS/*.
+--weights names the file or folder of the weights. Without --weights, they are searched by the name of the model in
+~/.cache/fnet and in Hugging Face's cache. Checkpoints record the path of the weights and, for weights from the Hugging
+Face Hub, their commit (shown by `fnet report`). For --dataset=photos, the photos are DIR/CLASS/*, of which a fifth is
+the test set, or DIR/train/CLASS/* and DIR/test/CLASS/*. For --dataset=text, the text is DIR/*.txt. DIR is --data_dir;
+without it, the text is The Tempest.
 
-linear: every image goes through the network once, and a dense layer is trained on what comes out. full: everything is
-trained, the last layer from new. lora, which --lora=RANK implies: the last layer, and changes of low rank of all other
-kernels, whose published values are frozen, in the format --base. A text is DIR/*.txt, by default The Tempest.
+With --mode=linear, the features of every image are computed once, and a new last layer is trained on the features. With
+--mode=full, all weights are trained; for images, the last layer is new. With --mode=lora, which --lora=RANK implies,
+low-rank factors are trained for the kernels, and for images also a new last layer. The pretrained kernels are frozen,
+and stored in the format --base.
 
 The run's folder (--workdir, else runs/finetune) receives config.json, metrics.jsonl, a TensorBoard log, checkpoints,
-curves.png, confusion.png, and the result as model.safetensors and labels.json, in the names that the weights came with:
-experiments/classify_image.py --weights=runs/finetune reads them. Of a text it receives no labels, and the best weights
-are in runs/finetune/merged, which experiments/generate.py --weights=runs/finetune/merged reads. adapter holds the
-changes of low rank in PEFT's format. The same command resumes a run that was interrupted;
---restart trains again from the first step.
+and curves.png. For images, it also receives confusion.png, labels.json, and model.safetensors with the names of the
+original weights. experiments/classify_image.py --weights=runs/finetune reads these files. For a text, the best weights
+are in runs/finetune/merged, and experiments/generate.py --weights=runs/finetune/merged reads them. With --mode=lora,
+the folder adapter contains the low-rank factors in PEFT's format. The same command resumes an interrupted run;
+--restart starts again from the first step.
 """
 
 import dataclasses
@@ -96,8 +99,8 @@ AUGMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """The published network: its model and arrays, the framework of their names, the preprocessing of its images, and
-    the path of its weights."""
+    """A pretrained network: the model, its parameters and state, the framework whose names the weights have, the
+    preprocessing of the images, and the path of the weights."""
 
     model: models.Model
     params: dict
@@ -107,7 +110,7 @@ class Network:
     path: Path
 
     def prepare(self, images):
-        """float32 [batch, height, width, 1 or 3], 0 to 255, as the network takes them."""
+        """Resizes and normalizes images, float32 [batch, height, width, 1 or 3] from 0 to 255, for the network."""
         size = self.image.size
         images = jnp.broadcast_to(images, (*images.shape[:3], 3))
         return self.image.normalize(jax.image.resize(images, (len(images), size, size, 3), "linear"))
@@ -125,10 +128,11 @@ def network(config):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains, resumes, or evaluates a finished run; the weights are written before anything else can fail.
+    """Trains a model, or resumes an interrupted run. A run that is already complete is only evaluated. After the
+    training, the weights are written first, so that no later error can lose them.
 
     Returns:
-      The evaluation of the last state; of a text, that of the best.
+      The results of the evaluation on the test set: of the last state for images, of the best state for a text.
     """
     if config.dataset == "text":
         return texts.train(config, workdir, policy, **fit_options)
@@ -208,7 +212,7 @@ def train(config, workdir, policy, **fit_options):
 
 
 def in_batches(f, x, size):
-    """f(x), evaluated on `size` examples at a time, the last of which may be padding."""
+    """Returns f(x), evaluated on batches of `size` examples. The last batch is padded if necessary."""
     rows = []
     for at in range(0, len(x), size):
         batch = x[at:at + size]
@@ -218,7 +222,8 @@ def in_batches(f, x, size):
 
 
 def save_predictions(workdir, forward, state, test_set, data, size):
-    """Saves the confusion matrix and the worst mistakes for `fnet report`, with images of at most 96 pixels."""
+    """Saves the confusion matrix and the wrong predictions with the highest probabilities for `fnet report`. Large
+    images are subsampled."""
     run = jax.jit(lambda x: jax.nn.softmax(forward(state.averaged, state.state, x, None)[0].astype(jnp.float32)))
     stride = max(1, data.test_images.shape[1] // 96)
     tr.save_predictions(workdir, in_batches(run, test_set["x"], size), test_set["label"], classes=data.classes,
@@ -226,7 +231,7 @@ def save_predictions(workdir, forward, state, test_set, data, size):
 
 
 def probe(config, policy, held, model, data):
-    """The features of all images, and a dense layer on them."""
+    """Returns (inputs, params, state, forward) for --mode=linear: the features of all images, and a dense layer."""
 
     @jax.jit
     def features(params, state, images):
@@ -244,7 +249,8 @@ def probe(config, policy, held, model, data):
 
 
 def everything(config, policy, held, model, data):
-    """The images, and the whole network with a new last layer."""
+    """Returns (inputs, params, state, forward) for --mode=full: the images, and the whole network with a new last
+    layer."""
     fresh, _ = nn.Dense(model.classes).init(jax.random.key(config.seed), held.params["head"]["kernel"].T[:1])
     augment = AUGMENT[config.augment]
 
@@ -260,7 +266,8 @@ def everything(config, policy, held, model, data):
 
 
 def low_rank(config, policy, held, model, data):
-    """The images, and the whole network with trainable changes of low rank and a new last layer."""
+    """Returns (inputs, params, state, forward) for --mode=lora: the images, and the whole network with trainable
+    low-rank factors and a new last layer."""
     inputs, params, state, forward = everything(config, policy, held, model, data)
     trainable, frozen = adapters.adapted(jax.random.key(config.seed), params, config.lora, config.base)
     trainable, frozen = trainable | {"head": params["head"]}, frozen | {"head": jax.tree.map(lambda _: None,
@@ -288,10 +295,10 @@ def define_flags():
 
 
 def configured(argv):
-    """The configuration that the flags describe.
+    """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: the flags cannot be used; the message names one of them.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
     """
     common.no_arguments(argv, "--dataset=digits")
     given = flags.FLAGS
@@ -302,7 +309,7 @@ def configured(argv):
 
 
 def checked(config):
-    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
     tr.flags.check(config)
     if (config.mode == "lora") != bool(config.lora):
         raise tr.ConfigError(f"--mode={config.mode} --lora={config.lora}: --mode=lora needs a rank, such as --lora=8, "

@@ -8,9 +8,10 @@
     python experiments/generate.py --weights=HuggingFaceTB/SmolLM2-135M-Instruct --chat    # a conversation
     python experiments/generate.py --weights=FOLDER --beams=4 --max_tokens=40 "The answer"   # the most probable text
 
-The weights are looked for where --weights says, else under the model's name in ~/.cache/fnet and Hugging Face's cache;
-where there are none, the message says what to download. The tokenizer lies beside them: tokenizer.bin (llama2.c),
-characters.json, or tokenizer.json (pip install tokenizers).
+--weights names a file, a folder or a repository. Without --weights, the weights are searched by the name of the model
+in ~/.cache/fnet and in Hugging Face's cache. If there are no weights, the error states what to download. The tokenizer
+is read from the folder of the weights: tokenizer.bin (llama2.c), characters.json, or tokenizer.json (pip install
+tokenizers).
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ PRESETS = tuple(preset for cls in (models.Decoder, models.GPT) for preset in cls
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The weights, and the options of sampling."""
+    """The flags: the weights, and the options of the generation."""
 
     model: str = option("stories15m", f"one of {', '.join(PRESETS)}")
     weights: str | None = option(None, "file or folder of the weights, or the folder of a run of language_model.py")
@@ -118,7 +119,7 @@ def main(argv):
 
 
 def sampling(config):
-    """The options of `generate` that select tokens."""
+    """Returns the sampling options for `models.generate` and `models.chat`."""
     return dict(temperature=config.temperature, top_k=config.top_k or None, min_p=config.min_p or None,
                 top_p=config.top_p if config.top_p < 1 else None,
                 repetition_penalty=config.repetition_penalty if config.repetition_penalty != 1 else None,
@@ -130,7 +131,7 @@ def stops(config):
 
 
 def ended(tokenizer, start, tokens, stop):
-    """The text of a prompt and the generated tokens, up to the first stop string after the prompt."""
+    """Returns the text of the prompt and of the generated tokens, up to the first stop string after the prompt."""
     text, begin = tokenizer.decode([*start, *tokens]), len(tokenizer.decode(start))
     return text[:min((at for at in (text.find(each, begin) for each in stop) if at >= 0), default=len(text))]
 
@@ -141,7 +142,7 @@ def describe(config, model, params):
 
 
 def converse(config, model, params, tokenizer, prompts):
-    """Answers the prompts, or each line of standard input, as one conversation."""
+    """Answers the prompts, or without prompts each line of standard input, in one conversation."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("--chat needs a folder with a chat template (chat_template.jinja, or chat_template in "
                          "tokenizer_config.json): name one with --weights")
@@ -164,7 +165,7 @@ def converse(config, model, params, tokenizer, prompts):
 
 
 def lines():
-    """The lines of standard input that are not empty, until its end or Ctrl-D."""
+    """Yields the nonempty lines of standard input."""
     while True:
         if sys.stdin.isatty():
             print("\n> ", end="", flush=True)
@@ -176,8 +177,8 @@ def lines():
 
 
 def read(config, folder, path):
-    """(the model, its tokenizer): of a preset, or of a run of language_model.py. The model of another folder with a
-    config.json is None."""
+    """Returns (the model, its tokenizer) for a preset, a run of language_model.py, or another folder with a
+    config.json. In the last case, the model is None."""
     run = None
     if (folder / "metrics.jsonl").is_file() and (folder / "config.json").is_file():
         run = tr.load_config(language_model.Config, folder / "config.json")
@@ -206,7 +207,8 @@ def fitting(tokenizer, model, fits):
 
 
 def begin(tokenizer):
-    """The token that precedes a text without a prompt: the token that ends a text, or a line break."""
+    """Returns the tokens of an empty prompt. If the tokenizer adds none, this is the token that ends a text, or else a
+    line break."""
     empty = tokenizer.encode("")
     return empty if len(empty) else np.array(tokenizer.stop[:1] or tokenizer.encode("\n"), np.int32)
 
@@ -216,16 +218,16 @@ def define_flags():
 
 
 def configured(argv):
-    """The configuration that the flags describe.
+    """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: the flags cannot be used; the message names one of them.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
     """
     return checked(tr.flags.read(Config, flags.FLAGS))
 
 
 def checked(config):
-    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
     tr.flags.check(config)
     common.check_temperature(config.temperature)
     if config.beams and config.samples > 1:

@@ -1,13 +1,13 @@
-"""Random search, successive halving and population-based training with the same budget, over several seeds.
+"""Compares random search, successive halving and population-based training with the same budget, over several seeds.
 
     python experiments/hyperparameters.py                                   # digits
     python experiments/hyperparameters.py --dataset=fashion_mnist --examples=10000 --seeds=2
 
-All of them train MLPs with dropout by momentum. Step size, weight decay, dropout and label smoothing are searched. The
-budget is the number of steps of all members together: --members x --steps. Random search trains --members to the end.
-Halving starts with more members and drops two thirds of them after each rung. Population-based training has --members.
-The accuracy on a validation part selects a member; the reported accuracy is that of the selected member on the test
-set. The folder receives results.csv and hyperparameters.png.
+All methods train MLPs with dropout, using SGD with momentum, and search the step size, weight decay, dropout and label
+smoothing. The budget is the total number of steps of all members: --members x --steps. Random search and
+population-based training run --members members to the end. Halving starts with more members, and drops two thirds of
+them at the end of each rung. The member with the best accuracy on a validation set is selected; its accuracy on the
+test set is reported. --workdir receives results.csv and hyperparameters.png.
 """
 
 import csv
@@ -40,7 +40,8 @@ class Network(nn.Layer):
 
 
 class Problem:
-    """A population of networks on one data set: (init_n, step_n), batches, and accuracies of all members."""
+    """A population of networks for one data set: the functions init_n and step_n, the batches, and the scores of the
+    members."""
 
     def __init__(self, data, seed, *, width, batch_size, examples, method):
         flat = lambda images: images.reshape(len(images), -1).astype(np.float32) / 255
@@ -74,24 +75,26 @@ class Problem:
         self._measured = jax.jit(self._measure)
 
     def _measure(self, members, x, y):
-        """(accuracies, losses), [members]."""
+        """Returns (accuracies, losses), each [members]."""
         logits = jax.vmap(lambda member: self.model(member.params, x, rate=0.0))(members)
         losses = jax.vmap(optax.softmax_cross_entropy_with_integer_labels, (0, None))(logits, y)
         return (logits.argmax(-1) == y[None]).mean(1), losses.mean(1)
 
     def score(self, state):
-        """The validation accuracy of each member. The loss decides between equal ones."""
+        """Returns the validation accuracy of each member, minus a small term from the loss that orders members of equal
+        accuracy."""
         accuracies, losses = self._measured(state.members, *self.validation)
         return accuracies - losses / (1 + losses) / (2 * len(self.validation[1]))
 
     def selected(self, state):
-        """The validation and test accuracy of the member with the best score."""
+        """Returns the validation and test accuracy of the member with the best score."""
         best = int(np.nanargmax(np.where(np.asarray(state.diverged), -1, np.asarray(self.score(state)))))
         return tuple(float(self._measured(state.members, *data)[0][best]) for data in (self.validation, self.test))
 
 
 def run(method, problem, seed, *, members, steps, generations):
-    """Returns (validation accuracy, test accuracy, steps of all members) of the selected member."""
+    """Runs one method. Returns (validation accuracy, test accuracy) of the selected member, and the steps of all
+    members."""
     key, fit = jax.random.key(seed), {"steps": steps, "log_every": steps}
     if method in ("random", "sobol"):
         points = SPACE.random(members, seed=seed) if method == "random" else SPACE.sobol(members, seed=seed)
@@ -122,7 +125,7 @@ def _halving_steps(count, first, steps):
 
 
 def compared(name, results):
-    """The difference to random search, seed by seed."""
+    """Describes the differences from random search with the same seeds."""
     if name == "random" or "random" not in results:
         return ""
     gains = np.array([a[1] - b[1] for a, b in zip(results[name], results["random"])])

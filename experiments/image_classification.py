@@ -7,14 +7,13 @@
     python experiments/image_classification.py --devices=local                  # all that there are
     python experiments/image_classification.py --plan=v5e:2x4 --batch_size=512  # what if it were eight TPUs
 
-The run's folder (--workdir, else runs/DATASET) receives config.json, metrics.jsonl, a TensorBoard
-log, checkpoints, curves.png, confusion.png, and predictions for `fnet report`. The same command
-resumes a run that was interrupted; of one that is finished it evaluates the last checkpoint;
---restart trains again from the first step.
+The run's folder (--workdir, else runs/DATASET) receives config.json, metrics.jsonl, a TensorBoard log, checkpoints,
+curves.png, confusion.png, and predictions for `fnet report`. The same command resumes an interrupted run. If the run is
+already complete, the command evaluates the last checkpoint. --restart starts again from the first step.
 
-For digits there is no official test set. The accuracy that counts is of a stratified random fifth,
-fixed for good; a second network, trained on the first 80 % of the file, is measured on the last 20 %,
-which other writers did not write for: the conventional, harder split (--nolast20 leaves it out).
+The data set digits has no official test set. The test set is a fixed, stratified random fifth of the images. A second
+network is trained on the first 80 % of the file and tested on the last 20 %. This conventional split is harder, because
+other writers wrote the last 20 %. --nolast20 omits the second network.
 """
 
 import dataclasses
@@ -109,7 +108,8 @@ def make_model(config, classes, size):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains, resumes, or evaluates a finished run. Returns the evaluation of the last state."""
+    """Trains a model, or resumes an interrupted run. A run that is already complete is only evaluated. Returns the
+    results of the evaluation of the last state."""
     data = tr.datasets.load(config.dataset, config.data_dir, split=config.split, announce=print)
     classes, (height, width, channels) = len(data.classes), data.train_images.shape[1:]
     train_set = {"image": data.train_images, "label": data.train_labels}
@@ -215,7 +215,7 @@ def train(config, workdir, policy, **fit_options):
 
 
 def predict(model, state, images, standard, batch_size=500):
-    """The probabilities of the classes, [images, classes]."""
+    """Returns the probabilities of the classes, [images, classes]."""
     @jax.jit
     def probabilities(params, variables, images):
         logits, _ = model(params, standard(images.astype(jnp.float32) / 255), state=variables)
@@ -237,17 +237,17 @@ def define_flags():
 
 
 def configured(argv):
-    """The configuration that the flags describe.
+    """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: the flags cannot be used; the message names one of them.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
     """
     common.no_arguments(argv, "--dataset=digits")
     return checked(tr.flags.read(Config, flags.FLAGS, PRESETS, by="dataset"))
 
 
 def checked(config):
-    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
     tr.flags.check(config)
     if config.split != "random" and config.dataset != "digits":
         raise tr.ConfigError(f"--split={config.split}: it is for --dataset=digits, {config.dataset} has a fixed split")

@@ -6,13 +6,14 @@
     python experiments/language_model.py --preset=124m --devices=local ...           # all chips that there are
     python experiments/language_model.py --preset=124m --plan=v5e:4x4 --width=768    # what if they were sixteen TPUs
 
-The text is DIR/input.txt, or every *.txt of the folder; without --data_dir it is The Tempest, which lies beside this
-script. DIR/train.bin and DIR/val.bin, 16-bit tokens as nanoGPT's scripts write them, are read with --tokens=bin.
+With --data_dir=DIR, the text is DIR/input.txt or, if this file does not exist, all files DIR/*.txt. Without --data_dir,
+the text is The Tempest (experiments/data/tempest.txt). With --tokens=bin, the tokens are read from DIR/train.bin and
+DIR/val.bin, 16-bit tokens in the format of nanoGPT's scripts.
 
 The run's folder (--workdir, else runs/language_model) receives config.json, metrics.jsonl, a TensorBoard log,
-checkpoints, curves.png, sample.txt, and the trained weights as model.safetensors with their vocabulary, which
-experiments/generate.py --workdir=... reads. The same command resumes a run that was interrupted;
---restart trains again from the first step.
+checkpoints, curves.png, sample.txt, and model.safetensors with the trained weights and their vocabulary.
+experiments/generate.py --weights=runs/language_model reads these files. The same command resumes an interrupted run;
+--restart starts again from the first step.
 """
 
 import dataclasses
@@ -85,7 +86,7 @@ def make_model(config, vocab_size):
 
 
 def read(config):
-    """(tokens to train on, tokens to validate on, the tokenizer or None).
+    """Returns (training tokens, validation tokens, the tokenizer or None).
 
     Raises:
       ValueError: a file has another format; the message names the file.
@@ -115,7 +116,7 @@ def read(config):
 
 
 def check_vocabulary(tokenizer, workdir):
-    """Raises ConfigError if the folder has weights for another vocabulary than that of the text."""
+    """Raises ConfigError if the folder contains weights for a vocabulary other than that of the text."""
     path = workdir / "characters.json"
     if common.restarting() or not path.exists():
         return
@@ -126,7 +127,8 @@ def check_vocabulary(tokenizer, workdir):
 
 
 def train(config, workdir, policy, **fit_options):
-    """Trains, resumes, or evaluates a finished run; the weights are written before anything else can fail.
+    """Trains a model, or resumes an interrupted run. A run that is already complete is only evaluated. After the
+    training, the weights are written first, so that no later error can lose them.
 
     Returns:
       (the model, its parameters, its tokenizer, the validation loss).
@@ -207,7 +209,7 @@ def train(config, workdir, policy, **fit_options):
 
 
 def sample(model, params, tokenizer, config, *, temperature, top_k):
-    """About 500 tokens that the model generates, as text."""
+    """Returns a generated text of about 500 tokens."""
     most = 500 if config.model == "lstm" else min(config.context, 500)
     first = np.zeros(1, np.int32)       # the first of the characters, where no line ends in the text
     if tokenizer is not None and "\n" in getattr(tokenizer, "characters", "\n"):
@@ -230,10 +232,10 @@ def define_flags():
 
 
 def configured(argv):
-    """The configuration that the flags describe.
+    """Returns the configuration that the flags describe.
 
     Raises:
-      ValueError: the flags cannot be used; the message names one of them.
+      ValueError: a flag is missing or invalid, or flags contradict each other; the message names the flag.
     """
     common.no_arguments(argv, "--preset=small")
     common.check_temperature(flags.FLAGS.temperature)
@@ -241,7 +243,7 @@ def configured(argv):
 
 
 def checked(config):
-    """The configuration, if its values are possible and do not contradict each other; otherwise raises ConfigError."""
+    """Returns the configuration. Raises ConfigError if a value is invalid or values contradict each other."""
     tr.flags.check(config)
     if config.width % config.heads:
         raise tr.ConfigError(f"--heads={config.heads}: expected a divisor of --width={config.width}")

@@ -2,21 +2,21 @@
 
     python experiments/linear_models.py --workdir=runs/linear_models
 
-Learning is the search for the parameters of least average loss, the empirical risk. For labels
-y = -1 or +1 and a model's scores s(x),
+Training searches for the parameters with the smallest empirical risk, the average loss plus regularization. For labels
+y = -1 or +1 and the scores s(x) of a model,
 
     risk = mean over examples of loss(s(x), y) + l2 / 2 · (sum of squared weights)
 
-and with a linear score s(x) = x @ kernel + bias, the loss alone tells three classics apart:
+For a linear score s(x) = x @ kernel + bias, three well-known models differ only in the loss:
 
     linear regression       square   (s - y)²               optax.squared_error
     logistic regression     log      log(1 + exp(-y s))     optax.sigmoid_binary_cross_entropy
     linear SVM              hinge    max(0, 1 - y s)        optax.hinge_loss
 
-The first half fits all three to 569 tumours described by 30 numbers (Wolberg, Street and
-Mangasarian, 1995), and compares each with the closed form or scikit-learn's solver. The second half keeps
-the log loss and puts hidden layers before the score, on two spirals no line can part; a picture
-of the regions they decide on is left in --workdir.
+The first half fits all three models to 569 tumors with 30 features (Wolberg, Street and Mangasarian, 1995), and
+compares each with the closed form or with scikit-learn's solver. The second half uses the log loss with zero, one and
+two hidden layers before the score, for two spirals that no line can separate. It writes a figure of the decision
+regions to --workdir.
 """
 
 import _common as common
@@ -41,13 +41,14 @@ LOSSES = {
 
 
 def network(*widths):
-    """Hidden layers of these widths, then one score; without hidden layers, a linear model."""
+    """Returns a network with hidden layers of these widths and one score. Without hidden layers, it is a linear
+    model."""
     hidden = [layer for width in widths for layer in (nn.Dense(width), jax.nn.tanh)]
     return nn.Sequential(*hidden, head=nn.Dense(1))
 
 
 def empirical_risk(model, loss, x, y, l2):
-    """The function of the parameters to minimize."""
+    """Returns the function of the parameters to minimize."""
 
     def risk(params):
         scores = model(params, x)[:, 0]                                     # [examples]
@@ -58,7 +59,8 @@ def empirical_risk(model, loss, x, y, l2):
 
 
 def minimise(risk, params, optimizer, steps):
-    """Minimizes with any Optax optimizer on all examples at once: (params, risk before each step)."""
+    """Minimizes the risk with an Optax optimizer, on all examples in each step. Returns (params, the risk before each
+    step)."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     def step(carry, _):
@@ -82,7 +84,7 @@ def accuracy(model, params, x, y):
 
 
 def tumours():
-    """scikit-learn's breast cancer data: (x, y) for training and for testing, standardized."""
+    """Returns scikit-learn's breast cancer data, standardized: (x, y) for training and (x, y) for testing."""
     import sklearn.datasets
     from sklearn.model_selection import train_test_split
 
@@ -95,7 +97,7 @@ def tumours():
 
 
 def fit_linear(name, x, y, l2):
-    """Parameters of the named linear model."""
+    """Returns the parameters of the linear model `name`."""
     model = network()
     params, _ = model.init(jax.random.key(0), x)
     risk = empirical_risk(model, LOSSES[name], x, y, l2)
@@ -107,7 +109,7 @@ def fit_linear(name, x, y, l2):
 
 
 def least_squares(x, y, l2):
-    """Linear regression in closed form: (kernel, bias) where the gradient of its risk is zero."""
+    """Returns (kernel, bias) of linear regression in closed form, where the gradient of the risk is zero."""
     centred = x - x.mean(axis=0)
     gram = 2 / len(x) * centred.T @ centred + l2 * np.eye(x.shape[1])
     kernel = np.linalg.solve(gram, 2 / len(x) * centred.T @ y)
@@ -115,7 +117,7 @@ def least_squares(x, y, l2):
 
 
 def solved_otherwise(name, x, y, l2):
-    """(name of the method, params) of the same model, from the closed form or scikit-learn's solver."""
+    """Returns (name of the method, params) of the same model, from the closed form or from scikit-learn's solver."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.svm import SVC
 
@@ -135,7 +137,7 @@ def solved_otherwise(name, x, y, l2):
 
 
 def apart(params, theirs):
-    """The largest difference of two linear models' weights, relative to the largest weight."""
+    """Returns the largest difference between the weights of two linear models, relative to the largest weight."""
     ours, theirs = params["head"]["kernel"], theirs["head"]["kernel"]
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
@@ -160,7 +162,7 @@ def compare_losses(l2):
 
 
 def spirals(n, noise, seed):
-    """Two spirals of two turns, each n / 2 points: x [n, 2], y [n] of -1 and +1."""
+    """Returns two spirals of two turns, with n / 2 points each: x [n, 2], and y [n] of -1 and +1."""
     rng = np.random.default_rng(seed)
     y = np.where(np.arange(n) % 2 == 0, 1.0, -1.0)
     radius = np.sqrt(rng.uniform(0.02, 1, n))       # evenly along the arm
@@ -171,7 +173,8 @@ def spirals(n, noise, seed):
 
 
 def compare_depths(width, steps, noise, seed):
-    """Prints accuracies; returns [(title, function from points to scores)] and the points."""
+    """Prints the accuracies. Returns [(title, function from points to scores)], and the training points with their
+    labels."""
     (x, y), (test_x, test_y) = spirals(400, noise, seed), spirals(2000, noise, seed + 1)
     print(f"\nhidden layers of {width} tanh units: two spirals, {len(x)} and {len(test_x)} points")
     print("                         risk    train     test")
@@ -190,7 +193,7 @@ def compare_depths(width, steps, noise, seed):
 
 
 def draw(panels, points, path):
-    """Each model's probability of +1 over the plane, its boundary, and the training points."""
+    """Draws the probability of +1 in the plane for each model, the decision boundary, and the training points."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -227,7 +230,7 @@ def define_flags():
 
 
 def configured(argv):
-    """Checks what the flags alone do not."""
+    """Raises ConfigError if there is a positional argument."""
     common.no_arguments(argv, "--seed=1")
 
 

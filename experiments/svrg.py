@@ -1,4 +1,4 @@
-"""SVRG beside SGD, Lookahead and SAM on logistic regression: the gap to the optimum by passes over the data.
+"""Compares SVRG with SGD, Lookahead and SAM on logistic regression: the gap to the optimum by passes over the data.
 
     python experiments/svrg.py --workdir=runs/svrg
     python experiments/svrg.py --optimizer=momentum --learning_rate=0.1
@@ -6,11 +6,11 @@
 
     risk(w) = mean of log(1 + exp(-y x·w)) + l2 / 2 |w|²
 
-With a constant step size, SGD stops at a distance from the optimum that the variance of its gradients determines. SVRG
-(Johnson and Zhang 2013) subtracts this variance and converges linearly. The data are 569 tumors with 30 features
-(Wolberg, Street and Mangasarian 1995), standardized, in float64. The optimum is that of Newton's method. A pass is as
-many gradients of single examples as there are examples; SVRG needs two for each step and a pass for each new anchor.
-The folder receives gaps.csv and svrg.png.
+With a constant step size, SGD does not reach the optimum: the variance of its gradients determines how close it comes.
+SVRG (Johnson and Zhang 2013) reduces this variance, and converges linearly to the optimum. The data are 569 tumors with
+30 features (Wolberg, Street and Mangasarian 1995), standardized, in float64. The optimum is computed by Newton's
+method. A pass over the data is one gradient for each example. SVRG computes two gradients for each example of a batch,
+and one pass for each new anchor. --workdir receives gaps.csv and svrg.png.
 """
 
 import csv
@@ -28,7 +28,7 @@ METHODS = ("svrg", "sgd", "lookahead", "sam")
 
 
 def tumors():
-    """Standardized features with a constant, and labels -1 or 1."""
+    """Returns standardized features with an additional constant column, and labels of -1 and 1."""
     common.needs("sklearn")
     from sklearn.datasets import load_breast_cancer
 
@@ -42,7 +42,7 @@ def risk(w, x, y, l2):
 
 
 def optimum(x, y, l2):
-    """The minimum of the risk, by Newton's method."""
+    """Returns the parameters that minimize the risk, computed by Newton's method."""
     w = jnp.zeros(x.shape[1])
     for _ in range(50):
         w = w - jnp.linalg.solve(jax.hessian(risk)(w, x, y, l2), jax.grad(risk)(w, x, y, l2))
@@ -50,12 +50,13 @@ def optimum(x, y, l2):
 
 
 def train(method, optimizer, x, y, l2, *, batch_size, passes, seed, refresh=2):
-    """Returns (passes, gaps): the risk above the optimum after each pass or anchor.
+    """Returns (passes, gaps): the passes over the data so far, and the risk minus its minimum, after each pass, or for
+    SVRG after the steps of each anchor.
 
     Args:
       method: one of METHODS.
       optimizer: an Optax optimizer.
-      refresh: SVRG: passes over the data between two anchors.
+      refresh: for SVRG, the number of passes over the data between two anchors. Default 2.
     """
     n, least = len(x), risk(optimum(x, y, l2), x, y, l2)
     per_pass = n // batch_size
@@ -96,7 +97,8 @@ def train(method, optimizer, x, y, l2, *, batch_size, passes, seed, refresh=2):
 
 
 def rate(used, gaps):
-    """The factor of the gap for each pass, fitted where the gap is above rounding."""
+    """Returns the factor by which the gap changes in each pass, fitted to the gaps above 1e-13 (larger than rounding
+    errors)."""
     keep = gaps > 1e-13
     return float(np.exp(np.polyfit(used[keep], np.log(gaps[keep]), 1)[0]))
 

@@ -1,4 +1,4 @@
-"""One two-layer network, written three times: by hand, with `grad`, with layers and Optax.
+"""One two-layer network, written in three versions: by hand, with `grad`, and with layers and Optax.
 
     python experiments/two_layer_net.py
 
@@ -8,8 +8,8 @@ The network classifies scans of handwritten digits:
     logits = hidden @ w2 + b2                            w2 [width, 10],   b2 [10]
     loss   = mean over the batch of  -log softmax(logits)[label]
 
-All three versions start from the same weights and see the same batches. After every step the
-script compares them and stops if any parameter (relatively) or loss differs by more than 1e-5.
+All three versions start from the same weights and use the same batches. After every step, the script compares the
+versions. It stops if a loss differs by more than 1e-5, or a parameter array by a relative error of more than 1e-5.
 """
 
 import sys
@@ -61,14 +61,14 @@ def step_by_hand(params, x, labels, rate):
 
 @ft.custom_vjp
 def sigmoid(x):
-    """1 / (1 + exp(-x)), and its derivative, to full relative precision for every x.
+    """Computes 1 / (1 + exp(-x)), with full relative precision of the value and the derivative for every x.
 
-    Everything is written in e = exp(-|x|), which cannot overflow:
+    Both formulas use e = exp(-|x|), which cannot overflow:
 
         sigmoid(x)  = 1 / (1 + e)  for x >= 0,  e / (1 + e)  for x < 0
         sigmoid'(x) = e / (1 + e)²
 
-    The usual s (1 - s) would be zero as soon as s rounds to one, from x = 17 on in float32.
+    The usual formula s (1 - s) of the derivative is zero if s rounds to one, in float32 from x = 17 on.
     """
     e = jnp.exp(-jnp.abs(x))
     return jnp.where(x >= 0, 1, e) / (1 + e)
@@ -130,7 +130,7 @@ def difference(a, b):
 
 
 def train(data, *, steps, batch_size, width, rate, seed, print_every):
-    """Trains all three and returns {version: params}; exits if they ever disagree."""
+    """Trains all three versions and returns {version: params}. Exits with an error if the versions differ."""
     images, labels = flat(data.train_images), data.train_labels
     model, optimizer = two_layer_net(width), optax.sgd(rate)
     params, _ = model.init(jax.random.key(seed), images[:1])
@@ -163,7 +163,7 @@ def train(data, *, steps, batch_size, width, rate, seed, print_every):
 
 
 def flat(images):
-    """uint8 [n, height, width, channels] -> float32 [n, pixels], 0 to 1."""
+    """Converts uint8 [n, height, width, channels] to float32 [n, pixels] from 0 to 1."""
     return images.reshape(len(images), -1).astype(np.float32) / 255
 
 
@@ -173,7 +173,8 @@ def accuracy(params, data):
 
 
 def show_sigmoids():
-    """Prints derivatives of the sigmoid far from zero: by the plain formula, by `jax.nn.sigmoid`, and by this file."""
+    """Prints derivatives of the sigmoid far from zero, computed with the plain formula, `jax.nn.sigmoid` and this
+    file."""
     plain = lambda x: 1 / (1 + jnp.exp(-x))
     print("derivative of the sigmoid in float32")
     print("     x        plain   jax.nn.sigmoid   custom_vjp        exact")
@@ -193,7 +194,7 @@ def define_flags():
 
 
 def configured(argv):
-    """Checks what the flags alone do not."""
+    """Raises ConfigError if there is a positional argument."""
     common.no_arguments(argv, "--seed=1")
 
 
