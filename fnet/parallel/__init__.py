@@ -1,4 +1,4 @@
-"""Runs a training step that was written for one device on many devices: selects shardings, and feeds batches.
+"""Runs a training step that was written for one device on many devices. Selects the shardings and distributes batches.
 
     from fnet import parallel
 

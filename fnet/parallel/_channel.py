@@ -1,4 +1,4 @@
-"""Channel: the processes of a run agree on each step, within a limited time."""
+"""Channel: lets the processes of a run agree on each step, within a limited time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ import jax
 from fnet import _jax
 
 GO, END, BATCH, OUT, FAILED = "go", "end", "batch", "out", "failed: "
-_SLICE = 0.5        # seconds of one query to the key-value store
-_GRACE = 30.0       # seconds for the main thread to receive an error about another process
+_SLICE = 0.5        # seconds that one query to the key-value store waits for a key
+_GRACE = 30.0       # seconds that the main thread has to receive an error about another process
 _LINGER = 5.0       # seconds that the process which runs the store waits for the others to end
 _LEFT, _FAILED, _GONE = "has left the loop before the others", "has ended", "gone: "
 _numbers = itertools.count()
 
 
 class PeersGone(RuntimeError):
-    """Another process of the run is late or has ended; the message names it. This process can exit without it."""
+    """Another process of the run is late or has ended. The message names this other process. The remaining processes
+    can exit without waiting for it."""
 
 
 class Closed(Exception):
@@ -36,13 +37,15 @@ class Channel:
     """Lets the processes of a plan agree on each step.
 
     Before a step, each process writes its status to JAX's key-value store. The first process reads the status of every
-    process and writes the verdict; the others wait for the verdict. This takes at least three requests to the store in
-    the first process, and two in each of the others. One more request deletes the entries of the previous step.
+    process and writes the common verdict. The others wait for the verdict. This takes at least three requests to the
+    store in the first process, and two in each of the others. One more request deletes the entries of the previous
+    step.
 
     Args:
         processes: the indices of all processes, including this one.
-        timeout: seconds that the last process may be behind the others.
-        decide: a function that maps the status of each process to the verdict: GO, END, or an error message for all.
+        timeout: the number of seconds that a process waits for the slowest process.
+        decide: a function that maps {process: status} to the verdict: `GO`, `END`, or the message of an error that all
+            processes raise.
     """
 
     def __init__(self, processes: list[int], timeout: float, decide):
@@ -75,7 +78,8 @@ class Channel:
         return f"process {process}" + (f" ({host})" if host else "")
 
     def close(self, why: str = _LEFT) -> None:
-        """Tells the other processes that this process has left, and why. Does nothing if all have ended together."""
+        """Tells the other processes that this process has left, and why. Does nothing if all processes have ended
+        together."""
         if not self.closed:
             self.closed = True
             if self.over:
@@ -84,16 +88,17 @@ class Channel:
                 self._say(why)
 
     def _end(self):
-        """Runs at exit: after an exception, the process has left the loop without telling the others."""
+        """Runs when the interpreter exits. After an exception, the other processes do not know yet that this process
+        has left."""
         error, self.closed = getattr(sys, "last_value", None), True
         if error is None:
             self._say(_LEFT)
             return
         self._say(f"{_FAILED} with {type(error).__name__}: {error}".split("\n")[0][:300])
         _jax.processes.leave()
-        if isinstance(error, jax.errors.JaxRuntimeError):    # possibly of a step without a process that has died
+        if isinstance(error, jax.errors.JaxRuntimeError):    # perhaps because another process has died
             self._suspect()
-        self._last(min(_GRACE, self.timeout) + _LINGER, stay=True)      # else gloo ends the others too early
+        self._last(min(_GRACE, self.timeout) + _LINGER, stay=True)      # else gloo ends the other processes too early
 
     def _suspect(self):
         """Prints a line about late processes while this process waits for them."""
@@ -109,7 +114,8 @@ class Channel:
             self._set(f"left/{self.me}", why)
 
     def leave(self, why: str = "has given up waiting") -> None:
-        """Like `close` if other processes are late or gone: this process does not wait for them when it exits."""
+        """Does the same as `close`, for the case that other processes are late or gone. This process does not wait for
+        them when it exits."""
         self.close(why)
         atexit.unregister(self._end)
         _jax.processes.leave()
@@ -147,17 +153,18 @@ class Channel:
         return verdict
 
     def _behind(self, missing, late):
-        """Returns the error about processes without a status: some have left, or the time is over."""
+        """Returns the error about processes without a status, if some of them have left or if they are late. Otherwise,
+        returns None."""
         left = self._list("left")
         if early := [p for p in missing if p in left]:
             return self.gone(early, left[early[0]])
         return self.gone(missing, f"did not come within {self.timeout:g} s") if late else None
 
     def end_process(self, error: PeersGone, taken: threading.Event) -> None:
-        """Ends the process with a line on stderr if nothing receives the error: the main thread is then blocked in a
-        step that waits for a missing process, and no exception can be raised there.
+        """Ends this process with a line on stderr if the main thread does not receive the error. The main thread is
+        then blocked in a step that waits for a missing process, so that no exception can be raised in it.
 
-        Does not end the process if the other process left the loop normally, because the main thread may still be in a
+        Does not end this process if the other process left the loop normally, because the main thread may still run a
         long last step.
         """
         began, seconds = time.monotonic(), math.inf if _LEFT in str(error) else self.timeout
@@ -177,7 +184,7 @@ class Channel:
                 return self.gone(who, left[who[0]])
         return None
 
-    # The store.
+    # Access to JAX's key-value store.
 
     def _set(self, key, text):
         self.store.key_value_set(f"{self.root}/{key}", text, allow_overwrite=True)
@@ -204,7 +211,8 @@ class Channel:
             return None
 
     def _last(self, seconds=_LINGER, *, stay=False):
-        """Lets the first process, which runs the store, wait for the others to end, for a limited time."""
+        """Lets the first process wait for the others to end, for a limited time, because the first process runs the
+        store."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"ended/{self.me}", "")
             end = time.monotonic() + seconds

@@ -11,7 +11,8 @@ from fnet import _jax
 
 
 def shape(path, x):
-    """Returns the shape and dtype of a leaf in JAX. NumPy's float64 becomes float32 unless 64-bit types are enabled."""
+    """Returns the shape of a leaf and the dtype that it has in JAX. NumPy's float64 becomes float32 unless 64-bit types
+    are enabled."""
     try:
         made = jax.eval_shape(lambda x: x, x)
     except TypeError:

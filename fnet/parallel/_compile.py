@@ -1,4 +1,4 @@
-"""Compiles a step for the devices of a plan, and reads its memory and its transfers."""
+"""Compiles a step for the devices of a plan, and reads memory and transfers from the compiled program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Compiled(NamedTuple):
     Attributes:
         arguments: bytes of the program's arguments on each chip.
         peak: bytes that the program needs on each chip. None: the compiler ran out of memory.
-        ledger: the transfers of the program. None: the compiler does not print the program.
+        ledger: the transfers of the program. None: the compiler does not return the text of the program.
         said: the compiler's message if it ran out of memory.
     """
 
@@ -46,7 +46,8 @@ def compiled(step, state, batch) -> Compiled:
 
 
 def _sent(program) -> Ledger | None:
-    """Returns the ledger, or None if the compiler does not print the program (libtpu, for some large programs)."""
+    """Returns the ledger of a program, or None if the compiler does not return the text of the program (as libtpu for
+    some large programs)."""
     try:
         text = program.as_text()
     except jax.errors.JaxRuntimeError:

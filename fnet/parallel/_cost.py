@@ -1,4 +1,5 @@
-"""The minimum time and cost of a step: the time at the chips' peaks, what limits it, dollars and watt-hours."""
+"""The minimum time of a step at the chips' peak rates, the resource that limits it, and its cost in dollars and
+watt-hours."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from fnet.parallel._targets import Target
 
 
 class Time(NamedTuple):
-    """Seconds of a step at the chips' peak rates for compute, memory and links; None if unknown. Perfect overlap is
-    assumed, so the longest of the three times is the minimum time."""
+    """The seconds that a step needs for compute, memory and links at the chips' peak rates. A time is None if it is
+    unknown. Perfect overlap is assumed, so the longest of the three times is the minimum time of the step."""
 
     compute: float | None
     memory: float | None
@@ -27,7 +28,7 @@ class Time(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """The resource that takes longest."""
+        """The resource with the longest time: "compute", "memory", "links" or "unknown"."""
         known = {name: each for name, each in zip(("compute", "memory", "links"), self) if each is not None}
         return max(known, key=known.__getitem__, default="unknown")
 
@@ -41,8 +42,8 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
         target: the devices.
         state: bytes of the whole state.
         persistent: bytes of the state on each chip. Each chip reads and writes its part of the state.
-        sent, between: bytes that a chip sends within its group and between groups.
-        alike: how many devices do the same work, because no rule names their axis of the mesh.
+        sent, between: bytes that a chip sends within its group (a slice or a machine), and between groups.
+        alike: the number of devices that do the same work, because no rule names their axis of the mesh.
     """
     chip, share = target.chip, target.chip.chips_of(target.count)
     by_scope = compute_seconds(counted, chip, share / alike, None)
@@ -58,7 +59,7 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
 
 
 class Units(NamedTuple):
-    """The size of a batch: its unit and the number of units, ("tokens", n), ("images", n) or ("rows", n)."""
+    """The size of a batch as a unit and the number of units: ("tokens", n), ("images", n) or ("rows", n)."""
 
     name: str
     count: int
@@ -75,7 +76,8 @@ def units(batch: Any) -> Units:
 
 
 def price(target: Target, seconds: float, count: int) -> list[str]:
-    """Returns lines with the price and energy of a step and of a million units. Unknown values are omitted."""
+    """Returns lines with the price and energy of a step and of a million units (tokens, images or rows). Unknown values
+    are omitted."""
     chip: Chip = target.chip
     chips = chip.chips_of(target.count)
     hours = seconds / 3600 * chips

@@ -1,7 +1,9 @@
-"""Estimates the memory and the transfers of a step on each chip from its jaxpr, in seconds, without a compiler.
+"""Estimates the memory and the transfers of a step on each chip from its jaxpr. This takes seconds and needs no
+compiler.
 
 The batch axis of each value, and the axes along which weights are split, are propagated from operation to operation.
-Values that compilers write to memory live from the operation that produces them to the last one that reads them.
+A value that a compiler writes to memory is live from the operation that produces it to the last operation that reads
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from fnet.parallel._ledger import Ledger, Transfer
 
 
 class Held(NamedTuple):
-    """An array that is alive at the peak: bytes on a chip, a description, and the source line that creates it."""
+    """An array that is live at the peak: its bytes on a chip, a description, and the source line that creates it."""
 
     bytes: int
     what: str
@@ -32,7 +34,7 @@ class Estimate(NamedTuple):
     """The estimated memory and transfers of a step on each chip.
 
     Attributes:
-        peak: bytes, including the arguments.
+        peak: the maximum number of bytes in use, including the arguments.
         ledger: transfers within a slice or machine.
         between: transfers between slices or machines.
         largest: the largest arrays at the peak, largest first.
@@ -45,8 +47,8 @@ class Estimate(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How a value is split: the batch axis, the axis that is split over the chips that share a state, and further axes
-    that are split over other axes of the mesh, ((axis, mesh axis), ...)."""
+    """The axes along which a value is split: `rows`, the batch axis; `data`, the axis that is split over the chips that
+    share a state; and `more`, the axes that are split over other axes of the mesh, as ((axis, mesh axis), ...)."""
 
     rows: int | None = None
     data: int | None = None
@@ -62,18 +64,21 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
 
     Args:
         closed: the jaxpr of the step.
-        arguments: how each input of the jaxpr is split, the state's leaves first.
+        arguments: how each input of the jaxpr is split. The state's leaves are first.
         mesh: sizes of the mesh's axes: "data", "slice" if there are several slices, and the axes named by rules.
-        whole: whether parameters are replicated between steps although the optimizer's state is split (ZeRO-1).
-        casts: whether the compiler casts the weights of all iterations of a loop before the loop, as on accelerators.
-        kernels: "cuda" or "tpu" if the chip has attention kernels that never store the weights, otherwise None.
+        whole: whether parameters are replicated between steps although the optimizer's state is split (ZeRO-1). Default
+            False.
+        casts: whether the compiler casts the weights for all iterations of a loop before the loop, as compilers for
+            accelerators do. Default False.
+        kernels: "cuda" or "tpu" if the chip has attention kernels that never store the attention weights; otherwise
+            None (default).
     """
     jaxpr = closed.jaxpr
     walk = _Walk(mesh, kernels, whole, casts)
     for v, split in zip(jaxpr.invars, arguments):
         if split.rows is None:
             walk.remember(v.aval.shape, split)
-            if split.data:    # the part of one layer in a scan
+            if split.data:    # a scan reads the part of one layer
                 walk.remember(v.aval.shape[1:], _inside(split))
     given = dict(enumerate(zip([v.aval for v in (*jaxpr.constvars, *jaxpr.invars)],
                                [*[NOWHERE] * len(jaxpr.constvars), *arguments])))
@@ -94,8 +99,9 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
 
 
 class _Loop(NamedTuple):
-    """The body of a scan: how often it runs, which of its inputs are equal in all iterations, and the sizes of its
-    carries. `fused`: whether elementwise results may overwrite the products that they read."""
+    """Properties of a loop: `once`, how often a step runs the loop; `same`, the inputs of its body that are equal in
+    all iterations; `summed`, the sizes of its carries; and `fused`, whether elementwise results may overwrite the
+    products that they read."""
 
     once: int
     same: frozenset[int] = frozenset()
@@ -123,7 +129,8 @@ class _Walk:
         return math.ceil(nbytes(aval) / self.chips(split))
 
     def frame(self, frame: Frame, given: dict[int, tuple[Any, Split]], times: int, loop: _Loop, *, outermost=False):
-        """Returns the peak bytes of a frame without its inputs, and the arrays that are live at this peak."""
+        """Returns the peak bytes of a frame (the operations of one jaxpr) without its inputs, and the arrays that are
+        live at this peak."""
         kept, values, same = Kept(frame, epilogues=loop.fused), dict(given), set(loop.same)
         inner: dict[int, tuple[int, list]] = {}
         extra: dict[int, int] = {}
@@ -147,11 +154,11 @@ class _Walk:
     # Live arrays.
 
     def liveness(self, frame, kept, values, given, inner, extra, outermost):
-        """Returns the largest number of bytes that are alive at one operation."""
+        """Returns the largest number of bytes that are live during one operation, and the arrays that are live then."""
         order = {id(op): at for at, op in enumerate(frame.ops)}
         last: dict[int, int] = {}
         for op in reversed(kept.real):
-            needed = order[id(op)]    # last use of the inputs; values not in memory are computed where they are read
+            needed = order[id(op)]    # last use of the inputs; a value not in memory is computed by its readers
             for out in op.outs:
                 out = kept.name(out)
                 if not kept(out):
@@ -168,7 +175,7 @@ class _Walk:
                 name = kept.name(out)
                 if name not in given and kept(name) and (name in last or name in kept.outputs):
                     if outermost and name in kept.outputs and not heavy(op):
-                        continue    # overwrites an input
+                        continue    # the output overwrites an input
                     begins.setdefault(order[id(op)], []).append(name)
                     if name not in kept.outputs:
                         dies.setdefault(last[name], []).append(name)
@@ -194,7 +201,7 @@ class _Walk:
         return peak, [*live, *deeper]
 
     def bodies(self, op, splits, found, times):
-        """Returns the largest number of bytes that a body of an operation needs, and the arrays that are alive then."""
+        """Returns the largest number of bytes that a body of an operation needs, and the arrays that are live then."""
         worst = 0, []
         for sub, frame in op.bodies:
             jaxpr, inputs = sub.jaxpr, list(splits)
@@ -219,7 +226,8 @@ class _Walk:
         return worst
 
     def cast(self, frame, eqn, splits, ahead) -> int:
-        """Returns the bytes of the values that a scan slices and that its products read in a narrower dtype."""
+        """Returns the bytes of the casts of all values that a scan slices and that its products read in a narrower
+        dtype."""
         first, found = scan(eqn).consts + scan(eqn).carry, {}
         for op in frame.ops:
             if (multiplied := product(op.eqn)) is not None:
@@ -234,7 +242,8 @@ class _Walk:
         return self.kernels is None or refusal is None or refusal(self.kernels, eqn) is not None
 
     def stand_in(self, op, splits):
-        """The bytes that the ordinary operations of a composite operation need."""
+        """Returns the bytes that a composite operation needs when it is lowered to ordinary operations, and the live
+        arrays."""
         sent = self.transfers, self.between
         self.transfers, self.between = [], []
         plain = description(op.eqn.primitive).plain(op.eqn)
@@ -247,7 +256,7 @@ class _Walk:
     # Shardings and transfers.
 
     def operation(self, op, splits, weights, times, loop, gathered):
-        """Returns (how the outputs are split, bytes of weights gathered for the operation)."""
+        """Returns how the outputs of an operation are split, and the bytes of the weights that are gathered for it."""
         eqn, scope = op.eqn, op.scope
         rows = [split.rows for split in splits]
         out_rows = batch_axes(eqn, rows)
@@ -281,7 +290,7 @@ class _Walk:
         return found, temporary
 
     def reduced(self, aval, split, scope, times):
-        """Records the sum over the chips for a sum over the batch."""
+        """Records the transfer that adds the partial sums of the chips, for a sum over the batch."""
         local = self.bytes(aval, split)
         if self.data > 1:
             collective, size = ("reduce-scatter", local) if split.data is not None else ("all-reduce", local)
@@ -290,8 +299,8 @@ class _Walk:
             self.between.append(Transfer("all-reduce", scope, local, self.slices, times))
 
     def further(self, eqn, splits, out_rows, scope, times):
-        """Returns how outputs are split over the mesh axes of rules. If the contracted axis of a product is split, the
-        product needs a sum over the chips."""
+        """Returns how outputs are split over the mesh axes that rules name. If the contracted axis of a product is
+        split, records the sum over the chips that the product needs."""
         names = {name for split in splits for _, name in split.more}
         found = [[] for _ in eqn.outvars]
         for name in sorted(names):
@@ -311,14 +320,14 @@ class _Walk:
 
 
 def _inside(split: Split) -> Split:
-    """Returns the split of a slice along the first axis."""
+    """Returns the split of a slice that an iteration takes along the first axis."""
     before = lambda axis: axis - 1 if axis else None
     return Split(before(split.rows), before(split.data), tuple((axis - 1, name) for axis, name in split.more if axis))
 
 
 def _reshaped(eqn, axis, chips) -> int | None:
-    """Returns the index of a split axis after a reshape: the axis with the same number of elements before it, if its
-    size is a multiple of the chips."""
+    """Returns the index that a split axis has after a reshape, or None. The new axis must have the same product of axis
+    sizes before it, and its size must be a multiple of the number of chips."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     ahead = math.prod(old[:axis])
     places = [i for i in range(len(new)) if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1]

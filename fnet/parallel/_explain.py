@@ -1,4 +1,4 @@
-"""The report of a plan: the candidates, the selected one, the reasons and the costs."""
+"""The report of a plan: the candidates, the selected candidate, the reasons and the costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from fnet.parallel import _cost
 
 
 def table(plan) -> str:
-    """Returns a table of the candidates and the reasons. Every number is marked as exact, compiled or estimated."""
+    """Returns a table of the candidates, with the reason why each was selected or rejected. Every number is marked as
+    exact, compiled or estimated."""
     memory = plan.chip.memory_bytes and plan.chip.per_device.memory_bytes
     room = f"{memory / 2 ** 30:,.1f} GiB each" if memory else "of unknown memory"
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
@@ -56,7 +57,8 @@ def _rows(plan) -> list[str]:
 
 
 def _sent(plan) -> list[str]:
-    """Returns lines with the transfers by collective, for the candidates that fit. The selected candidate is first."""
+    """Returns one line for each candidate that fits: the bytes that it sends with each kind of collective. The selected
+    candidate is first."""
     each = plan.chosen
     lines = []
     for one in sorted(plan.candidates, key=lambda one: one.options != plan.options):

@@ -1,4 +1,5 @@
-"""feed: distributes the batches of each process to all devices, with one shape, and ends in all processes together."""
+"""feed: distributes the batches of each process to its devices. All batches have one shape, and all processes end
+together."""
 
 from __future__ import annotations
 
@@ -24,22 +25,23 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
         for batch in parallel.feed(batches, plan):
             state, metrics = step(state, batch)
 
-    Every batch has the plan's shape, so the step is compiled only once. The share of a process is fixed: the rows on
-    its own devices. A short batch, such as the last batch of an epoch, is padded with copies of its last row. The
-    padding has weight 0 in `batch["weight"]`, float32 [rows]; `feed` adds this leaf if the plan's batch has it and the
-    given batch does not. A loss that is a weighted mean is then the mean over the valid rows.
+    Every batch has the plan's shape, so the step is compiled only once. The share of a process is the part of the
+    batch's rows that are on its own devices. The share does not change. A short batch, such as the last batch of an
+    epoch, is padded with copies of its last row. The padding has weight 0 in `batch["weight"]`, float32 [rows]; `feed`
+    adds this leaf if the plan's batch has it and the given batch does not. A loss that is a weighted mean is then the
+    mean over the valid rows.
 
-    Several processes agree before each step whether all have a batch; they do this while the previous step runs. If
+    Several processes agree before each step whether all have a batch. They do this while the previous step runs. If
     batches have weights, a process without further batches provides rows of weight 0 until all processes have finished.
     With one process, the calling thread transfers the next batch while the device runs the previous step.
 
     Args:
         batches: trees of NumPy arrays with the structure of the plan's batch and the rows of this process. For
-            reproducible results, pass them in the same order. Leaves without rows, such as a key, must be equal in all
-            processes. The arrays may be overwritten after the next batch is requested.
+            reproducible results, yield them in the same order in each run. Leaves without rows, such as a key, must be
+            equal in all processes. The arrays may be overwritten after the next batch is requested.
         plan: the result of `parallel.plan`, for attached devices.
-        drop_remainder: whether to omit short batches, and to end when the first process has no more batches. Set this
-            for steps that do not read `batch["weight"]`. Default False.
+        drop_remainder: whether to omit short batches, and to end as soon as one of the processes has no more batches.
+            Set it to True for steps that do not read `batch["weight"]`. Default False.
         timeout: the number of seconds that a process may be behind the others, including the time to compile. Default
             300.
 
@@ -47,10 +49,12 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
         Trees of `jax.Array`s with the structure of the plan's batch and with the plan's shardings.
 
     Raises:
-        ValueError: a batch has more rows than the share of the process; its leaves, shapes or dtypes differ from the
-            plan's; or padding is needed, but the step does not read a weight. The message names leaf, shape and share.
-        PeersGone: another process is late, has ended or has left the loop; the message names it. Each process can exit
-            without waiting for it. A process that is blocked in a step exits with a line on stderr.
+        ValueError: a batch has more rows than the share of the process, its leaves, shapes or dtypes differ from the
+            plan's, or a batch must be padded but the step does not read `batch["weight"]`. The message names leaf,
+            shape and share.
+        PeersGone: another process is late, has ended or has left the loop. The message names this other process. The
+            remaining processes can exit without waiting for it. A process that is blocked in a step exits with a line
+            on stderr.
         TypeError: `batches` is not iterable.
 
     Source: jax.make_array_from_process_local_data. For unequal numbers of rows, compare PyTorch's DistributedSampler,
@@ -108,7 +112,8 @@ def _together(batches, rows, processes, timeout):
 
 
 class _Peers:
-    """The batches of one of several processes. A thread prepares each batch and agrees on it with the other processes.
+    """The batches of this process in a run of several processes. A thread prepares each batch, and agrees with the
+    other processes whether to run it.
     """
 
     def __init__(self, batches, rows, processes, timeout):
@@ -116,7 +121,7 @@ class _Peers:
         self.channel = Channel(processes, timeout, self.decide)
         self.ready: queue.Queue = queue.Queue()
         self.room, self.taken = threading.Semaphore(_AHEAD), threading.Event()
-        self.since: float | None = None      # when the loop began to wait for this process's own batch
+        self.since: float | None = None      # when the thread began to wait for this process's own batch
         threading.Thread(target=self.fill, daemon=True, name="feed").start()
 
     def next(self) -> Any:
@@ -160,7 +165,7 @@ class _Peers:
                     return
 
     def agreed(self, batch, error):
-        """Returns (the batch to run, or None at the end; the error to raise)."""
+        """Returns two values: the batch to run, or None at the end; and the error to raise, or None."""
         said = (BATCH if batch is not None else OUT) if error is None else (
             FAILED + f"{type(error).__name__}: {error}".split("\n")[0][:300])
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# By the catalog's name: the properties that XLA reads from a device. From NVIDIA's white papers about the architectures
-# and CUDA's device query.
+# {name in the catalog: the properties that XLA reads from a device}. The values are from NVIDIA's white papers about
+# the architectures and from CUDA's device query.
 CONFIGURATIONS = {
     "H100 SXM5 80GB": """
 gpu_device_info {
@@ -33,7 +33,7 @@ device_description_str: "NVIDIA A100-SXM4-80GB"
 
 
 def devices(chip, each: int, machines: int = 1) -> tuple[list | None, str]:
-    """Returns (devices to compile for, "") or (None, the reason why there are none)."""
+    """Returns (devices to compile for, ""), or (None, the reason why there are no such devices)."""
     if chip.name not in CONFIGURATIONS:
         return None, (f"XLA's description of {chip.name} is not included in fnet; included are "
                       f"{', '.join(CONFIGURATIONS)}")

@@ -28,10 +28,10 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
         coordinator_address: host and port of process 0.
         num_processes: number of processes.
         process_id: index of this process, from 0.
-        local_device_ids: indices of this machine's devices that this process uses. Default: all, or JAX's choice.
+        local_device_ids: indices of this machine's devices that this process uses. Default None: JAX selects them.
         initialization_timeout: seconds within which all processes must have started and connected. Default 600.
-        heartbeat_timeout: seconds without a heartbeat after which JAX considers a process dead and ends the other
-            processes. Default 100.
+        heartbeat_timeout: seconds without a heartbeat of a process, after which JAX considers this process dead and
+            ends the other processes. Default 100.
         shutdown_timeout: seconds that a finished process waits for the other processes. Default 300.
 
     Raises:
@@ -40,7 +40,7 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
         RuntimeError: JAX is already in use, or cannot connect.
         TimeoutError: the other processes did not connect in time. The message names the address and this process.
 
-    Compare `jax.distributed.initialize`, which ends the process instead of raising these errors.
+    `jax.distributed.initialize` ends the process instead of raising these errors.
 
     >>> parallel.initialize()    # no effect in a run of one process
     """
@@ -82,7 +82,8 @@ def _check(address, processes, process):
 
 
 def _join(which, address, first, seconds, options):
-    """Runs in a thread, because JAX ends the process after its own timeout, without a helpful message."""
+    """Calls `jax.distributed.initialize` in a thread, because after its own timeout JAX ends the process without a
+    helpful message."""
     failed: list[BaseException] = []
 
     def join():

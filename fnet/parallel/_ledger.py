@@ -1,4 +1,4 @@
-"""The transfers between chips in a compiled program, read from its partitioned HLO."""
+"""The transfers between chips in a compiled program, read from its HLO text after partitioning."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Transfer(NamedTuple):
 
     Attributes:
         collective: the kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
-        scope: the path of named scopes, equal in forward and backward pass; "" if XLA does not state the path.
+        scope: the path of named scopes, or "" if XLA does not state the path. An operation and its backward pass have
+            the same path.
         bytes: size of the collective's result on one chip.
         group: number of chips that take part in the collective.
-        times: how many times one step runs this collective.
+        times: the number of times that one step runs this collective.
 
     >>> transfer = parallel.Transfer("all-reduce", "head", 1_000_000, group=4, times=2)
     >>> transfer.sent                                          # 2 (4 - 1) / 4 of the bytes, twice
@@ -56,7 +57,7 @@ class Transfer(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """All collectives of a program. `str()` is a table by kind and scope.
+    """All collectives of a program. `str()` is a table of the collectives, by kind and scope.
 
     >>> program = jax.jit(lambda x: 2 * x).lower(jnp.ones(3)).compile()
     >>> parallel.ledger(program).transfers
@@ -72,7 +73,7 @@ class Ledger(NamedTuple):
 
     @property
     def bytes(self) -> dict[str, int]:
-        """{collective: bytes of all results of this kind of collective in a step, on one chip}."""
+        """{kind of collective: bytes of the results of all these collectives in a step, on one chip}."""
         found = collections.Counter()
         for transfer in self.transfers:
             found[transfer.collective] += transfer.bytes * transfer.times
@@ -95,13 +96,14 @@ class Ledger(NamedTuple):
 
 
 def ledger(program: jax.stages.Compiled | str) -> Ledger:
-    """Lists the collectives of a compiled program, with the bytes that each chip sends in all iterations of loops.
+    """Lists the collectives of a compiled program, with the bytes that each chip sends. All iterations of loops are
+    included.
 
         print(parallel.ledger(jax.jit(step).lower(state, batch).compile()))
 
     Args:
         program: a compiled program, or its HLO text after partitioning. If XLA does not know the number of iterations
-            of a loop, the collectives in the loop count once. All branches of a conditional count.
+            of a loop, the collectives in the loop count once. The collectives in all branches of a conditional count.
 
     Returns:
         A `Ledger`. `print` shows it as a table.
@@ -127,7 +129,7 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
     default = int(found[1]) if (found := re.search(r"num_partitions=(\d+)", text)) else 1
     transfers: list[Transfer] = []
     at: dict[str, int] = {}    # the index of each channel's transfer
-    pieces = "AsyncCollective" in text    # on TPUs: pieces of a collective in one channel
+    pieces = "AsyncCollective" in text    # on TPUs, a collective may be divided into pieces in one channel
 
     def enter(name, times):
         for line in bodies.get(name, ()):
@@ -138,7 +140,7 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
                     each = each._replace(collective="reduce-scatter", bytes=each.bytes // each.group)
                 channel = _CHANNEL.search(line) if pieces else None
                 if channel and channel[1] in at:
-                    there = transfers[at[channel[1]]]    # a transfer may start before a loop and continue inside
+                    there = transfers[at[channel[1]]]    # a transfer may start before a loop and continue in the loop
                     transfers[at[channel[1]]] = there._replace(bytes=max(there.bytes, each.bytes),
                                                                times=min(there.times, each.times))
                     continue
@@ -155,7 +157,8 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
 
 
 def _trips(line, bodies) -> int:
-    """Returns the number of iterations of a loop: from XLA's annotation, or from the constant in the loop's condition.
+    """Returns the number of iterations of a loop from XLA's annotation, or else from the constant in the loop's
+    condition.
     """
     if found := _TRIPS.search(line):
         return int(found[1])
@@ -170,7 +173,7 @@ def _bytes(shapes, collective, started):
     sizes = [math.prod(map(int, filter(None, dims.split(",")))) * _bits(dtype) / 8
              for dtype, dims in _ARRAY.findall(shapes)]
     if started and collective in ("all-gather", "collective-permute") and len(sizes) > 1:
-        # A start operation also lists its operands: (operands, results), and two counters for a permute.
+        # The result of a start operation also lists its operands: (operands, results), and two counters for a permute.
         sizes = sizes[1:2] if collective == "collective-permute" else sizes[len(sizes) // 2:]
     return math.ceil(sum(sizes))
 

@@ -1,4 +1,5 @@
-"""The rows of each batch that this process provides, padded to its share and transferred to the plan's shardings."""
+"""Pads the rows of each batch that this process provides, and transfers them to the devices with the plan's
+shardings."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class LocalBatches:
 
     Attributes:
         weighted: whether the step reads `batch["weight"]`, so that short batches can be padded.
-        drop: whether short batches are omitted instead.
-        why, choices: texts for errors: the reason why batches cannot be padded, and what the user can do.
+        drop: whether short batches are omitted instead of padded.
+        why, choices: parts of error messages: the reason why batches cannot be padded, and what the user can do.
     """
 
     def __init__(self, plan: Any, drop: bool):
@@ -31,7 +32,7 @@ class LocalBatches:
         self.parts = [_parts(leaf, place) for leaf, place in zip(self.wanted, self.places)]
         self.shares = [None if parts is None else sum(end - begin for begin, end in parts) for parts in self.parts]
         self.several = len({device.process_index for device in plan.mesh.devices.flat}) > 1
-        self.copies = plan.mesh.devices.flat[0].platform == "cpu"      # arrays may be shared with the device
+        self.copies = plan.mesh.devices.flat[0].platform == "cpu"      # a CPU device may share the memory of an array
         self.last: list | None = None
         has = isinstance(plan.shapes, Mapping) and WEIGHT in plan.shapes
         path = keystr((jax.tree_util.DictKey(WEIGHT),))
@@ -48,12 +49,13 @@ class LocalBatches:
                                  f"{leaf.dtype}{list(leaf.shape)}")
 
     def fill(self, batch: Any, at: int, *, whole: bool = False) -> list | None:
-        """Returns the leaves of batch number `at` with the rows of this process, or None if the batch is omitted.
+        """Returns the leaves of a batch, padded to the share of this process, or None if the batch is omitted.
 
         Args:
             batch: the batch.
-            at: the number of the batch.
-            whole: whether the batch may also contain the rows of all processes, of which this process takes its own.
+            at: the number of the batch, for error messages.
+            whole: whether the batch may also contain the rows of all processes. This process then selects its own rows.
+                Default False.
 
         Raises:
             ValueError: the batch does not match the plan's batch, or the batch is short and cannot be padded.
@@ -100,7 +102,8 @@ class LocalBatches:
         return leaves
 
     def nothing(self) -> list:
-        """Returns a batch whose rows have weight 0. The rows are those of the last batch, if there was one."""
+        """Returns a batch in which every row has weight 0. It contains the rows of the previous batch, or zeros if
+        there is none."""
         leaves = self.last or [np.zeros(x.shape if share is None else (share, *x.shape[1:]), _dtype(x))
                                for x, share in zip(self.wanted, self.shares)]
         return [np.zeros_like(x) if i == self.at else x for i, x in enumerate(leaves)]
@@ -116,7 +119,7 @@ class LocalBatches:
         return jax.tree.unflatten(self.structure, placed)
 
     def _leaves(self, batch):
-        """Returns the leaves in the plan's order, with None for a weight that must be added."""
+        """Returns the leaves of a batch in the plan's order. A weight that must be added is None."""
         leaves, structure = jax.tree.flatten(batch)
         if structure == self.structure:
             return leaves
@@ -146,7 +149,7 @@ class LocalBatches:
 
 
 def _parts(leaf, place) -> list[tuple[int, int]] | None:
-    """Returns the ranges of a leaf's rows on this process's devices, or None if the leaf has no rows."""
+    """Returns the ranges (begin, end) of a leaf's rows on this process's devices, or None if the leaf has no rows."""
     if not leaf.shape:
         return None
     indices = place.addressable_devices_indices_map(leaf.shape).values()
@@ -159,7 +162,7 @@ def _dtype(x):
 
 
 def _own(x, wanted, place):
-    """Copies an array if JAX might share its memory on a CPU (if it is aligned): the user may overwrite the array."""
+    """Copies an aligned array, because a CPU device may share its memory and the user may overwrite the array."""
     if not isinstance(x, np.ndarray) or not x.size:
         return x
     part = math.prod(place.shard_shape(wanted.shape)) * x.itemsize

@@ -1,4 +1,4 @@
-"""The mesh of a plan: its axes, their sizes, and the position of each chip."""
+"""The mesh of a plan: its axes, their lengths, and the position of each chip."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def sizes(target: Target, asked: Mapping[str, int] | None) -> dict[str, int]:
 
 
 def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
-    """Creates the mesh, with axes of type Auto. If programs cannot be compiled for the chips, it is an
-    `AbstractMesh`."""
+    """Creates the mesh, with axes of type Auto. The mesh is an `AbstractMesh` if programs cannot be compiled for the
+    chips."""
     names, shape, types = tuple(axes), tuple(axes.values()), (AxisType.Auto,) * len(axes)
     if target.devices is None:
         return AbstractMesh(shape, names, axis_types=types)
@@ -52,7 +52,7 @@ def make(target: Target, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
 
 
 def _on_torus(devices, shape, slices):
-    """Maps neighbors in the mesh to neighbors in the torus, slice by slice."""
+    """Returns the devices in an order in which neighbors in the mesh are neighbors in the torus of each slice."""
     from jax.experimental import mesh_utils
 
     by_slice: dict[int, list] = {}

@@ -1,11 +1,11 @@
 """Activation pins: sharding constraints that keep the activations of a step split over the batch.
 
 If parameters are sharded and activations are unconstrained, XLA may gather activations and sum them over all chips,
-although gathering the weights would send far less. This module propagates the batch axis through the jaxpr and
-constrains the results of products, convolutions and gathers. The model's code does not change.
+although gathering the weights would send far less. This module determines the batch axis of each value in the jaxpr,
+and constrains the results of products, convolutions and gathers. The model's code does not change.
 
-XLA also reduces sums over the batch in every iteration of a loop, for example the gradient of a weight that all
-iterations use. Here, such sums are accumulated on each chip and reduced over the chips once, after the loop.
+In a loop, XLA also reduces a sum over the batch in every iteration, for example the gradient of a weight that all
+iterations use. This module accumulates such sums on each chip, and reduces them over the chips once, after the loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fnet.jaxpr import (
 from fnet.transforms._lowered import lowered
 
 PINNED = frozenset(("dot_general", "conv_general_dilated", "gather", "lowered", "attention", "attention_backward"))
-PARTIAL = "partial"    # the note of a partial sum, an array whose first axis is the axis of chips
+PARTIAL = "partial"    # marks a partial sum, an array whose first axis is the axis of chips
 _CALLS = INLINED | {"remat2", "checkpoint"}
 
 
@@ -50,10 +50,12 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
     accumulates are reduced over the chips once, after the loop.
 
     Args:
-        step: a complete function of arrays, after differentiation, so that the backward pass is constrained as well.
+        step: a complete training step, a function of arrays. It contains the backward pass, so that this pass is
+            constrained as well.
         mesh: a mesh with axes of type Auto.
-        axis: the mesh axis over which the batch is split.
-        batch: the index of the positional argument that is the batch. The first axis of each leaf is split. Default 1.
+        axis: the mesh axis or axes over which the batch is split. Default "data".
+        batch: the index of the positional argument that is the batch. The first axis of each of its leaves is split.
+            Default 1.
         activations: whether activations are constrained. Default True.
     """
     interpreter = _Pins(mesh, axis, activations)
@@ -68,7 +70,7 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
 
 
 class _Pins(Interpreter):
-    """Propagates notes: the batch axis of a value, or that it is a partial sum."""
+    """Evaluates a jaxpr and determines a note for each value: its batch axis, `PARTIAL` for a partial sum, or None."""
 
     def __init__(self, mesh, axis, activations):
         super().__init__()
@@ -106,7 +108,7 @@ class _Pins(Interpreter):
     def held(self, x, note):
         if note is None or x.ndim < 2 or x.shape[note] % self.chips:
             return x
-        free = [P.UNCONSTRAINED] * x.ndim    # None would mean replicated
+        free = [P.UNCONSTRAINED] * x.ndim    # None would replicate the axis
         free[note] = self.axis
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*free)))
 
@@ -159,7 +161,7 @@ class _Pins(Interpreter):
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
     def ready(self, x, note, jaxpr, i):
-        """Gathers a weight that all iterations use before the loop."""
+        """Gathers a weight before the loop if all iterations use it."""
         if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
             return x
         if not _taken(jaxpr, jaxpr.invars[i]):
@@ -170,7 +172,8 @@ class _Pins(Interpreter):
     # Partial sums.
 
     def body(self, closed, scope, wanted, notes, summed=frozenset(), *, pin=None):
-        """Evaluates a body. Reduces partial sums, except outputs in `summed` and inputs that are returned unchanged."""
+        """Returns a function that evaluates the body of a loop or call. It reduces partial sums, except outputs in
+        `summed` and inputs that are returned unchanged."""
 
         def call(*arrays):
             values = [Value(x, note) for x, note in zip(arrays, notes)]
@@ -188,7 +191,7 @@ class _Pins(Interpreter):
         return Value(value.x.sum(0)) if value.note == PARTIAL else value
 
     def zeros(self, x):
-        """Returns the zeros with which a partial sum begins."""
+        """Returns the initial value of a partial sum: an array of zeros for each chip."""
         return self.spread(jnp.zeros((self.chips, *x.shape), x.dtype))
 
     def spread(self, x):
@@ -196,7 +199,7 @@ class _Pins(Interpreter):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def summed(self, parts, at, inside) -> frozenset[int]:
-        """Returns the carries of a scan to which each iteration only adds a sum over the batch."""
+        """Returns the indices of the carries of a scan to which each iteration only adds a sum over the batch."""
         if self.chips == 1:
             return frozenset()
         consts, carry, closed, jaxpr = parts.consts, parts.carry, parts.closed, parts.jaxpr
@@ -217,7 +220,8 @@ class _Pins(Interpreter):
         return found
 
     def partial(self, eqn, inputs) -> Value | None:
-        """Returns the output of an equation that creates a partial sum, or that is linear in a partial sum."""
+        """Returns the output of an equation that creates a partial sum or that is linear in a partial sum; otherwise
+        None."""
         name, notes = eqn.primitive.name, [value.note for value in inputs]
         if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
             return Value(inputs[0].x + inputs[1].x, PARTIAL)
@@ -231,7 +235,8 @@ class _Pins(Interpreter):
         return None
 
     def product(self, found, inputs) -> Value | None:
-        """Computes a product that contracts the batch axis as a separate product on each chip."""
+        """Computes a product that contracts the batch axis: each chip computes the product of its own rows. Returns
+        None for other products."""
         eqn, ((left, right), (left_batch, right_batch)) = found.eqn, found.dimensions
         rows = [value.note for value in inputs[:2]]
         if None in rows or PARTIAL in rows or rows[0] not in left or left.index(rows[0]) != _index(right, rows[1]):
@@ -250,7 +255,7 @@ class _Pins(Interpreter):
         return Value(self.spread(out), PARTIAL)
 
     def cut(self, x, row):
-        """Splits [.., rows, ..] into [.., chips, rows / chips, ..]."""
+        """Reshapes [..., rows, ...] to [..., chips, rows / chips, ...]."""
         x = self.held(x, row)
         x = x.reshape(*x.shape[:row], self.chips, x.shape[row] // self.chips, *x.shape[row + 1:])
         return self.held(x, row)
@@ -261,7 +266,7 @@ def _index(axes, axis):
 
 
 def _linear(eqn) -> bool:
-    """Whether the cast of a sum equals the sum of casts, up to rounding.
+    """Whether the cast of a sum equals the sum of the casts, up to rounding.
 
     This does not hold for casts to 16 bits, nor for casts from floating point to integers.
     """
@@ -271,7 +276,7 @@ def _linear(eqn) -> bool:
 
 def _only_added_to(jaxpr, before, after) -> bool:
     """Whether the only use of a carry is an addition to it."""
-    readers = [eqn for eqn in jaxpr.eqns for v in eqn.invars if v is before]    # c + c has two
+    readers = [eqn for eqn in jaxpr.eqns for v in eqn.invars if v is before]    # c + c reads c twice
     return (len(readers) == 1 and readers[0].primitive.name in ("add", "add_any") and readers[0].outvars[0] is after
             and not any(v is after for eqn in jaxpr.eqns for v in eqn.invars)
             and not any(v is before for v in jaxpr.outvars)    # a returned carry must be complete
@@ -279,7 +284,7 @@ def _only_added_to(jaxpr, before, after) -> bool:
 
 
 def _taken(jaxpr, v) -> bool:
-    """Whether a product, convolution or gather reads a value, directly or after a cast."""
+    """Whether a product, convolution or gather reads a value, directly or after a cast or transpose."""
     for eqn in jaxpr.eqns:
         where = [i for i, each in enumerate(eqn.invars) if each is v]
         if not where:

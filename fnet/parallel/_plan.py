@@ -1,4 +1,4 @@
-"""Plan: the shardings of a step's arrays, and the candidates that were compared."""
+"""Plan: the shardings of a step's arrays, and the strategies that were compared."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Candidate:
     """One strategy for running a step on many devices, with its estimated or compiled properties.
 
     Attributes:
-        options: the strategy as a `Strategy`. `strategy` is its name.
+        options: the strategy, a `Strategy` object. The property `strategy` is its name.
         persistent: bytes of the state in each chip's memory, including padding.
         arguments: bytes of the state and of the chip's part of the batch.
         exact: whether `persistent` and `arguments` are exact; otherwise they are estimated.
         estimate: estimated peak memory and transfers.
         compiled: peak memory and transfers from the compiled program. None: the candidate was not compiled.
         time: the minimum time of a step.
-        verdict: "chosen", or the reason why the candidate was not selected.
+        verdict: a text that begins with "chosen", or the reason why the candidate was not selected.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -56,12 +56,13 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Peak bytes on each chip, from the compiled program if the candidate was compiled, otherwise estimated."""
+        """Peak bytes on each chip: read from the compiled program if the candidate was compiled, otherwise
+        estimated."""
         return self.compiled.peak if self.compiled and self.compiled.peak is not None else self.estimate.peak
 
     @property
     def ledger(self) -> Ledger:
-        """The transfers, from the compiled program if the candidate was compiled, otherwise estimated."""
+        """The transfers: read from the compiled program if the candidate was compiled, otherwise estimated."""
         return self.compiled.ledger if self.compiled and self.compiled.ledger is not None else self.estimate.ledger
 
 
@@ -71,15 +72,16 @@ class Plan:
 
     Attributes:
         target: the devices.
-        mesh: the mesh of the devices: an `AbstractMesh` if programs cannot be compiled for them, otherwise a `Mesh`.
-        options: the selected strategy as a `Strategy`. `strategy` is its name.
+        mesh: the mesh of the devices. It is an `AbstractMesh` if programs cannot be compiled for the devices, otherwise
+            a `Mesh`.
+        options: the selected strategy, a `Strategy` object. The property `strategy` is its name.
         state, batch: the shardings of the state and of the batch, trees of `NamedSharding`s.
         candidates: the compared strategies.
         replicated: (path, shape, reason) of each leaf that is replicated although the strategy splits the state.
         shapes: the tree of shapes and dtypes of the batch.
         axes: the mesh axes over which the rows of the batch are split.
         unused: paths of the batch's leaves that the step does not read.
-        init_fn: the function `init` that was planned.
+        init_fn: the function `init` that was passed to `parallel.plan`.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
     >>> init = lambda key: {"w": jax.random.normal(key, (3,))}
@@ -123,7 +125,7 @@ class Plan:
 
     @property
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """Estimates of the largest batches that fit on one chip: (strategy, rows) for each of several strategies.
+        """Estimates of the largest batch that fits on one chip, as (strategy, number of rows) for several strategies.
 
         The tuple is empty if the plan is for several chips.
         """
@@ -139,8 +141,8 @@ class Plan:
         return jax.jit(self.init_fn, out_shardings=self.state)(key)
 
     def place(self, state: Any) -> Any:
-        """Copies an existing state, for example a state read from a file, to the plan's shardings. The state is copied
-        because the step donates its state."""
+        """Copies an existing state, for example a state read from a file, to the devices, with the plan's shardings.
+        The copy keeps `state` valid, because the step donates its argument."""
         self._check_attached("place")
         if jax.tree.structure(state) != jax.tree.structure(self.state):
             raise ValueError(f"plan.place: the state has another structure than in the plan: "
@@ -153,7 +155,7 @@ class Plan:
                              "devices='local' to run it")
 
     def jit(self, step: Callable) -> Callable:
-        """Compiles `step(state, batch) -> (state, metrics)` for the plan's devices.
+        """Compiles the training step `step(state, batch) -> (state, metrics)` for the plan's devices.
 
             plan = parallel.plan(step, init, batch)
             state = plan.init(jax.random.key(0))
@@ -165,7 +167,7 @@ class Plan:
         plan's shardings and is donated.
 
         Args:
-            step: the planned step.
+            step: the step that was passed to `parallel.plan`.
 
         Returns:
             The compiled step, with the methods `lower` and `trace` of `jax.jit`. Batches may be NumPy arrays. The step
@@ -180,7 +182,7 @@ class Plan:
                 try:
                     return call(state, batch)
                 except (TypeError, ValueError) as error:
-                    if reason := self.objection(state, batch):    # only after an error: no overhead for valid calls
+                    if reason := self.objection(state, batch):    # after an error only: valid calls have no overhead
                         raise ValueError(f"plan.jit: {reason}") from error
                     raise
 
@@ -193,7 +195,8 @@ class Plan:
         return _check.call(self, state, batch)
 
     def explain(self) -> str:
-        """Returns a table of the candidates and the reasons. Every number is marked as exact, compiled or estimated."""
+        """Returns a table of the candidates, with the reason why each was selected or rejected. Every number is marked
+        as exact, compiled or estimated."""
         return _explain.table(self)
 
     __str__ = explain

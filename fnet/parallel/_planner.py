@@ -1,4 +1,4 @@
-"""plan: estimates, compiles, compares and selects strategies to run a step on many devices."""
+"""plan: compares strategies to run a step on many devices, and selects one of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fnet.parallel._targets import target
 
 ROOM = 0.92    # fraction of a chip's memory that a program may use; the runtime needs the rest
 DOUBT = 1.25   # an estimate of memory may be too high by this factor; strategies with higher estimates are not compiled
-CLOSE = 1.05   # up to this factor of the fewest bytes sent, strategies count as equal
+CLOSE = 1.05   # bytes or times up to this factor of the minimum count as equal
 _LATER = "not compiled"
 _UNKNOWN = "unknown without compiling: it may send several times as much"
 FEW = 16       # for up to this number of devices, every strategy that may fit is compiled
@@ -33,7 +33,7 @@ FEW = 16       # for up to this number of devices, every strategy that may fit i
 def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[jax.Device] = "local",
          strategy: str = "auto", mesh: Mapping[str, int] | None = None,
          rules: Mapping[str, tuple[str | None, ...]] | None = None, compile: bool = True) -> Plan:
-    """Selects how to run `step(state, batch) -> (state, metrics)`, written for one device, on many devices.
+    """Selects a strategy to run a step on many devices. The step is written for one device.
 
         plan = parallel.plan(step, init, batch)
         print(plan)
@@ -41,18 +41,19 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         step = plan.jit(step)
 
     The memory and transfers of each strategy are estimated from the step's jaxpr. If the step can be compiled for the
-    devices, memory and transfers are read from the compiled program; the devices need not be attached. Among the
-    strategies that fit into memory, those that send at most 5 % more bytes than the best one are kept, and the fastest
-    of them is selected. Among equally fast strategies, the simplest one that leaves half of the memory free is
-    selected; if there is none, the one with the most free memory. No arrays are allocated.
+    devices, memory and transfers are read from the compiled program. The devices need not be attached. Of the
+    strategies that fit into memory, those that send at most 5 % more bytes than the minimum are kept. Of these, those
+    whose estimated time is at most 5 % above the minimum are kept. Of these, the simplest strategy that leaves half of
+    the memory free is selected, or, if no strategy does, the strategy with the most free memory. No arrays are
+    allocated.
 
     Strategies: "data" is data parallelism. "zero1" also splits the optimizer's state (Rajbhandari et al., 2020, ZeRO,
     stage 1). "fsdp" also splits the parameters and gathers them for each use (stage 3; Zhao et al., 2023, PyTorch
     FSDP). "fsdp+pins" also keeps the activations split over the batch; without these constraints, XLA may sum
-    activations over all chips instead of gathering weights. "fsdp" and "fsdp+pins" are both compiled, because it
-    depends on the model which of them sends fewer bytes. If no strategy fits, each is tried with "+remat"
-    (`ft.rematerialize`: activations are recomputed in the backward pass). Then each is tried with "+microbatches=2", 4,
-    ..., if the step has a keyword argument `microbatches`, which it must pass to `ft.microbatch`.
+    activations over all chips instead of gathering weights. "fsdp" and "fsdp+pins" are both compiled, because the model
+    determines which of them sends fewer bytes. If no strategy fits, each strategy is tried with "+remat":
+    `ft.rematerialize` recomputes activations in the backward pass. If none of these fits, "+microbatches=2", 4, ... are
+    also tried. For this, the step must have a keyword argument `microbatches` and pass it to `ft.microbatch`.
 
     Args:
         step: a function `step(state, batch) -> (state, metrics)`, written for one device.
@@ -123,7 +124,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
 
 
 class Traced:
-    """A step's jaxprs, each traced once."""
+    """The jaxprs of a step for several strategies. Each jaxpr is traced only once."""
 
     def __init__(self, step, state, batch):
         self.step, self.state, self.batch = step, state, batch
@@ -132,7 +133,7 @@ class Traced:
         leaves = [path for path, _ in jax.tree.leaves_with_path(state)]
         self.scanned = scanned_leaves(closed.jaxpr, leaves)
         self.unused = _check.unused(closed.jaxpr.invars[len(leaves):], closed.jaxpr, batch)
-        # A compiled program has no arguments for leaves that the step does not read.
+        # XLA removes the arguments that the step does not read.
         self.complete = not self.unused and not _check.unused(closed.jaxpr.invars[:len(leaves)], closed.jaxpr, state)
 
     def __call__(self, option: Strategy) -> tuple[Any, Count]:
@@ -151,7 +152,7 @@ class Traced:
 
 
 class Drafts:
-    """The plans of several strategies, their requirements, and which of them fit."""
+    """The plans of several strategies, with their memory, transfers and times. Determines which of them fit."""
 
     def __init__(self, chips, axes, places, state, batch, traced, rules, init):
         self.chips, self.axes, self.places, self.state, self.batch = chips, axes, places, state, batch
@@ -196,7 +197,8 @@ class Drafts:
                                                          between, alike=self.alike))
 
     def compared(self, rung: list[Strategy], compile: bool) -> list[Candidate]:
-        """Returns the candidates of a rung of the ladder. Candidates that may be selected have no verdict yet."""
+        """Returns a candidate for each strategy of a rung, one of the lists that `ladder` returns. A candidate that may
+        be selected has the verdict ""."""
         estimated = [self.candidate(option) for option in rung]
         if not compile or self.chips.devices is None:
             free = lambda option: option.state == "fsdp" and not option.pins
@@ -208,7 +210,7 @@ class Drafts:
         if first := _best(likely, self.memory):
             likely = [first, *(each for each in likely if each is not first)]
         if len(rung) == 1:
-            likely = estimated    # as requested
+            likely = estimated    # compile it, because the user requested it
         done: dict[Strategy, Candidate] = {}
         for each in likely:
             if self.chips.count > FEW and any(not made.verdict for made in done.values()):
@@ -235,8 +237,8 @@ class Drafts:
 
     @functools.lru_cache(None)    # noqa: B019
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """Returns the largest number of rows that fits on one chip for three variants of the step: unchanged, with
-        recomputed activations, and with eight microbatches."""
+        """Returns the largest number of rows that fits on one chip, for up to three variants of the step: unchanged,
+        with recomputed activations, and also with eight microbatches."""
         if not self.memory:
             return ()
         options = [Strategy("data"), Strategy("data", remat=True)]
@@ -244,9 +246,10 @@ class Drafts:
         return tuple((option, self.rows(option)) for option in options)
 
     def rows(self, option: Strategy) -> int:
-        """Returns the largest number of rows, over all devices, that fits with a strategy of the kind "data".
+        """Returns the largest total number of rows that fits into the memory of the devices with a variant of "data".
 
-        Peak memory is roughly linear in the rows, so each guess interpolates linearly between the two nearest results.
+        Peak memory is roughly linear in the number of rows, so each guess interpolates linearly between the two nearest
+        results.
         """
         def peak(rows):
             resized = lambda x: jax.ShapeDtypeStruct((rows * x.shape[0] // given, *x.shape[1:]), x.dtype)
@@ -273,13 +276,13 @@ class Drafts:
 
 
 def _shards(tree, shardings) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of the part of a tree on each chip."""
+    """Returns the shapes of the leaves' shards on each chip."""
     return [jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype)
             for x, where in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings))]
 
 
 def _held(tree, shardings, chip) -> Stored:
-    """Returns the bytes of a tree in each chip's memory."""
+    """Returns the bytes of a tree in each chip's memory, including padding."""
     return sum((stored(x, chip) for x in _shards(tree, shardings)), Stored(0, True))
 
 
@@ -288,18 +291,19 @@ def _unpadded(tree, shardings) -> int:
 
 
 def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
-    """Estimates what a plan's step needs on each device with a batch of another size.
+    """Estimates the memory and transfers of a plan's step on each device for a batch of another size.
 
     Args:
         plan: the plan.
         step: the planned step, as the user wrote it.
-        state, batch: trees of shapes. The number of rows must be a multiple of the devices (and microbatches).
+        state, batch: trees of shapes. The number of rows must be a multiple of the number of devices times the number
+            of microbatches.
     """
     return _estimated(plan, jax.make_jaxpr(plan.options.applied(step))(state, batch), state, batch)
 
 
 def _estimated(plan, closed, state, batch) -> Estimate:
-    """Returns the estimate. Its peak is at least the size of the padded arguments."""
+    """Returns the estimate for a plan's step. The estimated peak is at least the size of the padded arguments."""
     chip, axes = plan.chip, dict(plan.mesh.shape)
     alone = all(n == 1 for name, n in axes.items() if name not in ("slice", "data"))
     cudnn = chip.vendor == "NVIDIA" and float(chip.architecture or 0) >= 8
@@ -319,9 +323,10 @@ def _split(spec) -> Split:
 
 
 def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
-    """Selects a candidate that fits into memory. Compiled candidates have precedence. Among the candidates that send
-    about the fewest bytes, selects the fastest. Among equally fast candidates, selects the simplest that leaves half of
-    the memory free, or otherwise the one with the most free memory."""
+    """Selects a candidate that fits into memory, or returns None. If candidates were compiled, only these are
+    considered. Of the candidates that send about the fewest bytes, the fastest are kept. Of these, the simplest
+    candidate that leaves half of the memory free is selected, or, if no candidate does, the candidate with the most
+    free memory."""
     fit = [each for each in judged if not each.verdict]
     fit = [each for each in fit if each.compiled] or fit
     if not fit:

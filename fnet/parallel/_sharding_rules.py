@@ -1,4 +1,4 @@
-"""Sharding rules of the user: which axes of which parameters are split over which axes of the mesh."""
+"""The user's sharding rules. A rule states the axes of the mesh over which the axes of a parameter are split."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
 
     Args:
         spec: a tree of `ParamSpec`s, the first result of `model.spec(x)`.
-        axes: {logical name: mesh axis}. If a parameter has several of these names, the first is used.
+        axes: {logical axis name: mesh axis}. If several axes of a parameter have such a name, only the first one is
+            split.
 
     Returns:
-        {path of a parameter: its spec}, for each parameter that has an axis with one of these names.
+        {path of a parameter: its spec}, for each parameter that has an axis with one of these names. A spec is a tuple
+        that contains, for each axis, a mesh axis or None.
 
     Raises:
-        ValueError: no parameter has an axis of this name.
+        ValueError: no parameter has an axis with one of these names.
 
     >>> from fnet import layers as nn, parallel
     >>> spec = nn.Dense(8, axes=("embed", "mlp")).spec(jax.ShapeDtypeStruct((2, 4), "float32"))
@@ -52,7 +54,8 @@ def path_of(path) -> str:
 
 
 def applied(rules: Rules, parameters: list[tuple[str, tuple[int, ...]]], mesh: Mapping[str, int]) -> dict[str, tuple]:
-    """Returns {path of a parameter: its spec} for the parameters that match a rule.
+    """Returns {path of a parameter: spec} for the parameters that match a rule. A spec contains, for each axis, a mesh
+    axis or None.
 
     Raises:
         ValueError: a pattern matches no parameter, two patterns match the same parameter, a spec has more axes than the

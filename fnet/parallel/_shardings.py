@@ -12,33 +12,33 @@ from fnet import _jax
 from fnet.jaxpr import bodies, is_implicit, scan
 from fnet.parallel._sharding_rules import path_of
 
-SMALL = 1 << 12    # arrays with fewer elements are not split: the transfers would take more time than is saved
+SMALL = 1 << 12    # arrays with fewer elements are not split: transfers would take more time than is saved
 _KEEPS = frozenset(("convert_element_type", "copy", "optimization_barrier", "sharding_constraint", "name"))
 
 
 class Layout(NamedTuple):
-    """A state's specs, and the reasons for replicated leaves: [(path, shape, reason)]."""
+    """The partition specs of a state, and `whole`, a list of (path, shape, reason) for the replicated leaves."""
 
     specs: Any
     whole: list
 
 
 def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None) -> Layout:
-    """Returns the specs of a state. For "data", no leaf is split; for "zero1", all leaves except parameters are split;
-    for "fsdp", all leaves are split.
+    """Returns the partition specs of a state. For the kind "data", no leaf is split. For "zero1", all leaves except
+    parameters are split. For "fsdp", all leaves are split.
 
-    An array is split along the largest axis whose size is a multiple of `chips`; of several such axes with the same
-    size, along the last one. Two kinds of axes are excluded: those over which a scan runs, because every iteration
-    would gather them, and those that a rule splits. Leaves with the path and shape of a parameter, such as an
-    optimizer's moments, are split like the parameter. The scales of an implicit array are split along the same axis as
-    its values, if their size along this axis is a multiple of `chips`.
+    An array is split along the largest axis whose size is a multiple of `chips`, or the last such axis if several have
+    the same size. Axes over which a scan runs are excluded, because every iteration would gather them. Axes that a rule
+    splits are also excluded. Leaves with the path and shape of a parameter, such as an optimizer's moments, are split
+    like the parameter. An implicit array, such as a quantized array, consists of values and scales. The scales are
+    split along the same axis as the values if their size along this axis is a multiple of `chips`.
 
     Args:
         state: a tree of shapes.
         kind: "data", "zero1" or "fsdp".
         chips: number of chips that share the state.
         scanned: paths of the leaves over whose first axis a scan runs.
-        ruled: {path of a parameter: its spec}.
+        ruled: {path of a parameter: its spec}, from the user's rules. Default None.
     """
     leaves, structure = jax.tree.flatten_with_path(state)
     model = {path: leaf.shape for path, leaf in leaves if is_parameter(path, state)}
@@ -79,7 +79,7 @@ def _spec(shape, chips, mine, *, first):
 
 
 def _beside(tree, path) -> dict:
-    """Returns {path of the scales of an implicit array: path of the array's values}."""
+    """Returns {path of the scales: path of the values} for each implicit array."""
     found = {}
     for inner, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: is_implicit(x) and x is not tree):
         if is_implicit(leaf):
@@ -90,7 +90,8 @@ def _beside(tree, path) -> dict:
 
 
 def is_parameter(path, state) -> bool:
-    """Whether a leaf is a parameter: in `state.params`, `state["params"]`, or the first item of a tuple."""
+    """Whether a leaf is a parameter. Parameters are in `state.params`, in `state["params"]`, or in the first item of a
+    tuple."""
     if not path:
         return False
     return _head(path[0]) == ("params" if hasattr(state, "params") or isinstance(state, dict) else 0)

@@ -1,4 +1,4 @@
-"""compare: the same training step on several chips, side by side."""
+"""compare: estimates the same training step on several chips, and shows the results side by side."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _OPTIONS = Strategy("data"), Strategy("data", remat=True)
 
 
 class Figure(NamedTuple):
-    """A value as text, and its basis: "exact", "published", "derived", "estimated" or "unverified". The basis is "" if
-    the value is not a number."""
+    """A value as text, and its basis. The basis is "exact", "published", "derived", "estimated" or "unverified", or ""
+    if the value is not a number."""
 
     text: str
     basis: str = ""
@@ -31,21 +31,21 @@ class Figure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnChips:
-    """A training step on the chips of one name.
+    """The estimated properties of a training step on the chips that one name of `compare` specifies.
 
     Attributes:
-        name: the name that was requested.
+        name: the name that was passed to `compare`.
         target: the chips.
         policy: the dtypes of the step on these chips.
         count: FLOPs and bytes of the step.
         time: the minimum time of the step at the chips' peaks.
-        peak: bytes that the step needs on each JAX device (estimated).
-        memory: bytes of memory of each JAX device, or None.
-        rows: the largest number of rows of a batch, for the unchanged step and for the step with `ft.rematerialize`
-            (estimated); None if the memory is unknown.
-        units: the size of a batch, its unit and the number of units, such as ("images", 32).
-        watts: power of all chips together, or None.
-        values: FLOP per dollar for each known price.
+        peak: estimated number of bytes that the step needs on each JAX device.
+        memory: bytes of memory of each JAX device, or None if unknown.
+        rows: two estimates of the largest number of rows of a batch: for the unchanged step, and for the step with
+            `ft.rematerialize`. None if the memory is unknown.
+        units: the size of a batch as a unit and the number of units, such as ("images", 32).
+        watts: power of all chips together, or None if unknown.
+        values: a `Value`, which contains FLOP per dollar, for each known price.
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -69,7 +69,7 @@ class OnChips:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the unchanged step fits into the memory; None if the size of the memory is unknown."""
+        """Whether the unchanged step fits into the memory, or None if the size of the memory is unknown."""
         return None if self.memory is None else self.peak <= ROOM * self.memory
 
     def watt_hours(self, steps: float) -> float | None:
@@ -87,12 +87,13 @@ class OnChips:
 
     @property
     def _priced(self) -> float:
-        """Returns the number of priced units: chips, or complete systems if the price is that of a system."""
+        """The number of units to which a price applies: complete systems if a system has its own price, otherwise
+        chips."""
         return 1 if self.name in hw.systems and hw.systems[self.name].prices else self.target.chip.chips_of(
             self.target.count)
 
     def figures(self, steps: float, period: str) -> dict[str, Figure]:
-        """Returns the column of the table, {quantity: figure}. `period` is the name of this number of steps."""
+        """Returns the column of the table as {quantity: figure}. `period` is the name of the number of steps."""
         chip, time = self.target.chip, self.time
         peak = chip.peak(self.count.dtype) if self.count.dtype else None
         names = ("as written", "recomputed")
@@ -124,12 +125,12 @@ class OnChips:
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide:
-    """The result of `compare`. `str()` is a table with a column for each name of chips.
+    """The result of `compare`. `str()` is a table with a column for each name that was passed to `compare`.
 
     Attributes:
         columns: one `OnChips` for each name.
         steps: the number of steps for which energy and rent are stated.
-        period: the name of this number of steps, "1,000 steps" or "epoch".
+        period: the name of that number of steps, "1,000 steps" or "epoch".
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -184,15 +185,17 @@ def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *,
 
         print(parallel.compare(step, init, batch, ["RTX 2080 Ti", "TPU v2-8", "h100:8"]))
 
-    If a name stands for several devices, each device has the whole state and a part of the batch.
+    If a name specifies several devices, data parallelism is assumed: each device has the whole state and a part of the
+    batch.
 
     Args:
         step, init, batch: as for `plan`: `step(state, batch) -> (state, metrics)`, `init(key) -> state`.
         chips: names of chips, systems or slices, as for `plan`.
-        precision: "auto" (default): `ft.autocast` is applied with the policy of each chip. "float32", "bfloat16" or
-            "float16": it is applied with the same policy for all chips. "as written": the step is not changed.
-        examples: number of rows in an epoch. Energy and rent are then stated for an epoch. Default: they are stated for
-            1,000 steps.
+        precision: the dtypes of the step. With "auto" (default), `ft.autocast` applies the policy of each chip to the
+            step. With "float32", "bfloat16" or "float16", `ft.autocast` applies this policy for all chips. With "as
+            written", the step is not changed.
+        examples: number of rows in an epoch. If it is given, energy and rent are stated for an epoch. Default None:
+            they are stated for 1,000 steps.
 
     Returns:
         A `SideBySide`: a table in which each number is marked as exact, published, derived, estimated or unverified.

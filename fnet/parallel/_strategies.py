@@ -30,7 +30,7 @@ class Strategy(NamedTuple):
         state: how the state is split: "data", "zero1" or "fsdp".
         pins: whether sharding constraints keep the activations split over the batch.
         remat: whether activations are recomputed in the backward pass.
-        microbatches: number of microbatches.
+        microbatches: number of microbatches, the slices of a batch that are processed one after the other.
 
     >>> str(parallel.Strategy("fsdp", pins=True, remat=True))
     'fsdp+pins+remat'
@@ -52,8 +52,8 @@ class Strategy(NamedTuple):
         return STRATEGIES[f"{self.state}{'+pins' * self.pins}"] + "".join(more)
 
     def applied(self, step: Callable, mesh: Mesh | None = None, axes: Sequence[str] = ()) -> Callable:
-        """Returns the rewritten step. Without a mesh, activations are not constrained, and batch sums in loops do not
-        change."""
+        """Returns the step that is rewritten for this strategy. Without a mesh, activations are not constrained, and
+        sums over the batch in loops are not moved."""
         if self.microbatches > 1:
             step = functools.partial(step, microbatches=self.microbatches)
         step = rematerialize(step) if self.remat else step
@@ -80,7 +80,8 @@ def parse(strategy: str) -> Strategy | None:
 
 
 def ladder(strategy: str, step: Callable, rows: int, chips: int) -> list[list[Strategy]]:
-    """Returns lists of strategies to try. A list is used only if no strategy of the earlier lists fits into memory."""
+    """Returns the strategies to try, as a list of rungs. A rung is a list of strategies. It is used only if no strategy
+    of the earlier rungs fits into memory."""
     option = parse(strategy)
     if option is not None and option.microbatches > 1:
         slices(step, option.microbatches, rows, chips)
@@ -107,7 +108,7 @@ def takes_slices(step: Callable) -> bool:
 
 
 def slices(step: Callable, n: int, rows: int, chips: int) -> None:
-    """Checks that a step can be split into microbatches."""
+    """Raises an error if a step cannot be split into microbatches."""
     if not takes_slices(step):
         raise ValueError(f"plan: for microbatches={n} the step needs a keyword: def step(state, batch, *, "
                          "microbatches=1), which it passes to ft.microbatch")

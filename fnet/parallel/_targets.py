@@ -1,4 +1,4 @@
-"""The devices of a plan: those of this run, or devices by name that are not attached."""
+"""The devices of a plan: the devices of this run, or devices that are given by name and not attached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import jax
 from fnet import hardware
 from fnet.parallel import _gpus
 
-# name of a slice -> (name in the catalog, axes of its torus, minimum length of an axis that is a ring)
+# kind of a slice -> (name in the catalog, number of axes of its torus, minimum length of an axis that is a ring)
 TPUS = {
     "v2": ("TPU v2", 2, 16), "v3": ("TPU v3", 2, 32), "v4": ("TPU v4", 3, 4), "v5e": ("TPU v5e", 2, 16),
     "v5p": ("TPU v5p", 3, 4), "v6e": ("TPU v6e", 2, 16), "tpu7x": ("TPU7x", 3, 4),
@@ -36,12 +36,13 @@ class Target(NamedTuple):
 
     Attributes:
         name: the name of the devices that the user passed.
-        chip: the kind of chip.
+        chip: the chip, with its peaks and memory.
         count: number of JAX devices.
-        groups: number of slices or machines that contain the devices, connected by a slower network.
-        devices: devices to compile for. None: compiling is not possible here, and `why` is the reason.
+        groups: number of slices or machines that contain the devices. A slower network connects the groups.
+        devices: devices to compile for, or None if programs cannot be compiled for them here.
         attached: whether the devices are attached, so that a program can run.
-        sent, sent_between: bytes/s that a device sends to other devices of its group, and to other groups. None:
+        why: the reason why `devices` is None, or "".
+        sent, sent_between: bytes/s that a device sends to other devices of its group, and to other groups, or None if
             unknown.
     """
 
@@ -64,7 +65,7 @@ class Target(NamedTuple):
 
 
 def target(what: str | Sequence[jax.Device]) -> Target:
-    """Returns the devices for a name or a list.
+    """Returns the target for a name or a list of devices.
 
     Raises:
         ValueError: the list is empty, the name is unknown, or the slice does not exist for this kind of TPU.
@@ -159,7 +160,7 @@ def _slice(name, kind, shape, slices) -> Target:
     from jax.experimental import topologies
 
     options = {"num_slices": slices} if slices > 1 else {}
-    if kind == "v4":    # two cores are one device, as in JAX on such a chip
+    if kind == "v4":    # the two cores of a chip are one device, as in JAX on a v4
         options["chip_config_name"] = "megacore"
     try:
         with _environment(_LIBTPU):
@@ -184,10 +185,11 @@ def _environment(variables: dict[str, str]):
 
 
 def _rates(chip, axes, group, ring=4) -> tuple[float | None, float | None]:
-    """Returns bytes/s that a device sends within its group and between groups.
+    """Returns the bytes/s that a device sends within its group and between groups.
 
-    In a torus, a chip has two links along each axis (one link along an axis of length two). On an axis that is too
-    short for a ring, the chips send at the same rate, except at the two ends. The devices of a chip share its links.
+    In a torus, a chip has two links along each axis (one link along an axis of length two). An axis that is too short
+    for a ring has two ends. All chips except those at the ends send at the same rate as in a ring. The devices of a
+    chip share its links.
     """
     links = chip.links
     if links is None:
