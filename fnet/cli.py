@@ -9,7 +9,7 @@
     fnet bundle show FILE   describes an exported model; fnet bundle check and fnet bundle renew test and rewrite it
     fnet serve FILE         serves exported models over HTTP
     fnet report runs/digits                                 writes an HTML report of a run
-    fnet plan module:function --devices v5e:16x16           plans shardings and memory of a training step
+    fnet plan module:function --devices v5e:16x16           selects the sharding of a training step
     fnet sweep SCRIPT --space space.json --budget 30m       searches for hyperparameters
     fnet compare resnet50 --chips "RTX 2080 Ti,TPU v2-8"    compares a training step on several chips
 """

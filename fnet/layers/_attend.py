@@ -36,7 +36,7 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
     are skipped. On a GPU or TPU, a flash attention kernel runs if it supports the arguments; otherwise XLA compiles the
     formula. `transforms.explain` reports the implementation. Derivatives of any order, forward or reverse, are
     supported. For the backward pass, query, key, value and output are stored; the attention weights are recomputed. The
-    output has the name "attention" for `jax.checkpoint_policies.save_only_these_names`.
+    stored output has the name "attention" for `jax.checkpoint_policies.save_only_these_names`.
 
     Glossary: b batch, t time of the queries, s time of the keys, h heads, g key/value heads, d head_dim.
 

@@ -122,7 +122,8 @@ def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *re
 def _operands(form, compute, q, k, v, where):
     """Returns (the operands of a kernel, the axes of each operand, (mask, lengths)).
 
-    Mask and lengths are None if they were not passed. If both were passed, the mask includes the lengths.
+    Mask and lengths are None if they were not passed. If both were passed, the mask includes the lengths, and lengths
+    is None.
     """
     given = dict(zip(form.given, where))
     mask, lengths = given.get("mask"), given.get("lengths")

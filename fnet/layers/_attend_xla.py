@@ -35,7 +35,7 @@ class Form:
     softcap: float | None = None
 
     def blind(self, t: int, s: int) -> bool:
-        """Whether there may be queries that attend to no key. Of two different symbolic sizes, t may be larger."""
+        """Whether there may be queries that attend to no key. A symbolic t may be larger than s."""
         more = t > s if sized(t, s) else t != s
         return bool(self.given) or (self.window is not None and more)
 
@@ -53,7 +53,7 @@ def spans(form: Form, t: int, s: int) -> list[Span]:
     """Splits the queries into up to eight blocks (more with a window), each with the keys that it can attend to.
 
     With a causal mask, four blocks need 5/8 of the work of one block. With more than eight blocks, the products have so
-    few rows that they become slower by more than the skipped keys save. For symbolic sizes, there is one block.
+    few rows that the total time increases. For symbolic sizes, there is one block.
     """
     if not sized(t, s):
         return [Span(0, t, 0, s)]
@@ -126,7 +126,7 @@ class Products(NamedTuple):
 def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where):
     """Returns (out [b, t, h, d], peak, total), all in `products.wide`.
 
-    The weights are normalized after the product with the values. Then an array [t, d] is divided instead of an array
+    The weights are normalized after the product with the values, so that an array [t, d] is divided instead of an array
     [t, s].
     """
     b, t, h, _ = q.shape
@@ -185,8 +185,8 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
     b, t, h, d = q.shape
     g, s = k.shape[2], k.shape[1]
     inverse = 1 / total.astype(products.wide)
-    # The cotangent is divided by total instead of the weights. In float16, the weights are divided instead, because the
-    # divided cotangent would underflow.
+    # The cotangent is divided by total. In float16, the weights are divided, because the divided cotangent would
+    # underflow.
     early = products.compute == jnp.float16
     y = _split(y.astype(products.wide), g)
     if not early:

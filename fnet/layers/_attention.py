@@ -31,8 +31,8 @@ class Rotary:
     The result has the shape and dtype of x. Angles are computed in float32.
 
     Models whose context was extended after training use other angles. The function `scaling`, for example
-    `models.Llama3Scaling`, computes them. The function receives the rotation of each pair per position, a float32 NumPy
-    array [head_dim / 2], and returns the new rotation per position. It may have two attributes. `amplitude` is a factor
+    `models.Llama3Scaling`, computes them. The function receives the angle of each pair per position, a float32 NumPy
+    array [head_dim / 2], and returns the new angles per position. It may have two attributes. `amplitude` is a factor
     by which the rotated features are multiplied. If `by_length` is True, the function has a second argument, the number
     of tokens of each example [batch], and returns [batch, head_dim / 2]. An `Attention` then caches keys before
     rotation, and rotates all cached keys according to the current length. (Cached keys and values of deeper layers

@@ -84,7 +84,7 @@ class Layer:
 
         Args:
             where: inside a model, the Scope of the layer; outside, the dict of the model's parameters.
-            inputs, options: the positional and keyword inputs of `forward`. Only calls outside a model also accept:
+            inputs, options: the positional and keyword inputs of `forward`. Calls outside a model also accept:
             state: the dict of the model's state. If a dict is passed (even an empty one), the new state is returned
                 as well, with the structure, shapes and dtypes of the old state. Default None.
             key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default None.
@@ -193,7 +193,7 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a method of a layer. It is then called like the layer: with a scope inside a model, or params outside.
+    """Decorates a method of a layer so that it is called like the layer, with a scope inside a model or params outside.
 
     >>> class Twice(nn.Layer):
     ...     def forward(self, scope, x):

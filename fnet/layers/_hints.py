@@ -1,4 +1,4 @@
-"""Hints for users of other libraries: names of PyTorch, Keras and Flax, and what to write instead in fnet."""
+"""Hints for users of other libraries: names of PyTorch, Keras and Flax, and their equivalents in fnet."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class BatchNorm(Layer):
 
     Inputs:
         x: [batch, ..., channels], floating point.
-        weight: the weights of examples or positions, [batch] or the first axes of x without channels. Weight 0 excludes
+        weight: the weights of the examples [batch], or of their positions, such as [batch, time]. Weight 0 excludes
             padding from the statistics. Default: 1.
 
     Output: the shape and dtype of x.
@@ -241,10 +241,10 @@ def _moments(x):
 def _own(x):
     """Returns a copy of `x`, in float32 if its dtype is narrower.
 
-    Because of the copy, all gradients of the norm are added before they are added to other gradients of `x`. The
-    gradient of a norm contains the broadcast of a mean. If this broadcast were added last to the gradient of a residual
-    stream, XLA:CPU would recompute the sum for every use, together with the sums of all later blocks. This would double
-    the time of a ViT's training step.
+    The gradients of the copy are summed first, and then added to the other gradients of `x`. The gradient of a norm
+    contains the broadcast of a mean. If this broadcast were added last to the gradient of a residual stream, XLA:CPU
+    would recompute the sum for every use, together with the sums of all later blocks. This would double the time of a
+    ViT's training step.
     """
     return jnp.copy(wide(x))
 

@@ -78,7 +78,7 @@ class _Recurrent(Layer):
 
         Returns:
             `(outputs, carry)`: the outputs of the layer, and the carry after the last valid step of each example, in
-            float32 or float64. In the backward direction, the first step runs last, and the carry is the one after it.
+            float32 or float64. In the backward direction, the first step is computed last, and the carry is its result.
         """
         x = floating(x, scope, type(self).__name__)
         if x.ndim != 3:
