@@ -1,7 +1,7 @@
 """Chips: their peak rates, their suitable dtypes, and the cost of a computation on them.
 
-Every figure has a basis, which states how it is known: exact, measured, published, derived, estimated or unverified. If
-a chip is unknown, the figures of other chips are never used for it.
+Every figure has a basis, which states how the figure is known: exact, measured, published, derived, estimated or
+unverified. The figures of other chips are never used for an unknown chip.
 """
 
 from fnet.hardware._allocator import cpu_allocator

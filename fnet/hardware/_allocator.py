@@ -9,12 +9,12 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def cpu_allocator() -> bool:
-    """Keeps memory that a step frees in this process, so that the next step can reuse it.
+    """Makes this process keep the memory that a step frees, so that the next step can reuse this memory.
 
     XLA allocates the temporary memory of a CPU program anew for each call, and the C library returns large blocks to
-    the operating system at once. Each step therefore starts with one page fault for every 4 kB. After this call, freed
-    memory stays with the process: the size of the process stays at its maximum, which includes the temporary memory of
-    every step that JAX has queued.
+    the operating system at once. Therefore, each step causes a page fault for every 4 kB of its temporary memory. After
+    a call of this function, the process keeps freed memory. The size of the process stays at its maximum, which
+    includes the temporary memory of every step that JAX has queued.
 
         from fnet import hardware as hw
         hw.cpu_allocator()      # at the start of a script, before any large array

@@ -1,4 +1,5 @@
-"""The cache folder for measurements and compiled programs of this machine, and JSON files in this folder."""
+"""The cache folder for the measurements and compiled programs of this machine. Reads and writes JSON files in this
+folder."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import Any
 def cache_folder() -> pathlib.Path:
     """Returns $FNET_CACHE if it is set, otherwise $XDG_CACHE_HOME/fnet or ~/.cache/fnet.
 
-    If HOME is not set and the user is unknown, nothing can be written to the result, so no folder named "~" is created.
+    If HOME is not set and the user is unknown, the result is a path to which nothing can be written. No folder named
+    "~" is created.
     """
     base = os.environ.get("FNET_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fnet")
     folder = os.path.expanduser(base)

@@ -1,4 +1,5 @@
-"""The description of a chip: its peak rates, memory and links, and how each figure is known (its basis)."""
+"""The description of a chip: its peak rates, memory and links, and the basis of each figure, which states how it is
+known."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Peak(NamedTuple):
     Attributes:
         flops: the rate in FLOP/s.
         dtype: the catalog's name of the dtype, such as "bf16".
-        basis: how the rate is known: one of the values of `Chip.bases`.
+        basis: how the rate is known, such as "published" (see `Chip.bases`).
         note: a remark, for example that float32 products run in bfloat16 passes, or "".
 
     >>> hw.chips["TPU v5e"].peaks["bf16"]
@@ -71,7 +72,8 @@ class Peak(NamedTuple):
 
 
 class Price(NamedTuple):
-    """A price with its date and source: `usd` dollars, `per` "hour", "chip" or "system".
+    """A price with its date and source. `usd` is the price in dollars. `per` is the priced unit: an "hour" of rent, a
+    "chip" or a "system".
 
     >>> [price.per for price in hw.chips["TPU v5e"].prices][:1]
     ['hour']
@@ -151,12 +153,12 @@ class Chip:
         aliases: further names with which the catalog finds the chip.
         architecture: the compute capability of an NVIDIA GPU ("9.0"), the gfx name of an AMD GPU ("gfx942"), or the
             instruction set of a CPU; None if unknown.
-        peaks: the peak rate of matrix products in FLOP/s (for integers, operations/s), {dtype: rate}. The rates are
-            for dense operands and float32 accumulation.
+        peaks: the peak rate of matrix products for each dtype, {dtype: rate}, in FLOP/s (for integers, operations/s).
+            The rates are for dense operands and float32 accumulation.
         memory_bytes: the size of the memory in bytes, or None if unknown.
         memory_kind: the type of the memory, such as "HBM3", "GDDR6" or "DDR5", or None if unknown.
-        caches: the size of each cache in bytes, {name: bytes}, such as "L2". The sizes of caches of single cores are
-            summed over the chip.
+        caches: the size of each cache, {name: bytes}. A name is, for example, "L2". The sizes of caches that belong to
+            one core are summed over the chip.
         bandwidth: the rate between the chip and its memory in bytes/s, or None if unknown.
         links: how chips of this kind are connected, or None.
         jax_devices_per_chip: the number of JAX devices that share the chip.
@@ -164,11 +166,11 @@ class Chip:
         power_source: where `power_watts` was published.
         prices: the prices of the chip, `Price` objects.
         quoted: peaks that others published, `Quote` objects.
-        explained: {dtype: why the catalog's peak differs from the computed peak}.
+        explained: the reasons why the catalog's peak of a dtype differs from the computed peak, {dtype: reason}.
         units: the figures from which peaks are computed, such as the numbers of multiprocessors, matrix units and
             cores, and clocks in GHz.
         bases: how each figure is known, {field or dtype: basis}. A basis is "exact", "measured", "published", "derived"
-            (computed from units and clock), "estimated" or "unverified".
+            (computed from the units and the clock), "estimated" or "unverified".
         sources: where the figures were published.
         notes: remarks.
 
@@ -203,15 +205,16 @@ class Chip:
     notes: str = ""
 
     def basis(self, field: str) -> str:
-        """Returns the basis of a figure. `field` is a dtype of `peaks`, "memory_bytes", "bandwidth" or "links"."""
+        """Returns the basis of a figure. `field` is a dtype of `peaks`, or the name of a field, such as
+        "memory_bytes"."""
         return self.bases.get(field, "published" if self.known else "unknown")
 
     def peak(self, dtype: Any, *, precision: Any = None) -> Peak | None:
-        """Returns the rate of a matrix product whose operands have `dtype`, as JAX runs it.
+        """Returns the peak rate at which JAX computes a matrix product whose operands have this dtype.
 
-        By default, a float32 product runs in one bfloat16 pass on a TPU, and in TF32 on an NVIDIA chip that supports
-        TF32. With `precision="high"`, it takes three passes on a TPU. With `precision="highest"`, it takes six passes
-        on a TPU, and runs in full float32 on a GPU.
+        By default, JAX computes a float32 product in one bfloat16 pass on a TPU, and in TF32 on an NVIDIA chip that
+        supports TF32. With `precision="high"`, the product takes three passes on a TPU. With `precision="highest"`, it
+        takes six passes on a TPU, and is computed in full float32 on a GPU.
 
         Args:
             dtype: a JAX or NumPy dtype, or one of the catalog's names ("bf16", "fp8", ...).
@@ -237,8 +240,8 @@ class Chip:
 
     @property
     def cores(self) -> int | None:
-        """The number of cores as the vendor counts them, or None if unknown: CUDA cores, stream processors, cores of a
-        CPU, GPU cores of a system on a chip, or TensorCores of a TPU."""
+        """The number of cores as the vendor counts them, or None if unknown. Cores are CUDA cores, stream processors,
+        cores of a CPU, GPU cores of a system on a chip, or TensorCores of a TPU."""
         units = self.units
         if "multiprocessors" in units:
             return units["multiprocessors"] * units["fp32_cores"]
@@ -269,8 +272,9 @@ class Chip:
         """Returns the chip with its peaks multiplied by `compute`, and its memory and bandwidth by `memory`.
 
         Args:
-            compute: the factor of the peaks.
-            memory: the factor of the size of the memory and of the bandwidth. Default None: `compute`.
+            compute: the factor by which the peaks are multiplied.
+            memory: the factor by which the size of the memory and the bandwidth are multiplied. Default None:
+                `compute`.
             basis: the new basis of the scaled figures. Default None: the bases do not change.
         """
         memory = compute if memory is None else memory

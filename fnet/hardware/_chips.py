@@ -51,12 +51,12 @@ class System:
 
 
 def _short(name: str) -> str:
-    """A name without the words in parentheses."""
+    """Returns a name without the words in parentheses."""
     return re.sub(r"\s*\(.*\)", "", name)
 
 
 class _Catalog(Mapping):
-    """A lazily read mapping of names. Lookup ignores case and parenthesized words."""
+    """A mapping from names to chips or systems, read on first use. A lookup ignores case and words in parentheses."""
 
     def __init__(self, what: str, read):
         self._what, self._read = what, read
@@ -94,14 +94,14 @@ class _Catalog(Mapping):
         return f"<{len(self)} {self._what}s: {', '.join(self)}>"
 
     def nearest(self, name: str, n: int = 3) -> list[str]:
-        """Returns the `n` names that are most similar to `name`, best first."""
+        """Returns the `n` names that are most similar to `name`, the most similar first."""
         want = name.strip().lower()
         score = {key: difflib.SequenceMatcher(None, want, key).ratio() + 0.5 * (want in key) for key in self._index}
         best = sorted(self._index, key=score.__getitem__, reverse=True)
         return list(dict.fromkeys(self._index[key] for key in best))[:n]
 
     def variants(self, name: str) -> list[str]:
-        """Returns the names that contain `name` as complete words: for "V100", the names of four chips."""
+        """Returns the names that contain `name` as complete words. For example, four names contain "V100"."""
         whole = re.compile(rf"(?<!\w){re.escape(name.strip())}(?!\w)", re.IGNORECASE)
         return [each for each in self if name.strip() and whole.search(each)]
 
@@ -116,8 +116,8 @@ class _Catalog(Mapping):
 class Chips(_Catalog):
     """The catalog of chips: a mapping from names to `Chip`, in the order of the file.
 
-    `chips[name]` accepts a full name, a short name, or a device kind. `chips.find(kind)` accepts every name that a
-    device reports, including the names of MIG slices.
+    `chips[name]` accepts a full name, a short name, or a device kind. `chips.find(kind)` accepts every device kind that
+    a device reports. This includes the device kinds of MIG slices, which are parts of an NVIDIA GPU.
     """
 
     def find(self, kind: str) -> Chip:
@@ -143,7 +143,8 @@ class Chips(_Catalog):
 
 
 def split_mig(kind: str) -> tuple[str, tuple[int, float, str] | None]:
-    """Splits the MIG suffix off a device kind: ("NVIDIA ...", (compute slices, GiB, suffix) or None)."""
+    """Separates the suffix of a MIG slice from a device kind. Returns two values: the device kind without the suffix,
+    and (compute slices, GiB, suffix), or None if there is no suffix."""
     match = re.search(r"\s+MIG\s+((?:(\d+)c\.)?(\d+)g\.(\d+)gb\S*)$", kind)
     if not match:
         return kind.strip(), None

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of any JAX function by named scope, computed from its jaxpr."""
+"""Counts the FLOPs and bytes of any JAX function for each named scope, from its jaxpr."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Cost:
 
     Attributes:
         matmul: the FLOPs of matrix products and convolutions. A multiply-add counts as 2. The number is exact for
-            products. For convolutions, padding counts as input.
-        elementwise: the FLOPs of elementwise operations, 1 for each element.
-        reduction: the FLOPs of reductions, 1 for each element.
-        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. They are not part of
+            products. In convolutions, products with padding also count.
+        elementwise: the FLOPs of elementwise operations, 1 for each element of the result.
+        reduction: the FLOPs of reductions, 1 for each element of the operand.
+        transcendental: the number of evaluations of exp, tanh, rsqrt and similar functions. They are not included in
             `flops`.
-        recomputed: the part of `matmul` that rematerialization recomputes. It is part of `flops`, but not of
+        recomputed: the part of `matmul` that rematerialization recomputes. This part is included in `flops`, but not in
             `model_flops`.
         bytes: the bytes of the inputs and outputs of every operation, as if nothing were fused. This is an upper bound
             of the memory traffic.
@@ -63,13 +63,13 @@ class Matmul(NamedTuple):
     """A matrix product [batch, m, k] x [batch, k, n], or a convolution expressed as such a product.
 
     Attributes:
-        scope: the scope path.
+        scope: the path of the scope, such as "block/attention".
         op: "dot" or "conv".
         shape: the sizes (batch, m, n, k).
         dtype: the dtype of the operands.
         precision: the `precision` argument of the product.
         flops: the FLOPs of all runs together.
-        times: how often the product runs, for example in the iterations of a scan.
+        times: the number of times that the product runs, for example in the iterations of a scan.
 
     >>> hw.count(jnp.matmul, jnp.ones((8, 16)), jnp.ones((16, 4))).matmuls[0].shape    # batch, m, n, k
     (1, 8, 4, 16)
@@ -135,8 +135,8 @@ class Count:
         return _sum(cost for path, cost in self.scopes.items() if path == prefix or path.startswith(prefix + "/"))
 
     def by_depth(self, depth: int | None) -> dict[str, Cost]:
-        """Returns {path: `Cost`} in which the scopes whose paths have the same first `depth` segments are summed. If
-        `depth` is None, every scope has its own entry."""
+        """Returns the cost of each scope, {path: `Cost`}. Scopes whose paths have the same first `depth` segments are
+        summed. If `depth` is None, every scope has its own entry."""
         rows: dict[str, Cost] = {}
         for path, each in self.scopes.items():
             key = path if depth is None else "/".join(path.split("/")[:depth])
@@ -150,14 +150,15 @@ class Count:
 def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     """Counts the FLOPs and bytes of a function, without running or compiling it.
 
-    The body of a scan counts once for each iteration, and the shards of a shard_map are summed. For a cond, only the
-    branch with the most FLOPs counts. The body of a while loop counts once, because its number of iterations is
-    unknown. An operation of unknown cost counts as zero. `notes` lists the conds, while loops and operations for which
-    the count is therefore not exact. Unused results count, although a compiler removes them.
+    The body of a scan counts once for each iteration, and the shards of a shard_map are summed. Of the branches of a
+    cond, only the branch with the most FLOPs counts. The body of a while loop counts once, because its number of
+    iterations is unknown. An operation of unknown cost counts as zero. The attribute `notes` of the result lists the
+    conds, while loops and operations for which the count is therefore not exact. Unused results count, although a
+    compiler removes them.
 
-    For `layers.dot_product_attention`, the products of its formula count, including those for pairs of positions that
-    a mask hides; this is the convention for MFU. The attention weights that its backward pass recomputes count as
-    `recomputed`. Only the operands and results of the attention count as bytes.
+    For `layers.dot_product_attention`, the products of its formula count, including the products for pairs of positions
+    that a mask hides, as is the convention for MFU. The attention weights that the backward pass recomputes count as
+    `recomputed`. Of the bytes, only those of the operands and results of the attention count.
 
     Args:
         f: any JAX function, for example a jitted, differentiated or sharded function.
@@ -185,7 +186,8 @@ def count_jaxpr(closed: Any) -> Count:
 
 
 def count_frame(frame: Frame) -> Count:
-    """Counts a frame, as `count` does, but without the bytes of its arguments and outputs."""
+    """Counts a frame (the operations of one jaxpr), as `count` does, but without the bytes of its arguments and
+    outputs."""
     tally = _Tally()
     tally.frame(frame, 1)
     return Count(_sum(tally.scopes.values()), FrozenTable(tally.scopes), tuple(tally.matmuls), 0, 0,
@@ -253,8 +255,8 @@ class _Tally:
         self.add(op.scope, Cost(**kinds, recomputed=again, bytes=moved))
 
     def stand_in(self, op: Op, times: int) -> None:
-        """Adds an operation that replaces several operations. The FLOPs are those of its plain form, and the bytes
-        those of its operands and results."""
+        """Adds a composite operation, which stands for several ordinary operations. Counts the FLOPs of the ordinary
+        operations, and the bytes of the operands and results of the composite operation."""
         inner = _Tally()
         inner.frame(read(jaxpr.description(op.eqn.primitive).plain(op.eqn), op.at), times)
         for scope in inner.scopes:
@@ -281,17 +283,17 @@ def _fused_traffic(frame: Frame) -> dict[str, int]:
 
 
 def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
-    """The memory traffic of the operations of a frame in bytes, if elementwise operations are fused with neighbors of
-    the same scope: [(operation, bytes)].
+    """Returns the memory traffic of the operations of a frame as [(operation, bytes)]. Elementwise operations are
+    assumed to be fused with neighbors of the same scope.
 
-    A value that enters or leaves the frame, or that another scope reads, is written to memory, and read once in each
-    scope that uses it.
+    A value that enters or leaves the frame, or that another scope reads, is written to memory. Each scope that uses the
+    value reads it once.
     """
     kept = Kept(frame, by_scope=True)
     moved: dict[tuple[str, int, str], tuple[Op, int]] = {}
     for op in kept.real:
         if op.bodies:
-            continue      # the frame of its body counts these bytes
+            continue      # the bytes are counted in the frame of its body
         reads, writes = touched(op.eqn)
         for ids, sizes, way in ((op.ins, reads, "read"), (op.outs, writes, "write")):
             for i, size in zip(ids, sizes):
@@ -304,26 +306,27 @@ def fused_traffic(frame: Frame) -> list[tuple[Op, int]]:
 
 
 class Kept:
-    """Which values of a frame are written to memory after elementwise operations have been fused with their neighbors.
+    """Determines which values of a frame are written to memory after elementwise operations are fused with their
+    neighbors.
 
     A value is written to memory if a product, reduction, loop, gather or another operation that is not elementwise
-    produces or reads it. Exception: if a single elementwise operation reads the result of a product, it is fused as
-    the epilogue of the product. Reshapes, broadcasts and transposes are free.
+    produces or reads the value. There is one exception: an elementwise operation that alone reads the result of a
+    product is fused with the product, as its epilogue. Reshapes, broadcasts and transposes need no memory traffic.
 
     Args:
         frame: the operations and their values.
-        by_scope: whether fusion stops at the boundary of a scope.
-        epilogues: whether elementwise epilogues are fused with products.
+        by_scope: whether operations of different scopes are not fused. Default False.
+        epilogues: whether elementwise epilogues are fused with products. Default True.
 
     Attributes:
-        real: the operations that are not free.
+        real: the operations that need memory traffic.
         users: the operations that read each value.
         outputs: the values that leave the frame.
     """
 
     def __init__(self, frame: Frame, *, by_scope: bool = False, epilogues: bool = True):
         self.by_scope, self.epilogues = by_scope, epilogues
-        same: dict[int, int] = {}      # a reshape or broadcast has the values of its input
+        same: dict[int, int] = {}      # maps the result of a reshape or broadcast to its input
         for op in frame.ops:
             if _free(op) and op.ins and op.ins[0] is not None:
                 same[op.outs[0]] = same.get(op.ins[0], op.ins[0])
@@ -347,7 +350,7 @@ class Kept:
 
 
 def heavy(op: Op) -> bool:
-    """Whether an operation cannot be fused like an elementwise one."""
+    """Whether an operation cannot be fused as elementwise operations are."""
     return bool(op.bodies) or traits(op.eqn.primitive.name).memory == "heavy"
 
 
@@ -356,7 +359,7 @@ def _free(op: Op) -> bool:
 
 
 def table(counted: Count, depth: int | None = None) -> str:
-    """Formats the count as a table with one line per scope."""
+    """Formats a count as a table with a line for each scope."""
     rows = [("scope", "matmul", "other FLOPs", "transcend.", "bytes fused", "unfused")]
     for path, each in (*counted.by_depth(depth).items(), ("total", counted.total)):
         other = each.elementwise + each.reduction

@@ -1,4 +1,5 @@
-"""The CPU resources available to this process: cores, instruction set, clock, memory. Only Linux reports them."""
+"""The CPU resources that are available to this process: cores, instruction set, clock and memory. Only Linux reports
+them."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ class CPU:
     Attributes:
         model: the name that the CPU reports.
         vendor: "Intel", "AMD", "ARM" or "unknown".
-        cores: physical cores that affinity and cgroup quota allow this process to use (a quota may be a fraction).
-        threads: hardware threads in the affinity mask.
-        quota: CPU seconds per second that the cgroup allows, or None.
-        isa: a key of the catalog's table of FLOP per cycle, or None.
-        flags: the relevant vector and matrix extensions.
+        cores: the number of physical cores that affinity mask and cgroup quota allow this process to use, or None. It
+            may be a fraction.
+        threads: the number of hardware threads in the affinity mask, or None.
+        quota: CPU seconds per second that the cgroup allows, or None if there is no limit.
+        isa: the instruction set, a key of the catalog's table of FLOP per cycle, or None.
+        flags: the relevant vector and matrix extensions of the instruction set.
         clock_ghz: the clock that the system reports, or None.
-        virtual: whether this is a virtual machine; if so, the reported clock may be wrong by a factor of two.
-        memory_bytes: memory that the machine and the cgroup allow, or None.
+        virtual: whether this is a virtual machine. In a virtual machine, the reported clock may be wrong by a factor of
+            two.
+        memory_bytes: the memory of the machine in bytes, or the limit of the cgroup if it is smaller; None if unknown.
     """
 
     model: str
@@ -43,7 +46,8 @@ class CPU:
 
 
 def read_cpu(root: str | os.PathLike = "/", affinity: Collection[int] | None = None) -> CPU:
-    """Reads /proc and /sys under `root` for the logical CPUs in `affinity` (default: the mask of this process)."""
+    """Reads the resources from /proc and /sys under `root`, for the logical CPUs in `affinity` (default: this process's
+    affinity mask)."""
     root = Path(root)
     if affinity is None:
         affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -76,7 +80,8 @@ def _blocks(text: str) -> list[dict[str, str]]:
 
 
 def _physical(blocks: list[dict[str, str]]) -> int:
-    """Distinct (package, core) pairs: hardware threads of one core share its arithmetic units."""
+    """Returns the number of distinct cores. Hardware threads of one core count once, because they share its arithmetic
+    units."""
     return len({(b.get("physical id", "0"), b.get("core id", b["processor"])) for b in blocks})
 
 
@@ -86,7 +91,7 @@ def _isa(block: dict[str, str], flags: set[str], vendor: str) -> str | None:
     if "avx512f" in flags:
         if vendor == "AMD":
             return "avx512_zen5" if family >= 26 else "avx512_zen4"
-        # One 512-bit FMA pipe in Intel's client CPUs and small Xeons, two in larger Xeons.
+        # Intel's client CPUs and small Xeons have one 512-bit FMA pipe. Larger Xeons have two.
         return "avx512_one_fma" if re.search(r"Core\(TM\)|Bronze|Silver|Xeon.* D-", model) else "avx512_two_fma"
     if "avx2" in flags and "fma" in flags:
         zen1 = vendor == "AMD" and family == 23 and int(block.get("model", 0) or 0) < 0x30
@@ -111,7 +116,8 @@ def _clock(root: Path, block: dict[str, str]) -> float | None:
 
 
 def _quota(root: Path) -> float | None:
-    """CPU seconds per second that the cgroup of this process and its parents allow (version 2, then version 1)."""
+    """Returns the CPU seconds per second that the cgroup of this process and its parents allow, or None. Reads cgroups
+    of versions 1 and 2."""
     quotas = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

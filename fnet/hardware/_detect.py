@@ -15,12 +15,13 @@ from fnet.hardware._cpu import CPU, read_cpu
 def detect(device: Any = None) -> Chip:
     """Returns the chip of a JAX device.
 
-    If only a part of a chip is available, the peaks are scaled: for a MIG slice or a partition, to its visible
-    multiprocessors, and for a CPU, to the physical cores that affinity and cgroup quota allow this process to use.
-    `jax_devices_per_chip` is the number of JAX devices that share the chip. `detect` measures nothing; see `measure`.
+    If only a part of a chip is available, the peaks are scaled. For a MIG slice or a partition of a GPU, they are
+    scaled to its visible multiprocessors. For a CPU, they are scaled to the physical cores that affinity mask and
+    cgroup quota allow this process to use. `jax_devices_per_chip` is the number of JAX devices that share the chip.
+    `detect` measures nothing; see `measure`.
 
     Args:
-        device: a `jax.Device`, or a device kind such as "TPU v5 lite", for which no such device need be attached.
+        device: a `jax.Device`, or a device kind such as "TPU v5 lite". A device of this kind need not be attached.
             Default None: the first local device.
 
     Returns:
@@ -48,8 +49,8 @@ def detect(device: Any = None) -> Chip:
 
 
 def cpu_chip(cpu: CPU, *, devices: int = 1) -> Chip:
-    """Returns the chip of a CPU: a catalog entry scaled to the available cores, an estimate from the instruction set,
-    or an unknown chip."""
+    """Returns the chip of a CPU. If the CPU is in the catalog, its entry is scaled to the available cores. Otherwise,
+    the peaks are estimated from the instruction set if possible, or the chip is unknown."""
     common = dict(jax_devices_per_chip=devices, memory_bytes=cpu.memory_bytes)
     flags = ", ".join(cpu.flags)
     for row in chips.values():
@@ -100,7 +101,8 @@ def _from_kind(kind: str, platform: str | None = None) -> Chip:
 
 
 def _fit_gpu(chip: Chip, device: Any) -> Chip:
-    """Corrects a GPU's catalog entry by what the device reports: architecture and visible multiprocessors."""
+    """Corrects a GPU's catalog entry with the architecture and the number of visible multiprocessors that the device
+    reports."""
     capability = getattr(device, "compute_capability", None)
     if capability:
         capability = str(capability).split(":")[0]      # "gfx942:sramecc+:xnack-"
@@ -117,7 +119,8 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
         note = f"A slice: {visible} of {whole.units['multiprocessors']} multiprocessors. {whole.notes}"
         return dataclasses.replace(chip, peaks=peaks, notes=note,
                                    units=FrozenTable({**chip.units, "multiprocessors": visible}))
-    # RDNA counts work-group processors, two compute units each, so only Instinct chips are compared.
+    # RDNA chips report work-group processors, each of which has two compute units. Therefore, only Instinct chips are
+    # compared.
     key = "multiprocessors" if "multiprocessors" in chip.units else "compute_units"
     if key == "compute_units" and not str(chip.architecture).startswith("gfx9"):
         return chip
@@ -132,7 +135,8 @@ def _fit_gpu(chip: Chip, device: Any) -> Chip:
 
 
 def _fit_tpu(chip: Chip, device: Any) -> Chip:
-    """Sets the number of devices per chip from the device's number of cores, which depends on settings on a TPU v4."""
+    """Sets the number of JAX devices per chip from the number of cores of the device. On a TPU v4, this number depends
+    on settings."""
     cores, per_device = chip.units.get("cores"), getattr(device, "num_cores", None)
     if cores and per_device and cores % per_device == 0:
         return dataclasses.replace(chip, jax_devices_per_chip=cores // per_device)

@@ -28,7 +28,7 @@ class Check(NamedTuple):
     Attributes:
         dtype: the catalog's name of the dtype, such as "bf16".
         quoted: the published peak in FLOP/s.
-        source: where it was published.
+        source: where the published peak was stated.
         computed: the computed peak in FLOP/s.
         formula: the formula of the computed peak, with the figures of the chip.
         deviation: quoted / computed - 1.
@@ -152,12 +152,12 @@ def checks(chip: Chip | System) -> tuple[Check, ...]:
 
 
 def flop_per_dollar(chip: Chip | System, dtype: str | None = None, *, years: float = 3.0) -> tuple[Value, ...]:
-    """Computes how many FLOP one dollar buys at the peak rate, for rent by the hour and for a purchase.
+    """Computes how many FLOP one dollar buys at the peak rate, for a rented and for a purchased chip.
 
         rent:      peak x 3600 s / price of an hour
         purchase:  peak x years x 31.56e6 s / launch price      (no electricity, no host, no resale)
 
-    A purchased chip is assumed to be in continuous use.
+    A purchased chip is assumed to run continuously.
 
     Args:
         chip: a chip or a system of the catalog.

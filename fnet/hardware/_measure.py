@@ -1,4 +1,4 @@
-"""Measures a chip's peaks and bandwidth: one matrix product for each dtype, and a copy."""
+"""Measures a chip's peaks with a matrix product for each dtype, and its memory bandwidth with a copy."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
             copy_bytes: int | None = None, seconds: float = 0.3) -> Chip:
     """Measures the rates of matrix products and the memory bandwidth of a device.
 
-    The rate of a dtype is measured with the product of two square matrices (2 size^3 FLOPs), and is the best of several
-    batches of calls. The bandwidth is measured by multiplying an array by a constant, which reads and writes each
-    element once. These are the rates of XLA's code on this machine at this time, not the limits of the chip. An MFU
-    that uses these rates compares a step with a plain matrix product.
+    The rate of a dtype is the best rate in several batches of calls of a product of two square matrices (2 size^3
+    FLOPs). The bandwidth is measured by multiplying an array by a constant, which reads and writes each element once.
+    These are the rates of XLA's code on this machine at this time, not the limits of the chip. An MFU that uses these
+    rates compares a step with a plain matrix product.
 
-    The measurement takes about `seconds` times (number of dtypes + 1), plus compilation.
+    The measurement takes about `seconds` times (number of dtypes + 1), and the time of the compilations.
 
     Args:
         device: a `jax.Device`. Default None: the first local device.
-        dtypes: the dtypes to measure. If the device cannot multiply a dtype, it is omitted, and the notes of the result
-            say so. Default float32, bfloat16 and float16.
+        dtypes: the dtypes to measure. A dtype that the device cannot multiply is omitted, and the notes of the result
+            list it. Default float32, bfloat16 and float16.
         size: the number of rows and columns of the matrices. Default None: 1024 on a CPU, 8192 on other devices.
         copy_bytes: the size in bytes of the array that is multiplied. Default None: 256 MiB on a CPU, 1 GiB on other
             devices.
@@ -47,7 +47,7 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
     size = size or (1024 if cpu else 8192)
     copy_bytes = copy_bytes or (2**28 if cpu else 2**30)
     chip = detect(device)
-    # Eight emulated CPU devices share one pool of threads: one of them already has the whole chip.
+    # Emulated CPU devices share one pool of threads, so that each of them can use the whole chip.
     share = 1 if cpu else chip.jax_devices_per_chip
     peaks, failed = {}, []
     for dtype in dtypes:
@@ -58,7 +58,7 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
             continue
         name = dtype_name(dtype)
         if chip.kind == "tpu" and name == "fp32":
-            continue      # it runs in bfloat16 passes: `Chip.peak` derives its rate
+            continue      # float32 runs in bfloat16 passes, so `Chip.peak` computes its rate
         peaks["tf32" if name == "fp32" and "tf32" in chip.peaks else name] = rate * share
     bandwidth = _copy(device, copy_bytes, seconds) * share
     note = (f"Measured with jax {jax.__version__} on {time.strftime('%Y-%m-%d')}: matmuls of side {size}, a copy of "
@@ -72,7 +72,7 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
 
 
 def _matmul(device: Any, dtype: Any, size: int, seconds: float) -> float:
-    """FLOP/s of a square matmul."""
+    """Returns the FLOP/s of a product of two square matrices."""
     key = jax.random.key(0)
     if jnp.issubdtype(dtype, jnp.integer):
         a = jax.random.randint(key, (size, size), -8, 8, dtype)
@@ -85,8 +85,8 @@ def _matmul(device: Any, dtype: Any, size: int, seconds: float) -> float:
 
 
 def _copy(device: Any, nbytes: int, seconds: float) -> float:
-    """Bytes/s read and written by multiplying an array by a constant. The array is donated, so that no new pages are
-    allocated."""
+    """Returns the bytes/s that the product of an array and a constant reads and writes. The array is donated, so that
+    no new pages are allocated."""
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     held = [jax.device_put(jnp.ones(nbytes // 4, jnp.float32), device)]
 
@@ -98,7 +98,8 @@ def _copy(device: Any, nbytes: int, seconds: float) -> float:
 
 
 def _best(run: Callable[[], Any], seconds: float) -> float:
-    """Seconds per call: the best of several batches, each long enough to be timed, in about `seconds` in total."""
+    """Returns the seconds per call in the fastest of several batches of calls. All batches together take about
+    `seconds`."""
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())

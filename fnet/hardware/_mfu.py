@@ -1,4 +1,4 @@
-"""Model FLOPs utilization (MFU), or the reason why it is unknown."""
+"""Computes model FLOPs utilization (MFU), or states the reason why it is unknown."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class MFU:
     """Model FLOPs utilization: the model's FLOP/s as a fraction of the peak.
 
     Attributes:
-        value: the utilization, a number between 0 and 1, or None if it is unknown.
-        why: if `value` is None, the reason; otherwise a remark about the peak, or "".
+        value: the utilization, a float between 0 and 1, or None if it is unknown.
+        why: the reason why `value` is None. If `value` is known, a remark about the peak, or "".
         peak: the peak rate of all devices together in FLOP/s, or None if it is unknown.
         dtype: the dtype of the peak.
-        basis: how the peak is known: one of the values of `Chip.bases`.
+        basis: how the peak is known, such as "published" (see `Chip.bases`).
 
     >>> print(hw.mfu(1e12, 0.01, hw.chips["TPU v5e"], "bfloat16"))
     MFU 50.8% of 197 TFLOP/s (bf16, published)
@@ -44,14 +44,16 @@ def mfu(flops_per_step: float, seconds_per_step: float, chip: Chip, dtype: Any =
     Args:
         flops_per_step: the FLOPs of the model without recomputation: `count(step, ...).model_flops`.
         seconds_per_step: the time of one step in seconds, without compilation.
-        chip: the chip that ran the step. If the chip is unknown, the MFU is unknown; pass the result of `measure()`.
+        chip: the `Chip` that ran the step. If the catalog does not contain this chip, pass the result of `measure()`.
+            Otherwise, the MFU is unknown.
         dtype: the operand dtype of the matrix products. Default "float32".
         devices: the number of JAX devices that share the work. Default 1.
         precision: the `precision` argument of the products, as for `Chip.peak`. Default None.
 
     Returns:
         An `MFU`. Its value is None if the chip has no peak for the dtype, or if the quotient is greater than 1. A
-        quotient greater than 1 means that the peak, the number of FLOPs or the time is wrong; `why` states the figures.
+        quotient greater than 1 means that the peak, the number of FLOPs or the time is wrong. `why` then states the
+        rate and the peak.
 
     Raises:
         ValueError: `seconds_per_step` or `devices` is not positive.

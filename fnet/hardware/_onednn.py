@@ -1,4 +1,5 @@
-"""oneDNN's bfloat16 convolutions, which XLA:CPU of jaxlib 0.12 and later uses if a compiler option enables them."""
+"""The compiler option with which XLA on CPUs uses oneDNN's bfloat16 convolutions. It exists in jaxlib 0.12 and
+later."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ ONEDNN = {"xla_cpu_experimental_onednn_custom_call": True}
 
 @functools.cache
 def onednn() -> bool:
-    """Whether the installed XLA can run bfloat16 convolutions with oneDNN, on a CPU with AMX."""
+    """Whether the installed XLA can run bfloat16 convolutions with oneDNN. Returns False on CPUs without AMX."""
     if "amx_bf16" not in read_cpu().flags:
-        return False    # not measured on other CPUs
+        return False    # oneDNN was not timed on other CPUs
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 8, 8, 16), (3, 3, 16, 16)))
     f = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     try:
         return "__onednn$convolution" in jax.jit(f).lower(x, w).compile(compiler_options=ONEDNN).as_text()
-    except jax.errors.JaxRuntimeError:    # no such option
+    except jax.errors.JaxRuntimeError:    # the installed XLA does not have this option
         return False

@@ -23,9 +23,9 @@ class Policy:
     """The dtypes of a mixed-precision computation.
 
     Attributes:
-        param: the dtype in which the parameters are stored (the master copy).
+        param: the dtype in which the parameters are stored.
         compute: the dtype of the operands of matrix products and convolutions.
-        accum: the dtype of the sums in products and convolutions, and of reductions, norms and softmax.
+        accum: the dtype of accumulation in products and convolutions, and of reductions, norms and softmax.
         output: the dtype of the function's floating-point outputs.
         loss_scale: the initial dynamic loss scale, or None if gradients fit the range of `compute`.
         rules: pairs (pattern of a scope path, dtype) that override `compute`. The first pair whose pattern matches is
@@ -34,7 +34,7 @@ class Policy:
         convolution: the dtype of the operands of convolutions. Default: `compute`.
         logits: the dtype in which GPUs and TPUs store large results of matrix products in the forward pass, such as the
             logits of a large vocabulary. It applies to results of at least 2^26 elements that only float32 operations
-            read. Default: `compute`, as in PyTorch's autocast. With "float32", the sums are not rounded.
+            read. Default: `compute`, as in PyTorch's autocast. With "float32", these results are not rounded.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)
@@ -67,7 +67,8 @@ class Policy:
 
 
 class _Family(NamedTuple):
-    """The dtypes of a chip family in order of preference. The first is the default; the others serve several chips."""
+    """The dtypes of a chip family in order of preference. The first dtype is the default. The others are used if a
+    policy must suit several chips."""
 
     name: str
     train: tuple[str, ...]
@@ -123,7 +124,7 @@ _FAMILIES = {
                        "here"),
     "unknown": _Family("unknown", ("float32",), "it is not known what it accelerates, and float32 runs everywhere"),
 }
-_FROM_NAME = (      # families by name, for chips of which no device is attached
+_FROM_NAME = (      # (pattern of a chip's name, family), for chips whose architecture is unknown
     (r"GTX 10\d\d|\bP100|\bP40\b|\bP4\b|TITAN X", "pascal"), (r"V100|TITAN V|GV100", "volta"),
     (r"RTX 20\d\d|GTX 16\d\d|TITAN RTX|\bT4\b|Quadro RTX", "turing"),
     (r"RTX 30\d\d|RTX A\d000|\bA(2|10|10G|16|30|40|100|800)\b", "ampere"),
@@ -137,9 +138,9 @@ _FROM_NAME = (      # families by name, for chips of which no device is attached
 def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) -> Policy:
     """Selects the dtypes for fast and safe training or inference on a chip, and states the reason.
 
-    The dtypes are taken from a table, except for the CPU of this process. For this CPU, a measurement of about one
-    second (a probe) compares bfloat16 with float32, in the operations that `transforms.autocast` uses. The result of
-    the probe is cached on the machine (see docs/precision.md). Dtypes with fewer than 16 bits are never selected,
+    The dtypes are taken from a table, except for the CPU of this process. For this CPU, a probe compares bfloat16 with
+    float32. A probe is a measurement of about one second, of the operations that `transforms.autocast` uses. The result
+    of the probe is cached on the machine (see docs/precision.md). Dtypes with fewer than 16 bits are never selected,
     because fp8, int8 and fp4 need scales or calibration.
 
     Args:
@@ -152,7 +153,7 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
             is not tracing a function.
 
     Returns:
-        A `Policy`; its `reason` states whether the table or a probe decided.
+        A `Policy`. Its `reason` states whether the dtypes are from the table or from a probe.
 
     Raises:
         ValueError: an unknown mode, or an empty sequence of chips.
@@ -184,10 +185,10 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
 
 
 def _here(given: Any) -> bool:
-    """Whether `given` is the CPU of this process, and not one that is only named."""
+    """Whether `given` is the CPU of this process. A CPU that is given by name is not."""
     if given is None:
         return True
-    if isinstance(given, Chip):      # equal to the result of `detect`: no catalog entry has this CPU's flags
+    if isinstance(given, Chip):      # only the result of `detect` contains the flags of this CPU
         return given == detect(jax.local_devices(backend="cpu")[0])
     return isinstance(given, jax.Device) and given in jax.local_devices(backend="cpu")
 

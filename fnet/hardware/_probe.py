@@ -1,7 +1,7 @@
-"""Measures whether bfloat16 is faster than float32 on this CPU, for the product and convolution that autocast emits.
+"""Measures whether bfloat16 is faster than float32 on this CPU, for the products and convolutions of autocast.
 
 A table cannot contain this result. A CPU with bfloat16 instructions is faster with bfloat16 only if XLA uses these
-instructions, and slower if XLA converts to float32 and back.
+instructions. It is slower if XLA converts to float32 and back.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from fnet.hardware._cpu import read_cpu
 from fnet.hardware._onednn import ONEDNN, onednn
 
 DOT_AT_MOST, CONV_AT_MOST = 0.8, 0.9      # bfloat16 is selected up to this fraction of float32's time
-_VERSION = 2      # of the measurement; a cached result of another version is not used
+_VERSION = 2      # version of the measurement; a cached result of another version is not used
 _SIDE = 768
 _IMAGES, _KERNEL = (16, 16, 16, 64), (3, 3, 64, 64)
 _SECONDS, _ROUNDS = 0.4, (9, 50)
 
 
 class Probe(NamedTuple):
-    """A measurement: bfloat16's time divided by float32's time.
+    """The result of a measurement: the time with bfloat16 divided by the time with float32.
 
     Attributes:
-        dot, conv: the ratio for a matrix product and for a convolution; infinite if XLA has no bfloat16 operation.
-        clock: "wall" for wall-clock time; if the machine was busy, "processor" for the time that the cores spent on
-            this process.
-        jaxlib: its version.
-        date: the date of the measurement, as 2026-11-21.
+        dot, conv: the ratio of the times for a matrix product and for a convolution. The ratio is infinite if XLA
+            cannot compile the operation for bfloat16.
+        clock: the clock of the measurement. It is "wall" for wall-clock time, or, if the machine was busy, "processor"
+            for the time that the cores spent on this process.
+        jaxlib: the version of jaxlib.
+        date: the date of the measurement, such as "2026-11-21".
     """
 
     dot: float
@@ -55,7 +56,8 @@ class Probe(NamedTuple):
 
 
 def verdict(probe: Probe, mode: str) -> tuple[str, str, str]:
-    """Returns (dtype of products, dtype of convolutions, reason): bfloat16 where it is fast enough."""
+    """Returns (dtype of products, dtype of convolutions, reason). The dtype is bfloat16 if it is fast enough, otherwise
+    float32."""
     dot = "bfloat16" if probe.dot <= DOT_AT_MOST else "float32"
     conv = dot if probe.conv <= CONV_AT_MOST else "float32"
     passes = "forward and backward" if mode == "train" else "forward"
@@ -76,11 +78,12 @@ def unfit() -> str | None:
 
 
 def probe(mode: str) -> Probe | None:
-    """Returns this CPU's cached measurement for "train" or "inference", or makes one, which takes about a second.
+    """Returns the cached measurement of this CPU for the mode "train" or "inference". If there is none, measures for
+    about a second.
 
     Measurements are cached in probe.json in $FNET_CACHE, $XDG_CACHE_HOME/fnet or ~/.cache/fnet, whichever is set first.
-    If that file cannot be written, they are cached in this process. Returns None if nothing is cached and JAX is
-    tracing a function.
+    If that file cannot be written, they are cached only in this process. Returns None if no measurement is cached and
+    JAX is tracing a function.
     """
     cpu = read_cpu()
     flags = hashlib.sha256(repr((cpu.flags, os.environ.get("XLA_FLAGS", ""))).encode()).hexdigest()[:12]
@@ -109,12 +112,12 @@ def _busy() -> bool:
 
 
 def _tracing() -> bool:
-    with concurrent.futures.ThreadPoolExecutor(1) as fresh:      # a new thread traces nothing
+    with concurrent.futures.ThreadPoolExecutor(1) as fresh:      # JAX traces no function in a new thread
         return fresh.submit(trace_state).result() != trace_state()
 
 
-# The measured operations are those that autocast emits on a CPU: activations and cotangents already in bfloat16, and
-# float32 weights with float32 gradients.
+# The measured operations are those of autocast on a CPU. Activations and cotangents are already in bfloat16. Weights
+# and their gradients are in float32.
 
 def _dot(x, w, g, *, train):
     low = w.astype(x.dtype)
@@ -145,7 +148,7 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
         for dtype in ("float32", "bfloat16"):
             args = (jnp.asarray(x, dtype), w, jnp.asarray(x, dtype))
             try:
-                # As `tune` compiles them: oneDNN runs steps that consist mostly of bfloat16 convolutions.
+                # `tune` also selects oneDNN for steps that consist mostly of bfloat16 convolutions.
                 options = ONEDNN if (name, dtype) == ("conv", "bfloat16") and onednn() else None
                 run = jax.jit(functools.partial(operation, train=mode == "train")).lower(*args).compile(options)
                 jax.block_until_ready(run(*args))
@@ -158,7 +161,8 @@ def _ratios(mode: str, clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) -> dict[Any, list[float]]:
-    """Times the calls in rounds, one of each per round, so that a slow moment affects all of them."""
+    """Times the calls in rounds. Each round contains one call of each function, so that a slow period affects all
+    functions. Returns {name: seconds}."""
     times: dict[Any, list[float]] = {name: [] for name in calls}
     end, (least, most) = time.perf_counter() + _SECONDS, _ROUNDS
     for number in range(most):
@@ -172,8 +176,8 @@ def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) 
 
 
 def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, float]:
-    """Returns bfloat16's time over float32's for (dot, conv): the median over rounds, rounded to the two decimals that
-    are reported and compared; infinite if there are no times."""
+    """Returns the ratios (dot, conv) of the time with bfloat16 to the time with float32. A ratio is the median over
+    rounds, rounded to two decimals, or infinite if there are no times."""
     def ratio(name):
         pairs = zip(times[name, "float32"], times.get((name, "bfloat16"), ()))
         return round(statistics.median([low / full for full, low in pairs if full > 0] or [math.inf]), 2)
@@ -181,14 +185,14 @@ def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, flo
     return ratio("dot"), ratio("conv")
 
 
-# The cache.
+# The cache of measurements.
 
 def _path() -> pathlib.Path:
     return cache_folder() / "probe.json"
 
 
 def _read(path: pathlib.Path) -> dict[str, Probe]:
-    """Returns the valid entries of the file. A measurement on a busy machine is valid for one day."""
+    """Returns the valid entries of the cache file. A measurement on a busy machine is valid only on the same day."""
     today, kept = datetime.date.today().isoformat(), {}
     for key, entry in read_json(path).items():
         try:
@@ -202,5 +206,5 @@ def _read(path: pathlib.Path) -> dict[str, Probe]:
 
 
 def _write(path: pathlib.Path, key: str, made: Probe) -> None:
-    """Adds an entry."""
+    """Adds an entry to the cache file."""
     write_json(path, {name: one._asdict() for name, one in (_read(path) | {key: made}).items()})

@@ -1,4 +1,5 @@
-"""Roofline analysis: whether compute or memory bounds each scope of a function, and how the measured time compares."""
+"""Roofline analysis: determines whether compute or memory bounds each scope of a function, and compares the measured
+time."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ class Bound:
         cost: the FLOPs and bytes of the scope, a `Cost`.
         compute: the time of the arithmetic at the peak rate in seconds, or None if the rate is unknown.
         memory: the time of the memory traffic at the peak bandwidth in seconds, or None if the bandwidth is unknown.
-        bound: "compute" or "memory", whichever takes longer. If one of the rates is unknown, "compute or memory"; if
-            both are unknown, "unknown".
-        seconds: the longer of `compute` and `memory`, or None if both are unknown.
+        bound: "compute" or "memory", whichever takes longer. It is "compute or memory" if one of the rates is unknown,
+            and "unknown" if both are unknown.
+        seconds: the maximum of `compute` and `memory`, or None if both are unknown.
 
     >>> x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
     >>> hw.roofline(jnp.matmul, x, x, chip="TPU v5 lite").scopes[0].bound
@@ -97,13 +98,13 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
     because XLA fuses operations across scopes.
 
     Args:
-        step: a JAX function. A jitted function gets copies of its arguments, so that donated arguments stay valid.
+        step: a JAX function. A jitted function is called with copies of its arguments, because it may donate them.
         *args: the arguments of the function. If they are `jax.ShapeDtypeStruct`s, the function does not run.
-        chip: a `Chip`, a device or a device kind. Default None: the chip that holds the arguments.
-        devices: the number of JAX devices that share the work. Default None: the number of devices that hold the
-            arguments.
+        chip: a `Chip`, a device or a device kind. Default None: the chip on which the arguments are.
+        devices: the number of JAX devices that share the work. Default None: the number of devices on which the
+            arguments are.
         measure: whether to run and time the function. Default None: only if the arguments are arrays on `chip`.
-        depth: the number of segments of a scope path to show; None shows all. Default 2.
+        depth: the number of segments of a scope path to show, or None to show all. Default 2.
         repeats: the number of calls to time, after a first call that compiles. Default 5.
 
     Returns:
@@ -168,7 +169,8 @@ def roofline(step: Callable[..., Any], *args: Any, chip: Any = None, devices: in
 
 
 def compute_seconds(counted: Count, chip: Chip, share: float, depth: int | None) -> dict[str, float] | None:
-    """Seconds of arithmetic in each scope: matmuls at the peak of their dtype, other operations at the float32 peak."""
+    """Returns the seconds of arithmetic in each scope, or None if a peak is unknown. Products run at the peak of their
+    dtype, other operations at the float32 peak."""
     seconds: dict[str, float] = {}
     key = lambda path: path if depth is None else "/".join(path.split("/")[:depth])
     for matmul in counted.matmuls:
@@ -198,7 +200,7 @@ def _bound(scope: str, each: Cost, compute: float | None, memory: float | None) 
 
 
 def _time(step: Callable[..., Any], args: tuple, repeats: int) -> float:
-    """The median seconds of a call, without the first one, which compiles."""
+    """Returns the median seconds of a call, without the first call, which compiles."""
     jitted = hasattr(step, "lower")
     run = step if jitted else jax.jit(step)
     fresh = (lambda: jax.block_until_ready(jax.tree.map(

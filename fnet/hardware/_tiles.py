@@ -1,4 +1,4 @@
-"""How much of a chip's tiles a matrix product fills, and how arrays are padded in memory."""
+"""Computes how much of a chip's tiles a matrix product fills, and how many bytes padded arrays take in memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Waste(NamedTuple):
         scope: the scope path.
         op: "dot" or "conv".
         shape: the sizes of the product, (batch, m, n, k).
-        padded: the sizes that the chip computes, (batch, m, n, k).
+        padded: the sizes with padding, with which the chip computes, (batch, m, n, k).
         dtype: the dtype of the operands.
         fill: the fraction of the computed FLOPs that is useful, between 0 and 1.
         wasted: the FLOPs that are spent on padding in all runs of the product.
-        times: how often the product runs.
+        times: the number of times that the product runs.
 
     >>> count = hw.count(jnp.matmul, jnp.ones((512, 130)), jnp.ones((130, 512)))
     >>> [round(waste.fill, 2) for waste in hw.tile_waste(count.matmuls, hw.chips["TPU v5e"])]
@@ -58,7 +58,8 @@ class Waste(NamedTuple):
 
 
 def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tuple[int, int, int, int]:
-    """Rounds (batch, m, n, k) up to the chip's tiles. Operands are swapped if that needs less padding."""
+    """Rounds the sizes (batch, m, n, k) of a product up to multiples of the chip's tiles. On a TPU, the operands are
+    swapped if this needs less padding."""
     b, m, n, k = shape
     size = max(1, jnp.dtype(dtype).itemsize)
     if chip.kind == "tpu":
@@ -75,7 +76,7 @@ def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tu
 
 
 def tile_size(chip: Chip, dtype: Any) -> int:
-    """Returns the number of columns of a matrix product that fill a tile of the chip; 1 if its tiles are unknown.
+    """Returns the number of columns of a matrix product that fill a tile of the chip, or 1 if its tiles are unknown.
 
     Args:
         chip: the `Chip` that computes the product.
@@ -91,7 +92,7 @@ def tile_size(chip: Chip, dtype: Any) -> int:
 
 
 def rule(chip: Chip) -> str:
-    """The tile sizes used by `padded_shape` and their source, or "" if unknown."""
+    """Returns a text with the tile sizes that `padded_shape` uses and their source, or "" if they are unknown."""
     return RULES.get(chip.kind) or RULES.get(chip.vendor, "")
 
 
@@ -137,7 +138,8 @@ def _vector_bytes(chip: Chip) -> int:
 
 
 class Stored(NamedTuple):
-    """Bytes of arrays in a chip's memory. `exact` is whether the storage of their dtypes is known exactly."""
+    """The bytes of arrays in a chip's memory. `exact` states whether the layout of their dtypes in memory is known
+    exactly."""
 
     bytes: int
     exact: bool
@@ -151,10 +153,10 @@ class Stored(NamedTuple):
 
 
 def stored(array: Any, chip: Chip) -> Stored:
-    """Returns the bytes that an array, or its shape and dtype, takes in a chip's memory.
+    """Returns the bytes that an array takes in a chip's memory. `array` is an array or a `jax.ShapeDtypeStruct`.
 
-    Random keys are stored as integers. The result is an estimate for dtypes smaller than one byte, which some chips
-    pack, and on TPUs for dtypes of 8 bytes, which TPUs do not have.
+    Random keys are stored as integers. The result is an estimate for dtypes smaller than one byte, because some chips
+    pack them. On TPUs, it is also an estimate for dtypes of 8 bytes, which TPUs do not have.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.eval_shape(jax.random.key_data, array)
@@ -164,11 +166,12 @@ def stored(array: Any, chip: Chip) -> Stored:
 
 
 def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
-    """Returns the bytes that an array with values of `itemsize` bytes takes in a chip's memory.
+    """Returns the bytes that an array with elements of `itemsize` bytes takes in a chip's memory.
 
-    A TPU stores two axes of an array (those that need the least padding) in tiles of 128 columns and up to 8 rows. The
-    number of rows is a power of two, and one column of a tile has at least 4 bytes (8 bytes on v2 and v3). Vectors have
-    tiles of 128 to 1,024 values. The total is a multiple of 512 bytes (1,024 on v2 and v3). Other chips do not pad.
+    A TPU stores two axes of an array in tiles of 128 columns and up to 8 rows. It selects the two axes that need the
+    least padding. The number of rows is a power of two, and one column of a tile has at least 4 bytes (8 bytes on v2
+    and v3). Vectors have tiles of 128 to 1,024 elements. The total is a multiple of 512 bytes (1,024 on v2 and v3).
+    Other chips do not pad.
 
     Source: argument sizes of programs compiled by libtpu 0.0.52 (tests/hardware/test_tiles.py).
     """
