@@ -26,8 +26,10 @@ def whole(value, least=1):
 
 
 def collapsed(values):
-    """Converts one value for each layer to a field of a model: a single value if all are equal, otherwise the shortest
-    tuple whose repetition gives the values of all layers."""
+    """Converts a list with one value for each layer to the value of a field of a model.
+
+    The result is a single value if all values are equal, and otherwise the shortest tuple whose repetition is the list.
+    """
     values = tuple(values)
     period = next(n for n in range(1, len(values) + 1) if all(
         value == values[i % n] for i, value in enumerate(values)))
@@ -35,13 +37,13 @@ def collapsed(values):
 
 
 def scaling(value, config, context, long=()):
-    """Returns the scaling that a `rope_scaling` or `rope_parameters` of config.json describes.
+    """Returns the scaling that the field `rope_scaling` or `rope_parameters` of config.json describes.
 
     Args:
         value: the value of the field.
-        config: config.json.
-        context: `max_position_embeddings` if config.json has none.
-        long: other names of longrope.
+        config: the content of config.json.
+        context: the value of `max_position_embeddings` that is used if config.json lacks this field.
+        long: other names that the family uses for the rope_type longrope.
 
     Raises:
         ValueError: fnet does not support the scaling.
@@ -106,7 +108,7 @@ _KINDS = {
 
 
 def written(model, base, scale, partial=None) -> dict[str, Any]:
-    """`rope_parameters` of transformers for a base and a scaling."""
+    """Returns transformers' `rope_parameters` for a base and a scaling. `partial` is the rotated fraction of a head."""
     fields: dict[str, Any] = {"rope_theta": base, **({} if partial is None else {"partial_rotary_factor": partial})}
     match scale:
         case None:
@@ -132,28 +134,30 @@ def written(model, base, scale, partial=None) -> dict[str, Any]:
 
 def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_rotary_factor"), turns=False, long=(),
          spread: Callable = lambda config, base: base, original: int | None = None) -> dict[str, Fields]:
-    """The fields of rotary positions: the base, the scaling, and the fraction of each head that is rotated.
+    """Returns entries for the fields of config.json that describe rotary positions.
+
+    These fields are the base, the scaling, and the fraction of each head that is rotated.
 
     Before version 5, transformers writes `rope_theta` and `rope_scaling`. Later versions write both values in
     `rope_parameters`. If a config.json has `rope_scaling` and `rope_parameters`, `rope_scaling` is used, as in
     transformers.
 
     Args:
-        theta, partial: the base, and the fraction of a head that is rotated, if config.json does not state them.
-        context: `max_position_embeddings` if config.json has none.
-        names: the fields of the base and of the fraction outside `rope_parameters`.
+        theta, partial: the base and the fraction that are used if config.json lacks these fields.
+        context: the value of `max_position_embeddings` that is used if config.json lacks this field.
+        names: the names of the fields for the base and the fraction outside `rope_parameters`.
         turns: whether the family supports a fraction below 1.
-        long: other names of the rope_type longrope.
-        spread: function (config, base) -> `rotary_base`, for families with layers without positions.
-        original: `original_max_position_embeddings` if config.json has none, for families that have this field outside
-            `rope_parameters`.
+        long: other names that the family uses for the rope_type longrope.
+        spread: function (config, base) that returns `rotary_base`, for families with layers without positions.
+        original: for families with `original_max_position_embeddings` outside `rope_parameters`: the value that is used
+            if config.json lacks this field. None: other families.
     """
     def inner(config) -> Mapping[str, Any]:
         value = config.get("rope_scaling") or config.get("rope_parameters")
         return value if isinstance(value, dict) else {}
 
     def outside(name, value, config):
-        """Whether a field outside `rope_parameters` is used; if both are present, they must be equal."""
+        """Whether a field outside `rope_parameters` is used. If it is also inside, both values must be equal."""
         held = inner(config).get(name, value)
         if held != value:
             raise ValueError(f"expected {held!r}, the {name} in rope_parameters or rope_scaling")
@@ -202,13 +206,13 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
 
 
 def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, Fields]:
-    """The fields of rotary positions that differ between layers with and without windows.
+    """Returns entries for the fields of rotary positions that differ between layers with and without windows.
 
     Args:
-        merged: function of config.json that returns {type of layers: `rope_parameters`}. Like transformers, it also
-            derives them from older fields.
-        types: function of config.json that returns `layer_types` if config.json has none.
-        context: `max_position_embeddings` if config.json has none.
+        merged: function of config.json that returns {type of layers: `rope_parameters`}. As in transformers, older
+            fields are also used.
+        types: function of config.json that returns the `layer_types` that are used if config.json lacks this field.
+        context: the value of `max_position_embeddings` that is used if config.json lacks this field.
     """
     def bases(value, config):
         held = config.get("rope_parameters")
@@ -223,7 +227,7 @@ def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, F
                 raise ValueError("expected a partial_rotary_factor of 1")
         kinds = config.get("layer_types") or types(config)
         if not isinstance(kinds, list) or not set(map(str, kinds)) <= {FULL, SLIDING}:
-            return {}    # an error of layer_types
+            return {}    # the check of layer_types raises the error
         scalings = {name: scaling(each, config, context) for name, each in found.items() if name in kinds}
         return {"rotary_base": collapsed(number(found[kind]["rope_theta"], "a rope_theta above 0") for kind in kinds),
                 "rope_scaling": collapsed(scalings[kind] for kind in kinds)}
@@ -243,7 +247,7 @@ def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, F
 
 
 def _rotated(part, config, turns):
-    """The number of rotated features of a head; None for all."""
+    """Returns the number of rotated features of a head, or None if all features are rotated."""
     part = number(1.0 if part is None else part, "a partial_rotary_factor from 0 to 1")
     if part > 1 or (part != 1 and not turns):
         raise ValueError("expected a partial_rotary_factor " + ("from 0 to 1" if turns else "of 1"))
@@ -265,11 +269,12 @@ def layer_types(value, config, depth):
 
 
 def windows(depth, size, derived: Callable, used: Callable = lambda config: True) -> dict[str, Fields]:
-    """The fields for the windows of some layers.
+    """Returns entries for the fields of config.json that describe windows in some of the layers.
 
     Args:
-        depth, size: `num_hidden_layers` and `sliding_window` if config.json has none.
-        derived: function of config.json, the window and the depth that returns `layer_types` if config.json has none.
+        depth, size: the values of `num_hidden_layers` and `sliding_window` that are used if config.json lacks them.
+        derived: function of config.json, the window and the depth that returns the `layer_types` that are used if
+            config.json lacks this field.
         used: function of config.json that returns whether windows are used.
     """
     def window(config):
@@ -295,5 +300,5 @@ def windows(depth, size, derived: Callable, used: Callable = lambda config: True
 
 
 def layers(model, value):
-    """The value of a field of Decoder for each layer."""
+    """Returns a list with the value of a field of a decoder for each layer."""
     return [value[i % len(value)] if isinstance(value, tuple) else value for i in range(model.depth)]

@@ -8,9 +8,9 @@
     pretrained.save(model, params, state, "back.safetensors")            # loads into the original framework
     pretrained.save(model, params, state, "folder")                      # with config.json, for transformers
 
-Every key of the file must be used and every array of the model must be in the file; otherwise an error lists the keys.
-Shapes are checked. Dtypes are those of the file unless a cast is requested. Files are memory-mapped and each array is
-copied once. Pickles are never opened.
+Every key (name of an array) in the file must be used, and every array of the model must be in the file. Otherwise an
+error lists the keys. Shapes are checked. Arrays keep the dtypes of the file unless a cast is requested. Files are
+memory-mapped and each array is copied once. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
 
 
 def _load(model, path, dtype, names, check_config):
-    """`(params, state)` of a model from an existing path."""
+    """Returns `(params, state)` of a model, read from an existing path."""
     tensors = _match.renamed(model, _tensors.read(path))
     kinds, leaves = _match.leaves_of(model)
     config = _config.check(model, tensors.path.parent) if check_config else None
@@ -299,10 +299,11 @@ def revision(name: str | os.PathLike) -> str | None:
 
 
 def _of_folder(path):
-    """The model that config.json, or the header of a model.bin, describes.
+    """Returns the model that config.json, or the header of a model.bin, describes.
 
     Raises:
-        ValueError: there is neither, or fnet has no such model.
+        FileNotFoundError: there is neither a config.json nor a model.bin.
+        ValueError: fnet has no such model.
     """
     header = path / "model.bin" if path.is_dir() else path
     if header.suffix == ".bin" and header.is_file():
@@ -314,7 +315,7 @@ def _of_folder(path):
 
 
 def _class_of(name):
-    """The class of models that has a preset of this name."""
+    """Returns the class of models that has a preset of this name."""
     classes = _classes()
     cls = next((cls for cls in classes if name in cls.PRESETS), None)
     if cls is None:
@@ -326,7 +327,7 @@ def _class_of(name):
 
 
 def _variant(cls, name, path, changes):
-    """The preset with the fields that the weights at `path` require."""
+    """Returns the preset with the field values that the weights at `path` require."""
     made = cls.preset(name, **changes)
     names, _ = _match.detect_names(made, _match.leaves_of(made)[1],
                                    _match.renamed(made, _tensors.read(path)), None)
@@ -340,7 +341,8 @@ def _classes():
 
 
 def _beside(key_map, source):
-    """The additional entries that a file receives: those in the source, or that are always written."""
+    """Yields the entries that are written in addition to the arrays of the model: entries that are in `source`, and
+    entries that are always written."""
     for entry in key_map.beside:
         present = source is not None and all(key in source.arrays for key in entry.keys)
         if present or (entry.rule.write is not None and entry.rule.write is not False):
@@ -348,7 +350,7 @@ def _beside(key_map, source):
 
 
 def _read(entry, tensors, dtype):
-    """Reads the arrays of one entry. Each is copied once, from the memory-mapped file to its destination."""
+    """Reads the arrays of one entry. Each array is copied once, from the memory-mapped file to its destination."""
     dtypes = {tensors.arrays[key].dtype for key in entry.keys}
     if len(dtypes) > 1:
         raise TypeError(f"{tensors.path}: the parts of {_match.ours(entry)} have different dtypes, "
@@ -373,7 +375,7 @@ def _read(entry, tensors, dtype):
 
 
 def _written(entry, arrays):
-    """{key in the file: array} of one entry."""
+    """Returns {key in the file: array} for one entry."""
     whole = np.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
     return {key: entry.rule.layout.theirs(whole[copy] if copy else whole)
             for key, copy in zip(entry.keys, np.ndindex(entry.copies))}

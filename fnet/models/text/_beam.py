@@ -18,7 +18,7 @@ _NEVER = -1e9      # the score of an invalid text
 
 
 class Beams(NamedTuple):
-    """The output of `beam_search`, the best text of each prompt first.
+    """The output of `beam_search`. The texts of each prompt are sorted by score, the best text first.
 
     Attributes:
         tokens: [batch, beams, max_tokens], 0 after the end of a text.
@@ -81,7 +81,7 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
 
 class _State(NamedTuple):
     count: jax.Array
-    open: jax.Array          # [batch, 1], whether better texts may be found
+    open: jax.Array          # [batch, 1], whether the search for the prompt continues
     last: jax.Array          # [batch * beams]
     running: Beams           # the sums of log-probabilities
     finished: Beams
@@ -138,5 +138,5 @@ def _best(texts: Beams, beams: int) -> Beams:
 
 
 def _taken(tree, order):
-    """The elements of arrays [batch, n, ...] at the indices `order` [batch, beams]."""
+    """Returns the elements of arrays [batch, n, ...] at the indices `order` [batch, beams]."""
     return jax.tree.map(lambda x: jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), 1), tree)

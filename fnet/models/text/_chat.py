@@ -56,8 +56,9 @@ class ChatTemplate:
     def read(cls, folder: str | os.PathLike) -> ChatTemplate:
         """Reads the chat template of a folder of weights.
 
-        The template is in chat_template.jinja, with others in additional_chat_templates, or in the field chat_template
-        of tokenizer_config.json. The special tokens are in tokenizer_config.json.
+        The template is read from chat_template.jinja, and further templates from the folder additional_chat_templates.
+        Otherwise, templates are read from the field chat_template of tokenizer_config.json. The special tokens are read
+        from tokenizer_config.json.
 
         Raises:
             FileNotFoundError: the folder has no chat template.
@@ -80,7 +81,7 @@ class ChatTemplate:
                 fields. All values must have JSON types.
             add_generation_prompt: whether to append the text with which an answer begins.
             tools: JSON schemas of functions that the model may call.
-            documents: {"title": ..., "text": ...} for retrieval.
+            documents: a list of {"title": ..., "text": ...}, from which the model may quote.
             name: the name of the template to use. Default: "tool_use" if `tools` is not empty and such a template
                 exists, otherwise "default".
             variables: other variables of the template, such as enable_thinking=False for Qwen3.
@@ -126,7 +127,7 @@ class ChatTemplate:
 
 
 def find(folder: Path) -> ChatTemplate | None:
-    """The chat template of a folder, or None."""
+    """Returns the chat template of a folder, or None if there is none."""
     path = folder / _tokenizer_config.NAME
     config = read_json(path) if os.path.lexists(path) else {}
     held = config.get("chat_template")
@@ -165,8 +166,8 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "When?"}]
 
     The answer ends before the first token of `tokenizer.stop`. If the content of a message contains the text of a
-    special token, it is encoded as that token, as in transformers. Remove such texts from the messages of untrusted
-    users, who could otherwise imitate other roles.
+    special token, this text is encoded as that token, as in transformers. Remove such texts from the messages of
+    untrusted users, who could otherwise imitate other roles.
 
     Args:
         model, params: as for `generate`.
@@ -204,7 +205,7 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
 
 
 def encoded(tokenizer, text: str) -> list[int]:
-    """The tokens of a rendered template, without the tokens that the tokenizer adds to each text."""
+    """Returns the tokens of a rendered template, without the tokens that the tokenizer adds to each text."""
     more = {"special_tokens": False} if "special_tokens" in inspect.signature(tokenizer.encode).parameters else {}
     return [int(token) for token in tokenizer.encode(text, **more)]
 
@@ -223,7 +224,7 @@ def _checked(messages):
 
 
 def _plain(name, value):
-    """A copy that contains only JSON types: templates must not call methods of other objects."""
+    """Returns a copy that contains only JSON types, because templates must not call methods of other objects."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:

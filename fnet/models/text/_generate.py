@@ -16,7 +16,7 @@ from fnet.layers._sizes import at_most, sized
 from fnet.models._blocks import unstack
 from fnet.models.text._sampling import Sampling, is_sampled, penalized, pick, sampling
 
-_SMALLEST = 16    # programs are compiled for lengths that are powers of two, this one and above
+_SMALLEST = 16    # programs are compiled for lengths that are powers of two; this is the smallest length
 
 
 class Generated(NamedTuple):
@@ -65,10 +65,10 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
     """Continues each prompt token by token.
 
     First, one call of the model processes all prompts and stores their keys and values in a cache. Then a
-    `lax.while_loop` generates one token of every example in each iteration, until all examples have stopped. Both steps
-    are one compiled program. It is reused for prompt lengths and `max_tokens` up to the next power of two, and for all
-    values of the sampling options. Before the loop, the program copies the parameters: it casts them to `dtype` and
-    separates the blocks of a stacked model (`unstack`), so that an iteration reads every weight once and updates every
+    `lax.while_loop` generates one token of every example in each iteration, until all examples have stopped. Both parts
+    are one compiled program, which is reused for prompt lengths and `max_tokens` up to the next power of two, and for
+    all values of the sampling options. Before the loop, the program copies the parameters, to cast them to `dtype` and
+    to unstack the blocks of a stacked model (`unstack`). Then each iteration reads every weight once and updates every
     cache in place.
 
         out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
@@ -87,13 +87,14 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         top_k: sample only from the k most probable tokens (Fan et al., 2018).
         top_p: sample only from the smallest set of tokens whose probabilities add up to p (Holtzman et al., 2020,
             nucleus sampling). It is applied after top_k.
-        min_p: sample only from tokens whose probability is at least min_p times the largest one (Nguyen et al., 2024).
+        min_p: sample only from tokens whose probability is at least min_p times the largest probability (Nguyen et al.,
+            2024).
         repetition_penalty: a factor for the logits of tokens that are in the prompt or were generated before: positive
-            logits are divided by it, negative logits are multiplied by it (Keskar et al., 2019).
+            logits are divided by the factor, and negative logits are multiplied by it (Keskar et al., 2019).
         presence_penalty: a number that is subtracted from the logits of tokens that were generated before.
         frequency_penalty: a number that is subtracted from the logit of a token once for each time that the token was
             generated before.
-        samples: number of texts to generate for each prompt, which is still processed only once. Row
+        samples: number of texts to generate for each prompt. Each prompt is processed only once. Row
             `i * samples + j` of the result is text j of prompt i.
         stop: tokens that end an example.
         lengths: integers [batch], the length of each prompt. Default: `time`.
@@ -126,7 +127,10 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
 
 
 def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) -> tuple:
-    """Checks the arguments; returns ((prompts, lengths, key), {"room": ..., "capacity": ...}), the static sizes."""
+    """Checks the arguments. Returns ((prompts, lengths, key), {"room": ..., "capacity": ...}).
+
+    `room` is the static number of tokens that can be generated, and `capacity` is the static length of the cache.
+    """
     if sampled and key is None:
         raise ValueError(f"{caller}: sampling needs key=jax.random.key(...); or pass temperature=0")
     if not isinstance(samples, int) or samples < 1:
@@ -138,7 +142,7 @@ def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) 
         context = context or _bucket(time) + room
         width = 1 + max(time - 1, min(_bucket(time - 1), context))
         capacity = min(width + room, context)
-    else:    # one exported program is used for all lengths
+    else:    # a symbolic length, for one exported program that is used for all lengths
         width, capacity = time, context or time + room
     prompts = jnp.pad(prompts, ((0, 0), (0, width - time)))
     return (prompts, lengths, jax.random.key(0) if key is None else key), {"room": room, "capacity": capacity}
@@ -166,7 +170,7 @@ def _generate(model, params, prompts, lengths, key, options, stop, max_tokens, *
 
 
 def start(model, params, prompts, lengths, key, options: Sampling, *, room, capacity, samples) -> Carry:
-    """Runs the prompts [batch, time] through the model."""
+    """Runs the prompts [batch, time] through the model, and returns the carry of the first iteration."""
     batch, width = prompts.shape
     cache = empty_cache(model, params, jax.ShapeDtypeStruct((batch, capacity), jnp.int32))
     if width != 1:
@@ -218,7 +222,7 @@ def advance(model, params, carry: Carry, options: Sampling, stop, until, *, samp
 
 
 def taken(model, cache, rows, batch, capacity):
-    """The entries of a cache of `batch` examples for the examples with the indices `rows`."""
+    """Returns the entries at the indices `rows` of a cache for `batch` examples."""
     other = jax.eval_shape(lambda: model.cache(jax.ShapeDtypeStruct((2 * batch, capacity), jnp.int32)))
 
     def take(x, other):
@@ -229,14 +233,14 @@ def taken(model, cache, rows, batch, capacity):
 
 
 def prepared(model, params, dtype):
-    """The unstacked model, and its parameters cast to `dtype`."""
+    """Returns the unstacked model, and its parameters cast to `dtype`."""
     if dtype is not None:
         params = jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, params)
     return unstack(model, params) if getattr(model, "stacked", False) else (model, params)
 
 
 def empty_cache(model, params, tokens):
-    """An empty cache, with keys and values in the dtype of the parameters."""
+    """Returns an empty cache, with keys and values in the dtype of the parameters."""
     dtypes = {x.dtype for x in jax.tree.leaves(params) if _is_float(x)}
     cache = model.cache(tokens)
     if len(dtypes) != 1:
@@ -279,6 +283,6 @@ def _prompts(caller, model, prompts, lengths, max_tokens):
 
 
 def _bucket(count):
-    """The length for which a program is compiled: 0, or a power of two."""
+    """Returns the length for which a program is compiled: 0, or the next power of two."""
     return 0 if count == 0 else max(_SMALLEST, 1 << (count - 1).bit_length())
 

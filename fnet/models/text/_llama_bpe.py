@@ -20,9 +20,10 @@ _FIRST = _BYTES + 256             # the first piece of text
 
 
 class LlamaBPE:
-    """A byte-pair encoding: merges pairs of pieces, first the pair with the best score (the leftmost of equal scores).
+    """A byte-pair encoding, which repeatedly merges the pair of pieces with the best score.
 
-    A space is added before the text. A character that is not in the vocabulary is encoded as the bytes of its UTF-8.
+    Among pairs with equal scores, the leftmost pair is merged first. A space is added before the text. A character that
+    is not in the vocabulary is encoded as its bytes in UTF-8.
 
         tokenizer = LlamaBPE.read("tokenizer.bin")
         tokenizer.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
@@ -30,7 +31,7 @@ class LlamaBPE:
     Args:
         pieces: all tokens in the order of their indices: <unk>, <s>, </s>, the 256 bytes (<0x00> to <0xFF>, or in old
             files the code points 0 to 255), then the pieces of text.
-        scores: for each piece, the score of a merge that results in it.
+        scores: for each piece, the score of a merge that results in this piece.
 
     Raises:
         ValueError: the tokens 3 to 258 are not the bytes, or the numbers of pieces and scores differ.
@@ -55,7 +56,7 @@ class LlamaBPE:
                              f"of {len(self.pieces)} tokens has others")
         if len(self.scores) != len(self.pieces):
             raise ValueError(f"expected one score for each of {len(self.pieces)} tokens, got {len(self.scores)}")
-        # The first of equal pieces. Pieces below 259 are used only if no other piece matches.
+        # Of equal pieces, the first is used. Pieces below 259 are used only if no other piece matches.
         self._numbers = {self.pieces[number]: number for number in range(len(self.pieces) - 1, _FIRST - 1, -1)}
 
     @property

@@ -55,7 +55,7 @@ def is_sampled(temperature) -> bool:
 
 
 def penalized(logits: jax.Array, options: Sampling, prompt: jax.Array, counts: jax.Array) -> jax.Array:
-    """Logits [batch, vocab_size] after the penalties for tokens of the prompt and the text.
+    """Applies the penalties for tokens of the prompt and of the generated text to logits [batch, vocab_size].
 
     Args:
         prompt: booleans [batch, vocab_size], whether the prompt contains the token.
@@ -72,14 +72,14 @@ def penalized(logits: jax.Array, options: Sampling, prompt: jax.Array, counts: j
 
 
 def pick(logits: jax.Array, keys: jax.Array | None, options: Sampling) -> jax.Array:
-    """The next token of each example: [batch, vocab_size] to [batch]. Without keys, the most probable one."""
+    """Selects the next token of each example: [batch, vocab_size] to [batch]. Without keys, it is the most probable."""
     if keys is None:
         return logits.argmax(-1).astype(jnp.int32)
     return jax.vmap(jax.random.categorical)(keys, candidates(logits, options)).astype(jnp.int32)
 
 
 def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
-    """Logits [batch, vocab_size] divided by the temperature, -inf for tokens that are not sampled."""
+    """Returns logits [batch, vocab_size] divided by the temperature. Tokens that must not be sampled have -inf."""
     logits = logits / options.temperature
     if options.top_k is not None:
         logits = likeliest(logits, jnp.ones_like(logits), options.top_k)
@@ -91,7 +91,7 @@ def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
 
 
 def likeliest(logits: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
-    """Keeps the largest logits, as few as have weights that add up to `enough`, and sets the others to -inf.
+    """Keeps the smallest number of largest logits whose weights add up to `enough`, and sets the others to -inf.
 
     The smallest logit that is kept is determined bit by bit, with 32 sums. On a CPU, this takes a tenth of the time of
     a sort. All arrays are [batch, vocab_size].

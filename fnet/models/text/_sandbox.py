@@ -15,7 +15,7 @@ from jinja2 import ext, nodes, sandbox, utils, visitor
 LARGEST = 1 << 24       # characters of a text and elements of a list, several times the longest contexts
 STEPS = 1 << 17         # iterations of loops and calls of macros, together
 _BITS = 1 << 12         # bits of an integer
-_WIDTH = re.compile(r"\d{6}|\*")    # too wide a field in a format string
+_WIDTH = re.compile(r"\d{6}|\*")    # the width of a field in a format string that is not allowed
 
 
 class Rejected(jinja2.TemplateError):
@@ -76,7 +76,7 @@ class _Dict:
 
 
 class _Namespace(utils.Namespace):
-    """`namespace(...)`, without attributes that start with an underscore, some of which Python itself reads."""
+    """`namespace(...)`, without attributes that start with an underscore, because Python itself reads some of them."""
 
     def __init__(*args, **kwargs):    # without a named argument, so that a template can write namespace(self=1)
         self, values = args[0], dict(*args[1:], **kwargs)

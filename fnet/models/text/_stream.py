@@ -57,13 +57,13 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
         for piece in models.stream_text(model, params, tokenizer, "Once upon a time", max_tokens=200, temperature=0):
             print(piece, end="", flush=True)
 
-    A piece ends with a complete character. Characters that may be the start of a stop string are held back until the
-    next characters show that they are not.
+    A piece ends with a complete character. Characters that may be the start of a stop string are yielded only when the
+    following characters show that they do not belong to a stop string.
 
     Args:
         model, params: as for `generate`.
-        tokenizer: an object with `encode`, `decode`, and `stop`, the tokens that end a text. `models.read_tokenizer`
-            returns one.
+        tokenizer: an object with `encode`, `decode`, and `stop`, the tokens that end a text, such as the result of
+            `models.read_tokenizer`.
         prompt: the text to continue, at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
         stop: strings that end the text. The text ends before the stop string that is completed first.
@@ -87,7 +87,7 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
 
 def pieces(caller: str, model, params, tokenizer, start: list[int], key, stop: Sequence[str],
            **options) -> Iterator[str]:
-    """The text that follows the tokens `start`, in pieces."""
+    """Yields the text that follows the tokens `start`, in pieces."""
     if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"{caller}: expected a sequence of strings as stop, none of them empty; got {stop!r}")
     for name in {"samples", "lengths"} & options.keys():
@@ -116,8 +116,10 @@ def pieces(caller: str, model, params, tokenizer, start: list[int], key, stop: S
 
 
 def _end(text: str, stop: Sequence[str]) -> int | None:
-    """The index at which the stop string that is completed first begins, or None. The result does not depend on how the
-    text is divided into tokens."""
+    """Returns the index at which the first stop string to be completed begins, or None.
+
+    The result does not depend on how the text is divided into tokens.
+    """
     ends = [(at + len(each), at) for each in stop if (at := text.find(each)) >= 0]
     return min(ends)[1] if ends else None
 

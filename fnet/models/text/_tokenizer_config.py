@@ -20,7 +20,7 @@ _IRRELEVANT = frozenset("""
     padding pad_to_multiple_of pad_token_type_id model_input_names processor_class use_fast transformers_version verbose
     backend is_local local_files_only errors legacy use_default_system_prompt return_token_type_ids
     spaces_between_special_tokens
-""".split())    # postprocessing of tokens, Python classes, and joining of tokens to text
+""".split())    # fields for the postprocessing of tokens, for Python classes, and for joining tokens to text
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -32,8 +32,8 @@ def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
         numbers: {token: its index in vocab.txt}.
 
     Returns:
-        {option: value} for the options that a file sets, such as strip_accents, and for lowercase. If no file sets
-        lowercase, it is True if the vocabulary lacks the letters A to Z.
+        {option: value} for the options that a file sets, such as strip_accents, and always for lowercase. If no file
+        sets lowercase, the value is True if the vocabulary lacks the letters A to Z.
 
     Raises:
         ValueError: the files describe another tokenizer, or contradict each other.
@@ -147,7 +147,7 @@ def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping
 
 
 def values(folder: Path, table: Config) -> dict[str, Any]:
-    """Returns the options that the tokenizer_config.json of a folder sets; {} if there is none.
+    """Returns the options that the tokenizer_config.json of a folder sets, or {} if there is no such file.
 
     Raises:
         ValueError: fields are not supported or not known; the message lists them.
@@ -162,7 +162,7 @@ def values(folder: Path, table: Config) -> dict[str, Any]:
 
 
 def _flag(option, *more):
-    """A field that sets `option` and is true, false, or one of `more`."""
+    """Returns the `Fields` for a field that sets `option` and is true, false, or one of `more`."""
     def check(value, config):
         if not isinstance(value, bool) and value not in more:
             raise ValueError(f"expected {' or '.join(['true', 'false', *('null' for _ in more)])}")
@@ -172,7 +172,10 @@ def _flag(option, *more):
 
 
 def _token(*tokens):
-    """A field with one of these special tokens, as a string or as an object with the field content."""
+    """Returns the `Fields` for a field that contains one of the special tokens `tokens`.
+
+    The token is a string, or an object with the field content.
+    """
     def check(value, config):
         if _content(value) not in tokens:
             raise ValueError(f"expected {' or '.join('null' if token is None else repr(token) for token in tokens)}")
@@ -189,7 +192,7 @@ def _content(token):
 
 
 def _added(value, number, whose):
-    """Checks that {number: token} adds no token to the vocabulary."""
+    """Checks that every token in `value`, a dict {index: token}, is in the vocabulary with this index."""
     if not isinstance(value, dict):
         raise ValueError("expected {number: token}")
     for key, token in value.items():
@@ -200,7 +203,7 @@ def _added(value, number, whose):
 
 
 def _normalizer(path, numbers):
-    """Returns the options that a tokenizer.json of BERT sets; {} if there is none."""
+    """Returns the options that a tokenizer.json of BERT sets, or {} if there is no such file."""
     if not os.path.lexists(path):
         return {}
     try:
@@ -236,7 +239,7 @@ def _bert(path, held, numbers):
 
 
 def _parts(nodes):
-    """Yields every object with a type in the normalizers and pre-tokenizers of a tokenizer.json."""
+    """Yields every object with a field "type" in the normalizers and pre-tokenizers of a tokenizer.json."""
     for node in nodes:
         if isinstance(node, dict):
             if isinstance(node.get("type"), str):
@@ -247,7 +250,7 @@ def _parts(nodes):
 
 
 def _prefix(parts):
-    """Whether a space is added before the text."""
+    """Whether the tokenizer adds a space before the text."""
     if "ByteLevel" in parts:
         return parts["ByteLevel"]["add_prefix_space"]
     if "Metaspace" in parts:

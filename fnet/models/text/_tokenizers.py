@@ -17,8 +17,8 @@ from fnet.models.weights._config import Config, read
 from fnet.models.weights._files import MOST, SMALL, contents
 
 # Limits for untrusted files, several times the size of the largest published vocabularies.
-_STEPS = 10_000        # values that describe the steps before and after the model in a tokenizer.json
-_GROWTH = 1024         # factor by which these steps may lengthen a text
+_STEPS = 10_000        # number of values in a tokenizer.json that describe the processing before and after the model
+_GROWTH = 1024         # factor by which this processing may lengthen a text
 
 
 class ByteTokenizer:
@@ -116,9 +116,9 @@ class CharTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer that uses Hugging Face's library tokenizers (`pip install tokenizers`).
 
-    Use it for vocabularies that fnet does not read itself. Padding and truncation settings of the file are ignored:
-    `encode` returns the tokens of the whole text. If a text contains the text of a special or added token, it is
-    encoded as that token.
+    Use it for vocabularies that fnet does not read itself. Padding and truncation settings of the file are ignored, so
+    `encode` returns the tokens of the whole text. If a text contains the string of a special or added token, this
+    string is encoded as that token.
 
     Args:
         path: one of the following files. Related files in the same folder are also read.
@@ -128,9 +128,9 @@ class HuggingFaceTokenizer:
             - a SentencePiece model (tokenizer.model, spiece.model, sentencepiece.bpe.model) of Llama, T5 or XLM-R; the
               library sentencepiece reads it (`pip install 'fnet[sentencepiece]'`).
 
-            For the last two, the tokenizer's class and special tokens are read from tokenizer_config.json,
-            special_tokens_map.json and added_tokens.json. If these do not state the class, it is read from config.json.
-            `stop` contains the eos_token.
+            For the last two kinds, the class and the special tokens of the tokenizer are read from
+            tokenizer_config.json, special_tokens_map.json and added_tokens.json. If these files do not state the class,
+            it is read from config.json. `stop` contains the eos_token.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
@@ -194,14 +194,14 @@ class HuggingFaceTokenizer:
 
 
 def clean_up(text: str) -> str:
-    """Removes spaces before punctuation, as tokenizer_config.json's clean_up_tokenization_spaces asks for."""
+    """Removes spaces before punctuation, for the option clean_up_tokenization_spaces of tokenizer_config.json."""
     for before in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"):
         text = text.replace(before, before.strip())
     return text
 
 
 def _check_tokenizer(wrong, text):
-    """Returns the content of a tokenizer.json, unless Hugging Face's library would run out of memory with it.
+    """Returns the content of a tokenizer.json, after checks that Hugging Face's library does not run out of memory.
 
     Raises:
         ValueError: the file is not JSON, has a damaged table of characters, or has replacements that lengthen a text by
@@ -283,7 +283,7 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
 
 
 def _ends(path, tokenizer):
-    """The tokens that end a text according to the eos_token_id of generation_config.json."""
+    """Returns the tokens that end a text according to the eos_token_id of generation_config.json."""
     if not path.is_file():
         return ()
     ends = read(path).get("eos_token_id")

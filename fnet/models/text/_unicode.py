@@ -1,7 +1,8 @@
 """The classes of characters that BERT's tokenizer uses, equal for every version of Python.
 
-Published vocabularies were used with the library tokenizers. Its tables are those of Unicode 8 for categories, Unicode
-9 for decompositions and Unicode 17 for lowercase letters. The tables of Python are those of Unicode 14 to 17.
+Published vocabularies were used with the library tokenizers. The tables of this library are those of Unicode 8 for
+categories, Unicode 9 for decompositions and Unicode 17 for lowercase letters. The tables of Python are those of Unicode
+14 to 17.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _LOWER = {0x1c89: 0x1c8a, 0xa7cb: 0x264, 0xa7cc: 0xa7cd, 0xa7ce: 0xa7cf, 0xa7d2:
 
 @functools.lru_cache(1 << 16)
 def category(char: str) -> str:
-    """The general category of a character in Unicode 8, or "Lo" for punctuation, marks and controls added later."""
+    """Returns the general category of a character in Unicode 8.
+
+    The result is "Lo" for punctuation, marks and control characters that were added after Unicode 8.
+    """
     if char in _CHANGED:
         return _CHANGED[char]
     at = bisect.bisect_right(_STARTS, ord(char)) - 1
@@ -36,11 +40,11 @@ def category(char: str) -> str:
 
 
 def decomposed(text: str) -> str:
-    """The canonical decomposition (NFD) of a text, in Unicode 9."""
+    """Returns the canonical decomposition (NFD) of a text in Unicode 9."""
     return "".join(part if at % 2 else unicodedata.normalize("NFD", part)
                    for at, part in enumerate(_WHOLE.split(text)))
 
 
 def lower(text: str) -> str:
-    """Converts a text to lowercase, each character separately: `str.lower` of a text depends on neighbors."""
+    """Converts each character of a text to lowercase separately. (`str.lower` of a whole text depends on neighbors.)"""
     return "".join(map(str.lower, text.translate(_LOWER)))

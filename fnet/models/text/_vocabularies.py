@@ -55,7 +55,7 @@ def describe(path: Path) -> tuple[dict[str, Any], str | None]:
             have = _content(special[key])
             if have != token:
                 raise ValueError(f"{path.parent}: {key!r} is {have!r}, expected {token!r} for a {name}")
-    # A list of the folder replaces the model's own added tokens, whose pieces are then encoded like any other text.
+    # A list in the folder replaces the model's own added tokens. Their pieces are then encoded like any other text.
     lists = [config[key] or [] for key in ("extra_special_tokens", "additional_special_tokens") if key in config]
     extra = [*next(filter(None, lists), [] if lists else own), *more]
     vocab = parts["model"]["vocab"]
@@ -161,7 +161,10 @@ def _added(path, numbers, decoder, special, extra) -> list[dict[str, Any]]:
 
 
 def _byte_level(path, config):
-    """The parts of a byte-level BPE, as GPT-2, RoBERTa and Qwen use it."""
+    """Returns the fields of tokenizer.json for the byte-level BPE of GPT-2, RoBERTa and Qwen.
+
+    The two empty lists correspond to those of `_sentencepiece`.
+    """
     held = read(path, LARGEST)
     check_count(path, len(held))
     if sorted(held.values(), key=lambda number: number if type(number) is int else -1) != list(range(len(held))):
@@ -190,8 +193,11 @@ def _byte_level(path, config):
 
 
 def _sentencepiece(path, config):
-    """The parts of Llama's and Gemma's BPE or of T5's and XLM-R's unigrams, the model's own added tokens, and the added
-    tokens of the class."""
+    """Returns (fields, own, extra) for a SentencePiece model.
+
+    `fields` are the fields of tokenizer.json for the BPE of Llama and Gemma, or for the unigrams of T5 and XLM-R. `own`
+    contains the added tokens of the model, and `extra` contains the added tokens of the tokenizer class.
+    """
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ModuleNotFoundError as error:
@@ -234,7 +240,7 @@ def _sentencepiece(path, config):
         unknown = 3
         if pieces[:3] != ["<unk>", "<s>", "</s>"]:
             raise ValueError(f"{path}: expected the first pieces <unk>, <s>, </s> for a {name}, got {pieces[:3]}")
-        # fairseq puts <pad> before all pieces, in an order of its own, and <mask> after them.
+        # As in fairseq, the special tokens <s>, <pad>, </s>, <unk> are before all pieces, and <mask> is after them.
         vocab = [["<s>", 0.0], ["<pad>", 0.0], ["</s>", 0.0], ["<unk>", 0.0], *vocab[3:], ["<mask>", 0.0]]
     else:
         if pieces[2:3] != ["<unk>"] or model.pieces[2].type != _UNKNOWN:
@@ -254,7 +260,10 @@ def _sentencepiece(path, config):
 
 
 def _llama(path, config, model, pieces, prefix):
-    """The parts of a BPE whose merges are all pairs of pieces that form a piece, in the order of the formed pieces."""
+    """Returns the fields of tokenizer.json for Llama's BPE.
+
+    Its merges are all pairs of pieces that form another piece, in the order of the formed pieces.
+    """
     scores = [piece.score for piece in model.pieces if piece.type == _NORMAL]
     if scores != sorted(scores, reverse=True):
         raise ValueError(f"{path}: expected pieces in the order of their scores for a {config['tokenizer_class']}")
@@ -278,7 +287,7 @@ def _llama(path, config, model, pieces, prefix):
 
 
 def _template(begin, end, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """The post-processor that puts tokens before and after a text."""
+    """Returns the post-processor of tokenizer.json that puts tokens before and after a text."""
     steps: list[dict] = [{"Sequence": {"id": "A", "type_id": 0}}]
     steps = [{"SpecialToken": {"id": begin, "type_id": 0}}] * (begin is not None) + steps
     steps += [{"SpecialToken": {"id": end, "type_id": 0}}] * (end is not None)

@@ -25,11 +25,11 @@ _CONTROL = ("Cc", "Cf", "Co", "Cs")    # not Cn (unassigned), which depends on t
 class WordPiece:
     """Splits words into the longest pieces in the vocabulary, from left to right.
 
-    First, the text is normalized as in BERT: control characters are removed and white space becomes one space.
+    First, the text is normalized as in BERT. Control characters are removed, and white space becomes one space.
     Depending on the options, Chinese characters become separate words, accents are removed and letters become
     lowercase. The text is then split into words at spaces and around every punctuation mark. All pieces of a word but
-    the first begin with ##. A word that cannot be split into pieces becomes [UNK]. If a text contains the text of a
-    special token, such as [MASK], it is encoded as that token.
+    the first begin with ##. A word that cannot be split into pieces becomes [UNK]. If a text contains the string of a
+    special token, such as [MASK], this string is encoded as that token.
 
         tokenizer = WordPiece.read("vocab.txt")
         tokenizer.encode("Unaffable!")               # [CLS] una ##ffa ##ble ! [SEP]
