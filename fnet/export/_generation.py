@@ -1,4 +1,4 @@
-"""The entry points with which a server generates text."""
+"""Adds entry points (functions of a program) with which a server generates text."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def generation(program: Program, model: nn.Layer, *, context: int) -> Program:
     """Returns the program with the entry points "prefill" and "decode", with which `fnet serve` generates text.
 
     Both entry points take tokens and a cache, and return a dict of the logits of the last token, [batch, vocab_size],
-    and the new cache: {"logits": logits, "cache": cache}. They share the weights of "predict". In an empty cache, all
-    elements are 0.
+    and the new cache: {"logits": logits, "cache": cache}. "prefill" reads several tokens of each text, and "decode"
+    reads one token. Both use the weights of "predict". All elements of the first cache must be 0.
 
         program = export.program(gpt, params, tokens=export.spec("b, t", "int32", where="t <= 1024"))
         export.generation(program, gpt, context=1024).save("gpt.fnet", tokenizer="characters.json")
 
     Args:
-        program: the program of the model.
+        program: the program of the model, from `export.program`.
         model: a decoder such as GPT, Decoder or LSTMLanguageModel: `model(params, tokens, state=cache)` returns
             (logits [batch, time, vocab_size], cache), and `model.cache` creates the cache.
-        context: the maximum number of tokens of a text.
+        context: the maximum number of tokens of a text, an integer.
 
     >>> from fnet import export, models
     >>> gpt = models.GPT(vocab_size=7, width=4, depth=1, heads=1, context=8)

@@ -1,7 +1,10 @@
-"""Runs the stable form of an exported program with NumPy. Bundles contain this file as interpret.py.
+"""Runs the stable form of an exported program with NumPy.
 
-This module imports only NumPy. Therefore it can run a program that the installed version of JAX cannot read, and it
-checks the results of JAX independently. It is slow.
+The stable form is a description of a program as JSON data, which does not depend on JAX's version. Every bundle
+contains a copy of this module as interpret.py.
+
+This module imports only NumPy. Therefore it can run a program that the installed version of JAX cannot read, and its
+results can be compared with those of JAX. It is slow.
 """
 
 import math
@@ -23,8 +26,8 @@ def run(program, constants, inputs, sizes):
     """Evaluates a program.
 
     Args:
-        program: the stable form, from JSON.
-        constants, inputs: lists of arrays, in the order of the program.
+        program: the stable form of the program, a dict that was read from JSON.
+        constants, inputs: the constants and the inputs, lists of arrays in the order in which the program lists them.
         sizes: the values of the size variables, {name: integer}.
 
     Returns:
@@ -64,7 +67,8 @@ def _number(x):
 
 
 def _wide(x):
-    """Narrow floating-point numbers as float32, in which their products and sums are computed."""
+    """Converts floating-point arrays of fewer than 32 bits to float32, in which their products and sums are
+    computed."""
     return x.astype(np.float32) if x.dtype.kind in "fV" and x.dtype.itemsize < 4 else x
 
 
@@ -73,7 +77,7 @@ def _each(function):
 
 
 def _scalar(function):
-    """A function of Python's numbers, for each element."""
+    """Returns an operation that applies a function of one number to each element of an array."""
     table = np.vectorize(function, otypes=[np.float64])
     return lambda run, options, types, x: [table(np.asarray(x, np.float64)) if x.size else x]
 
@@ -91,7 +95,7 @@ def _shift(x, n):
 
 
 def _erf_inv(x):
-    """By Newton's method."""
+    """Computes the inverse error function by Newton's method."""
     if abs(x) >= 1:
         return math.copysign(math.inf, x) if abs(x) == 1 else math.nan
     logarithm = math.log(1 - x * x)
@@ -129,7 +133,7 @@ def _pad(run, options, types, x, value):
 
 
 def padded(x, padding, value):
-    """x with [low, high, interior] padding on each axis; negative padding removes elements."""
+    """Pads each axis of x by [low, high, interior] elements, like `lax.pad`. Negative padding removes elements."""
     shape = [n + max(n - 1, 0) * inside for n, (_, _, inside) in zip(x.shape, padding)]
     y = np.full([n + max(low, 0) + max(high, 0) for n, (low, high, _) in zip(shape, padding)], value, x.dtype)
     y[tuple(slice(max(low, 0), max(low, 0) + n, inside + 1) for n, (low, _, inside) in zip(shape, padding))] = x
@@ -157,8 +161,11 @@ def _dynamic_update_slice(run, options, types, x, update, *starts):
 
 
 def _where(options, shape, indices, sizes, dropped):
-    """Where the windows of a gather or scatter are: one index array for each axis of the operand, of the shape of the
-    batch followed by the windows; and for each window whether it is inside the operand."""
+    """Returns (indices, inside), the positions of the windows of a gather or scatter.
+
+    `indices` contains one index array for each axis of the operand. The index arrays broadcast to [*batch, *window].
+    `inside` states for each window whether it lies inside the operand.
+    """
     batch = indices.shape[:-1]
     windows = [axis for axis in range(len(shape)) if axis not in dropped and axis not in options["batch"]]
     inside, where = np.ones(batch, bool), []
@@ -247,7 +254,8 @@ def _dot(run, options, types, x, y):
 
 
 def _taps(x, options, window):
-    """For each position of a window, the elements of x at that position of all windows. x is padded and dilated."""
+    """Yields (position, slices) for each position in a window. x[slices] contains the elements at this position of all
+    windows. x must already be padded and dilated."""
     for at in np.ndindex(*window):
         stops = [i * d + (n - (w - 1) * d - 1) // s * s + 1 for i, d, n, w, s in
                  zip(at, options["dilation"], x.shape, window, options["strides"])]

@@ -1,8 +1,9 @@
-"""Writes programs as LiteRT models, and compares them in LiteRT's interpreter with the program.
+"""Writes programs as LiteRT models, and compares the outputs of LiteRT's interpreter with those of the program.
 
-The converter reads StableHLO and has no public API; only `_converted` calls it. It does not support loops, and it
-supports symbolic sizes in some operations only. Therefore the stable form is evaluated for fixed sizes, with scans
-unrolled, and each choice of sizes is a signature of the model.
+The converter of the package litert-converter reads StableHLO. It has no public API, so only `_converted` calls it. It
+does not support loops, and it supports symbolic sizes in only some operations. Therefore the stable form of a program
+(JSON data, see `jaxpr.stable`) is traced for fixed sizes, with scans unrolled. Each choice of sizes becomes a signature
+of the LiteRT model, that is, a function that can be called.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _LARGE = 2_000_000_000      # bytes of a file above which its weights are outsid
 _SMALLEST = 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 224, 256
 
 
-# Weights are float16 and converted when they are used; or int8 per output channel, and then so are the other operands
-# of the products, in the range of each batch.
+# With float16, weights are converted to float32 when they are used. With int8, weights have one scale for each output
+# channel, and the other operands of products are rounded to int8 at run time, with a scale for the range of each batch.
 _RECIPES: dict[str, dict] = {
     "float16": {"algorithm_key": "float_casting", "op_config": {
         "weight_tensor_config": {"num_bits": 16, "dtype": "FLOAT", "symmetric": True, "granularity": "TENSORWISE"},
@@ -50,13 +51,13 @@ _RECIPES: dict[str, dict] = {
 
 
 class Unsupported(NotImplementedError):
-    """A program that LiteRT's converter does not support."""
+    """Raised for a program that LiteRT does not support."""
 
 
 def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
          sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None, dtype: str = "float32",
          check: bool = True) -> None:
-    """Writes an entry point as a LiteRT model; `Program.litert` documents the arguments."""
+    """Writes an entry point (a function of the program) as a LiteRT model. `Program.litert` documents the arguments."""
     if dtype not in TOLERANCE:
         raise ValueError(f"Program.litert: dtype={dtype!r}: expected {', '.join(TOLERANCE)}")
     if entry not in program.entries:
@@ -85,10 +86,10 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict",
 
 def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes: Mapping[str, int] | None = None, *,
             signature: str = "predict", inputs: list | None = None, tolerance: float = TOLERANCE["float32"]) -> float:
-    """Runs a signature in LiteRT's interpreter and compares its outputs with those of the program.
+    """Runs a signature of a LiteRT model in LiteRT's interpreter, and compares its outputs with those of the program.
 
     Returns:
-        The largest difference, relative to the largest element.
+        The largest difference, relative to the largest element of an output.
 
     Raises:
         ValueError: the difference is larger than the tolerance.
@@ -110,7 +111,7 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", sizes
 
 
 def _packages() -> dict[str, Any]:
-    """The modules of LiteRT."""
+    """Imports the modules of LiteRT, and returns them as {name: module}."""
     try:
         import ai_edge_quantizer  # noqa: F401
         from ai_edge_litert import interpreter
@@ -125,7 +126,8 @@ def _packages() -> dict[str, Any]:
 
 
 def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
-    """{name of the signature: sizes of all variables}. With one choice of sizes the name is that of the entry point."""
+    """Returns {name of the signature: {size variable: value}}. If there is one choice of sizes, the signature has the
+    name of the entry point."""
     variables = size_variables(traced.inputs)
     if sizes is None:
         choices = [default_sizes(traced)]
@@ -148,7 +150,8 @@ def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
 
 
 def default_sizes(traced: Any) -> dict[str, int]:
-    """The upper bound of each variable that has one (t <= 64), and the smallest size of the others."""
+    """Returns {size variable: value}. The value is the upper bound of the variable (64 for t <= 64), or the smallest
+    valid value if it has no upper bound."""
     names = size_variables(traced.inputs)
     bounds = {name: int(n) for constraint in traced.constraints
               for name, n in re.findall(r"^(\w+) <= (\d+)$", constraint.strip())}
@@ -162,7 +165,7 @@ def default_sizes(traced: Any) -> dict[str, int]:
 
 
 def _lowered(stable, constants, weights, sizes) -> bytes:
-    """The program for these sizes as portable StableHLO, with its weights as constants."""
+    """Returns the program for these sizes as portable StableHLO. The weights are constants of the program."""
     run = _rebuild.sized(stable, constants, sizes, {**_rebuild.OPERATIONS, **_OPERATIONS})
     types = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
              for dtype, shape in (run.values[i] for i in stable["inputs"][len(weights):])]
@@ -171,7 +174,8 @@ def _lowered(stable, constants, weights, sizes) -> bytes:
 
 
 def _unrolled(run, options, types, *arrays):
-    """A scan without a loop. Slices of weights are computed here, so that they are constants of the program."""
+    """Evaluates a scan without a loop. Slices of weights are computed during tracing, so they become constants of the
+    program."""
     start, end = options["consts"], options["consts"] + options["carry"]
     length, = run.shape([options["length"]])
     carry, stacked = list(arrays[start:end]), []
@@ -187,7 +191,8 @@ def _unrolled(run, options, types, *arrays):
 
 
 def _scatter(run, options, types, x, indices, updates):
-    """An addition of whole rows as a product with a one-hot matrix, because the interpreter has no such scatter."""
+    """Evaluates a scatter that adds whole rows as a product with a one-hot matrix, because LiteRT's interpreter does
+    not support such a scatter."""
     indexed, window, shape = options["indexed"], options["window"], x.shape
     kept = [axis for axis in range(x.ndim) if axis not in options["inserted"]]
     whole = [updates.shape[i] for i in window] == [shape[axis] for axis in kept]
@@ -208,8 +213,8 @@ def _scatter(run, options, types, x, indices, updates):
 
 
 def _convolution(run, options, types, x, kernel):
-    """A convolution whose input dilation is written into the input as zeros, because the converter loses the padding of
-    convolutions with input dilation (transposed convolutions)."""
+    """Evaluates a convolution. If it has input dilation (transposed convolution), the zeros are first inserted into the
+    input, because the converter loses the padding of convolutions with input dilation."""
     padding = [(0, 0, 0)] * x.ndim
     for axis, dilation in zip(options["input"][2:], options["input_dilation"]):
         padding[axis] = (0, 0, dilation - 1)
@@ -222,7 +227,8 @@ _OPERATIONS = {"scan": _unrolled, "scatter": _scatter, "convolution": _convoluti
 
 
 def _converted(packages, signatures) -> bytes:
-    """One model of several signatures (name, StableHLO, inputs, outputs)."""
+    """Converts signatures to one LiteRT model, and returns its bytes. A signature is (name, StableHLO, inputs,
+    outputs)."""
     ir, api = packages["ir"], packages["api"]
     context = ir.Context()
     api.prepare_mlir_context(context)
@@ -248,7 +254,7 @@ def _converted(packages, signatures) -> bytes:
 
 
 def _quantized(data: bytes, dtype: str) -> bytes:
-    """A float32 model with float16 or int8 weights."""
+    """Converts the weights of a float32 model to float16 or int8, and returns the new model."""
     from ai_edge_quantizer import quantizer
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):    # its progress
@@ -258,7 +264,7 @@ def _quantized(data: bytes, dtype: str) -> bytes:
 
 
 def _shared(data: bytes) -> bytes:
-    """The model with equal weights once: the quantizer writes those of each signature."""
+    """Removes copies of equal weights from a model. The quantizer writes a copy of the weights for each signature."""
     from ai_edge_litert.tools import flatbuffer_utils
 
     if len(data) > _LARGE:

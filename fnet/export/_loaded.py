@@ -1,4 +1,5 @@
-"""Loads a bundle and runs its programs. Bundles contain this file as load.py, which needs only JAX and NumPy.
+"""Loads a bundle and runs its programs. Every bundle contains a copy of this module as load.py. It needs only JAX and
+NumPy.
 
     python digits.fnet                      # describes the bundle and checks its programs
 
@@ -33,13 +34,13 @@ def load(path, *, verify=True, check=False, kernels=False):
     """Loads a bundle.
 
     Args:
-        path: the bundle, a path.
-        verify: whether to read the whole file once and compare its digest. Default True. If False, only the digests of
-            the small files in the bundle are compared.
+        path: the path of the bundle, a file that `Program.save` wrote.
+        verify: whether to read the whole file once and compare its SHA-256. Default True. If False, only the SHA-256 of
+            each small file in the bundle is compared.
         check: whether to run all programs on the test inputs in the bundle and compare the outputs, as `Bundle.check`
             does. Default False.
-        kernels: whether to use the program with kernels for this platform, if the bundle contains such a program.
-            Default False.
+        kernels: whether to use the program with attention kernels for the default platform of JAX, if the bundle
+            contains such a program. Default False.
 
     Returns:
         A `Bundle`.
@@ -107,13 +108,18 @@ class Bundle:
             The output, a tree of arrays.
 
         Raises:
-            BundleError: the inputs do not match the signature; the message names the input and the violated constraint.
+            BundleError: the inputs do not match the signature. The message names the input and the violated constraint.
         """
         return self.function(entry)(self.arrays, *inputs, **named)
 
     def run(self, *inputs, **named):
-        """Runs the entry points "preprocess", "predict" and "postprocess", omitting those that the bundle lacks. The
-        inputs are passed to the first entry point, and its output to the next; a dict is passed as named inputs."""
+        """Runs the entry points "preprocess", "predict" and "postprocess" one after another, and returns the last
+        output.
+
+        Entry points that the bundle does not contain are omitted. The inputs are passed to the first entry point. The
+        output of each entry point is the input of the next. If the output is a dict, its items are passed as named
+        inputs.
+        """
         for entry in ("preprocess", "predict", "postprocess"):
             if entry in self.entries:
                 output = self.call(entry, *inputs, **named)
@@ -121,9 +127,11 @@ class Bundle:
         return output
 
     def function(self, entry):
-        """Returns the function f(weights, *inputs) of an entry point. It can be compiled with `jax.jit`. It can be
-        differentiated if the bundle was saved with `differentiable=True`. `weights` is a dict {name: array}, or
-        nested dicts with the same paths."""
+        """Returns the function f(weights, *inputs) of an entry point.
+
+        `weights` is a dict {name: array}, or nested dicts with the same paths. The function can be compiled with
+        `jax.jit`. It can be differentiated if the bundle was saved with `differentiable=True`.
+        """
         description, program = self._entry(entry), self._program(entry)
 
         def f(weights, *inputs, **named):
@@ -135,7 +143,10 @@ class Bundle:
         return f
 
     def interpret(self, entry, *inputs, weights=None, **named):
-        """Runs an entry point with NumPy, from its stable form. This does not need JAX, and is slow."""
+        """Runs an entry point with NumPy, without JAX. This is slow.
+
+        The method evaluates the stable form of the program, a description that does not depend on JAX's version.
+        """
         description = self._entry(entry)
         flat, sizes = signature.bound(self.path, entry, description, inputs, named)
         chosen = signature.chosen(description, self.weights if weights is None else weights, self.weights)
@@ -145,10 +156,11 @@ class Bundle:
         return signature.unflatten(description["output"], iter(interpret.run(program, constants, inputs, sizes)))
 
     def stable(self, entry):
-        """Returns the stable form of an entry point, from JSON.
+        """Returns the stable form of an entry point: JSON data that describe the program independently of JAX's
+        version.
 
         Raises:
-            BundleError: the entry point has no stable form; the message states the reason.
+            BundleError: the entry point has no stable form. The message states the reason.
         """
         reason = self._entry(entry).get("not_stable")
         if reason:
@@ -191,14 +203,14 @@ class Bundle:
         return lines
 
     def checked_by_numpy(self, entry, inputs, wanted):
-        """The part of `check` that needs no JAX, for one entry point."""
+        """Performs the part of `check` that needs no JAX, for one entry point."""
         description = self._entry(entry)
         output = self.interpret(entry, **signature.named(description, inputs))
         return _compared(self.path, entry, "NumPy", description, output, wanted)
 
     def tests(self):
-        """Returns {entry point: (leaves of the inputs, leaves of the outputs)}, the tests for `check`. The lists of an
-        entry point without a test are empty."""
+        """Returns the tests for `check`, {entry point: (leaves of the inputs, leaves of the outputs)}. If there is no
+        test for an entry point, both lists are empty."""
         tests = self._archive.tensors(reader.TESTS)
         read = lambda kind: [tests[f"{kind}/{i}"] for i in range(sum(name.startswith(f"{kind}/") for name in tests))]
         return {entry: (read(f"{entry}/inputs"), read(f"{entry}/outputs")) for entry in self.entries}
@@ -216,7 +228,7 @@ class Bundle:
         return self.manifest["entries"][entry]
 
     def _program(self, entry):
-        """The function of (weights, inputs) that JAX runs."""
+        """Returns the compiled function of (weights, inputs)."""
         if entry not in self._programs:
             import jax
 

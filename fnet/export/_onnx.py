@@ -1,4 +1,4 @@
-"""Writes programs as ONNX models, and compares them in onnxruntime with the program."""
+"""Writes programs as ONNX models, and compares the outputs of onnxruntime with those of the program."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _MISSING = "ONNX needs the packages {}: pip install 'fnet[onnx]'"
 
 
 class Unsupported(NotImplementedError):
-    """An operation that the ONNX exporter does not support; the message names it and its path."""
+    """Raised for an operation that the ONNX exporter does not support. The message states the operation and its
+    path."""
 
 
 def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset: int = OPSET,
          fused: bool = True, external: bool | None = None, check: bool = True) -> None:
-    """Writes an entry point as an ONNX model; `Program.onnx` documents the arguments."""
+    """Writes an entry point (a function of the program) as an ONNX model. `Program.onnx` documents the arguments."""
     try:
         import onnx
     except ImportError:
@@ -58,8 +59,8 @@ def save(program: Any, path: str | os.PathLike, *, entry: str = "predict", opset
 
 
 def compare(program: Any, path: str | os.PathLike, entry: str = "predict", inputs: list | None = None) -> float:
-    """Returns the largest difference between the outputs in onnxruntime and those of the program, relative to the
-    largest element.
+    """Returns the largest difference between the outputs of onnxruntime and those of the program, relative to the
+    largest element of an output.
 
     Raises:
         ValueError: the difference is larger than 1e-5.
@@ -85,11 +86,12 @@ def compare(program: Any, path: str | os.PathLike, entry: str = "predict", input
 
 
 class _Model:
-    """The model that is being written.
+    """The ONNX model that is being written.
 
     Attributes:
-        weights: {name: array}, initializers that may be used; derived ones (transposed kernels) are added.
-        path: of the operation that is being converted, the prefix of the names of its nodes.
+        weights: the possible initializers of the ONNX model, {name: array}: the weights and constants of the program,
+            and weights in other layouts, such as transposed kernels.
+        path: the path of the operation that is being converted, a prefix of the names of its nodes.
     """
 
     def __init__(self, onnx, stable, opset):
@@ -119,8 +121,11 @@ class _Model:
         return name
 
     def derived(self, source: str, array: np.ndarray, kind: str, *inputs: str, **attributes: Any) -> str:
-        """A weight in another layout. It replaces the weight. If the weight is also used itself, a node computes the
-        other layout."""
+        """Adds `array`, the weight `source` in another layout, to the weights, and returns its name.
+
+        `kind`, `inputs` and `attributes` define the node that computes this layout from `source`. The node is used only
+        if the ONNX model also contains `source`, see `_computed`.
+        """
         key = source, kind, array.shape, str(attributes)
         if key not in self._layouts:
             name = self.unique(f"{source}:{kind.lower()}")
@@ -131,7 +136,11 @@ class _Model:
         return self._layouts[key]
 
     def _computed(self, used: set[str]) -> list:
-        """The nodes of the layouts whose weights are also used otherwise, so that these are stored once."""
+        """Returns nodes that compute layouts of weights, so that each weight is stored only once.
+
+        If a weight is used in one layout only, this layout is stored and needs no node. Otherwise, the original weight
+        is stored, and nodes compute the other layouts.
+        """
         nodes, roots = [], {}
         for name in used & self._sources.keys():
             root = name
@@ -217,9 +226,10 @@ class _Graph(Graph):
         return self.model.helper.make_graph(self.nodes, self.model.unique(name), ins, [value(y) for y in self.outputs])
 
     def body(self, graph, body, inputs) -> list[str]:
-        """Converts a body into `graph`; returns the names of its outputs."""
+        """Converts the equations of a program, loop or branch to nodes of `graph`, and returns the names of the
+        outputs."""
         if inputs is not None:
-            # A body may be converted twice (the test of a while loop): its values get new names in this graph.
+            # A body may be converted twice, as the test of a while loop. Its values then get new names in this graph.
             graph.names.update(zip(body["inputs"], inputs))
         for operation, ins, outs, options, path in body["equations"]:
             self.model.path = path
@@ -242,11 +252,13 @@ class _Graph(Graph):
 
 
 class Equation:
-    """One operation while it is converted.
+    """An operation of the stable form that is being converted to ONNX nodes.
 
     Attributes:
-        g: the graph. options: of the operation.
-        in_types, out_types: [(dtype, shape)]; dtype and shape are those of the first output.
+        g: the graph to which the nodes are added.
+        options: the options of the operation, a dict.
+        in_types, out_types: the types of the inputs and of the outputs, [(dtype, shape)].
+        dtype, shape: the dtype and shape of the first output.
     """
 
     def __init__(self, graph, operation, ins, outs, options):
@@ -273,7 +285,7 @@ class Equation:
         return None
 
     def x(self, i: int) -> str:
-        """The name of the i-th input."""
+        """Returns the name of the i-th input."""
         a = self.ins[i]
         if isinstance(a, list):
             number = float(a[1]) if isinstance(a[1], str) else a[1]
@@ -290,7 +302,8 @@ class Equation:
         raise KeyError(a)
 
     def loose(self, i: int) -> tuple[str, list]:
-        """(name, shape) of the i-th input before it was broadcast to its shape, if it was."""
+        """Returns (name, shape) of the i-th input before it was broadcast. If it was not broadcast, this is the input
+        itself."""
         a, graph = self.ins[i], self.g
         while graph is not None and not isinstance(a, list) and a not in graph.names:
             if a in graph.loose:
@@ -299,12 +312,12 @@ class Equation:
         return self.x(i), self.in_types[i][1]
 
     def loosely(self, i: int, name: str, narrow: list) -> None:
-        """Sets the i-th output to a value that broadcasts to its shape."""
+        """Sets the i-th output to a value of the shape `narrow`, which can be broadcast to the shape of the output."""
         self.g.names.pop(self.outs[i], None)
         self.g.loose[self.outs[i]] = name, narrow
 
     def number(self, x: Any) -> str:
-        """A number in the dtype of the first output."""
+        """Returns the name of a constant with the value x, in the dtype of the first output."""
         return self.g.constant(float(x) if isinstance(x, str) else x, self.dtype)
 
     def body(self, graph, body, inputs) -> list[str]:

@@ -1,4 +1,4 @@
-"""Elementwise operations, reductions and layout in ONNX."""
+"""Converts elementwise operations, reductions and layout operations to ONNX."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _not_equal(e, x, y):
 
 
 def _divide(e, x, y):
-    """Integers are divided towards zero in both."""
+    """Converts a division. Quotients of integers are rounded towards zero in JAX and in ONNX."""
     return e.g.op("Div", x, y)
 
 
@@ -83,7 +83,7 @@ def _cbrt(e, x):
 
 
 def _atan2(e, y, x):
-    """atan(y / x), shifted by pi where x is negative."""
+    """Computes atan(y / x), plus or minus pi where x is negative."""
     angle = e.g.op("Atan", e.g.op("Div", y, x))
     zero, pi = e.number(0), e.number(np.pi)
     shift = e.g.op("Where", e.g.op("Less", y, zero), e.g.op("Neg", pi), pi)
@@ -216,7 +216,8 @@ def top_k(e):
 
 
 def _start(e, i, n, length):
-    """The i-th start of a dynamic slice as a vector of one integer, moved into the operand."""
+    """Returns input i, a start index of a dynamic slice, as a vector with one element. It is clamped so that the slice
+    lies inside the operand."""
     start = e.g.reshape(e.g.cast(e.x(i), INT64), [], [1])
     last = e.g.size(added(n, -length if isinstance(length, int) else f"-({length})"))
     return e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))
@@ -236,7 +237,7 @@ def dynamic_update_slice(e):
     axes = [axis for axis, (n, length) in enumerate(zip(shape, sizes)) if not same(n, length)]
 
     def updated(x, axes):
-        """x with the window replaced, which is smaller than x along `axes`."""
+        """Replaces a window of x by the update. The window is smaller than x along `axes`."""
         if not axes:
             return e.x(1)
         axis, at = axes[0], e.g.integers(axes[0])

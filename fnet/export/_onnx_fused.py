@@ -1,8 +1,9 @@
-"""Finds normalizations, GELUs and attention in a program, for which ONNX has fused operators.
+"""Finds normalizations, GELUs and attentions in a program, and replaces them by operators of ONNX.
 
-A candidate is a group of equations around an operation that the operator requires (rsqrt, erf, exp). NumPy evaluates
-the equations for random inputs, and the results are compared with the definition of the operator. Therefore the form in
-which a library writes a normalization does not matter, and a candidate that computes something else is not replaced.
+A candidate is a group of equations around an operation that such a function contains: rsqrt in a normalization, erf or
+tanh in a GELU, exp in an attention. NumPy evaluates the equations for random inputs, and the results are compared with
+the definition of the ONNX operator. Therefore it does not matter how a library writes a normalization, and a candidate
+that computes something else is not replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _VALUES = 1 << 24             # elements of the largest value that is evaluated
 
 
 def fused(stable: dict, opset: int) -> dict:
-    """The program with the fused operators of this opset in place of their equations."""
+    """Returns the program, in stable form, with the operators of this opset in place of the equations that compute the
+    same."""
     kinds = {kind for kind, since in _SINCE.items() if opset >= since}
     return _fused(stable, stable["values"], kinds)
 
@@ -71,7 +73,8 @@ class _Candidate:
         return [a for a in equation[1] if isinstance(a, int)]
 
     def before(self, value, cuts=(), reach=_REACH) -> list[int]:
-        """The values that a value depends on, nearest first, without those behind the cuts."""
+        """The values from which a value is computed, nearest first. The search goes back at most `reach` equations, and
+        does not go beyond the values in `cuts`."""
         found, front = [], [value]
         for _ in range(reach):
             step = [a for v in front if v in self.made and v not in cuts
@@ -81,7 +84,8 @@ class _Candidate:
         return found
 
     def after(self, value) -> Iterator[int]:
-        """The results of the elementwise operations that follow, as long as a value has one use."""
+        """Yields the value, and the results of the elementwise and layout operations that follow. The iteration ends at
+        a value that is not used by exactly one such operation."""
         yield value
         for _ in range(_REACH):
             users = [equation for equation in self.equations if value in equation[1]]
@@ -91,7 +95,7 @@ class _Candidate:
             yield value
 
     def region(self, root, cuts) -> tuple[list, list[int]]:
-        """(the equations between the cuts and the root, the other values they need)."""
+        """Returns (the equations that compute `root` from `cuts`, the other values that these equations need)."""
         wanted, places, free = [root], set(), []
         while wanted:
             value = wanted.pop()
@@ -121,7 +125,7 @@ class _Candidate:
 
 
 class _Unsuitable(Exception):
-    """The equations are not those of a pattern."""
+    """Raised if the equations of a candidate do not compute the function of its pattern."""
 
 
 def _attempt(function):
@@ -143,7 +147,7 @@ def _floating(candidate, value) -> bool:
 
 @_attempt
 def _norm(c, kinds):
-    """A normalization over the last axis, whose rsqrt is the start."""
+    """Finds a normalization over the last axis. Its rsqrt is the start of the candidate."""
     (variance,), (start,) = c.equations[c.start][1:3]
     sums = c.equations[c.made[variance]]
     epsilon = next(float(a[1]) for a in sums[1] if isinstance(a, list))
@@ -191,7 +195,7 @@ def _normalized(c, x, start, epsilon, kinds):
 
 @_attempt
 def _gelu(c, kinds):
-    """x times the normal distribution function of x, or its approximation by tanh."""
+    """Finds a GELU: x times the cumulative normal distribution of x, or its approximation by tanh."""
     start, = c.equations[c.start][2]
     if "gelu" not in kinds or not _floating(c, start):
         return None
@@ -212,7 +216,7 @@ def _gelu(c, kinds):
 
 @_attempt
 def _attention(c, kinds):
-    """Attention, whose exp is the start."""
+    """Finds an attention. The exp of its softmax is the start of the candidate."""
     start, = c.equations[c.start][2]
     if "attention" not in kinds or not _floating(c, start) or len(c.shape(start)) < 4:
         return None
@@ -254,14 +258,14 @@ def _attention(c, kinds):
 
 
 def _order(c, dot, side, contracted_last):
-    """The axes of an operand as [batch, free, contracted], or [batch, contracted, free]."""
+    """The axes of an operand of a product, in the order [batch, free, contracted] or [batch, contracted, free]."""
     value, contract, batch = dot[1][side], dot[3]["contract"][side], dot[3]["batch"][side]
     free = [i for i in range(len(c.shape(value))) if i not in (*contract, *batch)]
     return [*batch, *free, *contract] if contracted_last else [*batch, *contract, *free]
 
 
 def _narrow(c, value):
-    """A value before it is broadcast."""
+    """Returns the value from which a value was broadcast. If it was not broadcast, this is the value itself."""
     while value in c.made and c.equations[c.made[value]][0] == "broadcast" and isinstance(
             c.equations[c.made[value]][1][0], int) and len(c.shape(c.equations[c.made[value]][1][0])) >= 4:
         value = c.equations[c.made[value]][1][0]
@@ -269,7 +273,8 @@ def _narrow(c, value):
 
 
 def _drawn(c, root, cuts, masks):
-    """Random queries, keys and values; and a mask with a row without keys, if the mask depends on other inputs."""
+    """Returns random queries, keys and values. If the mask depends on other inputs, the result also contains a random
+    mask, in which all keys of the first row are masked."""
     draw = np.random.default_rng(0)
     given = {name: draw.normal(size=c.shape(name)).astype(np.float32) for name in sorted(cuts)}
     if c.region(root, given)[1] and masks:

@@ -1,4 +1,4 @@
-"""An ONNX graph while it is written: its nodes, its initializers, and shapes with symbolic sizes."""
+"""An ONNX graph that is being written: its nodes, and the computation of symbolic sizes and shapes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ INT64 = np.dtype(np.int64)
 
 
 class Graph:
-    """The graph of a model, or of the body of a loop or branch, which can also use the names of the enclosing graphs.
+    """The graph of a model, or of the body of a loop or branch. A body can also use the values of the enclosing graphs.
 
     Attributes:
         nodes: the nodes in order.
-        names: the names of the values, {index of the value in the stable form: name}.
-        types: {name: (dtype, shape)} of the values whose types are known. Sizes are integers or expressions.
+        names: the names of the values in the graph, {index of the value in the stable form: name}.
+        loose: the values that are not yet broadcast to their shape, {index of the value: (name, shape before the
+            broadcast)}. Sizes are integers or expressions.
     """
 
     def __init__(self, model: Any, parent: Graph | None = None):
@@ -29,7 +30,8 @@ class Graph:
         self.kept: dict[Any, str] = {}       # values that are computed once
 
     def look(self, table: str, key: Any) -> Any:
-        """An entry of a table of this graph or of the enclosing graphs."""
+        """Returns the value of a key in an attribute (such as "kept") of this graph or of an enclosing graph, or
+        None."""
         graph: Graph | None = self
         while graph is not None:
             if key in (entries := getattr(graph, table)):
@@ -38,7 +40,7 @@ class Graph:
         return None
 
     def op(self, kind: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
-        """Adds a node; returns the name of its output, or a list of names."""
+        """Adds a node, and returns the name of its output, or the names of its outputs if there are several."""
         name = self.model.unique(f"{self.model.path}/{kind}" if self.model.path else kind)
         names = [name if outputs == 1 else f"{name}.{i}" for i in range(outputs)]
         self.nodes.append(self.model.helper.make_node(kind, list(inputs), names, name=name, **attributes))
@@ -48,13 +50,13 @@ class Graph:
         return self.model.constant(np.asarray(array, dtype))
 
     def integers(self, *numbers: int) -> str:
-        """A vector of integers, such as axes."""
+        """Returns the name of a constant vector of integers, such as axes."""
         return self.constant(list(numbers), INT64)
 
     # Sizes.
 
     def size(self, n: int | str) -> str:
-        """A size as a vector of one integer."""
+        """Returns the name of a vector with one element, the size n."""
         if isinstance(n, int):
             return self.integers(n)
         name = self.look("kept", n)
@@ -84,11 +86,11 @@ class Graph:
         return self._divided(*parts) if function == "floordiv" else self.op("Mod", *parts)
 
     def _divided(self, x, y) -> str:
-        """ONNX's division of integers rounds towards zero."""
+        """Divides integers and rounds down. (ONNX's operator Div rounds towards zero.)"""
         return self.op("Div", self.op("Sub", x, self.op("Mod", x, y)), y)
 
     def shape(self, shape: list) -> str:
-        """A shape as a vector of integers."""
+        """Returns the name of a vector of the sizes of a shape."""
         if all(isinstance(n, int) for n in shape):
             return self.integers(*shape)
         key = tuple(shape)
@@ -101,7 +103,7 @@ class Graph:
     # Common operations.
 
     def reshape(self, x: str, old: list, new: list) -> str:
-        """x of shape `old` in the shape `new`."""
+        """Reshapes x from the shape `old` to the shape `new`, and returns the name of the result."""
         if old == new:
             return x
         array = self.model.weights.get(x)
@@ -135,11 +137,12 @@ class Graph:
         return self.op("Unsqueeze", x, self.integers(*axes))
 
     def slice(self, x: str, start: int | str, stop: int | str, axis: int, step: int = 1) -> str:
-        """x[start:stop:step] along one axis."""
+        """Computes x[start:stop:step] along one axis, and returns the name of the result."""
         return self.op("Slice", x, self.size(start), self.size(stop), self.integers(axis), self.integers(step))
 
     def dilate(self, x: str, shape: list, axis: int, step: int, zero: str) -> tuple[str, list]:
-        """(x with step - 1 zeros between the elements of an axis, its shape)."""
+        """Inserts step - 1 elements `zero` between the elements of an axis of x. Returns (the name of the result, its
+        shape)."""
         if step == 1:
             return x, shape
         n = shape[axis]
@@ -154,7 +157,7 @@ class Graph:
         return self.slice(y, 0, -(step - 1), axis), shape
 
     def pad(self, x: str, shape: list, padding: list, value: str) -> tuple[str, list]:
-        """(x with [low, high, interior] padding on each axis, its shape)."""
+        """Pads each axis of x by [low, high, interior] elements. Returns (the name of the result, its shape)."""
         for axis, (_, _, interior) in enumerate(padding):
             x, shape = self.dilate(x, shape, axis, interior + 1, value)
         lows, highs = [low for low, _, _ in padding], [high for _, high, _ in padding]
@@ -183,7 +186,7 @@ def product(sizes: list) -> int | str:
 
 
 def same(n: int | str, m: int | str) -> bool:
-    """Whether two sizes are certainly equal."""
+    """Whether two sizes are the same number or the same expression."""
     return n == m or (not isinstance(n, int) and str(n).replace(" ", "") == str(m).replace(" ", ""))
 
 

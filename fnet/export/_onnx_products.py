@@ -56,7 +56,8 @@ def convolution(e):
 
 
 def _windows(e, x, start, kind: str, **attributes):
-    """A pooling operation. ONNX pools [batch, channels, *space]: axes with windows of 1 are moved to the front."""
+    """Converts a pooling. ONNX pools arrays [batch, channels, *space], so axes with windows of size 1 are moved to the
+    front."""
     options, shape = e.options, e.in_types[0][1]
     padding = options["padding"]
     dynamic = any(not isinstance(n, int) or n < 0 for pair in padding for n in pair)
@@ -96,7 +97,11 @@ def window_sum(e):
 
 
 def window_select_add(e):
-    """The gradient of a max-pooling: each element of the source is added to the first largest element of its window."""
+    """Converts the gradient of a max-pooling or min-pooling.
+
+    Each element of the source belongs to a window. It is added at the position of the largest (or smallest) element of
+    this window, or of the first of several such elements.
+    """
     options = e.options
     (_, out), (_, shape) = e.in_types[0], e.in_types[1]
     source, zero = e.x(0), e.number(0)
@@ -136,8 +141,12 @@ def window_select_add(e):
 
 
 def _indices(e, shape, sizes, dropped):
-    """(indices [*batch, *windows, k] of elements or rows, which are inside, the axes that they index, the axes whose
-    windows are not the whole axis). `sizes` are those of the windows."""
+    """Returns (indices, inside, axes, windows) for a gather or scatter whose windows have the given sizes.
+
+    `indices`, [*batch, *windows, len(axes)], are the positions along `axes`. `inside` states which windows lie inside
+    the operand (None if no window can lie outside). `windows` are the axes along which a window has several elements,
+    but not all elements of the axis.
+    """
     options, indices = e.options, e.x(1)
     (_, index_shape), batch = e.in_types[1], len(e.in_types[1][1]) - 1
     windows = [a for a in range(len(shape)) if a not in dropped and a not in options["batch"]
@@ -172,7 +181,7 @@ def _indices(e, shape, sizes, dropped):
 
 
 def _range(e, n, axis, rank):
-    """0, 1, ..., n - 1 along one of `rank` axes."""
+    """Returns the integers 0, 1, ..., n - 1 along one axis of an array with `rank` axes. The other axes have size 1."""
     numbers = (e.g.constant(np.arange(n), INT64) if isinstance(n, int) else
                e.g.op("Range", e.g.constant(0, INT64), e.g.op("Squeeze", e.g.size(n)), e.g.constant(1, INT64)))
     return e.g.reshape(numbers, [n], [n if i == axis else 1 for i in range(rank)])
@@ -292,7 +301,7 @@ def cond(e):
     index = e.x(0)
 
     def chosen(graph, i):
-        """The outputs of branch i, or of a later one."""
+        """Returns the outputs of branch i if the index is at most i, and otherwise those of a later branch."""
         if i == len(branches) - 1:
             return e.body(graph, branches[i], names)
         first, rest = graph.inner(), graph.inner()

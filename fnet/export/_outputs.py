@@ -1,4 +1,4 @@
-"""The outputs of another runtime, compared with those of the program."""
+"""Compares the outputs of another runtime with those of the program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 
 def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: Iterable[Any], tolerance: float) -> float:
-    """Returns the largest difference between results and wanted results, relative to the largest element of an output.
+    """Returns the largest difference between results and expected results, relative to the largest element of each
+    output.
 
     Raises:
         ValueError: the difference is larger than the tolerance.

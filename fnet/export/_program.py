@@ -29,10 +29,10 @@ class Entry:
     Attributes:
         closed: the closed jaxpr. Its arguments are the weights, in the order of `weights`, and the leaves of the
             inputs. Its results are the leaves of the output.
-        weights: the names of its weights. An array that the function closed over is called constants/DIGEST.
-        inputs: [(name, tree of {"dtype", "shape"})].
-        output: a tree of {"dtype", "shape"}.
-        constraints: the constraints on the size variables, as text.
+        weights: the names of its weights. The name of an array that the function closed over is constants/DIGEST.
+        inputs: the descriptions of the inputs, [(name, tree of {"dtype", "shape"})].
+        output: the description of the output, a tree of {"dtype", "shape"}.
+        constraints: the constraints on the size variables, a list of strings.
         types: the leaves of the inputs, as `jax.ShapeDtypeStruct`s.
     """
 
@@ -42,7 +42,7 @@ class Entry:
 
     @functools.cached_property
     def portable(self) -> export.Exported:
-        """The program for all platforms: a function of ({name: weight}, list of inputs) to the list of outputs."""
+        """The program for all platforms. It maps ({name: weight}, list of inputs) to the list of outputs."""
         return self.exported(PLATFORMS)
 
     def exported(self, platforms: tuple[str, ...]) -> export.Exported:
@@ -61,7 +61,8 @@ class Program:
 
     Attributes:
         entries: the entry points, {name: `Entry`}.
-        weights: the weights, {name: array}. Names begin with params/, state/ or constants/.
+        weights: the weights, {name: array}. Names begin with params/, state/ or, for arrays that a function closes
+            over, constants/.
 
     >>> model = nn.Dense(3)
     >>> params, state = model.init(jax.random.key(0), jnp.ones((1, 4)))
@@ -110,10 +111,11 @@ class Program:
             tokenizer: the folder, the file or the list of files of a tokenizer, which is copied into the bundle.
                 Default None: no tokenizer.
             tests: the inputs for `load(check=True)`, {entry point: {input: array}}. Default: small random inputs.
-            differentiable: whether the programs contain their gradients. Default False.
+            differentiable: whether the bundle contains the gradients of the programs. Default False.
             kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with attention kernels.
                 Default: none.
-            about: JSON data that is added to the provenance in the manifest, such as the data set and the accuracy.
+            about: a dict of JSON data that is added to the provenance in the manifest, such as the data set and the
+                accuracy. Default None.
 
         Raises:
             ValueError: an argument is not valid, or a weight has a dtype that safetensors files cannot hold.
@@ -127,7 +129,8 @@ class Program:
              external: bool | None = None, check: bool = True) -> None:
         """Writes an entry point as an ONNX model, and compares its outputs in onnxruntime with those of the program.
 
-        Symbolic sizes stay symbolic, scans become Loops, and nodes have the names of their scopes. Needs fnet[onnx].
+        Size variables remain symbolic, scans become Loops, and nodes have the names of their scopes. This method needs
+        fnet[onnx].
 
         Args:
             path: the file to write, such as "digits.onnx".
@@ -140,7 +143,7 @@ class Program:
             check: whether to run the model on small random inputs in onnxruntime and compare the outputs. Default True.
 
         Raises:
-            NotImplementedError: an operation is not supported; the message names it and its path.
+            NotImplementedError: an operation is not supported. The message states the operation and its path.
             ValueError: the outputs in onnxruntime differ by more than 1e-5 of the largest element, or an argument is
                 not valid.
         """
@@ -153,18 +156,18 @@ class Program:
                check: bool = True) -> None:
         """Writes an entry point as a LiteRT (TensorFlow Lite) model, and compares its outputs with the program's.
 
-        Sizes are fixed, and scans are unrolled. Needs fnet[litert] and litert-converter, but not TensorFlow. This
-        method is experimental, because litert-converter has no public API.
+        Sizes are fixed, and scans are unrolled. This method needs fnet[litert] and litert-converter, but not
+        TensorFlow. It is experimental, because litert-converter has no public API.
 
             program.litert("gpt.tflite", sizes=[{"b": 1, "t": 16}, {"b": 1, "t": 64}])
 
         Args:
             path: the file to write, such as "digits.tflite".
             entry: the name of the entry point. Default "predict".
-            sizes: the value of each size variable, such as {"b": 1, "t": 64}, or a list of several such dicts. With
-                one dict, the model has one signature, which has the name of the entry point. With a list, each dict
-                is a signature with a name such as predict_b1_t64, and the signatures share the weights. Default: each
-                variable has its upper bound (64 for t <= 64), or the smallest valid size if it has no upper bound.
+            sizes: the value of each size variable, such as {"b": 1, "t": 64}, or a list of several such dicts. With one
+                dict, the model has one signature, which has the name of the entry point. With a list, each dict defines
+                a signature with a name such as predict_b1_t64, and the signatures share the weights. Default None: each
+                variable has its upper bound (64 for t <= 64), or the smallest valid value if it has no upper bound.
             dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With "int8", products and
                 convolutions are computed in int8 (dynamic quantization).
             check: whether to run the model on small random inputs in LiteRT and compare the outputs. Default True.
@@ -190,13 +193,13 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
 
     Args:
         f: a model, or any JAX function f(params, *inputs), for example of Flax, Equinox or Haiku.
-        params: the parameters, a tree of arrays. Implicit arrays (quantized or of low rank) are
-            exported in their own form.
-        state: the state, a tree of arrays, or None (the default). If it is not None and f is a model or has a
-            parameter `state`, f is called with `state=state` and must return (output, new state). The output is
+        params: the parameters, a tree of arrays. Implicit arrays, such as quantized parameters, are exported as the
+            arrays that they store (codes and scales).
+        state: the state, a tree of arrays, or None (the default). If there is a state, and f is a model or has a
+            parameter `state`, f is called with `state=state` and must return (output, new state). Only the output is
             exported.
         specs: the type of each input, `name=export.spec(...)`, or a tree of such types. Inputs are passed by name if f
-            has parameters of these names, otherwise by position in this order.
+            has parameters with these names, and otherwise by position, in this order.
 
     Returns:
         A `Program`.
@@ -216,7 +219,7 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
 
 
 def _traced(f, params, state, specs):
-    """(the entry point, {name: array} of the arrays that f closes over)."""
+    """Returns (the `Entry` of f, {name: array} of the arrays that f closes over)."""
     if not specs:
         raise TypeError("export.program: expected the type of each input by name, x=export.spec('b, 28, 28, 1')")
     inputs, constraints = _spec.resolve(specs)
@@ -252,7 +255,8 @@ def _traced(f, params, state, specs):
 
 
 def _constant(x):
-    """(name, array) of an array that a function closes over. The name is its digest, so equal arrays are saved once."""
+    """Returns (name, array) of an array that a function closes over. The name is a digest of the array, so equal arrays
+    are saved once."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         raise TypeError("export.program: the function closes over a random key; pass the key as an input, "
                         "key=jax.random.key(0)")
@@ -261,7 +265,7 @@ def _constant(x):
 
 
 def _called(f, names) -> tuple[bool, bool]:
-    """(whether f has parameters of these names after its first, whether it takes a state)."""
+    """Returns (whether f has parameters with these names after its first parameter, whether f accepts a state)."""
     forward = isinstance(f, nn.Layer)
     try:
         parameters = list(inspect.signature(type(f).forward if forward else f).parameters.values())

@@ -1,7 +1,7 @@
-"""Reads the file of a bundle: a zip archive with checksums. Bundles contain this file as reader.py.
+"""Reads the file of a bundle: a zip archive with checksums. Every bundle contains a copy of this module as reader.py.
 
-This module imports only NumPy. It treats the file as untrusted: every size is checked before memory is allocated for
-it, and nothing in the file is executed or unpickled.
+This module imports only NumPy. It treats the file as untrusted: it checks every size before it allocates memory, and it
+executes and unpickles nothing in the file.
 """
 
 import hashlib
@@ -40,15 +40,16 @@ _INVALID = (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, 
 
 
 class BundleError(ValueError):
-    """A file is not a bundle, is incomplete or damaged, or a call does not match the signature of an entry point."""
+    """Raised if a file is not a bundle, is incomplete or damaged, or if a call does not match the signature of an entry
+    point."""
 
 
 class Archive:
     """The files of a bundle.
 
     Args:
-        path: the bundle.
-        verify: whether to compare the digest of the whole file, which reads all of it.
+        path: the path of the bundle.
+        verify: whether to read the whole file and compare its SHA-256 with the SHA-256 at its end. Default True.
 
     Raises:
         BundleError: the file is damaged or not a bundle.
@@ -79,7 +80,8 @@ class Archive:
         return sorted(name for name in self._entries if name.startswith(folder))
 
     def read(self, name, known=True):
-        """The bytes of a file, whose digest is compared with the manifest."""
+        """Returns the bytes of a file in the bundle. If `known` is true, their SHA-256 is compared with the
+        manifest."""
         if name not in self._entries:
             raise self.error(f"there is no {name}")
         info, start = self._entries[name]
@@ -111,7 +113,8 @@ class Archive:
         return data
 
     def tensors(self, name):
-        """{key: array}, views of the memory-mapped file."""
+        """Returns the arrays of a safetensors file in the bundle, {key: array}. They are views of the memory-mapped
+        bundle."""
         if name not in self._entries:
             raise self.error(f"there is no {name}")
         info, start = self._entries[name]
@@ -147,7 +150,8 @@ class Archive:
         return arrays
 
     def _check_end(self, verify):
-        """Checks the end of the archive, before the directory is read, and the digest."""
+        """Checks the end of the archive before its directory is read. If `verify` is true, also checks the SHA-256 of
+        the whole file."""
         total = len(self._map)
         tail = self._map[max(0, total - 22 - _DIGEST):]
         if len(tail) != 22 + _DIGEST or tail[:4] != b"PK\5\6" or tail[22:22 + len(_COMMENT)] != _COMMENT:

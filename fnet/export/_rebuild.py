@@ -1,4 +1,7 @@
-"""Programs of JAX from the stable form, to renew bundles that JAX no longer reads."""
+"""Creates JAX programs from the stable form, to renew bundles that JAX no longer reads.
+
+The stable form is a description of a program as JSON data, which does not depend on JAX's version.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from fnet.export._program import Entry, Program
 
 
 def renew(path: str | os.PathLike, output: str | os.PathLike | None = None) -> None:
-    """Writes a bundle again with the installed version of JAX, from the stable form of its programs.
+    """Replaces the programs of a bundle by programs of the installed version of JAX.
 
-    The outputs of the new programs are compared with the outputs in the old bundle. The new bundle has the same
-    weights, labels and tokenizer. It has no programs with kernels, because the stable form contains no kernels.
+    The new programs are created from the stable form of the old programs, a description that does not depend on JAX's
+    version. The outputs of the new programs are compared with the outputs in the old bundle. The new bundle has the
+    same weights, labels and tokenizer. It has no programs with kernels, because the stable form contains no kernels.
 
     Args:
-        path: the bundle, a path.
-        output: the file to write. Default None: the bundle is replaced.
+        path: the path of the bundle.
+        output: the path of the new bundle. Default None: the old bundle is replaced.
 
     Raises:
         BundleError: the file is damaged, a program has no stable form, or a new program has other outputs.
@@ -76,9 +80,10 @@ def _entry(bundle, name) -> Entry:
 
 
 def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Callable:
-    """The function f(weights, inputs) -> outputs of an entry point for these sizes, from its stable form.
+    """Returns an entry point as a function f(weights, inputs) -> outputs for the given sizes, created from its stable
+    form.
 
-    Unlike a program that JAX has serialized, it can be rewritten by `ft.tune`.
+    Unlike a program that JAX has serialized, this function can be optimized by `ft.tune`.
 
     Raises:
         BundleError: the entry point has no stable form.
@@ -94,7 +99,7 @@ def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Cal
 
 def sized(stable: Mapping[str, Any], constants: Sequence[Any], sizes: Mapping[str, int],
           operations: Mapping[str, Callable] | None = None) -> Run:
-    """Returns a `Run` that evaluates a stable form with the given values of its variable sizes."""
+    """Returns a `Run` that evaluates a stable form with the given values of its size variables."""
     shape = lambda shape: tuple(_sizes.size(n, sizes) for n in shape)
     values = [(dtype, shape(axes)) for dtype, axes in stable["values"]]
     return Run(values, dict(zip(stable["constants"], constants)), shape, operations)
@@ -104,9 +109,9 @@ class Run:
     """Evaluates the stable form with JAX.
 
     Attributes:
-        values: the type (dtype, shape) of each value.
-        known: {value: constant array}.
-        shape: a function of a shape in the stable form, which returns the shape of the array.
+        values: the type of each value, a list of (dtype, shape).
+        known: the constants, {index of the value: array}.
+        shape: a function that maps a shape in the stable form to the shape of the array.
         operations: {name: function that computes the operation}.
     """
 
@@ -161,7 +166,7 @@ def _highest(dtype):
 
 
 def _window_select_add(run, options, types, source, x):
-    """As the derivative of the pooling, since JAX's own operation is not public."""
+    """Computes the operation as the derivative of a pooling, because JAX's own operation is not public."""
     kind = (lax.max, _lowest) if options["largest"] else (lax.min, _highest)
     pooled = lambda x: _window(*kind)(run, options, types, x)
     return jax.vjp(pooled, x)[1](source)[0]

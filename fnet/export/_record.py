@@ -1,4 +1,4 @@
-"""The model of a run, recorded in its folder, so that `fnet export RUN` needs no code of the user."""
+"""Records the model of a training run in the folder of the run, so that `fnet export RUN` needs no code of the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RENAMED = {"Llama": "Decoder"}    # classes in records of earlier versions
 
 
 class Record(NamedTuple):
-    """The description of a model in the folder of a run.
+    """The description of a model in the folder of a training run.
 
     Attributes:
         model: the model.
@@ -36,12 +36,13 @@ class Record(NamedTuple):
 
 def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | None = None,
            standardize: Mapping[str, Iterable[float]] | None = None, **specs: Spec) -> None:
-    """Writes the class and the fields of a model, and the types of its inputs, to model.json in the folder of a run.
+    """Writes the class and the fields of a model, and the types of its inputs, to model.json in the folder of a
+    training run.
 
         export.record(workdir, model, x=export.spec("b, 28, 28, 1"), labels=range(10))
 
     Args:
-        workdir: the folder of the run, a local path. It is created if necessary.
+        workdir: the folder of the training run, a local path. It is created if necessary.
         model: a model of `fnet.models` whose fields are numbers, strings, or tuples of numbers and strings.
         labels: the names of the classes. Default None: no labels.
         standardize: the mean and standard deviation of each channel, {"mean": [...], "std": [...]}, if the model
@@ -79,7 +80,7 @@ def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | No
 
 
 def read_record(workdir: str | os.PathLike) -> Record:
-    """Reads the model that `record` wrote to model.json in the folder of a run.
+    """Reads the model that `record` wrote to model.json in the folder of a training run.
 
     Returns:
         A named tuple (model, inputs, labels, standardize), with the values that were passed to `record`.

@@ -1,5 +1,8 @@
-"""Signatures of exported programs: inputs, outputs and weights as trees, and their sizes. Bundles contain this file as
-signature.py."""
+"""Compares the arguments of a call with the signature of an exported program.
+
+A signature describes the inputs and the output as trees of dtypes and shapes. Every bundle contains a copy of this
+module as signature.py.
+"""
 
 import re
 
@@ -16,7 +19,7 @@ KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"
 
 
 def bound(path, entry, description, inputs, named):
-    """The input arrays of a call, in order, and the values of the size variables: (arrays, {variable: value}).
+    """Returns two values: the input arrays of a call, in order, and the values of the size variables, {name: value}.
 
     Raises:
         BundleError: the inputs do not match the signature.
@@ -39,7 +42,7 @@ def bound(path, entry, description, inputs, named):
 
 
 def _sizes(expected, constraints, leaves):
-    """The values of the size variables."""
+    """Returns the values of the size variables, {name: value}, after checking shapes and constraints."""
     sizes, origin = {}, {}
     for name, leaf, shape in leaves:
         if len(shape) != len(leaf["shape"]):
@@ -69,7 +72,8 @@ def _sizes(expected, constraints, leaves):
 
 
 def satisfied(constraint, sizes):
-    """Whether sizes satisfy a constraint such as "t <= 64"; True if it contains unknown variables."""
+    """Whether sizes satisfy a constraint such as "t <= 64". True if the constraint contains a variable without a
+    value."""
     left, relation, right = re.split("(<=|>=|==)", constraint, maxsplit=1)
     try:
         x, y = (size(part.strip(), sizes) for part in (left, right))
@@ -118,13 +122,17 @@ def unflatten(tree, leaves):
 
 
 def named(description, inputs):
-    """{name: input} of the leaves of all inputs."""
+    """Returns {name: input}, where `inputs` are the leaves of all inputs in order."""
     leaves = iter(inputs)
     return {name: unflatten(tree, leaves) for name, tree in description["inputs"]}
 
 
 def chosen(description, weights, held):
-    """The weights of an entry point. Arrays that its function closed over are always those of the bundle."""
+    """Returns the weights of an entry point, {name: array}, from a tree of weights.
+
+    Arrays that the function closed over may be missing in `weights`. They are then taken from `held`, the weights of
+    the bundle.
+    """
     flat = {name: held[name] for name in description["weights"] if name.startswith("constants/")}
 
     def collect(tree, path):
@@ -155,5 +163,5 @@ def text(tree):
 
 
 def shape(leaf, sizes):
-    """The shape of an array for these sizes of the variables."""
+    """Returns the shape of an array for the given values of the size variables."""
     return tuple(size(n, sizes) for n in leaf["shape"])

@@ -1,10 +1,12 @@
-"""Sizes of axes: integers and expressions of variables. Bundles contain this file as sizes.py."""
+"""Computes the sizes of axes from expressions of size variables. Every bundle contains a copy of this module as
+sizes.py."""
 
 import ast
 
 
 def size(expression, sizes):
-    """The value of a size: an integer, or an expression such as "floordiv(h + 1, 2)*b^2".
+    """Returns the value of a size: an integer, or an expression such as "floordiv(h + 1, 2)*b^2" of the variables in
+    `sizes`.
 
     >>> size("floordiv(h + 1, 2)*b^2", {"h": 6, "b": 3})
     27

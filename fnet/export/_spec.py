@@ -14,7 +14,8 @@ from jax import export
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The type of an input. `spec` creates it and describes the fields.
+    """The shape and dtype of an input, and constraints on its size variables. `spec` creates it and documents the
+    fields.
 
     >>> export.spec("b, 28, 28, 1")
     Spec(shape='b, 28, 28, 1', dtype='float32', where=())
@@ -38,15 +39,15 @@ class SpecOf:
 
 
 def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ()) -> Spec:
-    """Returns the type of an input of an exported program.
+    """Returns the type (shape and dtype) of an input of an exported program.
 
     Args:
         shape: the sizes of the axes, separated by commas. A size is a number, the name of a size variable, or an
-            expression of variables: "b, 2*h, 2*w, 3". A variable has the same value in all inputs of a program; the
-            value is at least 1.
+            expression of variables, for example "b, 2*h, 2*w, 3". The value of a variable is the same in all inputs of
+            a program, and at least 1.
         dtype: the dtype of the input, such as "int32". Default "float32".
-        where: the constraints on the variables, a string or several: "t <= 64" or ("h >= 32", "mod(h, 2) == 0").
-            Default: no constraints.
+        where: the constraints on the variables, a string or several strings, for example "t <= 64" or ("h >= 32",
+            "mod(h, 2) == 0"). Default: no constraints.
 
     Raises:
         ValueError: the shape, dtype or a constraint is not valid.
@@ -62,7 +63,7 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
 
 
 def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
-    """Returns the types of the arrays that a function returns, for inputs that are trees, such as caches.
+    """Describes an input that is a tree of arrays, such as a cache, by a function that returns such a tree.
 
         cache = export.spec_of(lambda b: model.cache(jax.ShapeDtypeStruct((b, 64), jnp.int32)))
 
@@ -77,7 +78,7 @@ def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
 
 
 def resolve(specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """(the inputs as trees of `jax.ShapeDtypeStruct`, all constraints). All inputs share the variables."""
+    """Returns (the inputs as trees of `jax.ShapeDtypeStruct`, all constraints). All inputs share the size variables."""
     special = lambda x: isinstance(x, (Spec, SpecOf))
     leaves = [x for x in jax.tree.leaves(specs, is_leaf=special) if special(x)]
     where = tuple(dict.fromkeys(constraint for x in leaves for constraint in x.where))

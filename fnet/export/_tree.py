@@ -1,4 +1,5 @@
-"""Trees as names and as JSON data, so that a reader needs no class of the writer."""
+"""Describes trees of arrays by names and JSON data, so that a program can read them without the classes of the
+trees."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ _FUNCTIONS = "floordiv", "mod", "max", "min"      # in expressions of sizes
 
 
 def named_leaves(root: str, tree: Any) -> list[tuple[str, Any]]:
-    """[(path, leaf)], such as "params/block1/conv2/kernel"."""
+    """Returns [(path, leaf)] of a tree, with paths such as "params/block1/conv2/kernel". `root` is the first part of
+    each path."""
     return [("/".join([root, *map(_name, path)]), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
 def described(tree: Any) -> Any:
-    """A tree of arrays as {"dtype", "shape"}, {"dict": {...}}, {"list": [...]}, {"tuple": [...]} or None.
+    """Describes a tree of arrays as JSON data.
 
-    Named tuples and other registered classes are described as dicts of their fields.
+    An array becomes {"dtype": ..., "shape": [...]}. A container becomes {"dict": {...}}, {"list": [...]} or {"tuple":
+    [...]}, and None remains None. Named tuples and other registered classes are described as dicts of their fields.
     """
     if tree is None:
         return None
@@ -33,7 +36,8 @@ def described(tree: Any) -> Any:
 
 
 def described_leaves(trees: list[tuple[str, Any]]) -> list[tuple[str, dict]]:
-    """[(path, leaf)] of described trees with names, such as "cache/keys"."""
+    """Returns [(path, leaf)] of described trees, given as [(name, tree)]. The paths are strings such as
+    "cache/keys"."""
     leaves: list = []
 
     def collect(name, tree):
@@ -52,7 +56,7 @@ def described_leaves(trees: list[tuple[str, Any]]) -> list[tuple[str, dict]]:
 
 
 def size_variables(trees: list[tuple[str, Any]]) -> list[str]:
-    """The names of the size variables of described trees, in order."""
+    """Returns the names of the size variables in described trees, in the order of their first occurrence."""
     text = " ".join(str(n) for _, leaf in described_leaves(trees) for n in leaf["shape"])
     return [name for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text)) if name not in _FUNCTIONS]
 

@@ -1,4 +1,4 @@
-"""A static page on which the user draws an image. The ONNX model classifies it in the browser."""
+"""Writes a static web page on which the user draws an image. The ONNX model classifies the image in the browser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
     """Writes a folder with a web page on which the user draws an image. The model classifies it while the user draws.
 
     The folder contains the page, the program as ONNX, and onnxruntime-web. These are static files, so any web server
-    can serve the folder, and the page needs no other hosts. Needs fnet[onnx] and the npm package onnxruntime-web.
+    can serve the folder, and the page loads nothing from other hosts. `web` needs fnet[onnx] and the npm package
+    onnxruntime-web.
 
         export.web(program, "site", labels=range(10))       # npm install onnxruntime-web
         # python -m http.server --directory site
@@ -32,15 +33,15 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
         program: a program whose entry point "predict" maps images [batch, height, width, 1 or 3], float32 or uint8, to
             scores [batch, classes]. If the program has the entry point "preprocess", the drawing is passed to
             "preprocess" with values from 0 to 255, and the output of "preprocess" to "predict". Otherwise the drawing
-            is passed to "predict", with values from 0 to 1 if they are float32, and from 0 to 255 if they are uint8.
+            is passed to "predict", with values from 0 to 1 for a float32 input, and from 0 to 255 for a uint8 input.
         folder: the folder to write. It is created if necessary.
         labels: the names of the classes. Default: 0, 1, 2, ...
         margin: the fraction of the image's size that stays empty at each edge, a number in [0, 0.5). Default 0. A
             drawing is centered and scaled to the rest of the image. Use the margin of the training images: 0 for
             scikit-learn's digits, 0.14 for MNIST.
         title: the title of the page. Default "Draw an image".
-        runtime: the folder of the npm package. Default: the first node_modules/onnxruntime-web in the working directory
-            and the directories above it.
+        runtime: the folder of the npm package onnxruntime-web. Default: the first node_modules/onnxruntime-web in the
+            working directory and the directories above it.
 
     Raises:
         FileNotFoundError: onnxruntime-web was not found.
@@ -69,7 +70,7 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
 
 
 def _image(program) -> tuple[int, int, int, int, str]:
-    """(height, width, channels, classes, dtype) of a classifier of images."""
+    """Returns (height, width, channels, classes, dtype) of a program that classifies images."""
     entry = program.entries["predict"]
     inputs, output = [tree for _, tree in entry.inputs], entry.output
     if len(inputs) == 1 and "shape" in inputs[0] and "shape" in output:
@@ -87,7 +88,7 @@ def _text(tree) -> str:
 
 
 def _runtime(folder) -> Path:
-    """The folder of the distribution files of onnxruntime-web."""
+    """Returns the folder that contains the distribution files of onnxruntime-web."""
     here = Path.cwd()
     candidates = [Path(folder)] if folder is not None else [
         parent / "node_modules" / _PACKAGE for parent in (here, *here.parents)]

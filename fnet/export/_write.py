@@ -1,4 +1,4 @@
-"""Writes bundles."""
+"""Writes bundles: zip archives with the programs and the weights of a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fnet.export._tree import size_variables
 WINDOW = datetime.timedelta(days=180)    # JAX guarantees six months
 _ALIGNMENT = 64                          # of the weights in the file
 _CODES = {name: code for code, name in _reader.DTYPES.items()}
-_LARGEST_TEST = 1 << 22                  # numbers in the random inputs of a check, such as caches
+_LARGEST_TEST = 1 << 22                  # elements in the random inputs of a check, such as caches
 _SIZES = 2, 3, 4, 5, 8, 16, 32, 33, 48, 64, 128, 224, 1
 
 
@@ -37,7 +37,7 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
          tests: Mapping[str, Mapping[str, Any]] | None = None, differentiable: bool = False,
          kernels: Sequence[str] = (), about: Mapping[str, Any] | None = None,
          files: Mapping[str, bytes] | None = None) -> None:
-    """Writes a program and its weights to one file, and other files; `Program.save` documents the arguments."""
+    """Writes a program, its weights and other files to a bundle. `Program.save` documents the arguments."""
     path = Path(path)
     unknown = set(kernels) - set(PLATFORMS)
     if unknown:
@@ -88,7 +88,11 @@ def save(program: Any, path: str | os.PathLike, *, labels: Iterable[Any] | None 
 
 
 def write(path: Path, manifest: dict, files: Mapping[str, bytes], tensors: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes the archive atomically: small files, tensors, the manifest with their digests, the digest of the whole."""
+    """Writes the archive atomically.
+
+    The archive contains the small files, the tensors, and the manifest with the digests of all files. It ends with the
+    digest of the whole archive.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial, sums = path.with_name(f".{path.name}.{os.getpid()}.partial"), {}
     try:
@@ -139,7 +143,8 @@ def _data(x) -> np.ndarray:
 
 
 def _inputs(path, name, description, given) -> list | None:
-    """Inputs for the check: those given, or random ones of small sizes; None if no sizes match the constraints."""
+    """Returns test inputs for an entry point: `given`, or random inputs of small sizes. None if no sizes satisfy the
+    constraints."""
     if given is not None:
         return _signature.bound(path, name, description, (), dict(given))[0]
     sizes = _small_sizes(description)
@@ -147,7 +152,7 @@ def _inputs(path, name, description, given) -> list | None:
 
 
 def random_inputs(described: list, sizes: Mapping[str, int]) -> list:
-    """The leaves of random inputs, of these sizes."""
+    """Returns the leaves of random inputs for the given values of the size variables."""
     draw, flat = np.random.default_rng(0), []
 
     def one(tree):
@@ -192,7 +197,7 @@ def _tokenizer_files(tokenizer) -> list[Path]:
 
 
 def _readers() -> dict[str, bytes]:
-    """The code with which Python and JAX alone read the bundle."""
+    """Returns {name: content} of the Python files that load the bundle without fnet."""
     import flatbuffers
 
     ours = {"load.py": _loaded, "reader.py": _reader, "interpret.py": _interpret, "signature.py": _signature,

@@ -1,4 +1,7 @@
-"""A server for bundles with batching, the Open Inference Protocol, metrics and streams of text. Needs fnet[serve].
+"""A server for bundles (exported models), which needs the packages of fnet[serve].
+
+The server combines requests into batches, implements the Open Inference Protocol, streams generated texts, and reports
+metrics.
 
     fnet serve digits.fnet
 

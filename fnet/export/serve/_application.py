@@ -1,4 +1,4 @@
-"""The ASGI application: paths, limits, errors."""
+"""The ASGI application of the server: its paths, limits and error responses."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def application(files: Iterable[str], options: Options | None = None) -> Any:
 
     Args:
         files: the bundles, each as FILE, NAME=FILE or NAME:VERSION=FILE.
-        options: the options, of which only the limits, `token` and `host` have an effect. If `host` is a loopback
-            address, such as the default 127.0.0.1, requests must have a loopback address or localhost in their header
-            Host. Default None: `serve.Options()`.
+        options: the options of the server. `port`, `max_connections` and `drain` have no effect. If `host` is a
+            loopback address, such as the default 127.0.0.1, the header Host of a request must be a loopback address or
+            localhost. Default None: `serve.Options()`.
 
     Returns:
         A Starlette application. Models are compiled when the application starts.
@@ -100,7 +100,7 @@ class _Server:
         return {"Connection": "close"} if self.draining else {}
 
     def endpoint(self, path: str, function: Callable) -> Callable:
-        """The function with the checks and errors that all paths share."""
+        """Returns the function of a path, extended by the checks and the error responses that all paths share."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response
 
@@ -134,7 +134,7 @@ class _Server:
         return respond
 
     def _admit(self, request, path):
-        if self.options.loopback:      # against web pages whose names resolve to this address
+        if self.options.loopback:      # refuses web pages whose names resolve to this address
             host = request.headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()
             if host not in ("127.0.0.1", "::1", "localhost"):
                 raise _Refused(400, "this server answers to 127.0.0.1 and localhost alone")
@@ -259,7 +259,8 @@ class _Server:
         return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     async def _started(self, request):
-        """(the generator, an iterator of its tokens whose first token is already computed, a function that ends it)."""
+        """Returns (the generator, an asynchronous iterator of tokens, a function that ends the generation). The first
+        token is already computed."""
         generator = self._found(request, "generators")
         self._check_ready()
         asked = generator.read(_protocol.read_json(await self._body(request)))

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Full(RuntimeError):
-    """More requests wait than the queue holds."""
+    """Raised if the queue is full, or the batcher is closed."""
 
 
 class _Request(NamedTuple):
@@ -26,14 +26,18 @@ class _Request(NamedTuple):
 class Batcher:
     """A thread that computes the requests for one model.
 
-    The computation of a batch starts when it has `max_batch` rows, or `max_delay` seconds after the arrival of its
-    first request. While a batch is computed, new requests wait for the next batch. Requests share a batch only if the
-    shapes of their inputs are equal except for the first axis.
+    The thread computes a batch as soon as the requests in the queue have `max_batch` rows, or after it has waited
+    `max_delay` seconds for more requests. While a batch is computed, new requests wait for the next batch. Requests
+    share a batch only if the dtypes of their inputs are equal, and the shapes are equal except for the first axis.
 
     Args:
         compute: a function of a list of arrays that returns a list of arrays. If `max_batch` is not 1, the first axis
             of all arrays is the batch.
-        observe: a function that is called with the number of rows and the time in seconds of each batch.
+        max_batch: the maximum number of rows of a batch. A request with more rows is computed alone.
+        max_delay: the maximum time in seconds to wait for more requests.
+        max_queue: the maximum number of requests in the queue.
+        observe: a function that is called with the number of rows and the time in seconds of each batch. Default: does
+            nothing.
     """
 
     def __init__(self, compute: Callable[[list], list], *, max_batch: int, max_delay: float, max_queue: int,

@@ -1,4 +1,4 @@
-"""Texts from the entry points "prefill" and "decode" of a bundle, as `export.generation` writes them."""
+"""Generates texts with the entry points "prefill" and "decode" of a bundle, which `export.generation` creates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST = 1 << 12      # tokens of a prompt that are computed at once, and toke
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A text to continue: its tokens, and how to select the next ones."""
+    """A text to continue: its tokens, and options for the selection of the next tokens."""
 
     tokens: list[int]
     max_tokens: int
@@ -28,12 +28,12 @@ class Request:
 
 
 class Generator:
-    """The generator of one bundle.
+    """Generates texts with one bundle.
 
     Attributes:
         characters: the character of each token, or None if the bundle has no characters.json.
-        context: the maximum number of tokens of a text, from the constraint on the tokens of "prefill"; None if there
-            is no constraint.
+        context: the maximum number of tokens of a text, according to the constraint on the tokens of "prefill". None if
+            there is no constraint.
     """
 
     def __init__(self, name: str, version: str, bundle: Bundle):
@@ -51,10 +51,11 @@ class Generator:
             self.characters = _characters(files["characters.json"])
 
     def read(self, body: dict) -> Request:
-        """The request in a JSON object: text_input or tokens, max_tokens, temperature, top_k, seed.
+        """Returns the request that a JSON object describes. Its fields are text_input or tokens, max_tokens,
+        temperature, top_k and seed.
 
         Raises:
-            Invalid: it is not valid.
+            Invalid: the request is not valid.
         """
         known = {"text_input", "tokens", "max_tokens", "temperature", "top_k", "seed", "id", "stream"}
         if unknown := sorted(set(body) - known):
@@ -84,7 +85,7 @@ class Generator:
     def tokens(self, request: Request) -> Iterator[int]:
         """Yields the generated tokens. Each token is computed when the iterator is advanced.
 
-        The prompt is computed in parts whose lengths are powers of two, so that few programs are compiled.
+        The prompt is read in parts whose lengths are powers of two, so that few programs are compiled.
         """
         zeros = lambda leaf: np.zeros(_signature.shape(leaf, {n: 1 for n in leaf["shape"] if isinstance(n, str)}),
                                       leaf["dtype"])

@@ -35,7 +35,7 @@ class Metrics:
             counts[next((i for i, limit in enumerate(limits) if value <= limit), len(limits))] += 1
 
     def text(self, gauges: list[tuple[str, dict, float]]) -> str:
-        """All metrics and the given gauges, (name, labels, value)."""
+        """Returns all metrics and the gauges, given as [(name, labels, value)], as text."""
         with self._lock:
             lines = {name: [] for name in _HELP}
             for (name, labels), value in sorted(self._counts.items()):

@@ -20,7 +20,8 @@ _WARMED = 32        # programs that are compiled at the start
 
 
 def leaves(name: str, tree: Any) -> list[tuple[str, dict]]:
-    """[(name, {"dtype", "shape"})] of the arrays in a tree; parts have names such as cache/keys."""
+    """Returns [(name, {"dtype", "shape"})] of the arrays in a described tree. Parts of a tree have names such as
+    cache/keys."""
     if tree is None:
         return []
     if "dtype" in tree and "shape" in tree:
@@ -31,11 +32,11 @@ def leaves(name: str, tree: Any) -> list[tuple[str, dict]]:
 
 
 class Model:
-    """An entry point of a bundle.
+    """An entry point of a bundle, which the server offers as a model.
 
     Attributes:
-        name, version: as in the paths of the protocol.
-        inputs, outputs: [(name, {"dtype", "shape"})].
+        name, version: the name and the version of the model, as in the paths of the protocol.
+        inputs, outputs: the types of the arrays, [(name, {"dtype", "shape"})].
         batched: whether the first axis of all inputs and outputs is a batch of independent rows. This is the case if
             the size of this axis is the same variable everywhere, and no other axis and no constraint contains it.
     """
@@ -76,7 +77,7 @@ class Model:
         return flat
 
     def compute(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """The outputs for inputs that `bound` returned. They are computed in parts of at most `max_batch` rows."""
+        """Computes the outputs for inputs that `bound` returned, in parts of at most `max_batch` rows."""
         sizes = {n: m for (_, leaf), x in zip(self.inputs, arrays) for n, m in zip(leaf["shape"], x.shape)}
         for name, allowed in self.pad.items():
             arrays = [_padded(x, leaf["shape"], name, next(n for n in allowed if n >= sizes[name]))
@@ -93,7 +94,8 @@ class Model:
         return outputs
 
     def _piece(self, arrays):
-        """Adds copies of the last row up to a power of two."""
+        """Computes the outputs of some rows. Copies of the last row are added until the number of rows is a power of
+        two, or `max_batch`."""
         rows = len(arrays[0])
         size = min(1 << (rows - 1).bit_length(), self.max_batch)
         if size > rows:
@@ -111,8 +113,11 @@ class Model:
         return [np.asarray(y) for y in program(weights, arrays)]
 
     def _compiled(self, weights, arrays):
-        """The compiled program for these shapes. On a CPU, it is compiled from the stable form and tuned; on other
-        devices, it is the program that JAX has serialized."""
+        """Returns the compiled program for these shapes.
+
+        On a CPU, the program is created from its stable form and optimized by `ft.tune`. On other devices, or if there
+        is no stable form, it is the program that JAX has serialized.
+        """
         if self._stable:
             rest = iter(arrays)
             named = {name: _signature.unflatten(tree, rest) for name, tree in self._description["inputs"]}

@@ -20,16 +20,17 @@ class Options:
         max_streams: the maximum number of texts that are generated at the same time. Further requests get status 503.
         max_body: the maximum size of the body of a request in bytes.
         max_connections: the maximum number of open connections. Requests on further connections get status 503.
-        timeout: the maximum time in seconds for a request, including its time in the queue. After it, the request gets
-            status 504.
+        timeout: the maximum time in seconds for a request, including its time in the queue. A request that takes longer
+            gets status 504.
         read_timeout: the maximum time in seconds to receive the head of a request, and to receive its body.
-        drain: the time in seconds after SIGTERM in which the server still accepts connections, and tells clients with
-            open connections to close them.
-        token: the secret of the server, or None (the default). If it is set, requests need the header "Authorization:
-            Bearer TOKEN", except requests for the health of the server and for its page.
+        drain: the time in seconds after SIGTERM during which the server still accepts connections, and asks clients
+            with open connections to close them.
+        token: a secret string of at least 8 characters, or None (the default). If it is set, requests need the header
+            "Authorization: Bearer TOKEN". Requests for the health of the server and for its page do not need the
+            header.
         pad: the sizes to which inputs are padded, {size variable: sizes}. An axis whose size is such a variable is
-            padded with zeros to the next of these sizes. The outputs of the model must not depend on the padding; this
-            is tested when the server starts.
+            padded with zeros to the smallest of these sizes that is large enough. The outputs of the model must not
+            depend on the padding, which is tested when the server starts. Default: no padding.
     """
 
     host: str = "127.0.0.1"

@@ -1,6 +1,8 @@
-"""Requests and responses of the Open Inference Protocol, version 2 (REST), with tensors as JSON or as bytes.
+"""Reads requests and writes responses of the Open Inference Protocol, version 2 (REST), with tensors as JSON or as
+bytes.
 
-https://github.com/kserve/open-inference-protocol; the binary form is Triton's extension "binary_tensor_data".
+The protocol is defined in https://github.com/kserve/open-inference-protocol. Tensors as bytes are Triton's extension
+"binary_tensor_data".
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _KINDS = {"b": "b", "u": "ui", "i": "ui", "f": "uif", "V": "uif"}      # of a dt
 
 
 class Invalid(ValueError):
-    """A request that is not valid; the message is sent to the client."""
+    """Raised for a request that is not valid. The message is sent to the client."""
 
 
 def servable(model: Model) -> bool:
@@ -30,7 +32,7 @@ def servable(model: Model) -> bool:
 
 
 def metadata(model: Model, versions: list[str]) -> dict:
-    """The description of a model. Sizes that a request chooses are -1."""
+    """Returns the description of a model. Sizes that may differ between requests are -1."""
     sizes = lambda leaf: [n if isinstance(n, int) else -1 for n in leaf["shape"]]
     tensors = lambda found: [{"name": name, "datatype": _CODES[leaf["dtype"]], "shape": sizes(leaf)}
                              for name, leaf in found]
@@ -58,11 +60,11 @@ def read_json(data: bytes) -> dict:
 
 
 def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.ndarray]]:
-    """(the request, the inputs in the model's order).
+    """Reads a request. Returns (its JSON object, the inputs in the order of the model).
 
     Args:
-        length: the header Inference-Header-Content-Length, which is the number of bytes of JSON before the bytes of
-            tensors; None if the body is all JSON.
+        length: the header Inference-Header-Content-Length, the number of bytes of JSON before the bytes of the tensors.
+            None if the whole body is JSON.
 
     Raises:
         Invalid: the request is not valid for the model.
@@ -91,7 +93,7 @@ def read(model: Model, body: bytes, length: str | None) -> tuple[dict, list[np.n
 
 
 def _tensor(name, tensor, dtype, rest):
-    """(array, the bytes after it)."""
+    """Reads one input. Returns (array, the bytes of the body that follow the array)."""
     shape, code = tensor.get("shape"), tensor.get("datatype")
     if code != _CODES[dtype]:
         raise Invalid(f"the input {name!r} has datatype {str(code)[:20]!r}, expected {_CODES[dtype]!r}")
@@ -122,7 +124,8 @@ def _tensor(name, tensor, dtype, rest):
 
 
 def write(model: Model, request: dict, outputs: list[np.ndarray]) -> tuple[bytes, int | None]:
-    """(the body of the response, the bytes of JSON at its start or None if it is all JSON).
+    """Returns (the body of the response, the number of bytes of JSON at its start). The number is None if the whole
+    body is JSON.
 
     Raises:
         Invalid: the request asks for outputs that do not exist.
@@ -171,7 +174,7 @@ def _wanted(model, request, everything) -> dict[str, bool]:
 
 
 def _numbers(array):
-    """A flat list. JSON has no NaN and no infinities: they are null."""
+    """Returns the elements as a flat list. NaN and infinities become None, because JSON cannot represent them."""
     if array.dtype.kind in "fV":
         numbers = array.astype(np.float64).ravel()
         finite = np.isfinite(numbers)

@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}")
 
 
 class Unknown(Invalid):
-    """There is no such model or version."""
+    """Raised if there is no model with the requested name and version."""
 
 
 class Repository:
@@ -29,8 +29,9 @@ class Repository:
     Attributes:
         models: {name: {version: (model, batcher)}}. The name of the entry point "predict" of NAME.fnet is NAME, and the
             name of another entry point is NAME.ENTRY.
-        generators: {name: {version: generator}} of the bundles with "prefill" and "decode".
-        ready: whether the programs that the server compiles at its start are compiled.
+        generators: the text generators, {name: {version: generator}}. There is one for each bundle with the entry
+            points "prefill" and "decode".
+        ready: whether the server has compiled the programs that it compiles at its start.
         error: the error that occurred at the start, or None.
     """
 
@@ -48,7 +49,7 @@ class Repository:
             raise ValueError(f"serve: pad: no model has the size variable {sorted(unused)[0]!r}")
 
     def _add(self, text, options, metrics):
-        """Adds FILE, NAME=FILE or NAME:VERSION=FILE."""
+        """Adds the models of a bundle, which is given as FILE, NAME=FILE or NAME:VERSION=FILE."""
         left, _, path = text.rpartition("=")
         name, _, version = left.partition(":")
         name = name or Path(path).stem
@@ -83,7 +84,7 @@ class Repository:
         return versions[version or max(versions, key=int)]
 
     def warm(self) -> None:
-        """Compiles the programs of all models; sets `ready`, or `error`."""
+        """Compiles the programs of all models. Then sets `ready` or, if a program cannot be compiled, `error`."""
         try:
             for model, _ in self.all():
                 model.warm()

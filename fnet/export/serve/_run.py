@@ -77,7 +77,8 @@ def _server(uvicorn, config, state, started) -> Any:
 
 
 def _protocol(seconds: float) -> type:
-    """uvicorn's protocol, which also closes connections on which the head of a request does not arrive in time."""
+    """Returns a subclass of uvicorn's HTTP protocol that also closes a connection if the head of a request does not
+    arrive within `seconds`."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Protocol(H11Protocol):
