@@ -52,7 +52,7 @@ class Sequential(_Children):
         layers: layers, or plain functions of one array. Positional children, including functions, are named "0", "1",
             .... The name of a keyword child is its keyword.
 
-    Inputs: those of the first layer. Output: that of the last layer.
+    Inputs: the inputs of the first layer. Output: the output of the last layer.
 
     >>> model = Sequential(Dense(16), jax.nn.relu, head=Dense(10))
     >>> params, _ = model.init(jax.random.key(0), jnp.ones((2, 8)))
@@ -197,8 +197,8 @@ class Remat(Layer):
 
     Args:
         block: the layer.
-        policy: a policy from `jax.checkpoint_policies` that selects values to be stored instead of recomputed. Default:
-            no values.
+        policy: a policy from `jax.checkpoint_policies` that selects values to be stored instead of recomputed. Default
+            None: no values are stored.
 
     Source: Chen et al. (2016), Training Deep Nets with Sublinear Memory Cost.
 

@@ -129,7 +129,7 @@ class Layer:
     def cache(self, *inputs: Any, **options: Any) -> dict:
         """Creates empty key/value caches for inputs of shape [batch, max_length, ...].
 
-        A cache is passed and returned as `state` (merged with the model's own state, if it has any):
+        A cache is passed and returned as `state`. If the model has a state, merge the cache with this state.
 
             logits, cache = model(params, prompt, state=model.cache(jax.ShapeDtypeStruct((batch, 1024), jnp.int32)))
         """
