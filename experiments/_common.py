@@ -84,7 +84,7 @@ def check_memory(init, batch_bytes, advice):
       ConfigError: the memory is too small.
     """
     if only_planned():
-        return      # for other devices than those of this machine; the plan says whether it fits
+        return      # the plan for other devices states whether the run fits
     state = jax.eval_shape(init, jax.random.key(0))
     count = lambda tree: sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     need = count(state) + count(state.params) + batch_bytes      # with the gradients
@@ -137,7 +137,7 @@ def start(workdir, *outputs):
     workdir.mkdir(parents=True, exist_ok=True)
     if restarting():
         with tr.Checkpoints(workdir / "checkpoints") as checkpoints:
-            checkpoints.lock()                             # not under another run
+            checkpoints.lock()                             # raises an error if another run is active
             for name in outputs:
                 (workdir / name).unlink(missing_ok=True)
 

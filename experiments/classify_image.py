@@ -3,7 +3,7 @@
     python experiments/classify_image.py photo.jpg                     # ResNet-50
     python experiments/classify_image.py --model=mobilenet_v2 *.jpg
     python experiments/classify_image.py --weights=google/vit-base-patch16-224 photo.jpg     # any folder or repository
-    python experiments/classify_image.py --weights=runs/finetune photo.png                   # what finetune.py trained
+    python experiments/classify_image.py --weights=runs/finetune photo.png                   # weights from finetune.py
 
 --weights names a file, a folder or a repository. Without --weights, the weights are searched by the name of the model
 in ~/.cache/fnet and in Hugging Face's cache. Without --model, the model is described by the config.json of transformers
@@ -93,7 +93,7 @@ def read(config, path):
     except FileNotFoundError:
         prepare = model.NAMES[pretrained.names_of(model, path)].image.at(model.example().shape[1])
     prepare = prepare.at(size or prepare.size)
-    model.spec(jax.ShapeDtypeStruct((1, prepare.size, prepare.size, 3), np.float32))    # raises what does not fit
+    model.spec(jax.ShapeDtypeStruct((1, prepare.size, prepare.size, 3), np.float32))    # checks the size
     return model, params, state, prepare, labels
 
 

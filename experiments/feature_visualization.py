@@ -1,7 +1,7 @@
 """Draws saliency maps of a network for photos, and images that activate its channels.
 
     python experiments/feature_visualization.py photo.jpg                         # saliency maps, and features by layer
-    python experiments/feature_visualization.py --layers= photo.jpg other.png     # saliency maps alone
+    python experiments/feature_visualization.py --layers= photo.jpg other.png     # only saliency maps
     python experiments/feature_visualization.py --layers=stage2/block3 --channels=12 --steps=512
 
 Four saliency maps show which pixels determine the most probable label: the gradient, SmoothGrad (the root mean square
@@ -221,7 +221,7 @@ def features(network, config, site, path):
         spectrum = start(key, len(channels), config.size)
         state = optimizer(config).init(spectrum)
         for i in range(config.steps):
-            if i == 1:      # the first one is compiled
+            if i == 1:      # the first step was compiled
                 jax.block_until_ready(spectrum)
                 clock = time.perf_counter()
             spectrum, state, responses = ascend(network.weights, spectrum, state, channels, jax.random.fold_in(key, i))

@@ -1,9 +1,9 @@
 """Generates text that continues prompts.
 
     python experiments/generate.py "Once upon a time"                            # stories15m, of llama2.c
-    python experiments/generate.py --weights=runs/language_model "MIRANDA."     # what language_model.py trained
+    python experiments/generate.py --weights=runs/language_model "MIRANDA."     # weights from language_model.py
     python experiments/generate.py --model=gpt2 --top_k=40 "The answer" "In 1912"      # several prompts at once
-    python experiments/generate.py --weights=model.bin                          # llama2.c's, of any size
+    python experiments/generate.py --weights=model.bin                          # a model.bin of llama2.c
     python experiments/generate.py --weights=HuggingFaceTB/SmolLM2-135M "The answer"   # any folder with config.json
     python experiments/generate.py --weights=HuggingFaceTB/SmolLM2-135M-Instruct --chat    # a conversation
     python experiments/generate.py --weights=FOLDER --beams=4 --max_tokens=40 "The answer"   # the most probable text

@@ -4,8 +4,8 @@
     python experiments/image_classification.py --dataset=fashion_mnist --seed=1
     python experiments/image_classification.py --model=mlp --optimizer=adam --schedule=constant
     python experiments/image_classification.py --wrapper=sam --optimizer=momentum
-    python experiments/image_classification.py --devices=local                  # all that there are
-    python experiments/image_classification.py --plan=v5e:2x4 --batch_size=512  # what if it were eight TPUs
+    python experiments/image_classification.py --devices=local                  # all attached devices
+    python experiments/image_classification.py --plan=v5e:2x4 --batch_size=512  # prints a plan and exits
 
 The run's folder (--workdir, else runs/DATASET) receives config.json, metrics.jsonl, a TensorBoard log, checkpoints,
 curves.png, confusion.png, and predictions for `fnet report`. The same command resumes an interrupted run. If the run is

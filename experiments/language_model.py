@@ -3,8 +3,8 @@
     python experiments/language_model.py                              # The Tempest, minutes on two CPU cores
     python experiments/language_model.py --preset=10m --data_dir=DIR  # 10 million parameters, for an accelerator
     python experiments/language_model.py --model=lstm --tokens=byte
-    python experiments/language_model.py --preset=124m --devices=local ...           # all chips that there are
-    python experiments/language_model.py --preset=124m --plan=v5e:4x4 --width=768    # what if they were sixteen TPUs
+    python experiments/language_model.py --preset=124m --devices=local ...           # all attached devices
+    python experiments/language_model.py --preset=124m --plan=v5e:4x4 --width=768    # prints a plan and exits
 
 With --data_dir=DIR, the text is DIR/input.txt or, if this file does not exist, all files DIR/*.txt. Without --data_dir,
 the text is The Tempest (experiments/data/tempest.txt). With --tokens=bin, the tokens are read from DIR/train.bin and
@@ -189,7 +189,7 @@ def train(config, workdir, policy, **fit_options):
     where = () if config.model == "lstm" else f"t <= {config.context}"
     export.record(workdir, model, tokens=export.spec("b, t", "int32", where=where))
     if isinstance(tokenizer, models.CharTokenizer):
-        tokenizer.write(workdir / "characters.json")      # before any weights that need it
+        tokenizer.write(workdir / "characters.json")      # before the weights, which need it
     began = time.perf_counter()
     state = tr.fit(
         step, state, batches, steps=steps, workdir=workdir, evaluate=evaluate, every=every, log_every=every,
@@ -211,7 +211,7 @@ def train(config, workdir, policy, **fit_options):
 def sample(model, params, tokenizer, config, *, temperature, top_k):
     """Returns a generated text of about 500 tokens."""
     most = 500 if config.model == "lstm" else min(config.context, 500)
-    first = np.zeros(1, np.int32)       # the first of the characters, where no line ends in the text
+    first = np.zeros(1, np.int32)       # the first character, if the text has no line break
     if tokenizer is not None and "\n" in getattr(tokenizer, "characters", "\n"):
         first = tokenizer.encode("\n") if len(tokenizer.encode("\n")) else first
     prompts = np.tile(first, (-(-500 // most), 1))

@@ -30,7 +30,7 @@ from fnet import transforms as ft
 
 
 def log_loss(scores, labels):
-    return optax.sigmoid_binary_cross_entropy(scores, (labels + 1) / 2)     # it wants 0 and 1
+    return optax.sigmoid_binary_cross_entropy(scores, (labels + 1) / 2)     # optax expects labels 0 and 1
 
 
 LOSSES = {
@@ -52,7 +52,7 @@ def empirical_risk(model, loss, x, y, l2):
 
     def risk(params):
         scores = model(params, x)[:, 0]                                     # [examples]
-        weights = [p for p in jax.tree.leaves(params) if p.ndim == 2]       # biases go free
+        weights = [p for p in jax.tree.leaves(params) if p.ndim == 2]       # no penalty for biases
         return loss(scores, y).mean() + l2 / 2 * sum((w**2).sum() for w in weights)
 
     return risk
@@ -66,7 +66,7 @@ def minimise(risk, params, optimizer, steps):
     def step(carry, _):
         params, state = carry
         value, grads = ft.value_and_grad(risk)(params)
-        # What L-BFGS needs to search along its direction; the others do not look at it.
+        # L-BFGS needs these arguments for its line search. The other optimizers ignore them.
         search = dict(value=value, grad=grads, value_fn=risk)
         updates, state = optimizer.update(grads, state, params, **search)
         return (optax.apply_updates(params, updates), state), value
@@ -101,7 +101,7 @@ def fit_linear(name, x, y, l2):
     model = network()
     params, _ = model.init(jax.random.key(0), x)
     risk = empirical_risk(model, LOSSES[name], x, y, l2)
-    if name == "linear SVM":    # the hinge has a kink: step sizes have to shrink to settle in it
+    if name == "linear SVM":    # the hinge loss is not smooth: the step size must decrease
         optimizer, steps = optax.adam(optax.cosine_decay_schedule(0.1, 5000)), 5000
     else:
         optimizer, steps = optax.lbfgs(), 200

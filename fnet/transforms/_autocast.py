@@ -1,7 +1,7 @@
 """autocast: mixed precision for any JAX function, by rewriting its jaxpr.
 
-Only values traced as float32 are lowered. An operation that is in no table receives its inputs in the dtypes in which
-they were traced, so unknown operations run unchanged.
+Only values that were traced as float32 get a low dtype. An operation that autocast does not know receives its inputs in
+the dtypes in which they were traced, so that it runs unchanged.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
         f: any JAX function: a model, a loss, a gradient or a complete step, written with any library.
         policy: a `hardware.Policy`, "float32", "bfloat16", "float16", the name of a chip, or "auto" (default: the
             policy of this device's chip).
-        rules: {pattern: dtype}, dtypes for parts of `f`. A pattern is a regular expression that must match the path of
-            a named scope, or the first names of the path, completely. The first rule that matches is used; `rules` come
-            before the rules of the policy. Default: none.
+        rules: {pattern: dtype}, dtypes for parts of `f`. A pattern is a regular expression that must match the whole
+            path of a named scope, or the beginning of the path up to a `/`. The first rule that matches is used.
+            `rules` take precedence over the rules of the policy. Default None: no rules.
 
     Returns:
         A function with f's signature and dtypes. For float16, use loss scaling as well: see `loss_scale`.
@@ -114,9 +114,10 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """The interpreter of autocast. A value may have one of three notes. A `Size` is the magnitude of a scalar constant,
-    or of a value computed only from such constants; the value gets the dtype of the other operands if it fits this
-    dtype. "vector" marks an array that repeats a smaller array. "product" marks the result of a lowered product."""
+    """The interpreter of autocast, which evaluates a jaxpr equation by equation. It may attach one of three notes to a
+    value. A `Size` is the magnitude of a scalar constant, or of a value computed only from such constants. The constant
+    gets the dtype of the other operands if this dtype can represent it. "vector" marks an array that repeats a smaller
+    array. "product" marks the result of a low-precision product."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -133,7 +134,7 @@ class _Autocast(Interpreter):
         return policy if policy is None or isinstance(policy, Saveable) else Saveable(policy)
 
     def compute(self, scope) -> np.dtype:
-        """The dtype of products at this path."""
+        """Returns the dtype of the operands of products at this path."""
         if scope not in self.scopes:
             self.scopes[scope] = self.policy.compute
             parts = scope.split("/")
@@ -168,8 +169,8 @@ class _Autocast(Interpreter):
 
     def plan(self, jaxpr, wanted):
         """Returns two dicts: {variable: whether all of its uses need float32} and {id of an equation: (its kind,
-        whether all uses of its outputs need float32, whether all of these uses are operands of lowered products)}. They
-        are computed from the last equation to the first."""
+        whether all uses of its outputs need float32, whether its outputs are only used as operands of low-precision
+        products)}. They are computed from the last equation to the first."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -220,7 +221,7 @@ class _Autocast(Interpreter):
         return (True,) * len(outs) if eqn.primitive.name in ("while", "cond", "custom_vmap_call") else outs
 
     def kind(self, eqn) -> str:
-        """Returns "lower", "follow", "cast", "convolution" or "float32"."""
+        """Returns how autocast evaluates an equation, one of the kinds listed in `Row`, except "author"."""
         name = eqn.primitive.name
         if name in jaxpr.BILINEAR:
             product = jaxpr.product(eqn)
@@ -342,8 +343,8 @@ def _logits(eqn, at) -> bool:
 
 
 class Size(NamedTuple):
-    """The smallest and largest magnitude of a constant's elements. Zeros and infinities are left out: they fit every
-    dtype."""
+    """The smallest and largest magnitude of a constant's elements. Zeros and infinities are ignored, because every
+    dtype can represent them."""
 
     smallest: float
     largest: float
@@ -355,9 +356,9 @@ class Size(NamedTuple):
 
 @functools.cache
 def _fits(name: str, magnitude: Size, dtype) -> bool:
-    """Whether a constant may have this dtype. The constant must be a normal number of the dtype. As a term of a sum, it
-    must not be so large that the other term is lost. As a factor, it must not make the product overflow or underflow;
-    in float16, the product must be between 6e-5 and 65504."""
+    """Whether a constant of this magnitude may be converted to the dtype. The constant must be a normal number of the
+    dtype. As a term of a sum, it must not be so large that the other term is lost. As a factor, it must not make the
+    product overflow or underflow; in float16, the product must be between 6e-5 and 65504."""
     info, (smallest, largest) = jnp.finfo(dtype), magnitude
     if smallest < float(info.tiny) or largest > float(info.max):
         return False
@@ -371,7 +372,11 @@ def _to(x, dtype):
 
 
 class Row(NamedTuple):
-    """The result of autocast for one equation: scope, primitive, kind, dtype and reason."""
+    """The result of autocast for one equation: scope, primitive, kind, dtype and reason.
+
+    The kind states how the equation is evaluated: "lower" with low-precision operands and float32 sums, "follow" in the
+    dtype of its inputs, "cast" as a mask that is exact in any dtype, "float32" in the dtype in which it was traced,
+    "convolution" in float32 because of the policy, or "author" unchanged because of a rule or `full_precision`."""
 
     scope: str
     primitive: str

@@ -56,7 +56,8 @@ class SiteInfo:
     Attributes:
         name: the name of the site.
         value: a tree of `jax.ShapeDtypeStruct` with the shapes and dtypes of the captured value.
-        scans: the lengths of the scans around the site, which are the first axes of the captured value.
+        scans: the lengths of the scans around the site, a tuple. They are the lengths of the first axes of the captured
+            value.
         inside: the construct that prevents capturing the value ("a while loop", "a branch of cond", ...), or None.
 
     >>> site = ft.sites(lambda x: ft.tag(2 * x, "double").sum())(jnp.ones(3))[0]
@@ -263,7 +264,7 @@ def _value(match, leaves, indices) -> Any:
 
 
 def _numbers(site) -> bool:
-    """Whether a site has no random keys. Arrays of random keys cannot be selected by a traced iteration index."""
+    """Whether a site has no PRNG keys. A traced iteration index cannot select an element of an array of PRNG keys."""
     return not any(t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types)
 
 
@@ -291,7 +292,8 @@ def _check_original(who, site) -> None:
 
 
 def _changed(site, steps) -> Callable:
-    """Combines the changes of a site: maps its leaves and the indices of the scans to new leaves."""
+    """Returns a function of a site's leaves and the indices of the scans, which applies all changes of the site in
+    order."""
 
     def change(leaves, indices):
         rest = iter(leaves)
@@ -324,7 +326,7 @@ def _check_same(match, old, new) -> None:
 
 @jax.custom_jvp
 def _shifted(x, offset):
-    """Adds an offset of 0; only its derivative matters."""
+    """Returns x. The derivative with respect to `offset` is that of x + offset, at an offset of 0."""
     return x
 
 

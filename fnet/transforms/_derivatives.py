@@ -48,14 +48,14 @@ def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) ->
     """Applies `f` to each example: `per_example(grad(loss))(params, batch)` returns one gradient for each row.
 
     Row i of the result is the output of `f` for row i of every batched argument. This row is passed as a batch of one,
-    so a loss written for batches needs no change. If a batched argument is a scalar `jax.random.key`, the index of the
-    row is folded into the key, so that each row has different random numbers. Other scalars, and leaves that are not
-    arrays, are passed to every row unchanged.
+    so that a loss written for batches can be used unchanged. If a batched argument is a scalar `jax.random.key`, the
+    index of the row is folded into the key, so that each row gets different random numbers. Other scalars, and leaves
+    that are not arrays, are passed to every row unchanged.
 
     Args:
         f: a function of parameters and batched arguments.
-        argnums: which positional arguments are batched along the first axis of their leaves. Default: all but the
-            first.
+        argnums: the positions of the arguments that are batched along the first axis of their leaves, an int or a
+            tuple. Default None: all but the first.
 
     Returns:
         A function with f's arguments, whose outputs have a leading axis of the batch's length.

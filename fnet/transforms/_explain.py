@@ -21,8 +21,9 @@ class Explanation:
     """What autocast does in a function. `str()` is a table.
 
     Attributes:
-        rows: one `Row` for each floating-point equation: scope, primitive, kind ("lower", "follow", "cast",
-            "convolution", "float32", "author"), dtype, reason.
+        policy: the policy of autocast.
+        rows: one `Row` for each floating-point equation. A `Row` has the fields scope, primitive, kind ("lower",
+            "follow", "cast", "convolution", "float32" or "author"), dtype and reason.
         disabled: messages about the rules and kernels of fnet that this version of JAX does not support.
     """
 
@@ -51,7 +52,7 @@ class Tuning:
     """What tune does in a step. `str()` is a table.
 
     Attributes:
-        rows: one `Fired` for each equation that a rule changed: scope, primitive, rule, reason.
+        rows: one `Fired` for each equation that a rule changed, with the fields scope, primitive, rule and reason.
         rules: the enabled rules.
         options: the compiler options.
         measured: the measured times by which the rules were selected, or None without `tune(measure=True)`.
@@ -84,8 +85,8 @@ class Tuning:
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
     """Explains what autocast, tune, fold or use_implicit_arrays does in a function. Nothing is computed.
 
-    For a step of `search.population`, the explanation is how the members are run. To select this, the step may be run
-    and timed.
+    For a step of `search.population`, the explanation states how the members are run. To select the fastest method, the
+    step may be run and timed.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))

@@ -1,4 +1,4 @@
-"""fold: fixes the parameters of a function. Values that depend only on the parameters are computed once."""
+"""fold: fixes the parameters of a function, and computes values that depend only on the parameters once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Folded:
         return tune(jax.jit(Folder.program(closed))), closed.consts, traced.result
 
     def explained(self, *args, **kwargs) -> Folds:
-        """Returns what is folded for these arguments."""
+        """Returns the `Folds` for these arguments."""
         folder = Folder()
         jax.eval_shape(lambda: self._traced(args, kwargs, folder))
         return Folds(tuple(folder.folds))
@@ -62,7 +62,7 @@ class Folds:
     """The products into which `fold` moved affine maps, for `ft.explain`. `str()` is a table.
 
     Attributes:
-        rows: one `Fold` for each product: scope, primitive, the operations that were folded.
+        rows: one `Fold` for each product, with the fields scope, primitive and the operations that were folded.
     """
 
     rows: tuple[jaxpr.Fold, ...]
@@ -75,7 +75,8 @@ class Folds:
 
 
 def fold(f: Callable, params: Any, state: Any = None) -> Callable:
-    """Fixes the parameters of f: computes what depends only on them once, and merges affine maps into products.
+    """Fixes the parameters of f: values that depend only on the parameters are computed once, and affine maps become
+    part of products.
 
         predict = ft.fold(model, params, state)
         logits = predict(x)                         # model(params, x, state=state)[0]

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16, as an Optax transformation and the gradient of a scaled loss."""
+"""Dynamic loss scaling for float16: an Optax transformation, and a function for the gradient of a scaled loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LossScaleState(NamedTuple):
-    """The state of `loss_scale`: plain arrays, a part of the optimizer's state.
+    """The state of `loss_scale`, a part of the optimizer's state. Its fields are arrays.
 
     Attributes:
         scale: float32 [], the factor by which the next loss is multiplied.

@@ -1,9 +1,9 @@
-"""A bilinear operation in low precision: a primitive whose derivatives of every order also use low precision.
+"""A primitive for bilinear operations in low precision. Its derivatives of every order also use low precision.
 
 In JAX, the backward pass of a dot_general of bfloat16 operands with a float32 result multiplies float32 by bfloat16.
-With a bfloat16 result, weight gradients are rounded to bfloat16. `lowered` casts inside the primitive. Its operands and
-its result may have any dtype; its products use the low dtype, and its sums the wide dtype. Each gradient has the dtype
-of its operand, so a float32 weight has a float32 gradient with float32 sums.
+With a bfloat16 result, weight gradients are rounded to bfloat16. The primitive `lowered` casts its operands itself. The
+operands and the result may have any floating-point dtype. The products use the low dtype, and the sums use float32.
+Each gradient has the dtype of its operand, so a float32 weight has a float32 gradient with float32 sums.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ lowered_p = Primitive("lowered")
 
 
 def lowered(op, x, y, params: dict, *, compute, out, stored=None) -> jax.Array:
-    """Computes `op(x, y)` with operands cast to `compute`, sums in float32, and the result in `out`.
+    """Computes `op(x, y)` with operands cast to the dtype `compute`, sums in float32, and a result of dtype `out`.
 
     Args:
         op: a bilinear primitive with `preferred_element_type`: dot_general, conv_general_dilated, ...
         x, y: floating-point arrays.
         params: the primitive's parameters.
-        compute, out: the dtypes of the products and of the result.
+        compute, out: the dtype of the operands, and the dtype of the result.
         stored: the dtype to which GPUs and TPUs round the result to save memory. Default: `out`.
     """
     return lowered_p.bind(x, y, op=op, params=_Params(params), compute=jnp.dtype(compute), out=jnp.dtype(out),
@@ -64,7 +64,8 @@ class _Params:
 
 @dataclasses.dataclass(frozen=True)
 class Saveable:
-    """A policy of `jax.checkpoint` that treats a lowered product like the original product."""
+    """Wraps a policy of `jax.checkpoint`, so that the policy treats a low-precision product like the original
+    product."""
 
     policy: Callable
 
@@ -126,11 +127,12 @@ def _on_cpu(x, y, *, op, params, compute, out, stored):
 
 
 def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
-    """A dot_general with operands cast to bfloat16, sums in float32 and the result in `out`, in a fast form on XLA:CPU.
+    """Computes a dot_general with operands cast to bfloat16, sums in float32 and a result of dtype `out`, in a form
+    that is fast on XLA:CPU.
 
     The fast forms are [batch, m, k] x [batch, k, n] and [batch, m, k] x [batch, n, k]. If XLA moved a transpose into a
     product, the product would have another form, and the program would fail at run time ("DotThunk: BF16 x BF16 =
-    F32"). The barriers prevent this.
+    F32"). The optimization barriers prevent this.
     """
     contract, batch = dimension_numbers
     free = [[i for i in range(a.ndim) if i not in (*c, *b)] for a, c, b in zip((x, y), contract, batch)]
@@ -150,7 +152,8 @@ def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
 
 
 def _matrices(x, axes):
-    """Casts x to bfloat16 and merges three groups of its axes. The cast runs once for all products that read x."""
+    """Casts x to bfloat16 and merges its axes, given in three groups, to three axes. The cast runs once for all
+    products that read x."""
     order, shape = [i for group in axes for i in group], [math.prod(x.shape[i] for i in group) for group in axes]
     x = lax.optimization_barrier(lax.convert_element_type(x, jnp.bfloat16))
     if order == list(range(x.ndim)):
@@ -164,7 +167,7 @@ mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cuda, multiple_results=Fals
 
 
 def _evaluated(closed, x, y, compute, dtype, stored=None):
-    """Evaluates a jaxpr of two arrays with its bilinear operation lowered."""
+    """Evaluates a jaxpr of two arrays, with its bilinear operation in low precision."""
     def rule(eqn, arrays):
         if eqn.primitive.name not in BILINEAR:
             return NotImplemented
@@ -178,8 +181,8 @@ def _evaluated(closed, x, y, compute, dtype, stored=None):
 
 @functools.lru_cache(4096)
 def _transposed(side, op, params, like):
-    """Returns the jaxpr that computes the cotangent of operand `side` from the result's cotangent and the other
-    operand."""
+    """Returns the jaxpr that computes the cotangent of operand `side` (0 or 1) from the cotangent of the result and the
+    other operand."""
     product = functools.partial(op.bind, **params(jnp.dtype(jnp.float32)))
 
     def transposed(g, other):

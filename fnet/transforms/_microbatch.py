@@ -229,7 +229,7 @@ def _wide(y):
 
 
 def _strong(y):
-    """Returns an output as an array without weak type, after the check that is also made for several slices."""
+    """Returns an output as an array without weak type. Checks the dtype of the output, as with several slices."""
     y = jnp.asarray(y, jnp.result_type(y))
     _wide(y)
     return y

@@ -1,4 +1,4 @@
-"""Patterns that name sites: "head", r"block\\d+/conv", "blocks[3]/mlp"."""
+"""Patterns that select sites, such as "head", r"block\\d+/conv" or "blocks[3]/mlp"."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
 
     Raises:
         TypeError: the pattern is not a string.
-        ValueError: the pattern matches nothing, is ambiguous, or matches a site that has no single value.
+        ValueError: the pattern matches nothing, is ambiguous, or matches a site inside a while loop or a branch of
+            cond.
     """
     if not isinstance(pattern, str):
         raise TypeError(f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
@@ -95,7 +96,7 @@ def _indexed(who, pattern, sites) -> list[Match]:
 
 
 def _assigned(given, site) -> tuple | None:
-    """Returns the index for each scan around a site, or None if the pattern has an index that belongs to no scan."""
+    """Returns the index for each scan around a site, or None if an index of the pattern belongs to no scan."""
     indices: list[int | None] = [None] * len(site.scans)
     for before, index in given:
         depth = before.count("/") + 1
@@ -110,7 +111,8 @@ def _assigned(given, site) -> tuple | None:
 
 
 def _written(name, site, indices) -> str:
-    """Returns the site's name with each index after the path of its scan, or at the end."""
+    """Returns the name of a site with the indices. Each index follows the path of its scan, or is at the end of the
+    name."""
     parts, rest = name.split("/"), ""
     behind = [""] * len(parts)
     for (path, _), index in zip(site.scans, indices):

@@ -1,4 +1,4 @@
-"""pmap: runs a program on every device with its own slice of the arguments, and collectives by axis name."""
+"""pmap: runs a program on every device, each with its slice of the arguments. Collectives use an axis name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fnet.jaxpr import Compiled, may_differ
 def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_axes: Any = 0,
          static_argnums: int | Sequence[int] = (), donate_argnums: int | Sequence[int] = (),
          devices: Sequence[jax.Device] | None = None) -> Callable:
-    """Runs `f` on every device with the device's slice of the arguments: `jax.pmap` built from `jit` and `shard_map`.
+    """Runs `f` on every device with the device's slice of the arguments, like `jax.pmap`, but based on `jit` and
+    `shard_map`.
 
         @functools.partial(ft.pmap, in_axes=(None, 0), out_axes=None)
         def step(params, batch):
@@ -34,9 +35,9 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
         f: a function of arrays.
         axis_name: the axis name for collectives. Default "devices".
         in_axes: the axis of each positional argument along which the argument is split; its length must be the number
-            of devices. An integer, None (every device gets the whole argument), or a tuple with one entry for each
-            argument, each an integer, None or a tree of them. Negative axes count from the end, as in `jax.vmap`.
-            Keyword arguments are split along axis 0. Default 0.
+            of devices. An integer or None applies to all arguments; None means that every device gets the whole
+            argument. A tuple has one entry for each argument, which is an integer, None or a tree of integers and None.
+            Negative axes count from the end, as in `jax.vmap`. Keyword arguments are split along axis 0. Default 0.
         out_axes: the axis along which each result is stacked, in the same form. Negative axes count from the end of
             the stacked result. None: the result is equal on every device, such as the result of `psum` or `all_gather`,
             and is returned once. Default 0.
@@ -148,7 +149,8 @@ class _Mapped:
         self.name = getattr(f, "__name__", type(f).__name__)
 
     def run(self, *args, **kwargs):
-        """The compiled function: f under shard_map. Results are stacked along a new first axis, which is then moved."""
+        """Runs f under shard_map; this function is compiled. Results are stacked along a new first axis, which is then
+        moved to the position in out_axes."""
         axes = [axis for i, arg in enumerate(args) if i not in self.static for axis in self.axes(i, args)]
         axes += [0] * len(jax.tree.leaves(kwargs))
         given = {i: arg for i, arg in enumerate(args) if i not in self.static}, kwargs

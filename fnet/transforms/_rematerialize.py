@@ -196,7 +196,7 @@ class _Plan:
     Attributes:
         pairs: {equation of a backward scan: _Pair}.
         sources: {equation of a forward scan: _Pair}.
-        cut: {variable: the piece that recomputes it}.
+        cut: {variable: the `_Piece` that recomputes it}.
         env: the values that the pieces need, added when they are computed.
         latest: the last array that the backward pass computed.
     """
@@ -367,8 +367,8 @@ def _cut_run(jaxpr, eqns, uses, backward) -> dict:
 
 
 def _spread(weight, crossing, size) -> _Cut:
-    """Returns cuts at about every `size` bytes, at points where the fewest bytes are live, and the maximum of stored
-    bytes."""
+    """Returns the positions of cuts about every `size` bytes, where the fewest bytes are live, and an upper bound of
+    the stored bytes."""
     ends, inside, cheapest, largest, kept = [], 0, None, 0, 0
     total = 0
     for i, bytes_ in enumerate(weight[:-1]):

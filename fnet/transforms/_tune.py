@@ -1,4 +1,5 @@
-"""tune: rewrites a complete step into forms for which the chip's compiler generates fast code, with equal results."""
+"""tune: rewrites a complete step into forms for which the chip's compiler generates fast code, with equal results up to
+rounding."""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
     On a CPU: operands of matrix products are computed before the product reads them. Transposes introduced by vmap are
     undone. Weight gradients are products of two matrices, with the smaller one as the first operand. bfloat16 products
-    (including casts written by the user) have float32 sums and a form with fast kernels. Poolings whose windows do not
-    overlap, and their gradients, become elementwise operations. Weight gradients of convolutions have the layout of a
-    forward convolution. Depthwise convolutions and their gradients become sums of products with shifted arrays.
+    get float32 sums and a form for which XLA has fast kernels, also if the user wrote the casts. Poolings whose windows
+    do not overlap, and their gradients, become elementwise operations. Weight gradients of convolutions have the layout
+    of a forward convolution. Depthwise convolutions and their gradients become sums of products with shifted arrays.
     Convolutions with up to 32 groups become one convolution for each group. Gradients of transposed convolutions have
     the form of gradients of strided convolutions. If most of the FLOPs are in convolutions, compiler options select the
     library that computes them: oneDNN for bfloat16, from jaxlib 0.12 on CPUs with AMX. NaN and Inf occur at the same
@@ -119,7 +120,7 @@ class _Tuned:
         return self.trace(*args, **kwargs).lower()
 
     def _inside(self, args, kwargs):
-        """Rewrites in place under another transformation, without compiler options."""
+        """Evaluates the rewritten step as a part of an outer program, without compiler options."""
         result = self._tuner.run(self._step, args, kwargs)
         if self._tuner.lost and not self._tuner.warned:
             self._tuner.warned = True
@@ -201,7 +202,7 @@ class _Program:
         return traced if self._direct and not self._statics else _Stage(self, traced)
 
     def _arguments(self, args, kwargs):
-        """Returns (positional arguments, keyword arguments, nnx modules) of the compiled function."""
+        """Returns (positional arguments, keyword arguments, nnx modules) for the compiled function."""
         if self._direct:
             return args, kwargs, ()
         tree, modules, found = mutable.extract((args, kwargs))
@@ -317,8 +318,9 @@ class Fired(NamedTuple):
 
 
 class _Tuner(Interpreter):
-    """The interpreter of tune. The note of a value states that the value can be read without a computation (see
-    `_tune_cpu`), or how the value is transposed."""
+    """The interpreter of tune, which evaluates a jaxpr equation by equation. It may attach a note to a value. A note
+    states that the value can be read without a computation (see `_tune_cpu`), or how the value is transposed (see
+    `_tune_layout`)."""
 
     def __init__(self, rules, rows=None):
         super().__init__()
@@ -332,7 +334,8 @@ class _Tuner(Interpreter):
         return None if self.rows is None else object()    # explain needs every call
 
     def options(self, closed) -> dict:
-        """Returns the compiler options for a program: none for symbolic sizes, because exported programs have none."""
+        """Returns the compiler options for a program. A program with symbolic sizes gets no options, because exported
+        programs cannot have options."""
         equations = list(jaxpr.equations(closed.jaxpr)) if self.compiling else []
         if not all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars)):
             return {}

@@ -1,7 +1,8 @@
 """Rules of tune for GPUs and TPUs: forms for which XLA moves fewer bytes, with equal results up to rounding.
 
-The measurements are rooflines of compiled programs (`python -m benchmarks.accelerators`). A rule either returns the
-outputs of an equation (`apply`), or another equation and inputs to evaluate in its place (`prepare`).
+The rules were evaluated with roofline estimates of compiled programs (`python -m benchmarks.accelerators`). A rule
+either returns the outputs of an equation (`apply`), or another equation and inputs to evaluate in its place
+(`prepare`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def unrolled_layers(eqn, inputs):
 
 
 def _operands(program, origins):
-    """Returns the origins of the operands of each product in a jaxpr."""
+    """Yields, for each product in a jaxpr, the origins of its operands: "constant", "slice" or None, given the origins
+    of the variables of the jaxpr."""
     origins = dict(origins)
     for eqn in program.eqns:
         known = [None if isinstance(v, _jax.Literal) else origins.get(v) for v in eqn.invars]
@@ -68,7 +70,8 @@ def hoisted_casts(eqn, inputs):
 
 
 def _read_as(program, v) -> set:
-    """Returns the dtypes to which the equations of a jaxpr cast a variable, with float32 for equations without cast."""
+    """Returns the dtypes to which the equations of a jaxpr cast a variable. An equation that reads it without a cast
+    counts as float32."""
     found = {jnp.dtype("float32")} if any(each is v for each in program.outvars) else set()
     for eqn in program.eqns:
         places = [i for i, each in enumerate(eqn.invars) if each is v]

@@ -1,4 +1,4 @@
-"""Rules of tune for CPUs: other forms for convolutions for which XLA:CPU has no fast kernel.
+"""Rules of tune for CPUs that rewrite convolutions for which XLA:CPU has no fast kernel.
 
 XLA:CPU computes three kinds of convolutions one element at a time: depthwise convolutions, the gradients of all
 convolutions with groups, and some convolutions with zeros between the elements of their input. The first kind is
@@ -123,7 +123,7 @@ def _taps(window):
 
 
 def _slice(x, tap, step, size, stride):
-    """x[:, tap * step::stride] with `size` elements, on each axis of space; x is [examples, *space, channels]."""
+    """Returns x[:, tap * step::stride] with `size` elements, on each spatial axis of x [examples, *space, channels]."""
     start = [0, *(k * d for k, d in zip(tap, step)), 0]
     stop = [len(x), *(k * d + s * (n - 1) + 1 for k, d, n, s in zip(tap, step, size, stride)), x.shape[-1]]
     return lax.slice(x, start, stop, [1, *stride, 1])
@@ -146,7 +146,8 @@ def _filter(w, tap):
 
 
 def _dilated(x, w, space, padding, x_dilation, w_dilation):
-    """Computes the convolution of an x with zeros between its elements, as in the gradient of a strided convolution."""
+    """Computes the convolution of x with zeros inserted between its elements, as in the gradient of a strided
+    convolution."""
     total, zero = 0.0, jnp.zeros((), x.dtype)
     for tap in _taps(w.shape[1:-1]):
         low = [first - k * d for (first, _), k, d in zip(padding, tap, w_dilation)]

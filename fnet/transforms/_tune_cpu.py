@@ -1,8 +1,9 @@
-"""Rules of tune for CPUs: forms for which XLA:CPU generates fast code, with equal results up to rounding.
+"""Rules of tune for CPUs, which rewrite equations into forms for which XLA:CPU generates fast code, with equal results
+up to rounding.
 
-A rule receives an equation and its inputs and returns the outputs, or None if the rule does not apply. The note of an
-input is True if the input can be read without a computation: an argument of the function, a view of an argument, or a
-broadcast scalar. For other notes, see `_tune_layout`.
+A rule receives an equation and its inputs and returns the outputs, or None if the rule does not apply. The interpreter
+attaches a note to an input. The note is True if the input can be read without a computation, because it is an argument
+of the function, a view of an argument, or a broadcast scalar. For other notes, see `_tune_layout`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Rule(NamedTuple):
 
 
 def apart(x):
-    """A barrier: x is computed before it is read. Otherwise XLA computes elementwise producers inside strided copies.
+    """Returns x behind an optimization barrier, so that x is computed before it is read. Otherwise, XLA computes the
+    elementwise operations that produce x inside strided copies.
     """
     return lax.optimization_barrier(x)
 
@@ -92,8 +94,8 @@ def products(eqn, inputs):
 
 
 def _for_each(matrix, contracted, array, result, options):
-    """The product of one matrix with every matrix of the array [..., k, n], with result [m, ..., n]. None if the copies
-    of the matrix would be larger than the array and the result.
+    """Returns the product [m, ..., n] of one matrix with every matrix of an array [..., k, n], or None if the copies of
+    the matrix would be larger than the array and the result.
     """
     each = array.x.shape[:-2]
     matrix = jnp.moveaxis(matrix.x, contracted, -1)
@@ -107,7 +109,8 @@ def _for_each(matrix, contracted, array, result, options):
 
 
 def _ready(value, x):
-    """Returns x, a view of the value, with a barrier so that x is computed before it is read. Arguments need none."""
+    """Returns x, a view of the value, behind a barrier, so that x is computed before it is read. An argument of the
+    function is returned without a barrier."""
     return x if value.note is True else apart(x)
 
 

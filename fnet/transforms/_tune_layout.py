@@ -1,9 +1,9 @@
-"""Layouts left by vmap, for tune: elementwise operations on a transposed product are applied before the transpose.
+"""Removes transposes introduced by vmap, for tune: elementwise operations are applied before a transpose, not after it.
 
 XLA:CPU keeps the order of axes of the program. Under vmap, a dense layer's result is [out, batch, time], and
-elementwise operations up to the next product would read and write strided memory. A value's note (p, q, ...) says that
-it is `y.transpose(p, q, ...)` of an array y in memory. Elementwise operations are computed from y, and the transposes
-cancel.
+elementwise operations up to the next product would read and write strided memory. The note (p, q, ...) of a value
+states that the value is `y.transpose(p, q, ...)` of an array y in memory. Elementwise operations are applied to y, so
+that successive transposes cancel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def transposed(y, order) -> Value:
 
 
 def followed(eqn, inputs) -> list[Value] | None:
-    """Returns the outputs of an equation that is applied to the arrays in memory, if its inputs are transposed alike.
+    """Applies an equation to the arrays in memory, if all of its inputs have the same transpose, and returns the
+    outputs.
 
     Returns None if the equation is not elementwise or no input is transposed.
     """

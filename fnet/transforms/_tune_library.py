@@ -1,4 +1,4 @@
-"""Selects the library for products and convolutions, for tune on CPUs: compiler options, and when they are used.
+"""Selects the library for products and convolutions, for tune on CPUs: the conditions for compiler options.
 
 XLA:CPU runs products and convolutions with YNNPACK, Eigen or oneDNN. For bfloat16 convolutions with float32 sums,
 oneDNN needs a tenth of the time of the others on CPUs with AMX. Its bfloat16 products are slower than YNNPACK's, and
