@@ -1,8 +1,8 @@
-"""Every use of names that JAX does not document as public.
+"""All of fnet's uses of JAX names that are not documented as public.
 
-`_features` looks names up; a missing one disables one feature (`disabled` lists them). `compilation`, `kernels` and
-`processes` are imported where they are used. Each name has a test in tests/test_jax_names.py that fails with a clear
-message if JAX moves it. What equations hold in their parameters is read in `fnet.jaxpr`.
+`_features` imports these names. A name that JAX lacks disables one feature of fnet, and `disabled` lists such features.
+`compilation`, `kernels` and `processes` are imported on first use. Each name has a test in tests/test_jax_names.py that
+fails with a clear message if JAX moves it. `fnet.jaxpr` reads the parameters of equations.
 """
 
 import importlib
@@ -43,7 +43,7 @@ def __getattr__(name):
 
 
 def prng_impl(**options):
-    """A kind of random keys for `jax.random.wrap_key_data(..., impl=...)`."""
+    """Returns an implementation of random keys, for `jax.random.wrap_key_data(..., impl=...)`."""
     from jax.extend import random
 
     return random.define_prng_impl(**options)

@@ -1,7 +1,7 @@
-"""Access to JAX names that are not public, one feature at a time.
+"""Access to JAX names that are not public.
 
-A name that this version of JAX lacks disables the feature that needs it and nothing else: `private` returns a stand-in
-that raises when it is used, and `disabled` lists what is missing.
+A name that this version of JAX lacks disables only the feature that needs the name. `private` then returns a `Missing`,
+which raises an error when it is used. `disabled` lists the features whose names are missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _missing: dict[str, str] = {}
 
 
 class Missing:
-    """Stands for a name that this version of JAX lacks; using it raises NotImplementedError."""
+    """A placeholder for a name that this version of JAX lacks. Using it raises NotImplementedError."""
 
     def __init__(self, path: str, feature: str):
         self._path, self._feature = path, feature
@@ -37,7 +37,8 @@ class Missing:
 
 
 def private(path: str, feature: str) -> Any:
-    """The object at a dotted path, such as "jax._src.core.typeof", or a `Missing` that names `feature`."""
+    """Returns the object at a dotted path, such as "jax._src.core.typeof". If there is none, returns a `Missing` that
+    names `feature`."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -51,5 +52,6 @@ def private(path: str, feature: str) -> Any:
 
 
 def disabled() -> tuple[str, ...]:
-    """One line for each feature that this version of JAX does not support, as far as it has been asked for."""
+    """Returns a line for each name that this version of JAX lacks, with the disabled feature. Only names that `private`
+    has looked up are listed."""
     return tuple(f"{feature} is disabled: JAX {jax.__version__} has no {path}" for path, feature in _missing.items())

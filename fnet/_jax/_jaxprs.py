@@ -1,4 +1,4 @@
-"""Jaxprs closed, opened, and with their constants as inputs."""
+"""Converts open jaxprs to closed jaxprs, and the constants of a jaxpr to inputs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ UNSPECIFIED = private("jax._src.sharding_impls.UNSPECIFIED", "calls with shardin
 
 
 def close(jaxpr: Any) -> Any:
-    """A jaxpr with its constants. The constants of an open jaxpr become its first inputs."""
+    """Returns a closed jaxpr. The constants of an open jaxpr become its first inputs."""
     if hasattr(jaxpr, "consts"):
         return jaxpr
     return ClosedJaxpr(_without_constants(jaxpr) if jaxpr.constvars else jaxpr, ())
 
 
 def consts_as_inputs(closed: Any) -> Any:
-    """The open jaxpr whose first inputs are the constants."""
+    """Returns the open jaxpr of a closed jaxpr, with the constants as its first inputs."""
     return _without_constants(closed.jaxpr)
 
 
@@ -31,13 +31,14 @@ def _without_constants(jaxpr):
 
 
 def unplaced(params: dict) -> bool:
-    """Whether the parameters of a jit equation contain no shardings."""
+    """Whether the parameters of a jit equation specify no shardings."""
     shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
     return all(sharding is UNSPECIFIED for sharding in shardings)
 
 
 def hoisted(params: dict, closed: Any) -> tuple[dict, list]:
-    """(parameters of a jit equation, values) with the jaxpr's constants as its first inputs."""
+    """Returns the parameters of a jit equation that evaluates `closed` with its constants as the first inputs, and the
+    values of these constants."""
     count = len(closed.consts)
     first = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
     changes = {name: (value,) * count + tuple(params[name]) for name, value in first.items()}
@@ -45,7 +46,8 @@ def hoisted(params: dict, closed: Any) -> tuple[dict, list]:
 
 
 def widened(params: dict, closed: Any, outputs: int) -> tuple[dict, list]:
-    """`hoisted`, for a jaxpr with this many more outputs than the equation has."""
+    """Does the same as `hoisted`, for a jaxpr that has `outputs` more outputs than the equation with these
+    parameters."""
     changes, consts = hoisted(params, closed)
     more = {"out_shardings": UNSPECIFIED, "out_layouts": None}
     return {**changes, **{name: (*params[name], *(value,) * outputs) for name, value in more.items()}}, consts

@@ -1,4 +1,4 @@
-"""The functions inside custom_jvp, custom_vjp and custom_vmap equations, as jaxprs."""
+"""Returns the rules of custom_jvp, custom_vjp and custom_vmap equations as jaxprs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from fnet._jax._jaxprs import ClosedJaxpr, close
 
 
 class CustomJvp:
-    """The rule of a custom_jvp equation."""
+    """The differentiation rule of a custom_jvp equation."""
 
     def __init__(self, params: dict):
         self._fun, self.consts = params["jvp_jaxpr_fun"], params["num_consts"]
         self.symbolic_zeros = params["symbolic_zeros"]
 
     def jaxpr(self, zeros: list[bool]) -> tuple[Any, list[bool]]:
-        """(the jaxpr from primals and nonzero tangents to outputs and their nonzero tangents, which of those are zero).
+        """Returns the jaxpr of the rule, and a list of which output tangents are zero. The jaxpr maps primals and
+        nonzero tangents to outputs and their nonzero tangents.
 
         Args:
-            zeros: which input tangents are zero. Closed-over constants come first; their tangents are zero.
+            zeros: for each input, whether its tangent is zero. Closed-over constants are first. Their tangents are
+                zero.
         """
         jaxpr, consts, zeros_out = self._fun.call_wrapped(*zeros[self.consts:])
         return ClosedJaxpr(jaxpr, consts), list(zeros_out)
@@ -35,9 +37,9 @@ class Forward(NamedTuple):
     """The forward function of a custom_vjp equation.
 
     Attributes:
-        closed: from the inputs to residuals and outputs.
-        residuals: how many residuals it returns.
-        forwarded: for each residual of the backward function, the input that it is, or None.
+        closed: the closed jaxpr from the inputs to residuals and outputs.
+        residuals: the number of residuals that the jaxpr returns.
+        forwarded: for each residual of the backward function, the index of the input that is equal to it, or None.
     """
 
     closed: Any
@@ -55,7 +57,8 @@ class CustomVjp:
         self._forward: dict[tuple, Forward] = {}
 
     def forward(self, perturbed: tuple[bool, ...]) -> Forward:
-        """The forward function, for inputs of which these are differentiated (constants included)."""
+        """Returns the forward function. `perturbed` states for each input, including constants, whether it is
+        differentiated."""
         perturbed = tuple(perturbed[self.consts:])
         if perturbed not in self._forward:
             jaxpr, consts = self._params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
@@ -65,13 +68,16 @@ class CustomVjp:
         return self._forward[perturbed]
 
     def backward(self, forward: Forward, zeros: list[bool]) -> tuple[Any, list[bool]]:
-        """(the jaxpr from inputs, residuals and cotangents to input cotangents, which inputs have one).
+        """Returns the jaxpr of the backward function, and a list of which inputs have a cotangent. The jaxpr maps
+        inputs, residuals and output cotangents to input cotangents.
 
-        It is traced at the original types, which the user's function expects. A residual that is a Python number in the
-        forward function stays one.
+        The backward function is traced with the original types, which the user's function expects. A residual that is a
+        Python number in the forward function remains a Python number.
 
         Args:
-            zeros: which output cotangents are symbolic zeros. The jaxpr takes the others that are floating-point.
+            forward: the forward function.
+            zeros: for each output, whether its cotangent is a symbolic zero. The other floating-point
+                cotangents are inputs of the jaxpr.
         """
         outvars = forward.closed.jaxpr.outvars
         saved, outputs = outvars[:forward.residuals], outvars[forward.residuals:]
@@ -82,7 +88,7 @@ class CustomVjp:
             full = [next(rest) if i is None else inputs[i] for i in forward.forwarded]
             gradients = self._params["bwd"].call_wrapped(*full, *_cotangents(outputs, zeros, cotangents))
             if isinstance(gradients, tuple) and len(gradients) == 2 and isinstance(gradients[0], (list, tuple)):
-                gradients = gradients[0]    # jax >= 0.12 returns a log beside them
+                gradients = gradients[0]    # jax >= 0.12 returns (gradients, log)
             live[:] = [not isinstance(g, (ad.Zero, SymbolicZero)) for g in gradients]
             return [g for g, nonzero in zip(gradients, live) if nonzero]
 
@@ -92,7 +98,8 @@ class CustomVjp:
 
 
 def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tuple[Any, list[bool]]:
-    """(the jaxpr of a custom_vmap equation's batching rule for inputs of these types, which outputs are batched)."""
+    """Returns the jaxpr of a custom_vmap equation's batching rule for inputs of these types, and a list of which
+    outputs are batched."""
     flags, tree = [], params["in_tree"]
 
     def rule(*arrays):
@@ -113,7 +120,8 @@ def _inexact(v) -> bool:
 
 
 def _cotangents(outputs, zeros, nonzero):
-    """The cotangents of all outputs: symbolic zeros, float0 zeros of integers, and those that are given."""
+    """Returns the cotangents of all outputs. They are symbolic zeros, float0 zeros for integers, and the cotangents in
+    `nonzero`."""
     rest = iter(nonzero)
     return [SymbolicZero(v.aval.to_tangent_aval()) if zero else next(rest) if _inexact(v)
             else np.zeros(v.aval.shape, jax.dtypes.float0) for v, zero in zip(outputs, zeros)]

@@ -1,4 +1,4 @@
-"""Traces, name stacks, and primitives bound again."""
+"""The active trace, name stacks and source lines of equations, and evaluation of primitives."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LinearizeTrace = private("jax._src.interpreters.ad.LinearizeTrace", "cached lin
 _frames = private("jax._src.config.traceback_in_locations_limit", "programs without source locations")
 _reshard = private("jax._src.core.auto_insert_reshard", "operands that vary over different mesh axes")
 
-# Here, and not in the lazy module `kernels`, because JAX traces everything again once there is another context.
+# Not in the lazily imported module `kernels`, because JAX retraces all functions when a new user context is created.
 kernels_in_exports = jax.make_user_context(False)
 """Whether exported programs contain kernels: `with kernels_in_exports(True): jax.export.export(...)`."""
 
 
 def trace_state():
-    """A token that equals another one only within the same trace.
+    """Returns a token of the current trace.
 
-    Two calls return equal tokens exactly when no JAX transform (scan, cond, vmap, jit, ...) was entered or left
-    between them.
+    The tokens of two calls are equal if and only if no JAX transformation (scan, cond, vmap, jit, ...) was entered or
+    left between the calls.
     """
     return get_opaque_trace_state()
 
@@ -40,53 +40,58 @@ def outermost() -> bool:
 
 
 def vary_alike(*arrays):
-    """The operands, varying over the same mesh axes, as shard_map requires of the operands of one operation."""
+    """Returns the arrays, converted so that all vary over the same mesh axes. shard_map requires this of the operands
+    of an operation."""
     return _reshard(*arrays)
 
 
 def varies_over(x) -> frozenset:
-    """The mesh axes over which a value varies, inside a shard_map that tracks it."""
+    """Returns the mesh axes over which a value varies, inside a shard_map that tracks these axes."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def without_locations():
-    """A context in which lowered programs contain no source lines of operations, with paths of this machine."""
+    """Returns a context in which lowered programs contain no source lines, because source lines contain file paths of
+    this machine."""
     return contextlib.nullcontext() if isinstance(_frames, Missing) else _frames(0)
 
 
 # Names and source lines of equations.
 
 def name_stack(eqn: Any) -> str:
-    """The named scopes and transformation marks of an equation, such as "transpose(jvp(block))/fc"."""
+    """Returns the named scopes and transformations of an equation, such as "transpose(jvp(block))/fc"."""
     return str(eqn.source_info.name_stack)
 
 
 def scope_entries(eqn: Any) -> tuple[tuple[str, int], ...]:
-    """(name, identity) of the named scopes of an equation, outermost first. Each entry into a named scope has an
-    identity of its own, which all equations inside share."""
+    """Returns (name, identity) for each named scope of an equation, the outermost first. Each time a named scope is
+    entered, it has a new identity, which all equations inside share."""
     return tuple((entry.name, id(entry)) for entry in eqn.source_info.name_stack.stack if isinstance(entry, _Scope))
 
 
 def origin(eqn: Any) -> tuple:
-    """What `name_stack` and `equation_context` read of an equation; equations with the same origin share both."""
+    """Returns the identities of an equation's name stack, traceback and JAX context. Equations with the same origin
+    have the same `name_stack` and `equation_context`."""
     info = eqn.source_info
     return id(info.name_stack), id(info.traceback), id(eqn.ctx)
 
 
 def line(eqn: Any) -> str:
-    """The user's line that made an equation, "model.py:58 (forward)"; "" if unknown."""
+    """Returns the line of the user's code that created an equation, such as "model.py:58 (forward)", or "" if it is
+    unknown."""
     frame = _source_info.user_frame(eqn.source_info.traceback)
     return "" if frame is None else f"{frame.file_name.rpartition('/')[2]}:{frame.start_line} ({frame.function_name})"
 
 
 def current_names() -> Any:
-    """The name stack that is active, for `equation_context`."""
+    """Returns the active name stack, for `equation_context`."""
     return _source_info.current_name_stack()
 
 
 @contextlib.contextmanager
 def equation_context(eqn: Any, outer: Any):
-    """Operations inside carry the equation's names below the name stack `outer`, its source line and JAX context."""
+    """A context whose operations have the source line and JAX context of the equation. Their names are the equation's
+    names, below the name stack `outer`."""
     names = outer + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
@@ -94,18 +99,19 @@ def equation_context(eqn: Any, outer: Any):
 
 @contextlib.contextmanager
 def names_context(outer: Any, name: str):
-    """Operations inside carry `name` below the name stack `outer`, instead of the active one."""
+    """A context whose operations have the name `name`, below the name stack `outer` instead of the active name
+    stack."""
     with _source_info.set_name_stack(outer.extend(name)):
         yield
 
 
-# Primitives bound again.
+# Evaluation of primitives.
 
 def bind_again(eqn: Any, arrays: list) -> list:
-    """The outputs of an equation evaluated on these arrays.
+    """Returns the outputs of an equation, evaluated on these arrays.
 
-    While JAX only records equations, an equation whose inputs have the types it was traced with is recorded unchanged,
-    without inferring its output types again. This takes half the time of binding it.
+    If JAX only records equations and the arrays have the types of the equation's inputs, the equation is recorded
+    unchanged. Its output types are not inferred again. This takes half the time of `bind`.
     """
     primitive = eqn.primitive
     if (_DynamicJaxprTrace and type(trace := _core.trace_ctx.trace) is _DynamicJaxprTrace and not eqn.effects
@@ -121,20 +127,20 @@ def bind_again(eqn: Any, arrays: list) -> list:
 
 
 def _high(eqn: Any) -> bool:
-    """Whether JAX must note that a program has this equation, in order to expand it before compilation: jnp.nonzero and
-    jnp.unique are such primitives from jax 0.12 on."""
+    """Whether JAX must expand this equation before compilation. From jax 0.12 on, the equations of jnp.nonzero and
+    jnp.unique are such equations. JAX must be informed that a program contains them."""
     return eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
 
 
 def bind(primitive: Any, arrays: list, params: dict) -> list:
-    """The outputs of a primitive, as a list.
+    """Evaluates a primitive and returns its outputs as a list.
 
-    While JAX linearizes, every primitive is linearized anew, unless it is inside a jit, whose linearization JAX caches.
-    An inlined jit saves two thirds of the time and leaves no trace in the program.
+    During linearization, JAX linearizes every primitive again, but caches the linearization of a jit. Therefore, the
+    primitive is then evaluated in an inlined jit. This saves two thirds of the time and does not change the program.
     """
     outputs = None
     if _LinearizeTrace and type(_core.trace_ctx.trace) is _LinearizeTrace and primitive.name not in _REFS:
-        with contextlib.suppress(TypeError):    # parameters without a hash
+        with contextlib.suppress(TypeError):    # some parameters are not hashable
             outputs = _inlined(primitive, frozenset(params.items()))
     outputs = primitive.bind(*arrays, **params) if outputs is None else outputs(*arrays)
     return list(outputs) if primitive.multiple_results else [outputs]
@@ -145,5 +151,5 @@ def _inlined(primitive, params):
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)), inline=_EARLY)
 
 
-_REFS = frozenset(("new_ref", "empty_ref", "freeze", "free_ref"))    # their inputs or outputs are mutable arrays
+_REFS = frozenset(("new_ref", "empty_ref", "freeze", "free_ref"))    # with mutable arrays
 _EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True

@@ -1,4 +1,4 @@
-"""Where JAX keeps compiled programs between processes. Imported on first use."""
+"""Replaces the store of JAX's cache of compiled programs. Imported on first use."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _before: list[float] = []
 
 
 def install(store, *, shortest: float) -> bool:
-    """Makes JAX load programs from `store` and keep them there, if it has no cache of its own.
+    """Makes JAX load compiled programs from `store` and save them to it, unless JAX already has a cache.
 
     Args:
-        store: has `path`, `open() -> whether it can be used`, `get(key) -> bytes or None` and `put(key, bytes)`.
-        shortest: the compilation time, in seconds, from which a program is kept.
+        store: an object with the attribute `path` and the methods `open()`, which returns whether the store can be
+            used, `get(key)`, which returns bytes or None, and `put(key, bytes)`.
+        shortest: the minimum compilation time of a program that is saved, in seconds.
 
     Returns:
-        Whether it is used now: not if the user has chosen a folder or disabled caches, the store cannot be used, or
-        JAX has no such cache.
+        Whether JAX uses the store now. False if the user has selected a folder or disabled caches, the store cannot be
+        used, or this version of JAX has no such cache.
     """
     if not _cache or not jax.config.jax_enable_compilation_cache:
         return False
@@ -37,6 +38,6 @@ def install(store, *, shortest: float) -> bool:
 
 
 def uninstall() -> None:
-    """Ends what `install` began."""
+    """Makes JAX no longer use the store of `install`."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _before.pop())
     _cache._cache, _cache._cache_initialized = None, False

@@ -1,4 +1,4 @@
-"""Attention kernels that JAX contains, below the functions that differentiate them. Imported on first use."""
+"""JAX's attention kernels, without the functions of JAX that differentiate them. Imported on first use."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ def _cudnn() -> Any:
 
 @functools.cache
 def _splash() -> tuple:
-    """JAX's splash attention, whose import loads Pallas."""
+    """Returns JAX's splash attention. Its import loads Pallas."""
     return tuple(private(name, "splash attention") for name in (
         _SPLASH, f"{_SPLASH}.splash_attention_kernel", "jax._src.config._check_vma"))
 
 
 def unavailable(platform: str) -> str | None:
-    """Why this version of JAX has no attention kernel for "cuda" or "tpu"; None if it has one."""
+    """Returns the reason why this version of JAX has no attention kernel for `platform` ("cuda" or "tpu"), or None if
+    it has a kernel."""
     modules = (_cudnn(),) if platform == "cuda" else _splash()
     return next((f"JAX {jax.__version__} has no {module._path}" for module in modules
                  if isinstance(module, Missing)), None)
 
 
 def tell_devices(*primitives: Any) -> None:
-    """Makes JAX pass the devices of a program to the lowering rules of these primitives, as it does for its own
-    primitives that XLA cannot partition. Only kernels for several GPUs need it, and JAX then requires one mesh for the
-    whole program, so this is done only if JAX's CUDA plugin is installed.
+    """Makes JAX pass the devices of a program to the lowering rules of these primitives. JAX does so for its own
+    primitives that XLA cannot partition. Only kernels for several GPUs need the devices, and JAX then requires one mesh
+    for the whole program. Therefore, this function has no effect without JAX's CUDA plugin.
     """
     if _cuda_versions():
         _dispatch.prim_requires_devices_during_lowering.update(primitives)
 
 
 def _cuda_versions() -> Any:
-    """JAX's versions of the CUDA libraries; None without JAX's CUDA plugin."""
+    """Returns JAX's module with the versions of the CUDA libraries, or None without JAX's CUDA plugin."""
     return private("jax._src.lib.cuda_versions", "cuDNN's attention")
 
 
@@ -58,12 +59,12 @@ CUSTOM_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__cudnn$f
 
 
 def partitioning(ctx: Any) -> str:
-    """How the equation whose lowering rule received `ctx` will run.
+    """Returns how the equation will run whose lowering rule received `ctx`.
 
     Returns:
-        "portable": the program is exported, or lowered for several platforms, and may run on any of them. "whole": on
-        one device, or on the shards of a shard_map. "split": XLA partitions it. "unknown": XLA partitions it, over
-        devices that are not known yet.
+        "portable": the program is exported or lowered for several platforms, and may run on any of these. "whole": the
+        equation runs on one device, or on the shards of a shard_map. "split": XLA partitions the equation. "unknown":
+        XLA partitions the equation, but the devices are not known yet.
     """
     for_export = ctx.module_context.lowering_parameters.for_export and not kernels_in_exports.value
     if for_export or len(ctx.module_context.platforms) > 1:
@@ -77,16 +78,16 @@ def partitioning(ctx: Any) -> str:
 
 
 def cudnn_version() -> int | None:
-    """The version of cuDNN that JAX runs with, 90100 for 9.1.0; None if there is none."""
+    """Returns the version of cuDNN that JAX uses, such as 90100 for 9.1.0, or None if there is no cuDNN."""
     versions = _cuda_versions()
     return versions.cudnn_get_version() if versions else None
 
 
 def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=True) -> list:
-    """cuDNN's flash attention of 16-bit q [b, t, h, d] and k, v [b, s, g, d].
+    """Computes cuDNN's flash attention of 16-bit q [b, t, h, d] and k, v [b, s, g, d].
 
-    Without `rest`: the output and, with `residuals`, the logarithm of the sum of exponentials [b, h, t]. With that, the
-    output and its gradient as `rest`: the gradients of q, k and v.
+    Without `rest`, returns the output and, with `residuals`, the logarithm of the sum of exponentials [b, h, t]. If
+    `rest` is this logarithm, the output and the gradient of the output, returns the gradients of q, k and v.
     """
     fused = _cudnn()
     name = "dot_product_attention_bwd" if rest else "dot_product_attention_fwd"
@@ -95,7 +96,7 @@ def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residu
     given = {"scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (bias is not None, False),
              "mask_type": kind, "layout": fused.AttentionLayout.BTNH.value, "sliding_window_length": window,
              "is_training": residuals}
-    # Parameters that a later version adds are optional and off.
+    # A later version of JAX may add parameters. They are optional, and None disables them.
     rule = inspect.signature(getattr(fused, f"_{name}_cuda_lowering")).parameters.values()
     operands = {"ctx", "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
                 "page_table_k", "page_table_v", "activation", "fwd_output", "grad_output"}
@@ -108,10 +109,11 @@ def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residu
 
 
 def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=True, interpret=False) -> Any:
-    """The Pallas kernels of splash attention on TPUs for one row of a batch: q [h, t, d], k, v [g, s, d], unscaled.
+    """Computes splash attention on TPUs with its Pallas kernels, for one row of a batch: q [h, t, d] and k, v [g, s,
+    d]. The products of queries and keys are not scaled.
 
-    Without `rest`: the output and, with `residuals`, the logarithm of the sum of exponentials [h, t]. With those and
-    the gradient of the output as `rest`: the gradients of q, k and v.
+    Without `rest`, returns the output and, with `residuals`, the logarithm of the sum of exponentials [h, t]. If `rest`
+    is the output, this logarithm and the gradient of the output, returns the gradients of q, k and v.
     """
     splash, kernels, check_vma = _splash()
     shape = q.shape[1], k.shape[1]
@@ -125,7 +127,7 @@ def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=T
     if lengths is not None:
         keys = jnp.arange(k.shape[1], dtype=jnp.int32) < lengths
         ids = splash.SegmentIds(jnp.ones(q.shape[1], jnp.int32), keys.astype(jnp.int32))
-    with check_vma(False):    # the kernels do not declare what their results vary over; in a lowering rule it is unused
+    with check_vma(False):    # the kernels do not state over which mesh axes results vary
         return _run(kernels, kernel, q, k, v, ids, *rest)
 
 

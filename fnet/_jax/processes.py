@@ -1,4 +1,4 @@
-"""Processes: whether there are several, what they tell each other, and how one exits after others are gone.
+"""Runs of several processes: their number, their key-value store, and the exit of a process after others have ended.
 
 Imported on first use.
 """
@@ -27,20 +27,20 @@ def cluster_size() -> int | None:
 
 
 def backend_is_up() -> bool:
-    """Whether JAX has asked for devices, after which processes can no longer find each other."""
+    """Whether JAX has initialized its devices. After this, a process can no longer connect with other processes."""
     return _xla_bridge.backends_are_initialized()
 
 
 def notes():
-    """JAX's key-value store, which the first process hosts and through which processes exchange short texts."""
+    """Returns JAX's key-value store, through which processes exchange short texts. The first process runs it."""
     return _distributed.global_state.client
 
 
 def leave() -> None:
     """Lets this process exit without waiting for processes that have ended.
 
-    Otherwise, JAX waits at a barrier on exit until the timeout, and then aborts. The objects that hold the connection
-    are never freed, because freeing them waits as well.
+    Otherwise, JAX waits at a barrier on exit until the timeout, and then aborts the process. The objects of the
+    connection are never freed, because freeing them also waits for the other processes.
     """
     atexit.unregister(_api.clean_up)
     atexit.unregister(_dispatch.wait_for_tokens)
