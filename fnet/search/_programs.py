@@ -1,5 +1,4 @@
-"""Search over hyperparameters that change the program, such as width and depth: costs, limits, Bayesian optimization.
-"""
+"""Search over hyperparameters that change the program, such as the depth: costs, limits, Bayesian optimization."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from fnet.models.weights import _key_map, _match, _tensors
 
 _HEAD = "lm_head"
 _PREFIX, _WEIGHTS, _CONFIG = "base_model.model.", "adapter_model.safetensors", "adapter_config.json"
-# Fields that change the computation, with the values for which `LowRank` computes the same.
+# Fields that change the computation, with the values for which the result is that of `LowRank`.
 _PLAIN = {"peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []),
           "lora_bias": (False, None), "alora_invocation_tokens": (None,), "trainable_token_indices": (None,),
           "target_parameters": (None, []), "layer_replication": (None,), "use_qalora": (False, None)}
@@ -37,8 +37,8 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
         model: the base model.
         params: the parameters of the base model. Kernels may be quantized.
         path: the folder with adapter_config.json and adapter_model.safetensors.
-        names: the framework whose module names the adapter has, one of the model's `NAMES`, such as "torchvision" for a
-            ResNet.
+        names: the framework whose module names the adapter contains, a key of the model's `NAMES`, such as
+            "torchvision" for a ResNet. Default: "huggingface".
 
     Returns:
         The parameters, in which the leaves that the adapter changes are `compress.LowRank`.
@@ -176,7 +176,7 @@ def _entries(model, prefix, names):
 
 
 def _bases(entry):
-    """The names of the modules that contain the arrays of an entry."""
+    """Returns the names of the modules that contain the arrays of an entry."""
     return [key.removesuffix(".weight") for key in entry.keys]
 
 
@@ -185,7 +185,7 @@ def _modules(given):
 
 
 def _pair(given, base):
-    """The keys of the two factors of a module, or None."""
+    """Returns the keys of the two low-rank factors of a module, or None if the adapter does not change the module."""
     for a, b in ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B")):
         if base + a in given and base + b in given:
             return base + a, base + b
@@ -193,12 +193,12 @@ def _pair(given, base):
 
 
 def _kernel(entry):
-    """The axes of an array without copies and outputs: [*window, in]."""
+    """Returns the sizes of an array's axes except those of copies and of output features: [*window, in]."""
     return entry.specs[0].shape[len(entry.copies):-1]
 
 
 def _is_supported(entry):
-    """Whether the file's array is a matrix of a dense layer, a table, or the kernel of a convolution in one group."""
+    """Whether the array is the kernel of a dense layer or of an ungrouped convolution, or an embedding table."""
     kernel, layout = _kernel(entry), entry.rule.layout.name
     return (len(kernel) == 1 and layout in ("dense", "same")) or (
         len(kernel) > 1 and layout == "conv" and kernel[-1] > 1)
@@ -214,7 +214,10 @@ def _is_table(entry):
 
 
 def _rotary_order(model, entry, width):
-    """The order of output features in the file. Transformers rotates the pairs (i, i + head_dim / 2) of features."""
+    """Returns the order of the output features in the file.
+
+    Transformers rotates the pairs (i, i + head_dim / 2) of features. An interleaved model in fnet rotates neighbors.
+    """
     order = np.arange(width)
     if getattr(model, "interleaved", False) and re.fullmatch(r".*attention/(query|key)/kernel", entry.paths[0]):
         head_dim = model.head_dim or model.width // model.heads
@@ -229,7 +232,10 @@ def _scale(config, base, a):
 
 
 def _changes(model, entry, arrays, scales, file):
-    """{path: (a, b, scale, number of inputs' axes)}; copies without a change, and missing ranks, are zero."""
+    """Returns {path: (a, b, scale, number of input axes)}.
+
+    `a` and `b` are zero for copies of a block that the adapter does not change, and beyond the rank of a copy.
+    """
     if not _is_supported(entry):
         raise ValueError(f"{file}: changes of {_match.ours(entry)} are supported for dense layers, convolutions in one "
                          "group and tables only")
@@ -253,8 +259,10 @@ def _changes(model, entry, arrays, scales, file):
 
 
 def _joined(leaves, copy):
-    """(a, b, scale) of one module: [*window, in, rank], [rank, out]. Parts of a fused kernel with several changes have
-    a block-diagonal b."""
+    """Returns (a, b, scale) of one module, with a [*window, in, rank] and b [rank, out].
+
+    If several parts of a fused kernel have changes, b is block-diagonal.
+    """
     scale = next(leaf.scale for leaf in leaves if isinstance(leaf, LowRank))
     widths = [leaf.shape[-1] for leaf in leaves]
     factors, rows = [], []
@@ -268,7 +276,7 @@ def _joined(leaves, copy):
 
 
 def _replaced(tree, changes: Mapping[tuple, tuple]) -> Any:
-    """The tree with changes at their paths."""
+    """Returns the tree in which the leaves at the paths in `changes` are `LowRank`."""
     if () in changes:
         a, b, scale, inputs = changes[()]
         return LowRank(tree, jnp.asarray(a), jnp.asarray(b), scale, inputs)

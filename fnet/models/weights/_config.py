@@ -25,7 +25,7 @@ class Use:
         absent: the value that the framework assumes if config.json lacks the field, or a function of config.json that
             returns this value. SKIP: the field is compared only if config.json has it.
         default: function of the model that returns the meaning of null (None) in config.json and in the model.
-        shorter: whether the model's value may be smaller.
+        shorter: whether the model's value may be smaller than the value in config.json.
         square: whether config.json may contain [value, value].
     """
 
@@ -54,7 +54,7 @@ class Must:
     """A field of config.json of which the model supports only some values.
 
     Args:
-        values: the supported values. The framework's own default is one of them.
+        values: the supported values. One of them is the default of the framework.
     """
 
     values: tuple
@@ -114,7 +114,7 @@ class Config:
     names: tuple[str, ...] = ("huggingface",)
 
     def values(self, config: Mapping) -> dict[str, Any]:
-        """{field of the model: the value that config.json sets}
+        """Returns {field of the model: the value that config.json sets}.
 
         Raises:
             ValueError: fields are not supported or not known; the message lists them.
@@ -124,7 +124,7 @@ class Config:
         return {field: value for *_, values in wanted for field, value in values.items()}
 
     def write(self, model) -> dict[str, Any]:
-        """The fields of config.json for a model, the inverse of `values`.
+        """Returns the fields of config.json for a model: the inverse of `values`.
 
         Raises:
             ValueError: config.json cannot describe this model.
@@ -161,7 +161,7 @@ class Config:
         self._raise(problems, f". Use dataclasses.replace(model, {advice})" if advice else "")
 
     def reads_architecture(self, config: Mapping) -> bool:
-        """Whether the table supports the value of `architecture` (timm) or `architectures` (transformers)."""
+        """Whether the value of `architecture` (timm) or `architectures` (transformers) is supported."""
         name = "architecture" if "architecture" in self.fields else "architectures"
         if name not in self.fields or name not in config:
             return True
@@ -172,11 +172,11 @@ class Config:
         return True
 
     def compared(self) -> set[str]:
-        """The fields of the model that config.json sets."""
+        """Returns the fields of the model that config.json sets with a `Use`."""
         return {entry.field for entry in self.fields.values() if isinstance(entry, Use)}
 
     def _wanted(self, config):
-        """([(entry, description of the field and its value, {field of the model: value})], [problem])."""
+        """Returns ([(entry, description of the field and its value, {field of the model: value})], [problem])."""
         wanted, problems = [], []
         for name in [*config, *(name for name in self.fields if name not in config)]:
             if name in self.irrelevant:
@@ -206,8 +206,8 @@ def check(model, folder: Path) -> Config | None:
     """Compares a model with the config.json of a folder.
 
     Returns:
-        The table of fields that was used. None if the folder has no config.json, or if it is the folder of a training
-        run, whose config.json describes the run.
+        The `Config` that was used. None if the folder has no config.json, or if it is the folder of a training run,
+        whose config.json describes the run.
 
     Raises:
         ValueError: config.json is damaged, or describes another model.
@@ -241,8 +241,8 @@ def model(folder: Path, classes: Sequence[type]):
 
     Args:
         folder: the folder.
-        classes: the classes of models. The first class is used whose `CONFIGS` has the `model_type` and whose table
-            supports the architecture.
+        classes: the classes of models. The result is of the first class whose `CONFIGS` contains the `model_type` with
+            a `Config` that supports the architecture.
 
     Raises:
         FileNotFoundError: the folder has no config.json.
@@ -268,23 +268,23 @@ def model(folder: Path, classes: Sequence[type]):
 
 
 def made(cls, table, config):
-    """The model that config.json describes."""
+    """Returns the model of class `cls` that config.json describes."""
     return cls(**{**cls.NAMES[names_for(table, cls)].config, **table.values(config)})
 
 
 def names_for(table, cls):
-    """The entry of `NAMES` that weights with this config.json use."""
+    """Returns the key of `NAMES` for weights with this config.json."""
     return next((name for name in table.names if name in cls.NAMES), None)
 
 
 def kind_of(config):
-    """The `model_type`, or "timm" for timm's config.json, which has `architecture` instead. None without both."""
+    """Returns the `model_type`, or "timm" if config.json has an `architecture` instead, as in timm; otherwise None."""
     kind = config.get("model_type")
     return "timm" if kind is None and "architecture" in config else kind
 
 
 def same(a, b) -> bool:
-    """Equality that distinguishes booleans from numbers."""
+    """Whether a equals b. A boolean does not equal a number."""
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
@@ -298,7 +298,7 @@ def fits(entry, model, want, have):
 
 
 def _comparable(want, have, null=False):
-    """Whether a field could be changed from `have` to `want`: equal types, or null if the default is None."""
+    """Whether the types of `want` and `have` match, so that a field may be changed. `null` allows None as `want`."""
     if want is None:
         return null
     if have is None:
@@ -329,14 +329,14 @@ IRRELEVANT = frozenset("""
 
 def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str, Mapping], irrelevant: str = "",
                  other_heads: tuple[str, ...] = (), **options) -> Config:
-    """A table for transformers' config.json: the fields of one family, and those common to all families.
+    """Returns a `Config` for transformers' config.json, with the fields of one family and those of all families.
 
     Args:
         fields: {field: Use, Must or Fields} for this family.
         architectures: the supported values of `architectures`, the names of transformers' classes. A mapping also
             contains the fields of the model for each class, such as {"BertForMaskedLM": {"head": "masked_lm"}}.
-        irrelevant: more fields that have no effect on the forward pass, separated by spaces. A field that is also in
-            `fields` is written if there is no value to copy.
+        irrelevant: more fields that have no effect on the forward pass, separated by spaces. If such a field is also in
+            `fields`, `save` writes its value unless `like=` has a value to copy.
         other_heads: heads that are accepted in the model although `architectures` states another head. No other head
             uses the names of their arrays, so a file without these arrays raises an error.
         options: other arguments of `Config`.
@@ -369,11 +369,11 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
 
 
 def timm(architecture: Callable[[str], dict[str, Any] | None], pool: str, expected: str, *, write: Callable) -> Config:
-    """A table for timm's config.json.
+    """Returns a `Config` for timm's config.json.
 
     Args:
-        architecture: function that returns the model's fields for a name of timm's architectures, or None.
-        write: the inverse: function that returns the architecture of a model, or a name that timm does not have.
+        architecture: function that returns the fields of the model for the name of a timm architecture, or None.
+        write: the inverse of `architecture`: function that returns the name of a model. It may return an unknown name.
         pool: the supported value of `global_pool`.
         expected: a description of the supported architectures, for error messages.
     """

@@ -28,7 +28,7 @@ class _Damaged(_Refused, OSError):
 
 
 def unavailable() -> str | None:
-    """The reason why nothing can be downloaded; None if downloads are possible."""
+    """Returns the reason why nothing can be downloaded, or None if downloads are possible."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
         return "HF_HUB_OFFLINE is set"
     try:
@@ -41,9 +41,9 @@ def unavailable() -> str | None:
 def download(repository: str, revision: str | None, cache: Path) -> Path:
     """Downloads the files that fnet reads: configurations, tokenizers and safetensors. Files in the cache are kept.
 
-    The revision is resolved to a commit once, and every file is of that commit. After an interrupted connection, the
-    library continues the file. After an interrupted download, the next call continues with the files that are not
-    complete. The checksum of each downloaded file is compared with that of the hub.
+    The revision is resolved to a commit once, and every file is of that commit. If the connection is interrupted, the
+    library continues the file. If the download is interrupted, the next call downloads the files that are not complete.
+    The checksum of each downloaded file is compared with the checksum that the hub lists.
 
     Args:
         repository: "organization/name".
@@ -94,12 +94,12 @@ def download(repository: str, revision: str | None, cache: Path) -> Path:
 
 
 def snapshots(cache: Path, repository: str) -> Path:
-    """The folder of the snapshots of a repository in Hugging Face's cache."""
+    """Returns the folder with the snapshots (one for each commit) of a repository in Hugging Face's cache."""
     return cache / f"models--{repository.replace('/', '--')}" / "snapshots"
 
 
 def complete(snapshot: Path) -> bool:
-    """Whether a snapshot has all of its weights. It lacks some if its download was interrupted."""
+    """Whether a snapshot has all of its weights. This is False after an interrupted download."""
     index = snapshot / _tensors.INDEX
     try:
         if index.exists():
@@ -114,7 +114,7 @@ def complete(snapshot: Path) -> bool:
 
 
 def _needed(what, names):
-    """The files of a repository to download, small ones first."""
+    """Returns the names of the files to download, the weights last."""
     top = [name for name in names if "/" not in name and name.endswith(".safetensors")]
     if "model.safetensors" in top:
         weights = ["model.safetensors"]
@@ -129,7 +129,7 @@ def _needed(what, names):
 
 
 def _verify(path, file, what):
-    """Compares a file with the SHA-256 (of large files) or the hash of the Git object (of small files) on the hub."""
+    """Compares the hash of a file with the hub's: the SHA-256 for large files, the Git object's hash for others."""
     size = path.stat().st_size
     if file.lfs is not None:
         expected, digest = file.lfs.sha256, hashlib.sha256()

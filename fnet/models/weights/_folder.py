@@ -30,10 +30,10 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def bytes_of(size: int | str) -> int:
-    """The number of bytes of a size such as "5GB".
+    """Returns the number of bytes of a size such as "5GB".
 
     Raises:
-        ValueError: it is not a size.
+        ValueError: `size` is neither a positive number nor such a string.
 
     >>> bytes_of("1.5GB")
     1500000000
@@ -49,11 +49,11 @@ def bytes_of(size: int | str) -> int:
 
 
 def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
-    """Returns the config.json of a model whose weights have the names `names`; None if no table describes the model.
+    """Returns the content of config.json for a model, or None if no config.json can describe the model.
 
     Args:
         model: the model.
-        names: one of the model's `NAMES`.
+        names: the framework whose names the weights have, a key of the model's `NAMES`.
         like: another config.json. Its `model_type` is preferred, and its fields that do not affect the output are
             copied.
     """
@@ -70,7 +70,7 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
         entries = {entry.field: entry for entry in table.fields.values() if isinstance(entry, _config.Use)}
         if all(_config.fits(entries.get(field.name), model, getattr(restored, field.name), getattr(model, field.name))
                for field in dataclasses.fields(model) if field.name not in _FREE):
-            for name, value in like.items():    # another name of the same value, such as an activation
+            for name, value in like.items():    # keeps other names of the same value, for example of an activation
                 if kind == _config.kind_of(like) and isinstance(value, str) and isinstance(config.get(name), str):
                     try:
                         if _config.made(type(model), table, config | {name: value}) == restored:
@@ -89,8 +89,8 @@ def check(folder: Path, config: Mapping | None) -> None:
     the config.json of another model next to the weights.
 
     Raises:
-        ValueError: the config.json in the folder is that of a training run, and `config` is not None; or it is that of
-            a model, and `config` is None.
+        ValueError: the config.json in the folder is that of a training run, and `config` is not None. Or the
+            config.json in the folder is that of a model, and `config` is None.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -105,7 +105,7 @@ def check(folder: Path, config: Mapping | None) -> None:
 
 
 def like(folder: Path | None) -> dict:
-    """The config.json of a folder; {} if there is none."""
+    """Returns the content of the config.json of a folder, or {} if there is none."""
     return _config.read(folder / CONFIG) if folder is not None and (folder / CONFIG).is_file() else {}
 
 
@@ -136,7 +136,7 @@ def copy_beside(source: Path, folder: Path) -> None:
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], most: int) -> Path:
-    """Writes model.safetensors; or, if it would have more than `most` bytes, shards and their index.
+    """Writes model.safetensors, or shards and their index if the arrays have more than `most` bytes.
 
     Existing weights with these names are replaced. If this function is interrupted, the folder contains either the old
     weights or shards without an index, which `read` does not load.

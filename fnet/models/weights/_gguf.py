@@ -74,7 +74,7 @@ def load_gguf(path: str | os.PathLike) -> tuple[Decoder, dict, dict]:
 
 
 def _open(file: Path):
-    """The reader of the package gguf, which stops at the end of the file."""
+    """Returns a reader of the package gguf, which raises an error if a field extends beyond the end of the file."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -97,7 +97,7 @@ def _model(file, fields, tensors) -> Decoder:
     if architecture != "llama":
         raise ValueError(f"{file}: expected the architecture 'llama'; got {architecture!r}")
     given = {name.removeprefix("llama."): float(str(np.float32(value))) if isinstance(value, float) else value
-             for name, value in fields.items()}    # 1e-5 instead of the float32 value 9.99999974e-6
+             for name, value in fields.items()}    # for example 1e-5 instead of the float32 value 9.99999974e-6
     options = {ours: given.pop(theirs) for theirs, ours in _FIELDS.items() if theirs in given}
     try:
         head_dim = options.get("head_dim", options["width"] // options["heads"])
@@ -122,7 +122,10 @@ def _model(file, fields, tensors) -> Decoder:
 
 
 def _array(file, entry, tensors) -> Any:
-    """The array of an entry, from one tensor or one for each layer. Quantized if all have the same quantized format."""
+    """Returns the array of an entry, from one tensor or from one tensor for each layer.
+
+    It is a `Quantized` if all tensors have the same supported quantized format.
+    """
     (shape,), lead = {spec.shape for spec in entry.specs}, len(entry.copies)
     transposed = entry.rule.layout.name == "dense"
     rows = shape[lead:][::-1] if transposed else shape[lead:]
@@ -151,7 +154,7 @@ def _array(file, entry, tensors) -> Any:
 
 
 def _blocks(data, kind):
-    """(codes [rows, n], scales [rows, n / 32]) of rows of blocks: a float16 scale, then 32 codes."""
+    """Returns (codes [rows, n], scales [rows, n / 32]). `data` has rows of blocks: a float16 scale, then 32 codes."""
     blocks = np.asarray(data).reshape(len(data), -1, 34 if kind == "Q8_0" else 18)
     scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
     codes = blocks[..., 2:]

@@ -1,4 +1,4 @@
-"""Finds weights on this disk, in fnet's cache or in Hugging Face's cache, or downloads them into the latter."""
+"""Finds weights on this disk, in fnet's cache or in Hugging Face's cache, or downloads them to Hugging Face's cache."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 
 def cache() -> Path:
-    """fnet's cache of weights and data, with one folder for each name: $FNET_CACHE, or ~/.cache/fnet."""
+    """Returns fnet's cache of weights and data, $FNET_CACHE or ~/.cache/fnet. It has one folder for each name."""
     return _expanded(os.environ.get("FNET_CACHE") or "~/.cache/fnet")
 
 
 def _expanded(path: str | os.PathLike) -> Path:
-    """The path with ~ replaced by the home directory.
+    """Returns the path with ~ replaced by the home directory.
 
     Raises:
         FileNotFoundError: the home directory is unknown.
@@ -33,7 +33,7 @@ def _expanded(path: str | os.PathLike) -> Path:
 
 
 def hugging_face() -> Path:
-    """The cache of Hugging Face's hub, as its client selects it: $HF_HUB_CACHE, $HF_HOME/hub, or ~/.cache/..."""
+    """Returns the cache of Hugging Face's hub: $HF_HUB_CACHE, $HF_HOME/hub, or a folder in ~/.cache."""
     if given := os.environ.get("HF_HUB_CACHE"):
         return _expanded(given)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -80,7 +80,7 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: 
         except ConnectionError as error:
             reason = str(error)
     if partial is not None:
-        return partial    # without all weights: the error of loading states what is missing
+        return partial    # the snapshot is not complete; `load` raises an error that states what is missing
     option = "" if revision is None else f" --revision {revision}"
     ways = [f"download it with 'hf download {each}{option}', or copy its files to {own}" for each in hub[:1]]
     ways += [_TORCHVISION.format(each.partition(":")[2], own) for each in repositories if ":" in each]
@@ -91,7 +91,7 @@ def find(name: str | os.PathLike, repositories: tuple[str, ...] = (), revision: 
 
 
 def commit(path: Path) -> str | None:
-    """The commit of a path in Hugging Face's cache, or None for other paths."""
+    """Returns the commit of a path in Hugging Face's cache, or None for other paths."""
     for folder in (path, *path.parents):
         if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
             return folder.name
@@ -99,7 +99,7 @@ def commit(path: Path) -> str | None:
 
 
 def _snapshot(repository: str, revision: str | None) -> Path | None:
-    """The snapshot of a revision in Hugging Face's cache. Default: that of main or, if there is none, the newest."""
+    """Returns the snapshot of a revision in Hugging Face's cache, or None. Default: main, or else the newest one."""
     snapshots = _download.snapshots(hugging_face(), repository)
     if revision is not None and (snapshots / revision).is_dir():
         return snapshots / revision

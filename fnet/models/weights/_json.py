@@ -11,10 +11,10 @@ from fnet.models.weights._files import MOST, SMALL, contents
 
 
 def read(path: Path, most: int = SMALL) -> dict[str, Any]:
-    """A JSON object from a file of at most `most` bytes, strictly: no duplicate fields, no NaN, no infinity.
+    """Reads a JSON object from a file. Duplicate fields, NaN and infinity are errors.
 
     Raises:
-        ValueError: the file is not such a JSON object.
+        ValueError: the file is not such a JSON object, or has more than `most` bytes.
     """
     def unique(pairs):
         held = {}
@@ -51,6 +51,6 @@ def _finite(name, value):
 
 
 def text_of(value) -> str:
-    """A value for an error message."""
+    """Formats a value for an error message, with at most 200 characters."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 200 else f"{text[:197]}..."

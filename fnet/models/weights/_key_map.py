@@ -1,4 +1,4 @@
-"""The key map of one model: naming rules applied to its arrays."""
+"""The key map of one model, which results from applying naming rules to the arrays of the model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Entry(NamedTuple):
 
     Attributes:
         rule: the rule.
-        paths, specs: the paths, and the shapes and dtypes, of the model's arrays.
-        copies: the sizes of the leading axes whose indices are in the keys.
-        keys: one key, or one for each copy. The index of the last leading axis changes fastest.
+        paths, specs: the paths of the model's arrays, and their shapes and dtypes.
+        copies: the sizes of the leading axes whose indices are in the keys, such as the axis of an `nn.Stack`.
+        keys: one key, or one key for each copy. The index of the last leading axis changes fastest.
     """
 
     rule: Rule | Spare | Tied
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     keys: tuple[str, ...]
 
     def shape(self) -> tuple[int, ...]:
-        """The shape of each array in the file."""
+        """Returns the shape of each array in the file."""
         shapes = [spec.shape[len(self.copies):] for spec in self.specs]
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes)) if len(shapes) > 1 else shapes[0]
         return self.rule.layout.theirs(np.broadcast_to(np.int8(0), whole)).shape
@@ -53,7 +53,7 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
 
     Args:
         names: the rules.
-        prefix: one of the prefixes in `names`.
+        prefix: the prefix of the keys, one of the prefixes in `names`.
         leaves: {path: spec} of parameters and state.
         who: the model and the framework, for error messages.
 
@@ -81,7 +81,7 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
         for key in entry.keys:
             if owners.setdefault(key, entry) is not entry:
                 raise ValueError(f"{who}: the rules use {key!r} for {owners[key].paths[0]!r} and {entry.paths[0]!r}")
-    if prefix:    # additional keys may have no prefix
+    if prefix:    # keys that the model does not need may have no prefix
         bare = [dataclasses.replace(entry.rule, write=None) for entry in beside]
         beside += [entry._replace(rule=rule, keys=tuple(key.removeprefix(prefix) for key in entry.keys))
                    for entry, rule in zip(beside, bare)]
@@ -89,7 +89,7 @@ def key_map(names: Names, prefix: str, leaves: Mapping[str, Any], who: str) -> K
 
 
 def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
-    """The prefix of the keys that `save` writes for a model with these arrays."""
+    """Returns the prefix of the keys that `save` writes for a model with these arrays."""
     headed = any(True for rule in names.flat_heads() if isinstance(rule, Rule) for _ in _places(rule, leaves, ""))
     return names.prefixes[-1 if headed else 0]
 
@@ -118,7 +118,7 @@ def _entry(rule, prefix, paths, specs, numbers):
 
 
 def _pattern(ours):
-    """A path as a regular expression with a group for each field."""
+    """Converts a path to a regular expression with a group for each field in braces."""
     parts, at = [], 0
     for field in _FIELD.finditer(ours):
         parts += [re.escape(ours[at:field.start()]), rf"(?P<{field[1]}>\d+)"]

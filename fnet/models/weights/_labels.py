@@ -8,11 +8,14 @@ from fnet.models.weights._config import SKIP, Fields
 
 
 def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str, Fields]:
-    """The fields of transformers' config.json for the number of classes, `id2label` and `num_labels`.
+    """Returns entries for the fields of transformers' config.json that set the number of classes.
+
+    These fields are `id2label` and `num_labels`.
 
     Args:
-        heads: {architecture: fields of the model}. An architecture has classes if its `classes` is `...`.
-        default: the architecture if config.json has none.
+        heads: {architecture: {field of the model: value}}. An architecture has classes if the value of `classes` is
+            `...`.
+        default: the architecture that is used if config.json lacks the field `architectures`.
     """
     def read(value, config):
         names = config.get("architectures") or [default]

@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Header(NamedTuple):
-    """run.c's Config. `vocab_size` is negative in the file if the classifier has its own weights."""
+    """The fields of `Config` in run.c. If `tied` is False, `vocab_size` is negative in the file."""
 
     dim: int
     hidden_dim: int
@@ -27,7 +27,7 @@ class Header(NamedTuple):
 
 
 def shapes(header: Header) -> dict[str, tuple[int, ...]]:
-    """The shapes of the arrays in the order of the file, with run.c's names."""
+    """Returns the shapes of the arrays in the order of the file, with run.c's names."""
     d, h, n, heads, kv, v, s, tied = header
     kv_dim, head_dim = d // heads * kv, d // heads
     known = {
@@ -59,7 +59,7 @@ def header(file: Path) -> Header:
 
 
 def read(file: Path) -> dict[str, np.ndarray]:
-    """Views of the memory-mapped file, with run.c's names."""
+    """Returns the arrays as views of the memory-mapped file, with run.c's names."""
     known = shapes(header(file))
     mapped = np.memmap(file, "<f4", "r", 28)
     arrays, at = {}, 0

@@ -22,7 +22,7 @@ def _known(model):
 
 
 def renamed(model, tensors):
-    """The tensors, with the names of older files (`Names.aliases`) replaced by the current names."""
+    """Returns the tensors with the names of older files (`Names.aliases`) replaced by the current names."""
     aliases = {old: new for names in _known(model).values() for old, new in names.aliases.items()}
     if not aliases:
         return tensors
@@ -59,20 +59,20 @@ def leaves_of(model):
 
 
 def inputs_of(model):
-    """The inputs of a model for `model.spec` and `model.check`."""
+    """Returns a tuple of inputs for `model.spec` and `model.check`."""
     example = model.example()
     return example if isinstance(example, tuple) else (example,)
 
 
 def get(tree, place):
-    """The leaf of a tree at a path of `leaves_of`."""
+    """Returns the leaf of a tree at a path of `leaves_of`."""
     for part in place.split("/"):
         tree = tree[part]
     return tree
 
 
 def detect_names(model, leaves, tensors, name):
-    """Returns the framework whose names have the most keys in the file, and its key map."""
+    """Returns the framework whose keys occur most often in the file, and the key map of its names."""
     best, unfit = None, None
     for each in _known(model) if name is None else (name,):
         rules = rules_of(model, each)
@@ -98,7 +98,7 @@ def detect_names(model, leaves, tensors, name):
 
 
 def _differs(model, rules):
-    """{field: value} that these names require, for the fields in which the model differs."""
+    """Returns {field: value that these names require} for the fields in which the model has another value."""
     return {field: value for field, value in rules.config.items() if getattr(model, field) != value}
 
 
@@ -114,12 +114,15 @@ def names_to_write(model):
 
 
 def described(model, name):
-    """The fields of the model that are set by a config.json next to files with these names."""
+    """Returns the fields of the model that a config.json sets if it is next to a file with these names."""
     return {field for config in model.CONFIGS.values() if name in config.names for field in config.compared()}
 
 
 def check_config(model, name, path, compared=()):
-    """Compares the model with the field values that the names require, except for fields that config.json sets."""
+    """Checks that the model has the field values that the names require. Fields in `compared` are not checked.
+
+    `compared` contains the fields that were already compared with config.json.
+    """
     wanted = {field: value for field, value in _differs(model, rules_of(model, name)).items() if field not in compared}
     if wanted:
         want = ", ".join(f"{field}={value!r}" for field, value in wanted.items())

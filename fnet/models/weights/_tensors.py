@@ -23,8 +23,8 @@ DTYPES = {
 }
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_HEADER = 1 << 23      # bytes of a safetensors header: 100,000 tensors
-_INDEX = 1 << 24       # bytes of an index of shards; DeepSeek-V3's has 9 million
+_HEADER = 1 << 23      # maximum bytes of a safetensors header, enough for 100,000 tensors
+_INDEX = 1 << 24       # maximum bytes of an index of shards; the index of DeepSeek-V3 has 9 million
 _ALIGNMENT = 64    # the alignment that XLA's CPU client needs to avoid a copy
 
 
@@ -60,7 +60,7 @@ def read(path: Path) -> Tensors:
 
 
 def weights_file(path: Path) -> Path:
-    """The file itself, or the file in a folder that contains the weights."""
+    """Returns `path` if it is a file, or else the file with the weights in this folder."""
     if path.is_file():
         return path
     if not path.exists():
@@ -97,7 +97,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, s
 
 
 def aligned(shape, dtype) -> np.ndarray:
-    """An empty array with the alignment that `jax.device_put` needs on a CPU to avoid a second copy."""
+    """Returns an uninitialized array with the alignment that `jax.device_put` needs on a CPU to avoid a second copy."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
@@ -114,7 +114,7 @@ def _safetensors(file: Path) -> Tensors:
         raise ValueError(f"{file} is not a safetensors file of a model: its header has {length:,} bytes, expected at "
                          f"most {_HEADER:,}")
     try:
-        # The library validates the header: sizes within the file, no overlap and no gap.
+        # The library checks that all arrays are within the file, without overlaps and gaps.
         with safe_open(file, framework="np") as opened:
             metadata = opened.metadata() or {}
             heads = [(key, opened.get_slice(key)) for key in opened.offset_keys()]
@@ -131,7 +131,7 @@ def _safetensors(file: Path) -> Tensors:
         dtype, count = np.dtype(DTYPES[kind]), math.prod(shape)
         try:
             arrays[key] = np.frombuffer(mapped, dtype, count, at).reshape(shape) if count else np.empty(shape, dtype)
-        except ValueError as error:     # an axis too long for NumPy, together with one of length 0
+        except ValueError as error:     # an axis is too long for NumPy, and another axis has length 0
             raise ValueError(f"{file}: {key!r} has shape {shape}: {error}") from None
         at += count * dtype.itemsize
     return Tensors(file, arrays, metadata)

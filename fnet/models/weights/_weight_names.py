@@ -4,10 +4,10 @@ A rule connects the path of an array in fnet with its key in the file, and state
 
     Rule("stage{s}/block{b}/conv1/kernel", "layer{s}.{b}.conv1.weight", CONV)
 
-The field `{s}` matches an integer. In the key, `{s+1}` adds a constant to it, and `{b:letter}` writes it as a letter
-(0 is a). A field that is only in the key is the index of a copy in an `nn.Stack`: the array in fnet has a leading axis
-for it. If a rule has several paths for one key, their arrays in fnet are parts of the array in the file, split along
-the last axis, as for query, key and value in one array.
+A field in braces, such as `{s}`, matches an integer in the path. In the key, `{s+1}` is this integer plus a constant,
+and `{b:letter}` is the integer as a letter (0 is a). A field that is only in the key is the index of a copy in an
+`nn.Stack`, whose arrays in fnet have a leading axis of copies. If a rule has several paths for one key, the array in
+the file is split along its last axis into the arrays in fnet, for example into query, key and value.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from fnet.models._images import ImageInput
 
 
 class Layout(NamedTuple):
-    """A reversible layout change. `ours` maps the array of the file to that of fnet, and `theirs` is the inverse.
+    """A reversible change of an array's layout.
 
-    Both return views.
+    `ours` converts an array in the layout of the file to the layout of fnet, and `theirs` is the inverse. Both return
+    views.
 
     >>> transpose = Layout("transpose", lambda x: x.T, lambda x: x.T)
     >>> transpose.ours(np.ones((10, 64))).shape                # [out, in] in the file, [in, out] in fnet
@@ -92,14 +93,14 @@ DEPTHWISE = Layout("depthwise", _swap, _swap)                                # [
 class Rule:
     """Connects a key of the file with one path in fnet, or with several paths.
 
-    The arrays of several paths are parts of the array in the file, split along its last axis.
+    If there are several paths, the array in the file is split along its last axis into their arrays.
 
     Args:
         ours: the path or paths in fnet, with fields for integers, such as "stage{s}".
-        theirs: the key in the file, with the same fields. A field that occurs only here is the index of a copy in a
-          `Stack`.
-        layout: the change of layout between the two.
-        beside: keys that the file may contain in addition, with the same fields.
+        theirs: the key in the file, with the same fields. A field that occurs only in the key is the index of a copy in
+            an `nn.Stack`.
+        layout: the change of layout between the file and fnet. Default: no change.
+        beside: further keys that the file may contain, with the same fields.
 
     >>> rule = models.pretrained.Rule("blocks/fc/kernel", "layers.{i}.fc.weight", models.pretrained.DENSE)
     """
@@ -116,7 +117,7 @@ class Spare:
 
     Args:
         theirs: the key in the file.
-        ours: a path in fnet whose layer numbers the key shares. None: the key contains no layer number.
+        ours: a path in fnet with the same fields as the key, such as layer numbers. None: the key has no fields.
         write: the array that `save` writes under this key. None: the key is not written.
 
     >>> Spare("{s}.bn.num_batches_tracked", "{s}/bn/mean").theirs
@@ -159,8 +160,8 @@ class Names:
         rules: `Rule`, `Spare` and `Tied` objects in tuples, which may be nested. The first rule that matches a path is
             used. Rules may refer to paths that some configurations do not have. If a layout depends on the model,
             `rules` is a function that takes the model and returns the tuple.
-        prefixes: possible prefixes of the keys; `save` writes the first, or the last for a model with a head.
-        heads: rules whose keys have no prefix, such as those of a task's head after an encoder.
+        prefixes: possible prefixes of the keys. `save` writes the first prefix, or the last for a model with a head.
+        heads: rules whose keys have no prefix, such as the rules for a head after an encoder.
         aliases: {end of a key in older files: end of the same key in newer files}.
         config: the fields of the model that these weights require but that cannot be derived from shapes, such as
             BatchNorm's epsilon.
@@ -194,7 +195,9 @@ class Names:
 
 
 class Words:
-    """One framework's conventions for the names and layouts of arrays. Each method returns the rules of one layer.
+    """The conventions of a framework for the names and layouts of arrays.
+
+    Each method returns the rules for one layer, whose path in fnet is `ours` and whose prefix in the file is `theirs`.
 
     `torch` has the layouts [out, in] and [out, in, *window], and names such as weight and running_mean. `keras` has the
     layouts of fnet, and names such as kernel, gamma and moving_mean.
