@@ -1,4 +1,4 @@
-"""`fnet bundle show | check | renew FILE`: models that `fnet.export` has written."""
+"""`fnet bundle show | check | renew FILE`: describes, checks and renews bundles, which `fnet.export` writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ check exits with 1 if JAX cannot read the programs or an output differs.
 
 
 def define(commands: Any) -> None:
-    """Adds the command."""
+    """Adds the command to the parser of `fnet`."""
     bundle = commands.add_parser("bundle", help="describe, check or renew an exported model",
                                  formatter_class=argparse.RawDescriptionHelpFormatter, description=_DESCRIPTION)
     bundle.add_argument("action", choices=("show", "check", "renew"))

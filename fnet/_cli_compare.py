@@ -1,4 +1,4 @@
-"""`fnet compare MODEL --chips "A,B,C"`: the same training step on several chips, side by side."""
+"""`fnet compare MODEL --chips "A,B,C"`: compares a training step on several chips."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EPOCH = 1_281_167      # images of ImageNet
 
 
 def define(commands: Any) -> None:
-    """Adds the command."""
+    """Adds the command to the parser of `fnet`."""
     compare = commands.add_parser("compare", help="a training step on several chips, side by side",
                                   formatter_class=argparse.RawDescriptionHelpFormatter, description=_DESCRIPTION)
     compare.add_argument("model", help="resnet50, gpt2, ...; module:function or file.py:function")
@@ -36,7 +36,7 @@ def define(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table.
+    """Prints the table of chips.
 
     Raises:
         ValueError: the model, a chip or a number is invalid.

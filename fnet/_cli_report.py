@@ -1,4 +1,4 @@
-"""`fnet report RUN [RUN ...]`: one HTML file that shows training runs."""
+"""`fnet report RUN [RUN ...]`: writes one HTML file that shows training runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ band.
 
 
 def define(commands: Any) -> None:
-    """Adds the subcommand."""
+    """Adds the command to the parser of `fnet`."""
     parser = commands.add_parser("report", help="write an HTML report of training runs", description=_DESCRIPTION,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="+", help="the folder of a run")

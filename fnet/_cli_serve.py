@@ -1,4 +1,4 @@
-"""`fnet serve FILE...`: a server for bundles."""
+"""`fnet serve FILE...`: serves bundles over HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ The token for clients, if any, is in the file of --token-file or in the environm
 
 
 def define(commands: Any) -> None:
-    """Adds the command."""
+    """Adds the command to the parser of `fnet`."""
     serve = commands.add_parser("serve", help="serve exported models over HTTP", description=_DESCRIPTION,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     serve.add_argument("files", nargs="+", metavar="FILE", help="a bundle: FILE, NAME=FILE or NAME:VERSION=FILE")

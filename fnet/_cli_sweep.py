@@ -1,4 +1,4 @@
-"""`fnet sweep SCRIPT --space FILE`: a search for the hyperparameters of an experiment."""
+"""`fnet sweep SCRIPT --space FILE`: searches for hyperparameters of an experiment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ run the same command; each trial runs once. Further flags of the script follow a
 
 
 def define(commands: Any) -> None:
-    """Adds the subcommand."""
+    """Adds the command to the parser of `fnet`."""
     parser = commands.add_parser("sweep", help="search for the hyperparameters of an experiment",
                                  description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", help="the experiment")

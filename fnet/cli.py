@@ -300,7 +300,7 @@ def _console() -> Any:
 
 
 class _Plain:
-    """Standard output for pipes and files: no spaces at the ends of lines."""
+    """Standard output for pipes and files, without spaces at the ends of lines."""
 
     def write(self, text: str) -> None:
         sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))

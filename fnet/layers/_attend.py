@@ -64,7 +64,7 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
         attend to this key NaN; whether it affects other queries depends on the implementation.
 
     Raises:
-        ValueError: the shapes do not match, or `window` is less than 1.
+        ValueError: the shapes do not match, `window` is less than 1, or `softcap` is not positive.
         TypeError: the dtypes differ or are not floating-point.
 
     Source: Vaswani et al. (2017), Attention Is All You Need, section 3.2.
@@ -102,7 +102,7 @@ def attend(query, key, value, *, mask=None, lengths=None, starts=None, causal, w
 
 
 def mask_of(mask, shape, what) -> jax.Array:
-    """Returns the mask with four axes. `what` begins the error message."""
+    """Checks a mask, and returns it with four axes. `what` is the beginning of the error message."""
     mask = jnp.asarray(mask)
     full = (mask.shape[0], 1, *mask.shape[1:]) if mask.ndim == 3 else (1,) * (4 - mask.ndim) + mask.shape
     fits = 2 <= mask.ndim <= 4 and all(have in (1, need) for have, need in zip(full, shape))
@@ -190,7 +190,7 @@ def _on_cpu(f, *args, **params):
 
 
 def _by_kernel(platform, primitive, f):
-    """The lowering rule for a platform that has attention kernels."""
+    """Returns the lowering rule for a platform that has attention kernels."""
     def rule(ctx, *values, form, compute, outs, **params):
         partitioning = _jax.kernels.partitioning(ctx)
         run = functools.partial(_by_xla, f, form=form, compute=compute, outs=outs, **params)
@@ -230,7 +230,7 @@ def _explain(primitive, query, key, *_, form, compute, **params) -> str:
 
 
 def _refusal(primitive, platform, eqn) -> str | None:
-    """Returns why no kernel implements an equation on "cuda" or "tpu", or None if one does."""
+    """Returns why no kernel implements an equation on "cuda" or "tpu", or None if a kernel implements it."""
     if primitive is tangent_p:
         return "there is no kernel for tangents"
     return flash.refusal(platform, *_form(**eqn.params), *(v.aval for v in eqn.invars[:2]))

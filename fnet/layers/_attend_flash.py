@@ -1,4 +1,4 @@
-"""Attention kernels that never store the weights: cuDNN's on NVIDIA GPUs, splash attention on TPUs.
+"""Attention kernels that never store the attention weights: cuDNN's on NVIDIA GPUs, splash attention on TPUs.
 
 If a kernel does not support the arguments, `refusal` returns the reason, and XLA compiles the operations of
 `_attend_xla` instead.
@@ -23,7 +23,7 @@ AMPERE, HOPPER = 8.0, 9.0
 
 
 def refusal(platform: str, form: Form, compute, q, k, partitioning: str = "whole") -> str | None:
-    """Returns why a platform's kernel does not support this attention, or None if it does.
+    """Returns why a platform's kernel does not support this attention, or None if it is supported.
 
     Args:
         platform: "cuda" or "tpu".

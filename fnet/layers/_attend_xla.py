@@ -153,7 +153,7 @@ def forward(form: Form, products: Products, blocks: list[Span], q, k, v, *where)
 
 
 def weights(form: Form, products: Products, q, k, *where):
-    """Returns the normalized weights [b, h, t, s] in the dtype `products.wide`, with 0 for hidden keys."""
+    """Returns the normalized weights [b, h, t, s] in the dtype `products.wide`; hidden keys have weight 0."""
     g = k.shape[2]
     at = Span(0, q.shape[1], 0, k.shape[1])
     logits, seen = _logits(form, products, at, _split(q, g), _split(k, g)[:, :, 0], where)
@@ -281,24 +281,24 @@ def _cast(x, dtype):
 
 
 def _split(x, groups):
-    """[b, t, h, d] -> [b, g, r, t, d]: groups the query heads of each key/value head, so that keys are not repeated."""
+    """Groups the query heads by key/value head, so that keys are not repeated: [b, t, h, d] -> [b, g, r, t, d]."""
     b, t, h, d = x.shape
     return x.reshape(b, t, groups, h // groups, d).transpose(0, 2, 3, 1, 4)
 
 
 def _join(x):
-    """[b, g, r, t, d] -> [b, t, h, d]."""
+    """Rearranges [b, g, r, t, d] to [b, t, h, d]."""
     b, g, r, t, d = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(b, t, g * r, d)
 
 
 def _merged(x):
-    """[b, g, r, t, d] -> [b, g, r t, d]."""
+    """Reshapes [b, g, r, t, d] to [b, g, r t, d]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _grouped(x, groups):
-    """[b, h, t, s] -> [b, g, r t, s]."""
+    """Reshapes [b, h, t, s] to [b, g, r t, s]."""
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 

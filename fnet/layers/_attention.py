@@ -103,8 +103,8 @@ class Attention(Layer):
 
     Args:
         heads: number of query heads.
-        kv_heads: number of key/value heads. Each serves heads / kv_heads query heads (Ainslie et al., 2023). Default:
-            heads.
+        kv_heads: number of key/value heads. Each key/value head serves heads / kv_heads query heads (Ainslie et al.,
+            2023). Default: heads.
         head_dim: number of features of each head. Default: f / heads.
         causal: whether a query attends only to keys at its own and earlier positions. Default False.
         rotary: a `Rotary` for queries and keys. Default None: no rotation.
@@ -139,7 +139,8 @@ class Attention(Layer):
 
     Parameters: query/kernel [f, h d], key/kernel and value/kernel [f, g d], out/kernel [h d, f], and biases. With
     `qk_norm`, query_norm/scale and key_norm/scale.
-    State of kind "cache", from `model.cache(x)`: cached_key and cached_value [b, g, max_length, d], index [b].
+    State of kind "cache", from `model.cache(x)`: cached_key and cached_value [b, g, max_length, d], and
+    index [b], the number of cached tokens.
 
     With a cache in `state`, the keys and values of x are appended to it, and every query attends to the cached keys of
     its example. If `lengths` is passed, only the first `lengths` keys and values of each example are appended, so

@@ -18,7 +18,8 @@ from fnet.layers._scope import Scope, describe
 
 
 class _Children(Layer):
-    """Named layers and functions. Positional children are named "0", "1", ..., keyword children by their keywords."""
+    """A layer with named children. Positional children are named "0", "1", .... Keyword children have their keywords as
+    names."""
 
     layers: tuple[Callable, ...]
     names: tuple[str, ...]
@@ -153,8 +154,8 @@ class Stack(Layer):
     """Applies `depth` copies of a block one after another, as one `lax.scan` over stacked parameters.
 
     Trace and compile time do not grow with the depth. Every array of the block gets a leading axis of length depth,
-    whose logical name is "layers". Copy i is initialized like the child str(i) of `Sequential(*[block] * depth)`. The
-    paths of the arrays are those of the block, because `Stack` adds no name.
+    whose logical name (a hint for sharding) is "layers". Copy i is initialized like the child str(i) of
+    `Sequential(*[block] * depth)`. The paths of the arrays are those of the block, because `Stack` adds no name.
 
     Args:
         block: the layer that is copied. Its output must have the shape and dtype of its first input.
@@ -191,7 +192,7 @@ class Stack(Layer):
 
 
 class Remat(Layer):
-    """A block whose intermediate values are recomputed in the backward pass instead of stored, with `jax.checkpoint`.
+    """Applies `jax.checkpoint` to a block: intermediate values are recomputed for the backward pass instead of stored.
 
     The results and the paths of the parameters are those of the block itself.
 

@@ -24,8 +24,8 @@ class Conv(Layer):
 
     Args:
         features: number of output channels.
-        kernel_size: size of the window, one number for all dimensions or one for each.
-        strides: step of the window, one number or one for each dimension. Default 1.
+        kernel_size: size of the window, one number for all dimensions or one for each dimension.
+        strides: step of the window, one number for all dimensions or one for each dimension. Default 1.
         padding: "SAME" (default; output size = input size / stride, rounded up), "VALID" (no padding), "CAUSAL" (one
             dimension: no output depends on later positions), or explicit: one number, one number for each dimension,
             or one (before, after) pair for each dimension.
@@ -187,7 +187,7 @@ def layout(ndim: int) -> lax.ConvDimensionNumbers:
 
 
 def numbers(name, value, dims, who, scope) -> tuple[int, ...]:
-    """Returns one number for each dimension."""
+    """Returns `value` as a tuple with one number for each dimension."""
     value = (value,) * dims if isinstance(value, int) else tuple(value)
     if len(value) != dims:
         raise ValueError(f"{who} at {scope}: expected {dims} numbers for {name}, one for each dimension; got {value}")

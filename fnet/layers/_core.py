@@ -86,7 +86,7 @@ class Layer:
             where: inside a model, the Scope of the layer; outside, the dict of the model's parameters.
             inputs, options: the positional and keyword inputs of `forward`. Calls outside a model also accept:
             state: the dict of the model's state. If a dict is passed (even an empty one), the new state is returned
-                as well, with the structure, shapes and dtypes of the old state. Default None.
+                as well, with the structure, shapes and dtypes of the old state. Default None: it is not returned.
             key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default None.
             train: whether this is a training step, for layers such as Dropout and BatchNorm. Default False.
 
@@ -102,7 +102,7 @@ class Layer:
     def spec(self, *inputs: Any, train: bool = False, **options: Any) -> Spec:
         """Returns shapes and initializers of all arrays: `(params, state)`, two trees of `ParamSpec`.
 
-        Traces `forward` once, without computing anything. The arguments are those of `init` except `key`.
+        Traces `forward` once, without computing anything. The arguments are the same as for `init`, without `key`.
         """
         record = self._record(inputs, options, train)
         return Spec(record["params"], record["state"])
@@ -295,7 +295,7 @@ def _call(layer, function, where, inputs, options):
 
 
 def _freeze(layer):
-    """Converts list fields to tuples. Fields that cannot be hashed raise an error that names them."""
+    """Converts list fields to tuples. Raises an error for a field that cannot be hashed."""
     for field in dataclasses.fields(layer):
         value = getattr(layer, field.name)
         if value is None or type(value) in (int, float, bool, str):
@@ -336,7 +336,7 @@ def _options(layer):
 
 
 class _Public(typing.NamedTuple):
-    """The public name of a function. JAX's functions (`jax.nn.relu`) are wrapped, so pickle cannot store them."""
+    """The public name of a JAX function, such as `jax.nn.relu`. Pickle stores it instead of the function."""
 
     module: str
     name: str

@@ -30,7 +30,7 @@ def compiled(init, key, shape, dtype):
 
 @functools.lru_cache(1024)
 def _size(init, shape, dtype, x64):
-    """Returns the smallest size in `_SIZES` that suffices for this initializer.
+    """Returns the smallest number of words in `_SIZES` that suffices for this initializer.
 
     Returns None if no size suffices, or if the initializer does not use its key, or uses it for other operations than
     drawing 32-bit words.

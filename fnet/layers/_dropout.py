@@ -23,8 +23,8 @@ class Dropout(Layer):
             of images. Default ().
 
     Input and output: a floating-point array of any shape with at least one axis. A `rate=` passed in a call replaces
-    the rate of the layer. It may be a scalar array, such as a hyperparameter of `fnet.search.population`. If the rate
-    is an array, values outside [0, 1] are not detected.
+    the rate of the layer. The new rate may be a scalar array, such as a hyperparameter of `fnet.search.population`. If
+    the rate is an array, values outside [0, 1] are not detected.
 
     Source: Srivastava et al. (2014), Dropout: A Simple Way to Prevent Neural Networks from Overfitting.
 

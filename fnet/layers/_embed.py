@@ -74,7 +74,7 @@ class Embed(Layer):
 
     @method
     def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
-        """Computes the cross-entropy of the logits of `attend`, with `nn.linear_cross_entropy`.
+        """Computes the cross-entropy loss of the logits that `attend` returns, by `nn.linear_cross_entropy`.
 
         The shapes are x [..., time, features] and labels [..., time]. The losses are [..., time], in nats.
         """

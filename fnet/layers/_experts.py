@@ -39,7 +39,7 @@ class MixtureOfExperts(Layer):
             order is that of the batch. For the remaining tokens, the expert's output is 0. The work is then equal for
             all experts, so that they can be placed on different devices: `parallel.rules(spec, {"expert": "tensor"})`.
             Default None: no maximum (dropless).
-        activation: the function that is applied to the outputs of gate. Default: `jax.nn.silu`.
+        activation: the function that is applied to the outputs of `gate`. Default: `jax.nn.silu`.
         kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
 
     Inputs:
@@ -50,7 +50,7 @@ class MixtureOfExperts(Layer):
 
     Parameters: router/kernel [f, E]; gate, up [E, f, h]; down [E, h, f].
 
-    The losses `load_balancing_loss` and `router_z_loss` are functions of the output of the scope `router`:
+    The losses `load_balancing_loss` and `router_z_loss` need the router's logits, which the scope `router` returns:
 
         loss, seen = ft.capture(loss_fn, ".*/router")(params, batch)
 

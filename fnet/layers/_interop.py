@@ -1,6 +1,6 @@
 """Conversion between Flax modules (flax.linen and flax.nnx) and layers, in both directions.
 
-Flax is imported by the first call, not by `import fnet`.
+Flax is imported when one of these functions is first called, not by `import fnet`.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
 def linen_variables(variables: Mapping) -> tuple[dict, dict]:
     """Converts the variables of a flax.linen module to the `(params, state)` of the layer from `from_linen`.
 
-    The results are plain dicts: FrozenDicts are unfrozen, and boxes with logical axes are unboxed. To convert them
-    back, write `{"params": params, **state}`.
+    The results are plain dicts: FrozenDicts are unfrozen, and boxes with logical axes are unboxed. To convert the
+    results back, write `{"params": params, **state}`.
 
     >>> from flax import linen
     >>> module = linen.BatchNorm(use_running_average=True)

@@ -36,7 +36,7 @@ def linen_variables(variables):
 
 
 class LinenLayer(Layer):
-    """The result of `from_linen`."""
+    """The layer that `from_linen` returns."""
 
     module: linen.Module
     _: dataclasses.KW_ONLY
@@ -92,7 +92,7 @@ class LinenLayer(Layer):
 
 
 class FnetLayer(linen.Module):
-    """The result of `to_linen`."""
+    """The module that `to_linen` returns."""
 
     layer: Layer
 

@@ -29,7 +29,7 @@ def from_nnx(constructor, args, kwargs):
 
 
 class NnxLayer(Layer):
-    """The result of `from_nnx`."""
+    """The layer that `from_nnx` returns."""
 
     constructor: Callable
     arguments: tuple[Any, ...] = ()
@@ -75,7 +75,7 @@ class NnxLayer(Layer):
 
 
 class FnetModule(nnx.Module):
-    """The result of `to_nnx`."""
+    """The module that `to_nnx` returns."""
 
     def __init__(self, layer, params, state, stream):
         self.layer = layer

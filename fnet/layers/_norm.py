@@ -136,7 +136,7 @@ class BatchNorm(Layer):
 
     With `train=True`, mean and variance are those of the batch, and the running statistics in the state are updated:
     `mean <- momentum * mean + (1 - momentum) * batch_mean`. Otherwise, the running statistics are used. The variance is
-    the biased one (divided by n) in both cases, as in Flax and Keras. PyTorch's running variance is divided by n - 1.
+    biased (divided by n) in both cases, as in Flax and Keras. PyTorch's running variance is divided by n - 1.
 
     Args:
         momentum: the weight of the old running statistics in each update (1 minus PyTorch's momentum). Default 0.9.
@@ -196,7 +196,7 @@ class BatchNorm(Layer):
         return _scale_shift(y, None, bias).astype(x.dtype)
 
     def _statistics(self, scope, x, weight):
-        """Mean and (biased) variance of the batch, both [channels]."""
+        """Returns mean and biased variance of the batch, both [channels]."""
         axes = range(x.ndim - 1)
         if weight is None:
             mean, var = _moments(x)
@@ -222,7 +222,7 @@ class BatchNorm(Layer):
 
 
 def _moments(x):
-    """Mean and (biased) variance over all axes but the last, [channels], in one pass over x.
+    """Returns mean and biased variance over all axes except the last, both [channels], in one pass over x.
 
     The sums of x - shift and of (x - shift)^2 are accurate if the distance between shift and mean is not much larger
     than the standard deviation. The value at the first position, which is the shift, meets this condition (Chan, Golub

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_map_with_path
 
 
 def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
-    """Splits parameters into those whose paths match a pattern and all others, to train a part of a model.
+    """Splits parameters into trainable ones, whose paths match a pattern, and frozen ones, which are all others.
 
         trainable, frozen = nn.partition(params, "head")
         grads = jax.grad(lambda trainable: loss(nn.combine(trainable, frozen)))(trainable)

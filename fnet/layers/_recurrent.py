@@ -45,8 +45,8 @@ def open_forget_gate(key, shape, dtype=jnp.float32):
 class _Recurrent(Layer):
     """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one matrix product per step.
 
-    Each gate has its own projected array. If gates were slices of one array, XLA:CPU would not vectorize the
-    elementwise part of a step.
+    The projected inputs of each gate are a separate array. If the gates were slices of one array, XLA:CPU would not
+    vectorize the elementwise operations of a step.
     """
 
     gates: typing.ClassVar[int] = 1
@@ -74,7 +74,7 @@ class _Recurrent(Layer):
         Args:
             x: [batch, time, features_in].
             carry: the initial carry, returned by an earlier call or by `zero_carry`. Default: zeros.
-            lengths: integers [batch], the number of valid steps in each example. Default: all.
+            lengths: integers [batch], the number of valid steps in each example. Default: all steps.
 
         Returns:
             `(outputs, carry)`: the outputs of the layer, and the carry after the last valid step of each example, in
@@ -96,8 +96,8 @@ class _Recurrent(Layer):
     def zero_carry(self, batch: int, dtype=jnp.float32):
         """Returns the carry before the first step: zeros.
 
-        RNN, GRU: hidden [batch, features]. LSTM: `(hidden, cell)`, both [batch, features]. If bidirectional: a dict
-        with one carry for "forward" and one for "backward".
+        For RNN and GRU, the carry is an array [batch, features]. For LSTM, it is `(hidden, cell)`, both [batch,
+        features]. For a bidirectional layer, it is a dict with one carry for "forward" and one for "backward".
         """
         one = self._one_carry(jnp.zeros((batch, self.features), dtype))
         return {"forward": one, "backward": one} if self.bidirectional else one
@@ -200,7 +200,7 @@ class LSTM(_Recurrent):
     Args:
         features, bidirectional, use_bias, kernel_init, recurrent_init, unroll: as in `RNN`.
         bias_init: initializer of the bias. Default: 1 for the forget gate and 0 elsewhere, as in Keras. With 0, half of
-            the memory would be lost in each step at the start of training. (Flax uses 0, and PyTorch random values
+            the cell state would be lost in each step at the start of training. (Flax uses 0, and PyTorch random values
             around 0.)
 
     Inputs and output: as in `RNN`. The carry is `(hidden, cell)`.

@@ -192,8 +192,8 @@ class Scope:
             shape: the shape of the array.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
             kind: "stats" (default): `Layer.init` creates the array, and the caller must pass it. "cache": `Layer.cache`
-                creates the array, and the caller may omit it. The result is then None. The shape of a cache is not
-                checked.
+                creates the array, and the caller may omit it. This method then returns None. The shape of a cache is
+                not checked.
             dtype: the dtype with which the array is created. Default float32.
 
         Raises:
@@ -222,7 +222,7 @@ class Scope:
         The value is cast to the dtype of the state that the caller of the model passed.
 
         Raises:
-            RuntimeError: the call is inside a JAX transform that `forward` applies, and the value cannot leave this
+            RuntimeError: the call is inside a JAX transform that `forward` applies, so the value cannot leave this
                 transform.
             ValueError: `name` was not declared with `state`, or `value` has another shape.
         """
@@ -242,7 +242,7 @@ class Scope:
         """Returns a new random key in each call, derived from the caller's `key=`, this scope's path and a counter.
 
         Raises:
-            RuntimeError: the call is inside a JAX transform that `forward` applies, and every call of the transformed
+            RuntimeError: the call is inside a JAX transform that `forward` applies, so every call of the transformed
                 function would return the same key.
             ValueError: the caller passed no key.
         """
@@ -269,13 +269,13 @@ class Scope:
             layer: the layer. Its arrays are stored at the path of this scope.
             inputs: example inputs of one copy. Only the shapes and dtypes of arrays are used.
             copies: the number of stacked copies of the layer. Every array of params, state and key then has a leading
-                axis of this length, and copy `i` is initialized like a child named `str(i)`. Default: no such axis.
+                axis of this length, and copy `i` is initialized like a child named `str(i)`. Default None: no copies.
             options: example keyword inputs of one copy.
 
         Returns:
             `(f, params, state, key)`. The function is `f(params, *inputs, state=None, key=None, train=None, **options)`
-            and returns `(y, state)`. State and key are None if the caller passed none. `train=None` selects the
-            caller's `train`.
+            and returns `(y, state)`. State and key are None if the caller passed none. With `train=None`, `f` uses
+            the caller's `train`.
         """
         place, run = self._place, self._place.run
         recording = run.record is not None

@@ -53,9 +53,9 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Copies(ParamSpec):
-    """`shape[0]` stacked copies of the array `each`.
+    """The spec of `shape[0]` stacked copies of an array that has the spec `each`.
 
-    The copies are initialized like children "0", "1", ... of the node that is `depth` names above the array in the
+    The copies are initialized like children "0", "1", ... of the node that is `depth` levels above the array in the
     tree. Therefore the parameters of a stacked layer are the stacked parameters of the unrolled layers.
     """
 
@@ -76,7 +76,10 @@ class Copies(ParamSpec):
 
 @dataclasses.dataclass(frozen=True)
 class Part(ParamSpec):
-    """A leaf of a tree whose arrays `whole(key)` creates all at once. Its root is `depth` names above the leaf."""
+    """The spec of a leaf of a tree whose arrays `whole(key)` creates all at once.
+
+    The root of this tree is `depth` levels above the leaf.
+    """
 
     whole: Callable = None
     depth: int = 0

@@ -50,7 +50,7 @@ def _dot(x, kernel, expert, *, axis, out):
 
 
 def _outer(x, y, expert, *, experts, out):
-    """Sums `x[t].T @ y[t]` over the tiles t of each expert, in float32.
+    """Sums `x[t].T @ y[t]` over the tiles t of each expert, in float32 or wider.
 
     The shapes are x [tiles, rows, a] and y [tiles, rows, b]. The result is [experts, a, b].
     """
