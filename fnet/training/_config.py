@@ -32,9 +32,9 @@ def from_dict(cls: type[Config], values: Mapping[str, Any], *, source: str = "")
     """Returns an instance of the dataclass `cls`. Fields without a value get their defaults.
 
     Args:
-      cls: a dataclass. The type of each field is bool, int, float or str, or one of these types | None.
+      cls: a dataclass. The type of each field is bool, int, float or str, or a union of one of these types and None.
       values: the values, by field name.
-      source: the origin of the values, for the error message.
+      source: the origin of the values, such as a file name, for error messages. Default "".
 
     Raises:
       ConfigError: a name is not a field, a value has another type, or a field without a default has no value.

@@ -4,8 +4,8 @@
     class Config:
         rate: float = tr.flags.option(0.1, "the largest step size", within="(0, 1000]")
 
-    tr.flags.define(Config, absl.flags.FLAGS)              # before they are parsed
-    config = tr.flags.read(Config, absl.flags.FLAGS)       # afterwards
+    tr.flags.define(Config, absl.flags.FLAGS)              # before the flags are parsed
+    config = tr.flags.read(Config, absl.flags.FLAGS)       # after the flags have been parsed
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def option(default: Any, help: str, *, within: str | None = None, choices: Seque
     """Returns a dataclass field for a configuration.
 
     Args:
-      default: the value if the flag is not given. None: the value is determined elsewhere, such as by a preset.
+      default: the value if the flag is not given. With None, the value is determined elsewhere, for example by a
+        preset.
       help: the help text of the flag.
-      within: the interval of allowed values, such as "[0, 1)" or "(0, 100]"; None: any value.
-      choices: the allowed strings; None: any value.
+      within: the interval of allowed values, such as "[0, 1)" or "(0, 100]". Default None: any value.
+      choices: the allowed strings. Default None: any value.
       decides: whether the field affects the result of a run. If True, a run can be resumed only with the same value.
+        Default True.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,10 +54,10 @@ def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
     """Defines a flag for every field of a dataclass, and the flag --config, a JSON file of values.
 
     Args:
-      cls: the dataclass. The type of each field is bool, int, float or str, or one of these types | None.
+      cls: the dataclass. The type of each field is bool, int, float or str, or a union of one of these types and None.
       values: the object in which the flags are defined, such as absl.flags.FLAGS.
-      by: the name of the field that selects a preset, or None. The help texts state that the preset determines the
-        fields without a default.
+      by: the name of the field that selects a preset. The help texts then state that the preset determines the fields
+        without a default. Default None: there are no presets.
     """
     from absl import flags
 
@@ -81,7 +83,7 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
       values: the parsed flags.
       presets: the values of the fields for each preset, by the name of the preset, such as
         `presets.IMAGE_CLASSIFICATION`.
-      by: the name of the field whose value is the name of a preset, or None.
+      by: the name of the field whose value is the name of a preset. Default None: there are no presets.
 
     Raises:
       ConfigError: the preset is unknown, or a value has the wrong type. Intervals and choices are checked by `check`.
@@ -125,7 +127,7 @@ def check_within(name: str, value: float, interval: str) -> None:
 
 
 def regular_file(name: str, path: str | Path) -> None:
-    """Raises ConfigError if the path is a pipe or a device, because reading it may never end."""
+    """Raises ConfigError if the path is a pipe or a device, because reading from these may never end."""
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"--{name}={path}: expected a regular file")

@@ -57,7 +57,7 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _parsed(raw: bytes) -> tuple[list[dict[str, Any]], dict[int, str], int]:
-    """Returns (the rows, the lines that cannot be parsed by line number, the number of the last line)."""
+    """Returns (the rows, {line number: line} of the lines that cannot be parsed, the number of the last line)."""
     rows, wrong, number = [], {}, 0
     for number, line in enumerate(raw.splitlines(), 1):
         try:
@@ -81,11 +81,11 @@ class Logger:
       workdir: the run's folder, as a path or a URL. In an object store, each call of `write` rewrites the object, so a
         line is stored when the call returns. After 256 KiB, a new object is started (metrics.jsonl.0001).
       step: the step from which the run is resumed. Lines of later steps, which a killed process wrote after its last
-        checkpoint, are removed, because they will be written again. Damaged lines are also removed, with a
+        checkpoint, are removed, because the resumed run writes them again. Damaged lines are also removed, with a
         `LogWarning`, and the original file is kept as metrics.jsonl.damaged.
       tensorboard: whether to write TensorBoard's event files, too.
-      again: names of evaluations and values that the resumed run computes again at `step`. Their lines of this step are
-        removed, too.
+      again: the names of evaluations and values that the resumed run computes again at `step`. The lines with these
+        names at `step` are removed, too.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

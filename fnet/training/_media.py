@@ -122,7 +122,7 @@ def _grid(pictures: np.ndarray) -> np.ndarray:
 
 
 def _png(pixels: np.ndarray) -> bytes:
-    """uint8 [height, width, channels] as a PNG file (https://www.w3.org/TR/png)."""
+    """Encodes uint8 [height, width, channels] as a PNG file (https://www.w3.org/TR/png)."""
     height, width, channels = pixels.shape
 
     def chunk(kind: bytes, data: bytes) -> bytes:

@@ -89,7 +89,8 @@ class Total:
 
 
 def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
-    """The mean of `values` over examples, exact over any number of batches.
+    """Returns the mean of `values` over examples, as a `Mean`. Adding the `Mean`s of several batches gives the exact mean
+    over all of their examples.
 
         sum_i weight_i values_i / sum_i weight_i
 
@@ -185,7 +186,7 @@ def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zeros(shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns metrics of these shapes with all values zero, the initial value of a sum."""
+    """Returns metrics of these shapes with all values zero, the initial value for sums with `add`."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), dict(shapes))
 
 
@@ -217,8 +218,8 @@ def evaluator(
 
     Args:
       metrics: a pure function, `metrics(state, batch) -> dict`. The values of the dict are results of
-        `mean(values, batch["weight"])` or other metrics of this module. A plain scalar is an error, because it would
-        include the padding.
+        `mean(values, batch["weight"])` or other metrics of this module. A plain scalar raises an error, because it
+        would include the padding.
       data: a data set, as for `Batches`. For a dict, a batch is a dict with the additional key "weight". For a tuple
         (x, y), a batch is (x, y, weight). For a single array, a batch is (x, weight).
       batch_size: number of examples in a batch. On several devices, the batch size is rounded up to a multiple of the
@@ -293,7 +294,8 @@ def _weighted(batch: Any, weight: np.ndarray) -> Any:
 
 
 def _rows(state: Any) -> NamedSharding | None:
-    """The sharding of the rows of a batch over the devices of a state; None for one device or without a data axis."""
+    """Returns the sharding of a batch's rows over the devices of a state, or None for one device or without a data
+    axis."""
     for x in jax.tree.leaves(state):
         place = getattr(x, "sharding", None)
         if isinstance(place, NamedSharding) and place.mesh.size > 1:

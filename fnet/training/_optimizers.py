@@ -35,8 +35,8 @@ SCHEDULES = ("constant", "cosine", "linear", "step", "one_cycle")
 
 
 def _usual_promotion(function: Schedule) -> Schedule:
-    """Calls an Optax schedule with standard promotion. It divides integer counts by floats, which strict promotion
-    forbids."""
+    """Returns the schedule, evaluated with standard dtype promotion. Optax's schedules divide integer counts by floats,
+    which is an error under strict dtype promotion."""
 
     def rate(count):
         with jax.numpy_dtype_promotion("standard"):
@@ -50,7 +50,8 @@ def schedule(
 ) -> Schedule:
     """Returns a learning-rate schedule for a run of known length, by name.
 
-    During the first `warmup` of the run (a fraction), the rate rises linearly from 0 to `peak`. Then it is
+    During the first part of the run, the fraction `warmup`, the rate rises linearly from 0 to `peak`. After that, the
+    rate is
 
         constant    peak
         cosine      peak (final + (1 - final) (1 + cos(pi s)) / 2)
@@ -71,7 +72,7 @@ def schedule(
       A function of the step, for `optimizer` or any Optax optimizer.
 
     Raises:
-      ValueError: an unknown name, or a fraction outside [0, 1).
+      ValueError: the name is unknown, or a fraction is out of range.
 
     Example:
       >>> rate = schedule("linear", 1.0, 10, warmup=0.2)

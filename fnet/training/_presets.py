@@ -1,4 +1,5 @@
-"""Presets: hyperparameters that are known to work, as values of a configuration's fields, by name of the preset."""
+"""Presets: tested hyperparameters for the experiments. Each dict maps the name of a preset to values for the fields of
+a configuration."""
 
 IMAGE_CLASSIFICATION = {      # by data set
     "digits": {"width": 32, "epochs": 40, "batch_size": 64, "learning_rate": 0.05, "weight_decay": 1e-3,

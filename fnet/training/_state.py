@@ -20,7 +20,7 @@ class TrainState:
       state: the model's other arrays, such as batch statistics; `{}` if the model has none.
       opt_state: the optimizer's state.
       ema: an exponential moving average of params, or None.
-      decay: the decay of the moving average, a float, or None. It is a static field: it is not traced and not saved in
+      decay: the decay of the moving average, a float, or None. This field is static: it is not traced and not saved in
         checkpoints.
 
     Example:
@@ -83,7 +83,7 @@ class TrainState:
           tx: the transformation that was passed to `create`.
           grads: the gradient, a tree with the structure of params.
           state: the model's new state; None keeps the old state.
-          **extra: further arguments of `tx.update`, such as `gradient=` of `tr.svrg`.
+          **extra: further keyword arguments for `tx.update`, such as `gradient=` for `tr.svrg`.
         """
         with jax.numpy_dtype_promotion("standard"):        # Adam's `decay ** step` needs it
             updates, opt_state = tx.update(grads, self.opt_state, self.params, **extra)

@@ -48,7 +48,7 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
     examples, the anchor is usually refreshed every 2n / b steps for a convex f, and every 5n / b steps otherwise. SVRG
     does not help deep networks (Defazio and Bottou 2019).
 
-    Call `refresh_anchor` before the first update. Otherwise, `full` is zero and so is g.
+    Call `refresh_anchor` before the first update. Otherwise, `full` and g are zero.
 
     Args:
         optimizer: an Optax optimizer, to which g is passed.

@@ -43,7 +43,7 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
         instead of the parameters.
       every: number of steps between two evaluations. None: one epoch, or the whole run if the length of an epoch is
         unknown.
-      **options: options of `fit`, such as workdir, early_stop, restore_best, progress and config.
+      **options: further arguments for `fit`, such as workdir, early_stop, restore_best, progress and config.
 
     Returns:
       The last `TrainState`, or the best one with `restore_best=True`.
@@ -114,7 +114,7 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
 
 
 def _steps(data: Callable, epochs: float) -> int | None:
-    """The number of batches in this number of epochs, or None if the source does not know it."""
+    """Returns the number of batches in this number of epochs, or None if the length of the source is unknown."""
     try:
         return data.steps(epochs)
     except (AttributeError, TypeError):                    # a function; an iterable without a length

@@ -1,4 +1,5 @@
-"""Growing logs: a local file, or a sequence of objects in a store. The last object is rewritten until it is full."""
+"""Logs to which lines are appended: a local file, or a sequence of objects in a store. The last object is rewritten for
+each line, until it is full."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def parts(path: Path | StorePath) -> list[Path | StorePath]:
 def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
     """Replaces the content of each part by `keep(content)`, the last part first.
 
-    If the process is killed in between, the earlier parts still have the old content, and the later parts have the new
-    content.
+    If the process is killed during this call, the earlier parts still have the old content, and the later parts have
+    the new content.
     """
     for part in reversed(parts(path)):
         raw = part.read_bytes()
@@ -39,7 +40,7 @@ def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
 
 
 class Objects:
-    """A growing log in a store, with the methods of an unbuffered file. When `write` returns, the store has the line.
+    """A log in a store, with the methods of an unbuffered file. When `write` returns, the line is in the store.
 
     A store cannot append: each line rewrites the last object, and a new object is started when the last one is full.
 

@@ -1,4 +1,4 @@
-"""The lock of a prefix in an object store. Its owner renews the lock regularly; otherwise, the lock expires."""
+"""The lock of a prefix in an object store. The owner must renew the lock regularly, because it expires otherwise."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Lease:
 
     A thread renews the lock every `BEAT` seconds. Another run can take over the lock, by a conditional write, in two
     cases: the process of the owner has ended (which can be checked only on the same machine), or the owner has not
-    renewed the lock for `EXPIRY` seconds of the store's clock. A run waits for this time, and gives up as soon as the
-    lock is renewed. An owner that was suspended for longer notices the loss before it writes a manifest.
+    renewed the lock for `EXPIRY` seconds of the store's clock. A run that finds a lock waits for this time, and raises
+    `Locked` as soon as the lock is renewed. An owner that was suspended for a longer time detects that it has lost the
+    lock before it writes a manifest.
 
     Args:
       folder: the prefix.
@@ -88,7 +89,7 @@ class Lease:
             return False
 
     def kept(self) -> bool:
-        """Returns whether, by its last renewal, this object owns the lock. No request is sent to the store."""
+        """Returns whether this object owned the lock at the last renewal. No request is sent to the store."""
         return not (self._done.is_set() or self._lost.is_set())
 
     def release(self) -> None:

@@ -68,7 +68,8 @@ class Lock:
     kept = holds                                           # no request is necessary
 
     def fileno(self) -> int:
-        """Returns the descriptor for `pass_fds` of `subprocess`. Then the lock is held until both processes end."""
+        """Returns the file descriptor. If a child process gets it by `pass_fds` of `subprocess`, the lock is held until
+        both processes end."""
         return self._file.fileno()
 
     def release(self) -> None:

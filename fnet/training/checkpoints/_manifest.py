@@ -1,9 +1,9 @@
-"""The files of a checkpoint: safetensors files of arrays, and the manifest, which has a checksum of every byte.
+"""The files of a checkpoint: safetensors files with the arrays, and the manifest with checksums that cover every byte.
 
 Each process writes its arrays to one safetensors file, which other frameworks can read. `manifest.json` contains the
 step, each file with its size and CRC-32, and each shard of each leaf with its dtype, shape, index, offset and CRC-32.
-It ends with a BLAKE2b checksum of the manifest. CRC-32 detects every error within 32 neighboring bits and is twice as
-fast as BLAKE2b, which is used only for the short manifest.
+The last field is a BLAKE2b checksum of the manifest. CRC-32 detects every error within 32 neighboring bits and is twice
+as fast as BLAKE2b, which is used only for the short manifest.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def raw_bytes(array: np.ndarray) -> memoryview:
 
 
 def joined(before: int, own: int, raw: Any) -> int:
-    """Returns the CRC-32 of some bytes followed by `raw`, from `before` (theirs) and `own` (the CRC-32 of `raw`).
+    """Returns the CRC-32 of a sequence of bytes followed by `raw`.
+
+    `before` is the CRC-32 of the sequence, and `own` is the CRC-32 of `raw`.
 
     Source: zlib's crc32_combine, which multiplies polynomials over GF(2).
     """

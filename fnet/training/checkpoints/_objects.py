@@ -102,8 +102,8 @@ class Objects:
                 (self.partial(step) / name).unlink(missing_ok=True)
 
     def discard(self, step: int) -> None:
-        """Lets the other processes continue. The arrays are kept until `tidy`, because the manifest may have been
-        written even if the response of the store was lost."""
+        """Abandons a step that could not be committed, so that the other processes continue. The arrays are kept until
+        `tidy`, because the manifest may have been written even if the response of the store was lost."""
         with contextlib.suppress(OSError):
             for name in self.partial(step).keys():
                 if name.startswith(".part-"):

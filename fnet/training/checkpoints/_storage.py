@@ -224,7 +224,7 @@ class StorePath:
 
     def _conditional(self, data: bytes, mode: Any) -> Meta | None:
         """Writes the object conditionally. If the response to a successful request is lost, the repeated request is
-        refused. So after a refusal, the content is compared."""
+        refused. Therefore, after a refusal, the content of the object is compared with `data`."""
         from obstore import exceptions as refusals
 
         try:

@@ -70,7 +70,7 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
 
 
 def _rows(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """(line, cells) of each line that is not empty."""
+    """Yields (line number, cells) for each row that is not empty."""
     try:
         for cells in reader:
             if cells:

@@ -35,18 +35,18 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
     """Converts an iterable source to batches for `fit`: `batches(i)` is the batch of step i.
 
     After the last batch of an epoch, the first batch of the next epoch follows. The attribute `batches.resume` states
-    with which batches a resumed run continues, and `fit` logs this attribute:
+    which batches a resumed run gets. `fit` logs this attribute. It has one of three values:
 
-    - "exact": with the batches of an uninterrupted run. A sequence, a Grain MapDataset and a Hugging Face Dataset are
-      read by index. The state of an iterable or iterator with state_dict and load_state_dict, or with get_state and
-      set_state, is stored in each checkpoint. Examples are a Hugging Face IterableDataset, a torchdata
+    - "exact": the resumed run gets the batches of an uninterrupted run. A sequence, a Grain MapDataset and a Hugging
+      Face Dataset are read by index. The state of an iterable or iterator with state_dict and load_state_dict, or with
+      get_state and set_state, is stored in each checkpoint. Examples are a Hugging Face IterableDataset, a torchdata
       StatefulDataLoader and a Grain IterDataset.
-    - "epoch": with the next batch of the interrupted epoch, which is read again up to this batch. The batches are those
-      of an uninterrupted run if the source yields the same batches each time an epoch is read. Examples are functions
-      of the epoch, a torch DataLoader in fixed order, and a Hugging Face IterableDataset after `shuffle(buffer_size=)`,
-      whose state does not contain the buffer.
-    - "none": with the first batch of the data, with a `ResumeWarning`. An example is a shuffled DataLoader, whose order
-      cannot be repeated.
+    - "epoch": the interrupted epoch is read again, and the batches before the interruption are skipped. The resumed run
+      gets the batches of an uninterrupted run if the source yields the same batches each time an epoch is read.
+      Examples are functions of the epoch, a torch DataLoader in fixed order, and a Hugging Face IterableDataset after
+      `shuffle(buffer_size=)`, whose state does not contain the buffer.
+    - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is issued. An example is a
+      shuffled DataLoader, whose order cannot be repeated.
 
     Arrays of torch and TensorFlow are converted to NumPy arrays. For this, fnet does not import torch, TensorFlow,
     datasets, torchdata or grain.
@@ -54,9 +54,10 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
     Args:
       source: an iterable that can be iterated again for each epoch, or a function that returns an iterable. The
         function takes no argument, or the number of the epoch. The items of the iterable are batches: trees of arrays.
-      batch_size: number of examples in a batch, if the items of the source are examples instead of batches; or None.
-      seed, shuffle: the order of the examples, as in `Batches`. Used only with batch_size and a source that is read by
-        index.
+      batch_size: the number of examples in a batch, if the items of the source are examples. Default None: the items of
+        the source are batches.
+      seed, shuffle: the order of the examples, as in `Batches`. Used only if `batch_size` is given and the source is
+        read by index. Default 0 and True.
       resume: "epoch" or "none", to select a weaker guarantee than the source supports, for example because it takes too
         long to read an epoch again. None: the strongest guarantee.
 
@@ -167,7 +168,8 @@ class _Stream:
         return math.ceil(epochs * math.ceil(len(self._opened) / (self._batch_size or 1)))
 
     def position(self, step: int) -> dict[str, Any]:
-        """Returns the position of batch `step` in JSON types. `step` may be at most a few steps before the newest."""
+        """Returns the position of batch `step` in the source, in JSON types. `step` may be at most a few steps before
+        the last batch that was read."""
         self._saved[step] = None
         if len(self._saved) > _SAVED:
             self._saved.pop(old := next(iter(self._saved)))
@@ -177,7 +179,7 @@ class _Stream:
         return {"epoch": self._epochs[first], "first": first, "state": self._states.get(step)}
 
     def seek(self, step: int, position: Mapping[str, Any] | None) -> None:
-        """Continues with batch `step`, which `position(step)` described in an earlier process."""
+        """Continues with batch `step`. `position` is the result of `position(step)` in an earlier process."""
         if self.resume == "none":
             warnings.warn(f"the data is read from its beginning at step {step}, not from the position that the run had "
                           f"reached: {self.why}", ResumeWarning, stacklevel=5)
@@ -209,7 +211,7 @@ class _Stream:
             self._methods()[1](_decoded(state))
 
     def _make(self, epoch: int) -> Any:
-        """The iterable of an epoch."""
+        """Returns the iterable for an epoch."""
         source = self._source
         if self._factory:
             source = source(epoch) if _takes_epoch(source) else source()

@@ -68,7 +68,8 @@ class Windows:
 
 
 def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Divides an array of tokens into windows that overlap by one token, so that each token is predicted once.
+    """Divides an array of tokens into windows that overlap by one token, so that each token except the first is
+    predicted once.
 
     Args:
       tokens: the token array, integers [tokens].

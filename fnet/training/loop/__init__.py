@@ -1,1 +1,1 @@
-"""`fit`: its loop, what it checks and prints, signals, and how a run ends and goes on."""
+"""The function `fit`: the training loop, its checks, progress and signals, and the end and the resumption of a run."""

@@ -16,7 +16,8 @@ from fnet.training.loop import _contract, _nonfinite
 def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str], metrics: bool) -> Callable:
     """Returns the compiled function `advance(state, total, watch, batch) -> (state, total, watch, metrics)`.
 
-    It donates `state` and `total`.
+    The function donates `state` and `total`. `total` contains the sums of the metrics since the last log, and `watch`
+    is the state of the check for NaN and infinity (see `_nonfinite`).
 
     Args:
       step: the step function, as in `fit`.

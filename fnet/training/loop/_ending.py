@@ -1,4 +1,5 @@
-"""The end of a run before its last step: saves the last complete step, and notes what is still to be done."""
+"""The end of a run before its last step: saves the last complete step, and records what the resumed run must still
+do."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def rescue(run: Run) -> None:
 
 
 def interruption(run: Run, *, boundary: bool) -> None:
-    """Saves and ends the run if a signal has arrived. Several processes agree on this only at a boundary."""
+    """Saves and ends the run if a signal has arrived. With several processes, the processes agree on this only at a
+    boundary, which is a step with a log, an evaluation or a save."""
     if not run.alone:
         if not boundary:
             return

@@ -56,7 +56,8 @@ def error(reason: BaseException, run: Run) -> OutOfMemory:
 
 
 def _needs(step, state, batch, plan, memory, largest) -> list[str]:
-    """Returns lines about the peak and the largest batch, and adds the activations at the peak to `largest`."""
+    """Returns the lines of the message about the peak and the largest batch, and appends the activations at the peak to
+    `largest`."""
     rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=0)
     unit = 1 if plan is None else plan.options.microbatches * math.prod(plan.mesh.shape[name] for name in plan.axes)
     estimated = lambda rows_: _estimated(step, state, _resized(batch, rows, rows_), plan)
@@ -103,7 +104,7 @@ def _shape(x):
 
 
 def _part(x, place):
-    """The part of an array on each device."""
+    """Returns the shape and dtype of the part of an array on each device."""
     return jax.ShapeDtypeStruct(place.shard_shape(x.shape), x.dtype)
 
 

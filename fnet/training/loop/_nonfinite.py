@@ -73,8 +73,8 @@ def _first(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns the index of the first array that contains NaN or infinity, or -1.
 
     If the sum of squares of an array is finite, all elements are finite. On a CPU, this sum is computed four times as
-    fast as `isfinite(x).all()`. The converse is not true, because squares can overflow. So if a sum is not finite, the
-    elements are checked exactly.
+    fast as `isfinite(x).all()`. If a sum is not finite, each element is checked, because only the squares may have
+    overflowed.
     """
     if not arrays:
         return jnp.int32(-1)
@@ -140,8 +140,8 @@ def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any]
 
 
 def _tracer(step) -> Callable[[Any, Any], list[tuple[int, str, str, str, str]]]:
-    """Returns a function of (state, batch), which returns (number, scope, primitive, what, shape) of each operation
-    that produces NaN or infinity from finite inputs."""
+    """Returns a function of (state, batch). The function returns (number of the operation, scope, primitive, "NaN" or
+    "infinity", dtype and shape) for each operation that produces NaN or infinity from finite inputs."""
     known: list[tuple[str, str, str]] = []
     fired: dict[int, str] = {}
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The data positions of all processes, for the checkpoint."""
+"""The positions of all processes in their data sources, for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fnet.training.loop._fingerprint import ResumeWarning
 
 
 def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gathers the data positions of all processes. Every process must call it.
+    """Gathers the positions of all processes in their data sources. Every process must call this function.
 
     Args:
       position: the position of this process, the result of `batches.position(step)`.

@@ -1,4 +1,5 @@
-"""The environment of a run and the decisions for its chip, stored in its checkpoints for an exact resume."""
+"""The environment of a run, and the rules selected for its chip. Checkpoints contain both, so that a run can be resumed
+exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def facts(state: Any) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describes the changes that affect the results by rounding, or returns ""."""
+    """Describes changes of the environment that affect the results by rounding. Returns "" if there are none."""
     words = {"chip": "the chip", "devices": "the number of devices", "processes": "the number of processes",
              "plan": "the plan", "jaxlib": "jaxlib"}
     changed = [f"{what} was {before[name]}, is {now[name]}" for name, what in words.items()

@@ -1,4 +1,4 @@
-"""Run: what `fit` keeps between steps, and one iteration of the training loop."""
+"""Run: the data that `fit` keeps between steps, and one iteration of the training loop."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ class Run:
             self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
 
     def left(self) -> tuple[bool, bool]:
-        """Whether this step is logged, and whether it is evaluated."""
+        """Returns whether the current step must be logged, and whether it must be evaluated."""
         last = self.at == self.steps or bool(self.loop["stopped"])
         return self.at % self.log_every == 0 or last, self.at % self.every == 0 or last
 

@@ -67,12 +67,12 @@ class Signals:
 
 
 def _no_alarm() -> bool:
-    """Whether the alarm signal of this process is unused."""
+    """Whether this process does not use SIGALRM."""
     return hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
 def poll() -> None:
-    """Ends the current evaluation if a signal has arrived. Evaluations call it between two batches.
+    """Ends the current evaluation if a signal has arrived. Evaluations call this function between two batches.
 
     Raises:
       Stopping: a signal has arrived. The evaluation is repeated when the run is resumed.
@@ -86,9 +86,9 @@ def signals() -> Iterator[Signals]:
     """Records the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 in the body of a with statement.
 
     A later signal ends the process; in an interactive session, it raises KeyboardInterrupt instead. Signals within one
-    second of the first count as one, so the old handlers are restored no earlier than one second after it. Signals that
-    the process ignores (`nohup`) stay ignored, and a SIGUSR1 handler of the user stays installed. No handlers are
-    installed outside of the main thread. Forked children have the old handlers.
+    second of the first count as one, so the old handlers are restored no earlier than one second after the first
+    signal. Signals that the process ignores (`nohup`) stay ignored, and a SIGUSR1 handler of the user stays installed.
+    No handlers are installed outside of the main thread. Forked children have the old handlers.
     """
     seen = Signals()
     if threading.current_thread() is not threading.main_thread():
