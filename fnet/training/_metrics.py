@@ -89,8 +89,8 @@ class Total:
 
 
 def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
-    """Returns the mean of `values` over examples, as a `Mean`. Adding the `Mean`s of several batches gives the exact mean
-    over all of their examples.
+    """Returns the mean of `values` over examples, as a `Mean`. Adding the `Mean`s of several batches gives the exact
+    mean over all of their examples.
 
         sum_i weight_i values_i / sum_i weight_i
 
