@@ -1,8 +1,10 @@
-"""Layered layout of the children of each scope: in which layer, in which order, and what is drawn in one line.
+"""Computes the layout of the children of each scope in layers.
 
-The method is that of Sugiyama: layers by the longest path, orders by repeated medians, and positions by alignment of
-each item with the median of its neighbors (Brandes and Köpf 2001). An edge that skips layers is a lane beside what it
-skips, so that a residual connection goes around its block. Sizes are not known yet: they depend on what is expanded.
+The method is that of Sugiyama. The layer of an item is the length of the longest path to it. The order in each layer is
+improved by repeatedly sorting the items by the mean position of their neighbors. Each item is aligned with the median
+of its neighbors (Brandes and Köpf 2001). An edge that skips layers occupies a narrow item, called a lane, in each
+skipped layer, so that a residual connection goes around its block. Sizes are computed later, because they depend on
+which scopes are expanded.
 """
 
 from __future__ import annotations
@@ -12,21 +14,24 @@ import itertools
 
 from fnet.introspect._flow import Flow, Node, Value
 
-_PORTS = 16      # values that enter or leave a scope by lines of their own
+_PORTS = 16      # if more values enter or leave a scope, they share one line
 
 
 @dataclasses.dataclass(eq=False)
 class Arrangement:
-    """The inside of a scope.
+    """The layout inside a scope.
 
-    Items are numbered: its children in order, the ports of the values that enter, those that leave, and the lanes.
+    The items of a scope are numbered in this order: its children, the ports at which values enter, the ports at which
+    values leave, and the lanes.
 
     Attributes:
-        entering, leaving: the index of the value of each port; -1: several values.
-        layers: the items of each layer from left to right.
-        lines: for each item the number of its line: items of a line are above each other.
-        edges: (from item, to item, the values).
-        lanes: {item: (first lane, its layer, how many)}: the lanes of an item's edges, one in each layer.
+        children: the number of children.
+        entering, leaving: for each port, the index of its value, or -1 if several values share the port.
+        layers: the items of each layer, from left to right.
+        lines: for each item, the number of its vertical line. Items on the same line are exactly above each other.
+        edges: a list of (from item, to item, the indices of the values).
+        lanes: {item: (first lane, layer of the first lane, number of lanes)} for items whose edges skip layers. There
+            is one lane in each skipped layer.
     """
 
     children: int
@@ -57,7 +62,7 @@ def chain(node: Node) -> list[Node]:
 
 
 class _Part:
-    """The edges inside a scope: {(from, to): values}; an end is a child, ("in", value) or ("out", value)."""
+    """The edges inside a scope, {(from, to): values}. An end is a child or a port, ("in", value) or ("out", value)."""
 
     def __init__(self):
         self.edges: dict[tuple, set[int]] = {}
@@ -67,19 +72,19 @@ class _Part:
 
 
 def _project(parts, source: Node, reader: Node, value: int) -> None:
-    """Adds an edge to each scope that it crosses."""
+    """Adds an edge to each scope that the edge crosses."""
     up, down = chain(source), chain(reader)
     inside = set(map(id, down))
     top = next(i for i, node in enumerate(up) if id(node) in inside)
     shared = up[top]
     below = down.index(shared)
-    if top == 0 or below == 0:      # an operation that reads what is inside it
+    if top == 0 or below == 0:      # one of the two nodes contains the other
         return
     parts[shared].add(up[top - 1], down[below - 1], value)
     kinds = up[top - 1].kind, down[below - 1].kind
     given = kinds[0] == "input" or up[top - 1].name == "inputs"
     if "phase" in kinds and not (given and down[below - 1].name == "forward"):
-        return      # drawn between the phases alone
+        return      # drawn only between the phases
     for i in range(1, top):
         parts[up[i]].add(up[i - 1], ("out", value), value)
     for i in range(1, below):
@@ -115,7 +120,7 @@ def _arranged(node: Node, part: _Part) -> Arrangement:
 
 
 def _ranks(node, made, count, edges) -> list[int]:
-    """The layer of each item."""
+    """Returns the layer of each item."""
     first, last = made.children, made.children + len(made.entering)
     if any(child.kind == "phase" for child in node.children):
         index = [0 if child.kind == "input" or child.name == "inputs" else
@@ -138,7 +143,7 @@ def _ranks(node, made, count, edges) -> list[int]:
     ranks = [0] * count
     for i in order:
         ranks[i] = max((ranks[j] + 1 for j in before[i]), default=int(bool(made.entering) and not first <= i < last))
-    for i in reversed(order):      # what reads nothing is right above its reader
+    for i in reversed(order):      # items that read nothing are directly above their reader
         if after[i] and not before[i] and i < made.children:
             ranks[i] = min(ranks[j] for j in after[i]) - 1
     alone = [i for i in range(made.children) if not after[i] and not before[i]]
@@ -152,7 +157,7 @@ def _ranks(node, made, count, edges) -> list[int]:
 
 
 def _layers(made, count, ranks) -> None:
-    """Fills the layers, with a lane for each item whose edges skip layers."""
+    """Fills the layers. Adds lanes for each item whose edges skip layers."""
     made.layers = [[] for _ in range(max(ranks, default=0) + 1)]
     for i, rank in enumerate(ranks):
         made.layers[rank].append(i)
@@ -168,13 +173,13 @@ def _layers(made, count, ranks) -> None:
 
 
 def route(made: Arrangement, layer: dict[int, int], a: int, b: int) -> list[int]:
-    """Returns the items that the line from a to b goes through, including a and b."""
+    """Returns the items through which the edge from item a to item b goes, including a and b."""
     first, rank, count = made.lanes.get(a, (0, 0, 0))
     return [a, *(first + k for k in range(count) if rank + k < layer[b]), b]
 
 
 def neighbors(made: Arrangement) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """(the layer of each item, the pieces of lines between neighboring layers)."""
+    """Returns ({item: its layer}, the pieces of edges between neighboring layers)."""
     layer = {i: r for r, items in enumerate(made.layers) for i in items}
     pieces = {}
     for a, b, _ in made.edges:
@@ -215,7 +220,7 @@ def _order(made) -> None:
 
 
 def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> int:
-    """Returns the number of crossings between pieces of lines."""
+    """Returns the number of crossings between pieces of edges."""
     at = {i: n for items in layers for n, i in enumerate(items)}
     layer = {i: r for r, items in enumerate(layers) for i in items}
     rows: list[list[tuple[int, int]]] = [[] for _ in layers]
@@ -225,7 +230,7 @@ def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> i
     for r, row in enumerate(rows[:-1]):
         row.sort()
         size = len(layers[r + 1])
-        tree = [0] * (size + 1)      # of Fenwick: how many ends so far are at most n
+        tree = [0] * (size + 1)      # a Fenwick tree, which counts the ends at positions up to n
         for seen, (_, b) in enumerate(row):
             left, n = 0, b + 1
             while n:
@@ -240,7 +245,8 @@ def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> i
 
 
 def _align(made, count) -> None:
-    """Joins items to lines: lanes with lanes, and items that are each other's median, if the lines do not cross."""
+    """Puts items on the same vertical line: lanes of an edge, and items that are each other's median neighbor. Lines do
+    not cross."""
     layer, pieces = neighbors(made)
     at = {i: n for items in made.layers for n, i in enumerate(items)}
     up: dict[int, list[int]] = {}
@@ -249,7 +255,7 @@ def _align(made, count) -> None:
         down.setdefault(a, []).append(b)
         up.setdefault(b, []).append(a)
 
-    def middle(found):      # of the items, so that what skips layers does not bend the chain beside it
+    def middle(found):      # prefers items to lanes, so that an edge that skips layers does not bend a chain
         found = sorted([i for i in found if i < count] or found, key=at.get)
         return found[(len(found) - 1) // 2]
 

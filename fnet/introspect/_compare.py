@@ -16,13 +16,13 @@ import numpy as np
 
 from fnet import transforms as ft
 
-_SAME = 1e-3    # sites with different names form a pair if their values differ by less
-_TOLERANCE = 1e-5    # for float32; for other dtypes in proportion to their precision
+_SAME = 1e-3    # sites with different names form a pair if their error is smaller
+_TOLERANCE = 1e-5    # for float32; for other dtypes, it is proportional to their precision
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A site in two programs.
+    """The difference between two programs at one site.
 
     Attributes:
         name: the name of the site in the first program, or "result". In a scan, there is a row for each iteration.
@@ -138,7 +138,7 @@ class _Run:
 
     def __init__(self, function, args):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "tune: the compiler options")    # an inspected step is not compiled whole
+            warnings.filterwarnings("ignore", "tune: the compiler options")    # a step is compiled in parts here
             self.sites = {site.name: site for site in ft.sites(function)(*args) if site.inside is None}
             self.result, values = ft.capture(function, [re.escape(name) for name in self.sites])(*args)
         self.values = {name: values[name] for name in self.sites}
@@ -168,7 +168,8 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
 
 
 def _aligned(mine, others) -> list[tuple[int, int]]:
-    """Returns pairs of indices, in order: values that are nearly equal, and between them values of the same shape."""
+    """Returns pairs of indices, in order: values that are nearly equal, and between two such pairs, values of the same
+    shape."""
     shapes = [[str(jax.tree.map(jnp.shape, value)) for value in values] for values in (mine, others)]
     same = lambda i, j: shapes[0][i] == shapes[1][j] and all(
         map(lambda a, b: _error(a, b) < _SAME, *(jax.tree.leaves(values[k]) for values, k in ((mine, i), (others, j)))))
@@ -184,7 +185,8 @@ def _aligned(mine, others) -> list[tuple[int, int]]:
 
 
 def _common(equal) -> list[tuple[int, int]]:
-    """Returns the longest common subsequence, given which elements are equal."""
+    """Returns the longest common subsequence of two sequences as pairs of indices. `equal[i][j]` states whether element
+    i of the first sequence equals element j of the second."""
     rows, columns = len(equal), len(equal[0]) if equal else 0
     best = np.zeros((rows + 1, columns + 1), int)
     for i in reversed(range(rows)):

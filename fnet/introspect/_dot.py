@@ -40,7 +40,7 @@ def dot(flow: Flow, expanded: set[Node], line: Callable[[Node], str], share: Cal
         if a is not b:
             edges.setdefault((a, b), set()).add(value.type)
     for (a, b), types in edges.items():
-        if a in expanded or b in expanded:      # a loop that computes with a value outside of its body
+        if a in expanded or b in expanded:      # the edge begins or ends at an expanded loop itself
             continue
         label = next(iter(types)) if len(types) == 1 else f"{len(types)} types"
         lines.append(f"  n{a.id} -> n{b.id} [label={_quoted(label)}];")

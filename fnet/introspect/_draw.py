@@ -1,4 +1,4 @@
-"""A program as SVG, with some scopes expanded. layout.js and graph.js draw the same in the browser."""
+"""A program as SVG, with some scopes expanded. layout.js and graph.js draw the same picture in the browser."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _STYLE = """text{font:13px system-ui,sans-serif;fill:#1a2330}.l{font-size:11px;f
 
 
 class Drawing:
-    """Positions and SVG of a program.
+    """Computes the positions and the SVG of a program.
 
     Args:
-        made: the arrangement of each scope.
+        made: {scope: its `Arrangement`}.
         values: the values that edges carry.
         expanded: the scopes whose contents are drawn.
         line: a function that returns the second line of text of a node.
@@ -76,7 +76,7 @@ class Drawing:
             inner = x + (wide - self.placed[node].width) / 2
             self._inside(node, inner, y + SIZES["header"], y, y + high, flip)
             self.parts.append(f'<text class="b o" x="{x + 12:.1f}" y="{y + 20:.1f}">{escape(short(node.name))}'
-                              f'<tspan class="l" dx="8">{escape(node.badge)}</tspan></text>')      # above the lines
+                              f'<tspan class="l" dx="8">{escape(node.badge)}</tspan></text>')      # on top
             return
         step = sum(self.share(node) >= limit for limit in STEPS)
         white, line = (" w" if step >= 4 else ""), self.line(node)
@@ -91,7 +91,7 @@ class Drawing:
             + text("b" if node.children else "", 20, name) + (text("l", 36, escape(line)) if line else "") + "</g>")
 
     def _inside(self, node, x, y, top, bottom, flip=False) -> None:
-        """Draws the children of a scope from (x, y) on; its own box reaches from `top` to `bottom`."""
+        """Draws the children of a scope, from (x, y) on. The scope's box extends from `top` to `bottom`."""
         made, placed = self.made[node], self.placed[node]
         layer, _ = neighbors(made)
         turn = (lambda v: y + placed.height - v) if flip else (lambda v: y + v)
@@ -100,7 +100,7 @@ class Drawing:
         labels: dict[tuple, tuple[float, float, set]] = {}
 
         def end(i, value, leaving):
-            """Where a line starts or ends at an item."""
+            """Returns the point at which a line starts or ends at an item."""
             at, level = x + placed.x[i], turn(placed.y[i])
             if i >= made.children:
                 return at, level
@@ -112,7 +112,7 @@ class Drawing:
             through = route(made, layer, a, b)
             for value in carried if is_open(a) or is_open(b) else carried[:1]:
                 (x0, y0), (x1, y1) = end(a, value, True), end(b, value, False)
-                before = x0, turn(placed.bottoms[layer[a]] + SIZES["trunk"])      # the label is beside one line
+                before = x0, turn(placed.bottoms[layer[a]] + SIZES["trunk"])      # space for the label
                 path = f"M{x0:.1f} {y0:.1f}L{x0:.1f} {before[1]:.1f}"
                 for i in through[1:]:
                     at = x1 if i == b else x + placed.x[i]
@@ -148,7 +148,8 @@ class Drawing:
         return placed.x[first + (ports.index(value) if value in ports else 0)] - placed.width / 2
 
     def _columns(self, root) -> tuple[float, float]:
-        """Draws the phases of a training step side by side: forward down, backward up, update down."""
+        """Draws the phases of a training step side by side. The forward pass and the update run from top to bottom, the
+        backward pass from bottom to top."""
         made, pad, down = self.made[root], SIZES["pad"], SIZES["down"]
         phase = [i for i, child in enumerate(root.children) if child.kind == "phase"]
         layer = {i: r for r, items in enumerate(made.layers) for i in items}
@@ -207,7 +208,7 @@ class Drawing:
 
 
 def rounded(corners: list[tuple[float, float]], radius: float = 9) -> str:
-    """The path along these corners, with round ones."""
+    """Returns the SVG path through these corners, which are rounded."""
     path = f"M{corners[0][0]:.1f} {corners[0][1]:.1f}"
     for (px, py), (x, y), (nx, ny) in zip(corners, corners[1:], corners[2:]):
         a, b = abs(px - x) + abs(py - y), abs(nx - x) + abs(ny - y)

@@ -31,6 +31,7 @@ class Node:
         phase: "forward", "backward", "recomputed" or "update".
         badge: a label, such as "× 12" for the body of a scan over 12 layers.
         times: how often the node runs; a while loop counts once.
+        parent: the node that contains this node, or None.
         children: the nodes inside this node, in the order of the program.
         cost: FLOPs and bytes of all runs of an operation, or of all operations inside the node.
         seconds: the time at the roofline, or None.
@@ -69,7 +70,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """An output of an operation, or an argument, with the type that its readers receive (in a scan: one iteration)."""
+    """An output of an operation, or an argument. `type` is what readers receive; in a scan, the type per iteration."""
 
     source: Node
     output: int
@@ -79,16 +80,16 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Flow:
-    """A program.
+    """The data flow of a program.
 
     Attributes:
         root: the whole program.
         nodes: all nodes; a node precedes the nodes that it contains.
         edges: the pairs (value, node that reads the value), in order.
         two_passes: whether the program contains a backward pass.
-        counted: the `Count` of the program, whose scopes begin with the index of an operation in `ops`.
-        hidden: the arrays that are parameters instead of inputs: {name: (type, the first node that reads the array, or
-            None)}.
+        counted: the `Count` of the program. Its scopes begin with the index of an operation in `ops`.
+        ops: all operations.
+        hidden: {name: (type, first node that reads the array, or None)} for arrays that are parameters, not inputs.
         notes: the reasons why some costs are not exact.
     """
 
@@ -158,7 +159,7 @@ def read_flow(traced: jaxpr.Traced, names: Sequence[str], hidden: Sequence[bool]
 
 
 def _notes(notes, ops) -> tuple[str, ...]:
-    """The notes of a count of operations whose scopes are indices."""
+    """Returns the notes of a count, with the paths of operations in place of their indices."""
     def readable(note):
         before, quote, rest = note.partition(" in '")
         index, _, after = rest.partition("'")
@@ -181,7 +182,7 @@ def _group(name, nodes):
 
 
 def _name_parts(node) -> None:
-    """Names the parts of a scope that is entered several times by their contents: "stem/pool" instead of "stem (2)"."""
+    """If a scope is entered several times, names each part after its content: "stem/pool" instead of "stem (2)"."""
     paths, names = [child.path for child in node.children], {child.name for child in node.children}
     for i, child in enumerate(node.children):
         if child.kind == "scope" and paths.count(child.path) > 1 and len(child.children) == 1:
@@ -221,12 +222,12 @@ def _add_costs(flow, reader):
         node.cost += dataclasses.replace(cost, fused_bytes=0)
     counted = {id(reader.ops[int(key.partition("/")[0])]) for key in flow.counted.scopes}
     for node, size in reader.traffic:
-        if id(node) in counted:      # of the branches of a cond, one counts
+        if id(node) in counted:      # only one branch of a cond is counted
             node.cost += Cost(fused_bytes=size)
 
 
 class _Reader:
-    """Collects nodes and edges.
+    """Collects the nodes and edges of a program.
 
     Attributes:
         ops: all operations; an operation's index is the scope under which its cost is counted.
@@ -253,7 +254,7 @@ class _Reader:
         """Reads a frame into the children of `owner`, which is at the path `base`.
 
         Args:
-            env: {id of a value: (sources, names of hidden arrays)}, which receives the values of the frame.
+            env: {id of a value: (sources, names of hidden arrays)}. The values of the frame are added.
             outermost: the names of the results, if this is the whole program.
 
         Returns:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_STEPS = tuple(2.0**-k for k in range(2, 14, 2))    # relative to a leaf's size; rounding errors dominate smaller steps
+_STEPS = tuple(2.0**-k for k in range(2, 14, 2))    # relative to a leaf's norm; rounding errors dominate smaller steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Slope:
         derivative: the derivative that JAX computes.
         difference: the finite difference.
         uncertainty: the error of the finite difference, from rounding and curvature.
-        smallest: the smallest difference between derivatives that exceeds rounding errors. The denominator of a
-            relative error is at least this value.
+        smallest: the smallest derivative that exceeds rounding errors. The denominator of the relative error is at
+            least this value.
 
     >>> rows = introspect.check_gradient(lambda w: jnp.sum(w["a"] ** 2), {"a": jnp.arange(3.0)}).rows
     >>> rows[0].path, bool(abs(rows[0].derivative - rows[0].difference) < 1e-3)
@@ -110,7 +110,7 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
     """
     if not any(map(_real, jax.tree.leaves(args[:1]))):
         raise TypeError("check_gradient: the first argument has no floating-point arrays to differentiate by")
-    with contextlib.suppress(TypeError, ValueError), jax.enable_x64(True):    # of a function that needs its own dtypes
+    with contextlib.suppress(TypeError, ValueError), jax.enable_x64(True):    # f may require float32
         wide = jax.tree.map(lambda x: x.astype(jnp.float64) if _real(x) else x, args)
         return _check(f, wide, tolerance, seed)
     return _check(f, args, tolerance, seed)

@@ -101,12 +101,13 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
         introspect.graph(model, x, "model.svg", depth=2)
 
     The page shows scopes that can be expanded by click or key, down to single operations. The color of a box shows its
-    share of the cost; edges are labeled with shapes and dtypes. A scan, such as a `Stack`, is drawn once, with
+    share of the cost. Edges are labeled with shapes and dtypes. A scan, such as a `Stack`, is drawn once, with
     "× depth". In the graph of a training step, the forward pass runs from top to bottom, and the backward pass runs
     beside it from bottom to top. The update of the parameters follows the backward pass.
 
     Parameters and constants are not drawn as boxes; a box lists the parameters and constants that it reads. The first
-    argument of a function contains the parameters if it is a tree of several arrays and there are further arguments.
+    argument of a function is assumed to be its parameters if this argument contains several arrays and there are
+    further arguments.
 
     Args:
         f: a layer, a `flax.nnx.Module`, or a function, for example of Flax, Equinox or Haiku, or with
@@ -147,7 +148,7 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
     first = jax.tree.leaves(params)
     drawn_first = own and not _module(f) and (not inputs or len(first) <= 1)
     paths: list[str] = []
-    if _module(f):      # its variables, as arrays
+    if _module(f):      # the module's variables become a list of arrays
         paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]
         leaves, structure = jax.tree.flatten(params)
         params, of_variables = leaves, run
@@ -180,7 +181,7 @@ def _module(f) -> bool:
 
 
 def _argument_words(f, count) -> list[str]:
-    """Returns names for the arguments of a function: the names in its signature."""
+    """Returns names for the arguments of a function, from its signature if possible."""
     if isinstance(f, Layer) or _module(f):
         inputs = ["input"] if count - (3 if isinstance(f, Layer) else 1) == 1 else [f"input {i}" for i in range(count)]
         return [*(("parameters", "state", "key") if isinstance(f, Layer) else ("parameters",)), *inputs]
@@ -225,7 +226,7 @@ def _add_parameters(flow: Flow) -> None:
         parts = [part for part in name.split("/") if part not in ("~", "value")]
         owners = ["/".join(parts[start:-1]) for start in range(len(parts) - 1)]
         node = next((by_path[owner] for owner in owners if owner in by_path), reader)
-        if reader is None or reader.phase == "update":      # unused, or the optimizer's own
+        if reader is None or reader.phase == "update":      # unused, or read first by the update
             continue
         size = 1
         for n in getattr(aval, "shape", ()):
@@ -298,7 +299,8 @@ _SHORT = {"dot_general": "matmul", "conv_general_dilated": "conv", "reduce_windo
 
 
 def second_line(node: Node) -> str:
-    """Returns the second line of a box: products and FLOPs of a scope, or the type of an argument or result."""
+    """Returns the second line of a box: the most frequent product and the FLOPs of a scope, or the type of an argument
+    or result."""
     if node.kind in ("input", "result"):
         return node.type
     if not node.children:

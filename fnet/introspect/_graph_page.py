@@ -1,4 +1,4 @@
-"""The page of a graph: data for graph.js, and a table of all scopes for readers without it."""
+"""The page of a graph: data for graph.js, and a table of all scopes, which is also shown without JavaScript."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from fnet.jaxpr import scope_of_operation
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, OTHER = PHASES = (
     "forward", "backward", "recomputed", "optimizer", "other")
-# Operations that do no work themselves: they contain other operations, or pass values on.
+# Operations that do no work themselves. They contain other operations, or only pass values on.
 CONTAINERS = frozenset(("while", "conditional", "call", "async-start", "async-update", "async-done"))
 _FREE = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "broadcast", "copy",
                    "convert", "reshape", "transpose"))
@@ -25,7 +25,7 @@ class Operation:
     Attributes:
         name: the name of the HLO instruction.
         opcode: the operation code of the instruction, such as "fusion" or "dot".
-        path, phase: the path and phase of the operation. For a fusion, they are those of its root.
+        path, phase: the path and phase of the operation. For a fusion, they are those of its root operation.
         paths: the paths of all parts of a fusion that compute something.
     """
 
@@ -53,7 +53,7 @@ class _Instruction:
 
 
 def operations(module: memoryview) -> dict[str, Operation]:
-    """Returns the instructions of a serialized HloModuleProto by name."""
+    """Returns {name of an instruction: its `Operation`} for a serialized HloModuleProto."""
     entry, computations, roots = 0, {}, {}
     for number, value in fields(module):
         if number == 3:
@@ -113,7 +113,10 @@ def _inside(each, computations) -> Iterable[_Instruction]:
 
 
 def _name_the_nameless(computations, every, roots) -> None:
-    """Gives an operation that the compiler inserted the name of the root inside it, of a reader, or of an operand."""
+    """Names the operations that the compiler inserted without a name.
+
+    Such an operation gets the name of the root inside it, of an operation that reads its result, or of an operand.
+    """
     for each in every.values():
         if not each.op_name and each.opcode == "fusion":
             inner = (every[roots[called]].op_name for called in each.called if roots.get(called) in every)
@@ -125,7 +128,8 @@ def _name_the_nameless(computations, every, roots) -> None:
                 users.setdefault(i, []).append(each)
         operands = lambda each: [every[i] for i in each.operands if i in every]
         named = lambda near: next((other.op_name for other in near if other.op_name), "")
-        # Readers come later in the list, so that the list backward reaches all; operands the other way.
+        # Readers come later in the list than operands. In reverse order, each operation gets its reader's name, even if
+        # the reader itself was nameless. In forward order, the same applies to names of operands.
         for each in reversed(instructions):
             each.op_name = each.op_name or named(users.get(each.id, ()))
         for each in instructions:
@@ -135,9 +139,9 @@ def _name_the_nameless(computations, every, roots) -> None:
 def _phases(computations, every, entry) -> None:
     """Sets the phase of every operation.
 
-    An operation that is not differentiated belongs to the optimizer if it reads the result of a backward pass, or if
-    only the optimizer reads its result. The other operations that are not differentiated are "forward" in a program
-    without derivatives or under a named scope, and otherwise "other".
+    An operation outside of the differentiated function belongs to the optimizer if it reads the result of a backward
+    pass, or if only the optimizer reads its result. Other operations outside of the differentiated function are
+    "forward" if the program has no derivatives or if they are in a named scope. The remaining operations are "other".
     """
     trained = any(_DIFFERENTIATED.search(each.op_name) for each in every.values())
 
@@ -171,7 +175,7 @@ def _phases(computations, every, entry) -> None:
 
 
 def _only_read_by(instructions, phase: str) -> None:
-    """Gives the phase to operations without one whose results only operations of this phase read."""
+    """Assigns the phase to operations without a phase whose results are read only by operations of this phase."""
     users: dict[int, list[_Instruction]] = {}
     for each in instructions:
         for i in each.operands:

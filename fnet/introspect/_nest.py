@@ -1,4 +1,4 @@
-"""Operations nested by the segments of their paths, so that no two groups depend on each other in a circle."""
+"""Nests operations by the segments of their paths, so that groups do not depend on each other in a cycle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-_FEW, _MANY = 12, 160      # operations outside of any scope: beside scopes, and alone
+_FEW, _MANY = 12, 160      # more operations without a scope are put into groups: beside scopes, and without scopes
 
 
 class Mark(str):
@@ -27,12 +27,13 @@ class Item:
 def nest(items: list[Item], owner: Any, base: str, *, scope: Callable[[str, str], Any]) -> None:
     """Puts items into groups below `owner`, in their order.
 
-    A group that is entered several times (shared parameters) is one group, unless what is between two entries depends
-    on the first one and is read by the second one: then there are two, "embed" and "embed (2)".
+    A scope that is entered several times, for example because parameters are shared, is one group. But if an operation
+    between two entries depends on the first entry, and the second entry depends on this operation, there are two
+    groups, "embed" and "embed (2)".
 
     Args:
         base: the path of `owner`.
-        scope: makes a group of its name and path.
+        scope: a function; `scope(name, path)` returns a new group.
     """
     _nest(items, range(len(items)), 0, owner, base, scope)
 
@@ -67,7 +68,7 @@ def _nest(items, members, level, owner, base, scope):
 
 
 def _merged(items, runs):
-    """Runs of the same name joined wherever that makes no circle."""
+    """Joins runs of the same name, unless this creates a cycle. Returns a list of (name, indices of items)."""
     run_of = {i: r for r, (_, group) in enumerate(runs) for i in group}
     after: list[set[int]] = [set() for _ in runs]
     for i, r in run_of.items():

@@ -13,13 +13,13 @@ def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Seq
            ) -> list[tuple[str, tuple[str, ...] | None]]:
     """Returns (phase, path segments that replace those of the scope, or None) for each operation of a frame.
 
-    The update consists of the operations outside of transposed scopes that depend on the backward pass, or that only
-    the update reads (such as a learning rate). They are in no scope, so they are grouped by the parameter that they
-    write.
+    The update consists of the operations after the backward pass that depend on it, and of operations whose results are
+    read only by the update, such as the computation of a learning rate. Operations of the update that contribute to
+    only one parameter are grouped by this parameter.
 
     Args:
         results: the names of the frame's results; None for the body of a loop.
-        hidden: the names of parameters, by the ids of values.
+        hidden: {id of a value: names of parameters}.
     """
     backward = [op.at.phase != FORWARD for op in frame.ops]
     if not any(backward):

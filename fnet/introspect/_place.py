@@ -1,4 +1,4 @@
-"""Sizes and positions of the visible nodes. layout.js computes the same ones for the page of a graph."""
+"""Sizes and positions of the visible nodes. layout.js computes the same values for the page of a graph."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from fnet.introspect._flow import Node
 
 SIZES = {"across": 24, "down": 50, "trunk": 20, "pad": 16, "header": 32, "lane": 12, "port": 14, "tall": 46, "low": 30,
          "aisle": 64, "apart": 13}
-"""Pixels: between neighbors; between layers, and of these the part below a box; inside a scope; of lanes and ports; of
-the boxes of scopes and operations; between the phases of a training step, and between the lines that join them."""
-STEPS = (0.003, 0.01, 0.03, 0.1, 0.3)      # shares of the whole, where the color changes
+"""Sizes in pixels.
+
+Distances: "across" between neighbors in a layer, "down" between layers, "trunk" from a box to the point where its lines
+diverge, "aisle" between the phases of a training step, "apart" between the lines that join phases.
+Expanded scopes: "pad" inside the frame, "header" for the title. Widths: "lane", "port".
+Heights of boxes: "tall" with a second line of text, "low" without it.
+"""
+STEPS = (0.003, 0.01, 0.03, 0.1, 0.3)      # shares of the whole at which the color changes
 LIGHT = ("#ffffff", "#eaf2fb", "#cfe2f5", "#9cc4e8", "#4f94cf", "#17568f")
 DARK = ("#1d222b", "#1f2f44", "#204268", "#265f97", "#4390d0", "#9fd0f7")
-_MOST = 30      # characters of a name
+_MOST = 30      # maximum number of characters of a displayed name
 
 
 def short(name: str) -> str:
@@ -32,7 +37,7 @@ def box(node: Node, line: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(eq=False)
 class Placed:
-    """The positions inside a scope: the center and the top of each item, and each layer's top and bottom."""
+    """The positions inside a scope: horizontal center (x) and top (y) of each item, top and bottom of each layer."""
 
     x: list[float]
     y: list[float]
@@ -43,7 +48,8 @@ class Placed:
 
 
 def place(made: Arrangement, sizes: list[tuple[float, float]]) -> Placed:
-    """Returns positions for items of these sizes. Lines are vertical, neighbors do not overlap, and edges are short."""
+    """Returns positions for items of these sizes. Items of a line have the same x, neighbors do not overlap, and edges
+    are short."""
     layers, line = made.layers, made.lines
     count = max(line, default=-1) + 1
     left: list[dict[int, float]] = [{} for _ in range(count)]
@@ -82,7 +88,7 @@ def place(made: Arrangement, sizes: list[tuple[float, float]]) -> Placed:
     y, tops, bottoms, top = [0.0] * len(line), [], [], 0.0
     first, last = made.children + len(made.entering), made.children + len(made.entering) + len(made.leaving)
     for items in layers:
-        if items and all(first <= i < last for i in items):      # ports alone, with the labels of what leaves above
+        if items and all(first <= i < last for i in items):      # only ports, whose labels are above them
             top -= SIZES["down"] - SIZES["trunk"] - 6
         height = max((sizes[i][1] for i in items), default=0)
         tops.append(top)

@@ -60,7 +60,7 @@ class Profile:
         spanning: the fraction of the operations' time that is spent in fusions whose parts belong to several paths.
         operations: pairs (operation, seconds in a step), the longest first.
         chip: the chip of the roofline.
-        trace: the events. `trace.save(path)` writes them to a file for ui.perfetto.dev.
+        trace: the recorded events. `trace.save(path)` writes them to a file for ui.perfetto.dev.
         notes: the reasons why some figures are not exact.
 
     >>> profile = introspect.profile(lambda x: x @ x, jnp.ones((64, 64)), repeats=2)
@@ -142,12 +142,13 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
         introspect.profile(step, state, batch, trace="trace.json.gz")      # for ui.perfetto.dev
 
     JAX's profiler measures the time of each operation of the compiled program. The path and the phase of an operation
-    are read from the program, which is a part of the trace. A fusion counts for the path of its root. When several
-    operations run at the same time, on threads of a CPU or streams of a GPU, each gets an equal part of that time, so
-    that the parts sum to the time in which any operation ran. For several devices, the mean of their times is used.
+    are read from the program, which is a part of the trace. The time of a fusion is assigned to the path of its root
+    operation. If several operations run at the same time, on threads of a CPU or streams of a GPU, this time is divided
+    equally among them. The times of all operations therefore sum to the time in which at least one operation ran. If
+    there are several devices, the mean of their times is used.
 
-    Phases: forward, backward, recomputed (by `jax.checkpoint`), optimizer (operations that follow the backward pass),
-    and other (operations that precede the forward pass).
+    The phases are forward, backward, recomputed (by `jax.checkpoint`), optimizer (operations that follow the backward
+    pass), and other (operations that precede the forward pass).
 
     Args:
         step: a function that `jax.jit` can compile, or a compiled function. It is called with copies of the arguments,
@@ -186,7 +187,7 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
     fresh = lambda: jax.block_until_ready(jax.tree.map(copy, args))
     try:
         jax.block_until_ready(run(*fresh()))
-    except TypeError as error:    # those of JAX for values that are not known in a trace are TypeErrors
+    except TypeError as error:    # also JAX's errors for values that are unknown during tracing
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TypeError(f"profile: jax.jit cannot compile {getattr(step, '__name__', step)!s}: {first}") from error
     with _trace.folder() as folder:

@@ -1,4 +1,4 @@
-"""Reads fields of protocol buffers without their schemas: JAX's profiles are such messages."""
+"""Reads fields of protocol buffers, such as the files of JAX's profiler, without their schemas."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Table(NamedTuple):
     footer: Sequence[str]
 
     def text(self) -> str:
-        # Indented, with the last segment alone.
+        # Paths are indented, and only their last segment is shown.
         shown = [("  " * (depth - 1) + cells[0].rpartition("/")[2], *cells[1:]) if depth else cells
                  for depth, cells in self.rows]
         table = [tuple(self.titles), *shown]
@@ -63,7 +63,7 @@ def _cells(row) -> tuple[str, ...]:
 
 
 def _number(value) -> str:
-    return si(value) if isinstance(value, (int, float)) else f"({value}) "    # a symbolic size is in no multiple
+    return si(value) if isinstance(value, (int, float)) else f"({value}) "    # a symbolic size has no unit prefix
 
 
 def _table(summary, *, notes: bool) -> Table:

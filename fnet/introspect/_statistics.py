@@ -23,7 +23,7 @@ class Statistic:
         mean, std, largest: mean, standard deviation and largest absolute value of the finite elements.
         nonfinite: the number of elements that are NaN or infinite.
         dead: the fraction of units (indices of the last axis) whose derivative is 0 at every index of the other axes,
-            as for the inputs of a relu if they are never positive.
+            for example because the units are inputs of a relu and are never positive.
         gradient: the Euclidean norm of the derivative of the function's result with respect to the array.
 
     >>> report = introspect.statistics(lambda w: ft.tag(w ** 2, "square").sum(), jnp.array([3.0, 4.0]))
@@ -72,11 +72,12 @@ class Statistics:
 
 
 def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Statistics:
-    """Computes mean, spread, dead units and gradient norms of the values in a function, by site and by parameter.
+    """Computes mean, standard deviation, dead units and gradient norms of values in a function, by site and parameter.
 
         print(introspect.statistics(loss, params, batch))
 
-    For histograms in TensorBoard, an evaluation returns `{name: tr.Histogram(x) for name, x in report.arrays.items()}`.
+    To show histograms in TensorBoard, return `{name: tr.Histogram(x) for name, x in report.arrays.items()}` from an
+    evaluation function.
 
     Args:
         f: a function `f(params, *args)` that returns a floating-point scalar, such as a loss.
@@ -88,7 +89,8 @@ def statistics(f: Callable, params: Any, *args: Any, pattern: str = ".*") -> Sta
         `Statistics`.
 
     Raises:
-        TypeError: f does not return a scalar. ValueError: as in `transforms.capture_cotangents`.
+        TypeError: f does not return a floating-point scalar.
+        ValueError: as in `transforms.capture_cotangents`.
 
     >>> def loss(w, x):
     ...     with jax.named_scope("hidden"):

@@ -1,6 +1,6 @@
 """The operations in a trace of `jax.profiler`: when each operation ran, and its path and phase.
 
-The trace is an XSpace message (TSL's profiler). `jax.profiler.ProfileData` reads its events. The compiled programs are
+The trace is an XSpace message of XLA's profiler. `jax.profiler.ProfileData` reads its events. The compiled programs are
 in the metadata of the plane "/host:metadata", which ProfileData does not expose.
 """
 
@@ -115,7 +115,11 @@ def read(folder: str | os.PathLike) -> Trace:
 
 
 def _line(plane, line, programs, events, steps, started, ended) -> None:
-    """Adds the operations and steps of one thread or stream; {number of a start: its event}, (number, time) of ends."""
+    """Adds the operations and steps of one thread or stream to `events` and `steps`.
+
+    For operations that continue on other threads, adds {id of the operation: index of its event} to `started`, and
+    (id, end time) to `ended`.
+    """
     device = plane.startswith("/device:")
     for event in line.events:
         name, begin, end = event.name, event.start_ns, event.start_ns + event.duration_ns

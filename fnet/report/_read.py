@@ -1,7 +1,7 @@
-"""Reads the folder of a run, which may be finished, in progress, damaged, from another program, or hostile.
+"""Reads the folder of a run. The run may be finished or in progress.
 
-Files are untrusted. They are read as text or JSON of a limited size, and no content is executed. Content that cannot be
-used is omitted, with a note.
+Files are untrusted: they may be damaged, written by another program, or malicious. They are read as text or JSON of a
+limited size, and no content is executed. Content that cannot be used is omitted, with a note.
 """
 
 from __future__ import annotations

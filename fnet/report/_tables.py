@@ -31,7 +31,7 @@ def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Returns a table of the notes in the newest checkpoints: chip, policy and its reason, plan, versions, resuming."""
+    """Returns a table of the notes in the newest checkpoints, such as the chip, policy, plan and versions."""
     order = ["chip", "kind", "devices", "processes", "jaxlib", "policy", "weights", "weights_revision", "tune", "plan"]
     hidden = {"fit", "evaluated", "position"}
     facts = []

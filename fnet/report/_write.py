@@ -31,7 +31,7 @@ def write(folders: str | os.PathLike | Iterable[str | os.PathLike], path: str | 
 
     Args:
         folders: the folder, or the folders, that were passed to `training.fit(workdir=)`.
-        path: the path of the report; None: report.html in the folder of the first run.
+        path: the path of the report. Default None: report.html in the folder of the first run.
 
     Returns:
         The path of the file.
@@ -97,7 +97,7 @@ def title(names: Sequence[str]) -> str:
 
 
 def tools(key: str) -> str:
-    """Returns the HTML of the controls of the curves."""
+    """Returns the HTML of the controls for the section "curves", and "" for other sections."""
     if key != "curves":
         return ""
     return ('<div class="tools"><label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" '
@@ -222,7 +222,7 @@ def status(run: Run) -> tuple[str, str]:
 
 
 def _models(runs, names) -> str:
-    """Returns the summaries of the models. Runs with equal summaries share one."""
+    """Returns the summaries of the models. A summary that is the same for several runs is shown once."""
     of: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         of.setdefault(json.dumps(run.summary), []).append(i)
