@@ -255,7 +255,7 @@ def _splitting(kernel, form, operands, results):
         return mesh, f, given, taken
 
     rule = f"{', '.join(map(_letters, operands))} -> {', '.join(map(_letters, results))}"
-    gathered = tuple(c for c in dict.fromkeys("".join(operands)) if c in "tsd")    # in this order
+    gathered = tuple(c for c in dict.fromkeys("".join(operands)) if c in "tsd")    # in the order of the sharding rule
     split.def_partition(partition, infer_sharding_from_operands=lambda mesh, args, _: places(mesh, args)[1],
                         sharding_rule=rule, need_replication_factors=gathered)
     return split

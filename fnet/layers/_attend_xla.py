@@ -95,7 +95,7 @@ class Products(NamedTuple):
     def read(self, x):
         if self.compute == self.operand:
             return _cast(x, self.compute)
-        x = _cast(x, self.operand)    # rounds the value but not the derivative: exactly x + (rounded - x)
+        x = _cast(x, self.operand)    # rounds the value but not the derivative; x + (rounded - x) is exact
         return x + lax.stop_gradient(_cast(_cast(x, self.compute), self.operand) - x)
 
     def rows(self, x, y):

@@ -51,7 +51,7 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     """
     x, kernel, labels = (jnp.asarray(array) for array in (x, kernel, labels))
     _check(x, kernel, labels, bias, chunk_size)
-    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels    # int32 holds every vocabulary
+    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels    # int32 can represent every label
     time, vocab_size = x.shape[-2], kernel.shape[1]
     rows = math.prod(x.shape[:-2])
     if chunk_size is None and sized(rows, time):

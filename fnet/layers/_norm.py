@@ -235,7 +235,7 @@ def _moments(x):
     y = x - align(shift, x)
     mean = y.mean(axes)
     var = jnp.square(y).mean(axes) - jnp.square(mean)
-    return shift + mean, jnp.where(var < 0, 0, var)    # below 0 by rounding alone
+    return shift + mean, jnp.where(var < 0, 0, var)    # only rounding makes var negative
 
 
 def _own(x):
