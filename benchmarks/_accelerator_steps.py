@@ -1,7 +1,8 @@
-"""The steps that `benchmarks.accelerators` compiles: GPT-2, ResNet and decoding with fnet, flax.linen, flax.nnx and
-plain JAX.
+"""The steps that `benchmarks.accelerators` compiles: training of GPT-2 and ResNet, and decoding of a Llama, with fnet,
+flax.linen, flax.nnx and plain JAX.
 
-Each function returns (step, donated arguments, shapes of the arguments). The step may be `ft.tune`d afterwards.
+Each function returns (step, indices of the donated arguments, shapes of the arguments). `benchmarks.accelerators` may
+apply `ft.tune` to the step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fnet.models.text import _generate
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Sizes of the three programs."""
+    """The sizes of the three models."""
 
     gpt: spec.GPT
     resnet: spec.ResNet
@@ -33,7 +34,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the GPT that are in products."""
+        """The number of the GPT's parameters that are operands of matrix products."""
         return 12 * self.gpt.depth * self.gpt.width ** 2 + self.gpt.vocab * self.gpt.width
 
 
@@ -103,7 +104,8 @@ def resnet(form, size, platform):
 
 
 def _flax(form, workload, x):
-    """(shapes of the parameters, or of the parameters and the state of BatchNorm; apply(them, x) -> (logits, state))"""
+    """Returns the shapes of the variables, and a function `apply(variables, x) -> (logits, state)`. The variables are
+    the parameters, or (parameters, state of BatchNorm)."""
     if form == "linen":
         model = _linen.MODELS[type(workload)](workload, jnp.bfloat16)
         found = jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), x)
@@ -122,14 +124,14 @@ def _flax(form, workload, x):
 
 
 def decode(form, size, platform, *, batch=1):
-    """One greedy token, as inside `models.generate`, with bfloat16 parameters."""
+    """Greedy decoding of one token, as in `models.generate`, with bfloat16 parameters."""
     model = size.llama
     if form == "hand":
         return _handwritten.decode(model.vocab_size, model.width, model.depth, model.heads, model.kv_heads,
                                    model.hidden, batch, size.capacity)
     tokens = jax.ShapeDtypeStruct((batch, size.capacity), jnp.int32)
     params, _ = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))
-    # `generate` does this once, before its loop.
+    # `generate` converts model and parameters once, before its loop.
     model, params = dataclasses.replace(model, stacked=False), jax.eval_shape(
         lambda params: _generate.prepared(model, params, jnp.bfloat16)[1], params)
     cache = jax.eval_shape(lambda params: _generate.empty_cache(model, params, tokens), params)

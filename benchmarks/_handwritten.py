@@ -1,8 +1,8 @@
-"""Steps as an expert writes them in plain JAX, in bfloat16: GPT-2, ResNet-50, and one decoded token of a Llama.
+"""Steps in bfloat16, as an expert writes them in plain JAX: GPT-2, ResNet-50, and decoding of one token with a Llama.
 
-The peers of `benchmarks.accelerators`. Every choice here was compiled beside its alternatives, and is the one with the
-least traffic: unrolled layers, residual stream and logits in bfloat16, statistics in one pass, a bfloat16 cache with
-the heads before the time.
+`benchmarks.accelerators` compares fnet with these steps. Of the alternatives that were compiled, the steps use those
+with the least memory traffic: unrolled layers, residual stream and logits in bfloat16, statistics in one pass, and a
+bfloat16 cache [batch, heads, time, head_dim].
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _layer_norm(x, scale, bias):
 
 
 def gpt_loss(params, tokens, *, attention, heads):
-    """nanoGPT's forward pass."""
+    """Computes the loss of GPT-2, with the forward pass of nanoGPT."""
     low = jax.tree.map(lambda x: x.astype(BF16), params)
     x, labels = tokens[:, :-1], tokens[:, 1:]
     batch, time = x.shape
@@ -61,7 +61,7 @@ def gpt_loss(params, tokens, *, attention, heads):
 
 
 def cudnn(q, k, v):
-    # jax.nn's implementation="cudnn" runs the same kernels, but only compiles where cuDNN is installed.
+    # jax.nn's implementation="cudnn" runs the same kernels, but compiles only if cuDNN is installed.
     return nn.dot_product_attention(q, k, v, causal=True)
 
 
@@ -79,7 +79,7 @@ def splash(q, k, v):
 
 
 def gpt(platform, vocab_size, width, depth, heads, context, batch):
-    """(step, donated arguments, shapes of the arguments)."""
+    """Returns (training step, indices of the donated arguments, shapes of the arguments)."""
     tx = optax.adamw(6e-4)
     params = gpt_params(vocab_size, width, depth, context)
     loss = functools.partial(gpt_loss, attention=cudnn if platform == "cuda" else splash, heads=heads)
@@ -96,7 +96,7 @@ def train_step(gradient, tx):
     return step
 
 
-# ResNet, with the parameters of fnet's.
+# ResNet, with the parameters of fnet's ResNet.
 
 def _conv(p, x, stride, padding):
     return lax.conv_general_dilated(x, p["kernel"].astype(x.dtype), (stride, stride), [(padding, padding)] * 2,
@@ -145,7 +145,8 @@ def resnet_loss(params, state, images, labels, *, depths):
 # Llama, one token.
 
 def decode(vocab_size, width, depth, heads, kv_heads, hidden, batch, capacity):
-    """(step, donated arguments, shapes): one greedy token, at one position of all examples."""
+    """Returns (step, indices of the donated arguments, shapes of the arguments). The step decodes one token greedily.
+    All examples are at the same position."""
     s, dim = shapes(BF16), width // heads
     block = dict(norm1=s(width), qkv=s(width, width + 2 * kv_heads * dim), out=s(width, width), norm2=s(width),
                  up=s(width, 2 * hidden), down=s(hidden, width))

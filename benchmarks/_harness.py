@@ -1,7 +1,8 @@
-"""The output of the benchmarks: medians, ranges and ratios, with the command, the machine and the versions.
+"""The output of the benchmarks: tables of medians, ranges and ratios, with the command, the machine and the versions.
 
-A small benchmark is a module with a dict of name -> function that returns one figure, and ends with `main(...)`. The
-machines are shared and noisy. Therefore the peers alternate (`_live`), and only ratios within one run are compared.
+A small benchmark is a module with a dict {name of a peer: function that returns seconds}, and ends with `main(...)`. A
+peer is one of the libraries or variants that a benchmark compares. Other programs run on the machines, so times vary.
+Therefore, the peers alternate (`_live`), and only ratios within one run are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from benchmarks._live import Live, serve, turns
 
 
 def seconds(run, *, budget=1.0, repeats=5) -> float:
-    """The best of several means, each over enough calls to fill a part of the budget in seconds."""
+    """Returns the seconds of a call: the minimum of `repeats` means. Each mean is over several calls. All calls
+    together take about `budget` seconds."""
     run()
     once = max(timeit.timeit(run, number=3) / 3, 1e-7)
     number = max(1, int(budget / repeats / once))
@@ -26,13 +28,13 @@ def seconds(run, *, budget=1.0, repeats=5) -> float:
 
 
 def main(module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, base: str | None = None) -> dict:
-    """Runs every peer once in each round, each in its own process; prints a table and returns {name: median}.
+    """Runs every peer once in each round, each peer in its own process. Prints a table and returns {name: median}.
 
     Args:
-        module: the module to run (`python -m module name` is the process of one peer).
-        peers: name -> function returning seconds.
-        unit, scale: figures are printed as seconds * scale in this unit.
-        base: the peer in the denominator of ratios; None: the last.
+        module: the name of the benchmark's module. `python -m module name` starts the process of one peer.
+        peers: {name: function that returns seconds}.
+        unit, scale: figures are printed as seconds x scale, in this unit.
+        base: the name of the peer to whose time ratios are computed. Default None: the last peer.
     """
     if len(sys.argv) > 1 and sys.argv[1] in peers:
         serve({"time": lambda budget: peers[sys.argv[1]]()})
@@ -48,9 +50,10 @@ def main(module: str, peers: dict, *, unit: str, scale: float, rounds: int = 5, 
 
 def table(figures: dict[str, list[float]], *, unit: str, scale: float, bases: list[str],
           more: dict | None = None) -> str:
-    """One line for each peer: median, min and max over the rounds, ratios to the bases, and further columns.
+    """Returns a table with a line for each peer: median, min and max over the rounds, ratios to the peers in `bases`,
+    and the columns in `more`.
 
-    A ratio is the median of the ratios in the rounds, between peers that ran one after another.
+    A ratio is the median over the rounds of the ratio of two times of the same round.
     """
     columns = ["peer", f"median {unit}", "min", "max", *(f"ratio to {base}" for base in bases), *(more or {})]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
@@ -63,8 +66,8 @@ def table(figures: dict[str, list[float]], *, unit: str, scale: float, bases: li
 
 
 def header(command: str, rounds: int, packages: tuple[str, ...] = (), allocator: str = "") -> str:
-    """The command, the machine and the versions, which are needed to interpret a figure; the allocator if all tables
-    use the same."""
+    """Returns a line with the command, the machine and the versions, which are needed to interpret figures. `allocator`
+    is included if it is not "", that is, if all tables use the same allocator."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = []
@@ -72,7 +75,7 @@ def header(command: str, rounds: int, packages: tuple[str, ...] = (), allocator:
         try:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            pass    # a peer that is not installed is not in the table
+            pass    # a library that is not installed is not in the table
     return (f"`{command}`, {datetime.date.today()}, {rounds} rounds, {len(os.sched_getaffinity(0))} cores of {_cpu()}, "
             f"Python {platform.python_version()}, {', '.join(versions)}"
             + f", allocator: {allocator}" * bool(allocator) + "\n")

@@ -1,7 +1,8 @@
-"""A compiled program as its optimized HLO shows it: kernels, traffic with main memory, products, and a roofline time.
+"""Reads kernels, their traffic with main memory, and their products from the optimized HLO of a compiled program.
 
-The roofline time of a kernel is the larger of FLOPs / peak and bytes / bandwidth. Their sum over all kernels is a lower
-bound of the time of a step: real products reach about 70 % of the peak. Compare rows; do not quote absolute values.
+The roofline time of a kernel is the maximum of FLOPs / peak and bytes / bandwidth. The sum of the roofline times of all
+kernels is a lower bound of the time of a step. Actual products reach only about 70 % of the peak. Therefore, compare
+these times with each other, and do not quote them as absolute times.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _DONE = ("copy-done", "slice-done", "dynamic-slice-done", "dynamic-update-slice-
 
 
 class Array(NamedTuple):
-    """An array of a program: its dtype, shape and layout, as HLO spells them."""
+    """An array of a program: its dtype, shape and layout, as written in HLO."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,7 +35,8 @@ class Array(NamedTuple):
 
     @property
     def in_main_memory(self) -> bool:
-        """Memory spaces other than 0 are on the chip (VMEM) or hold semaphores."""
+        """Whether the array is in main memory, memory space 0. Other memory spaces are on the chip (VMEM) or contain
+        semaphores."""
         return re.search(r"S\([1-9]\)", self.layout) is None
 
 
@@ -60,7 +62,7 @@ class Operation:
 
     @property
     def target(self) -> str:
-        """The function that a custom call runs."""
+        """The name of the function that a custom call runs."""
         return self.attribute("custom_call_target")
 
     @property
@@ -73,14 +75,16 @@ class Operation:
 
 
 class Product(NamedTuple):
-    """A matrix product or convolution: FLOPs and dtypes of operands and result, as in "bf16 x bf16 -> f32"."""
+    """A matrix product or convolution: its FLOPs, and the dtypes of its operands and result, such as "bf16 x bf16 ->
+    f32"."""
 
     flops: float
     dtypes: str
 
 
 class Kernel(NamedTuple):
-    """A kernel and how often a step runs it. `cycles` are those that a TPU's compiler estimates, or 0."""
+    """A kernel. `times` is the number of times that a step runs it. `cycles` is the number of cycles that a TPU's
+    compiler estimates, or 0."""
 
     name: str
     kind: str
@@ -113,7 +117,7 @@ def parse(text: str) -> tuple[dict[str, dict[str, Operation]], str]:
             name = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line)[1]
             current = computations[name] = {}
             entry = name if line.startswith("ENTRY") else entry
-        elif line.rstrip() == "}":    # attributes of a kernel may continue on further lines
+        elif line.rstrip() == "}":    # the attributes of a kernel may have several lines
             current = None
         elif current is not None and re.match(r"\s+(ROOT )?%?[\w.\-]+ = ", line):
             operation = Operation(line)
@@ -122,7 +126,8 @@ def parse(text: str) -> tuple[dict[str, dict[str, Operation]], str]:
 
 
 def kernels(text: str) -> list[Kernel]:
-    """All kernels of a program, in order; those of loop bodies once, with their number of iterations."""
+    """Returns the kernels of a program in order. A kernel in the body of a loop is listed once, and `times` contains
+    the number of iterations."""
     computations, entry = parse(text)
     return [_kernel(computations, *found) for found in _walk(computations, entry, 1)]
 
@@ -154,7 +159,7 @@ def _iterations(computations, operation) -> int:
 
 
 def _inside(computations, operation) -> Iterator:
-    """The (computation, operation) pairs of a fusion, including nested ones."""
+    """Yields the (computation, operation) pairs of a fusion, including nested fusions."""
     body = computations[operation.attribute("calls" if operation.code == "fusion" else "to_apply")]
     for each in body.values():
         yield body, each
@@ -177,7 +182,8 @@ def _kernel(computations, computation, operation, times) -> Kernel:
 
 
 def _kind(operation, codes) -> str:
-    """What a kernel without products does: "copy" if it only moves or converts values."""
+    """Returns the kind of a kernel without products, such as "cast" if it only converts values, and "copy" if it only
+    moves and converts values."""
     idle = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "reshape", "broadcast", "fusion"}
     work = codes - idle
     if work and work <= {"copy", "transpose", "convert", "copy-start", "copy-done", "slice", "concatenate"}:
@@ -191,7 +197,8 @@ def _kind(operation, codes) -> str:
 
 
 def _called(computation, operation) -> tuple[str, list[Product]]:
-    """(kind, products) of a call of a library or of a Pallas kernel; ("", []) for all others."""
+    """Returns (kind, products) for a call of a library or of an attention kernel in Pallas, and ("", []) for all other
+    operations."""
     target = operation.target
     arrays = [computation[name].arrays[0] for name in operation.operands if computation[name].arrays]
     if "cublas" in target:
@@ -201,7 +208,7 @@ def _called(computation, operation) -> tuple[str, list[Product]]:
                                       operation.arrays[0])]
     if "cudnn" in target and "onv" in target:
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", operation.attributes)
-        cotangent, kernel = operation.arrays[0], arrays[1]    # of a forward convolution; kernel and output otherwise
+        cotangent, kernel = operation.arrays[0], arrays[1]    # for a forward convolution
         if "BackwardFilter" in target:
             cotangent, kernel = arrays[1], operation.arrays[0]
         elif "BackwardInput" in target:
@@ -239,7 +246,7 @@ def _product(computation, operation) -> Product:
 
 
 def _useful(operation, labels, left, right, out) -> float:
-    """The fraction of a convolution's multiplications that read neither padding nor the zeros of a dilation."""
+    """Returns the fraction of a convolution's multiplications that read neither padding nor the zeros of a dilation."""
     window = re.search(r"window=\{([^}]*)\}", operation.attributes)
     options = dict(re.findall(r"(\w+)=([\w\-]+)", window[1])) if window else {}
     axes = len(labels[1]) - 2
@@ -260,7 +267,8 @@ def _useful(operation, labels, left, right, out) -> float:
 
 
 def _traffic(computations, computation, operation) -> tuple[float, float]:
-    """(bytes read, bytes written) from and to main memory; slices and in-place updates count what they touch."""
+    """Returns the bytes that an operation reads from main memory, and the bytes that it writes. For slices and in-place
+    updates, only the elements that they read or write count."""
     inputs = [computation[name] for name in operation.operands if name in computation]
     if operation.code == "fusion":
         return _fused_traffic(computations[operation.attribute("calls")], operation, inputs)

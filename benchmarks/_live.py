@@ -1,7 +1,8 @@
-"""Peers in separate processes that run at the same time and alternate: one works while the others sleep.
+"""Runs the peers of a benchmark in separate processes. One peer works while the others sleep.
 
-A peer's process reads one JSON object per line and answers each with one: see `serve`. Peers are started and compiled
-once, and a slow period of the machine affects all of them.
+A peer is one of the libraries or variants that a benchmark compares. Its process reads a JSON object from each line,
+and answers with a line that contains a JSON object (see `serve`). Each peer is started and compiled once. A slow period
+of the machine affects all peers.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from pathlib import Path
 
 
 class PeerError(Exception):
-    """A peer died, did not answer in time, or failed; the message states which."""
+    """A peer ended unexpectedly, did not answer in time, or failed. The message states the peer and the reason."""
 
 
 class Live:
-    """A process that answers questions. Leaving its `with` block ends it.
+    """The process of a peer, which answers questions. At the end of its `with` block, the process is killed.
 
     Args:
-        name: its name in messages.
-        command: the command to run in the repository's root; it ends in `serve`.
-        environment: variables to set.
+        name: the name of the peer in messages.
+        command: the command that starts the process, in the root folder of the repository. The process must call
+            `serve`.
+        environment: environment variables to set, {name: value}. Default None.
     """
 
     def __init__(self, name: str, command: list[str], environment: dict | None = None):
@@ -39,7 +41,7 @@ class Live:
         self.heard = b""
 
     def ask(self, do: str, *, limit: float, **details):
-        """The answer to a question, or a PeerError after `limit` seconds."""
+        """Asks a question and returns the answer. Raises a PeerError if there is no answer within `limit` seconds."""
         try:
             self.process.stdin.write(json.dumps({"do": do, **details}).encode() + b"\n")
             self.process.stdin.flush()
@@ -81,7 +83,7 @@ class Live:
 
 
 def serve(answers: dict) -> None:
-    """Answers the questions on standard input with `answers[do](**details)` until it closes.
+    """Answers the questions from standard input with `answers[do](**details)`, until standard input is closed.
 
     Standard output contains only the answers. All other output goes to standard error.
     """
@@ -101,10 +103,11 @@ def serve(answers: dict) -> None:
 
 def turns(peers: list[Live], *, rounds: int, budget: float, untimed: int = 0,
           limit: float = 600) -> dict[str, list[float]]:
-    """Seconds per step of every peer in every round; in each round each runs for about `budget` seconds.
+    """Returns the seconds per step of every peer in every round, {name: seconds}. In each round, each peer runs for
+    about `budget` seconds.
 
-    The first `untimed` rounds are discarded. JAX queues steps, each with its own memory, so the process grows
-    in the first rounds, and the first access to memory can be ten times as slow as later ones.
+    The first `untimed` rounds are discarded. JAX queues steps, each with its own memory, so a process grows in the
+    first rounds. The first access to new memory can be ten times as slow as later accesses.
     """
     figures = {peer.name: [] for peer in peers}
     for _ in range(untimed + rounds):

@@ -1,4 +1,4 @@
-"""The programs of `benchmarks.corpus`: models of fnet, programs written by hand, and those of other libraries."""
+"""The programs of `benchmarks.corpus`: models of fnet, handwritten programs, and models of other libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PROGRAMS = {}
 
 
 def program(name):
-    """Registers a function that returns (f(params, *inputs), params, inputs)."""
+    """Returns a decorator that registers a function under a name. The function returns (f, params, inputs), and the
+    program is `f(params, *inputs)`."""
     def add(make):
         PROGRAMS[name] = make
         return make
@@ -34,7 +35,7 @@ def tokens(*shape, below=256):
 
 
 def of_model(model, *inputs):
-    """A model of fnet. Its state is constant."""
+    """Returns the program of a model of fnet. The state of the model is constant."""
     params, state = model.init(jax.random.key(0), *inputs)
 
     def f(params, *inputs):
@@ -78,7 +79,7 @@ PROGRAMS["lstm, batch 1"] = functools.partial(recurrent, nn.LSTM, 1, 128, 64, 12
 PROGRAMS["gru, 32 x 32"] = functools.partial(recurrent, nn.GRU, 32, 32, 64, 128)
 
 
-# Convolutions, written by hand.
+# Handwritten convolutions.
 
 def conv(x, w, *, strides=1, dilation=1, groups=1, padding="SAME"):
     n = x.ndim - 2
@@ -89,7 +90,7 @@ def conv(x, w, *, strides=1, dilation=1, groups=1, padding="SAME"):
 
 
 def stack(shape, kernel, count, **options):
-    """Convolutions and ReLUs."""
+    """Returns a program with `count` convolutions, each followed by a ReLU."""
     def f(params, x):
         for w in params:
             x = jax.nn.relu(conv(x, w, **options))
@@ -98,7 +99,7 @@ def stack(shape, kernel, count, **options):
     return f, [0.1 * draw(*kernel, seed=i) for i in range(count)], (draw(*shape),)
 
 
-# Name: shape of x, shape and number of kernels, options.
+# {name: (shape of x, shape of a kernel, number of kernels, options of the convolutions)}
 STACKS = {
     "depthwise convolutions": ((8, 32, 32, 64), (3, 3, 1, 64), 3, dict(groups=64)),
     "grouped convolutions (ResNeXt)": ((8, 16, 16, 128), (3, 3, 16, 128), 3, dict(groups=8)),
@@ -151,7 +152,7 @@ def unet():
     return f, (down, middle, up, 0.1 * draw(1, 1, 16, 2)), (draw(4, 64, 64, 3),)
 
 
-# Products and attention, written by hand.
+# Handwritten products and attention.
 
 @program("mlp-mixer")
 def mixer():

@@ -1,12 +1,13 @@
-"""Training and decoding steps compiled for GPUs and TPUs that are not attached, beside plain JAX and Flax.
+"""Compares steps of fnet, plain JAX and Flax, compiled for GPUs and TPUs that are not attached.
 
     python -m pip install --no-deps jax-cuda13-pjrt==VERSION jax-cuda13-plugin==VERSION    # jax's own version, for GPUs
     python -m pip install libtpu                                                           # for TPUs
     python -m benchmarks.accelerators [--chips=h100,v5e] [--programs=gpt,resnet,decode] [--forms=...] [--small]
 
-Nothing runs. The figures are those of the optimized HLO: kernels, bytes from and to main memory, the time of a roofline
-(a lower bound: compare rows), the cycles that a TPU's compiler estimates, copies, and products by dtype. `--check`
-compares the counts of the small size with the recorded ones; the exit code is 1 if they are worse.
+The steps do not run. All figures are read from the optimized HLO: kernels, bytes from and to main memory, the roofline
+time, the time that a TPU's compiler estimates, copies, and products by dtype. The roofline time is a lower bound, with
+which rows can be compared. `--check` compares the counts of the small size with the recorded counts. The exit code is 1
+if they are worse.
 """
 
 import collections
@@ -43,7 +44,7 @@ WRITE = flags.DEFINE_bool("record", False, "record the counts of the small size"
 
 
 def device(name):
-    """A device to compile for, or None if the compiler is not installed, and its chip."""
+    """Returns a device to compile for and its chip. The device is None if the compiler is not installed."""
     target = _targets.target(CHIPS[name])
     if target.devices is None:
         print(f"{name} is skipped: {target.why}")
@@ -52,7 +53,7 @@ def device(name):
 
 
 def compiled(program, form, size, where, chip):
-    """A step, compiled for the device."""
+    """Returns a step, compiled for the device `where`, and its arguments."""
     platform = "tpu" if chip.kind == "tpu" else "cuda"
     step, donated, args = steps.PROGRAMS[program](form.removesuffix("-tuned"), size, platform)
     place = NamedSharding(Mesh(np.array([where]), ("data",)), P())
@@ -64,7 +65,7 @@ def compiled(program, form, size, where, chip):
 
 
 def figures(program, compiled_step, text, chip):
-    """The figures of a program, one row of the table."""
+    """Returns the figures of a program, which are one row of the table."""
     kernels = _hlo.kernels(text)
     peak, bandwidth = chip.peak("bfloat16").flops, chip.bandwidth
     seconds = cycles = 0
@@ -95,7 +96,7 @@ def row(name, found):
 
 
 def table(chips, programs, forms, size):
-    """Compiles each program and prints its row; returns {name: figures}."""
+    """Compiles each program and prints its row of the table. Returns {name: figures}."""
     every = {}
     print("| chip, program, form | kernels | GB | roofline ms | compiler's ms | copies GB | temporary GiB | products |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
@@ -117,7 +118,7 @@ def table(chips, programs, forms, size):
 
 
 def worse(found, recorded):
-    """Sentences about counts that are worse than the recorded ones."""
+    """Yields a sentence for each count that is worse than the recorded count."""
     for name, old in recorded.items():
         if (new := found.get(name)) is None:
             continue

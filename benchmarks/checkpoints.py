@@ -1,11 +1,12 @@
-"""The cost of saving in a training loop: 100 steps with one checkpoint, compared with 100 steps without.
+"""The overhead of saving: 100 training steps with one checkpoint, compared with 100 steps without a checkpoint.
 
-    python -m benchmarks.checkpoints                 # the CNN for digits, and an MLP with short steps for its size
+    python -m benchmarks.checkpoints                 # the CNN for digits, and an MLP whose steps are short for its size
     python -m benchmarks.checkpoints --rounds=20 mlp
 
-Rounds with and without a checkpoint alternate. A round with a checkpoint ends when it is on the disk. "wall" is the
-median ratio of wall times; "processor" that of the time that the cores spent on this process, which is less affected by
-other work on the machine. "call" is how long `save` blocks the loop.
+Rounds with and without a checkpoint alternate. A round with a checkpoint ends when the checkpoint is on the disk.
+"wall" is the median increase of the wall-clock time. "processor" is the median increase of the time that the cores
+spent on this process, which other programs on the machine affect less. "call" is the time for which `save` blocks the
+loop.
 """
 
 import argparse
@@ -76,7 +77,7 @@ def measure(name, model, x, labels, rounds, folder):
                     calls.append(time.perf_counter() - wall)
                 for i in range(STEPS):
                     state = step(state)
-                    if i % 2:                              # as in `fit`: at most two steps in flight
+                    if i % 2:                              # as in `fit`, at most two steps are queued
                         jax.block_until_ready(state.step)
                 checkpoints.wait()
                 jax.block_until_ready(state)

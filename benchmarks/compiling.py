@@ -1,5 +1,5 @@
-"""The cost of `ft.tune` before the first step: seconds to trace and to compile a training step, plain and tuned,
-alternating in one process.
+"""The time that `ft.tune` adds before the first step. Plain and tuned training steps are traced and compiled
+alternately in one process.
 
     python -m benchmarks.compiling gpt cnn mlp
     python -m benchmarks.compiling gpt --peer=linen --dtype=mixed --rounds=3
@@ -21,7 +21,7 @@ PLAIN, TUNED = "plain", "tuned"
 
 
 def seconds(peer: str, workload, dtype: str, rules) -> tuple[float, float]:
-    """Seconds to (trace, compile) a new step."""
+    """Returns the seconds to trace a new step, and the seconds to compile it."""
     module = importlib.import_module(f"benchmarks.peers._{peer}")
     run = module.build(workload, spec.weights(workload), spec.batches(workload, 1), train=True, mixed=dtype == "mixed",
                        rules=rules)
@@ -51,9 +51,9 @@ def main(arguments=None) -> None:
 
 
 def compared(peer, workload, dtype, rounds) -> str:
-    """The table of a workload."""
+    """Returns the table of a workload."""
     parts = {PLAIN: [], TUNED: []}
-    seconds(peer, workload, dtype, None)    # warm up, because later steps reuse some results
+    seconds(peer, workload, dtype, None)    # not measured, because later steps reuse some results
     for _ in range(rounds):
         for name, rules in ((PLAIN, None), (TUNED, {})):
             parts[name].append(seconds(peer, workload, dtype, rules))

@@ -1,14 +1,15 @@
-"""Published models in fewer bits: size, agreement with the float32 model, and time beside that of compress.advise.
+"""Quantizes published models, and measures size, accuracy and time relative to float32.
 
-    python -m benchmarks.compression                       # all models whose weights are found
+    python -m benchmarks.compression                       # all models; their weights must be available
     python -m benchmarks.compression --compress_models=minilm --compress_time=false
     python -m benchmarks.compression --compress_memory --compress_time=false --compress_accuracy=false
 
-The weights are searched as by `pretrained.find`. MiniLM embeds 500 sentences of The Tempest. The stories model is
-evaluated on stories that it samples itself, and calibrated on others. ResNet-50 names crops of the photos that
-scikit-image, scikit-learn and matplotlib contain. qwix, if it is installed, rounds the same kernels. Times are
-fractions of float32's; "predicted" is what `compress.advise` says. For the memory, each model is exported as a bundle,
-which a new process loads and runs for one example: "resident" is the memory that this adds to a process with JAX alone.
+`pretrained.find` locates the weights. MiniLM embeds 500 sentences of The Tempest. stories15m is evaluated on stories
+that it samples itself, and calibrated on other such stories. ResNet-50 classifies crops of the photos that
+scikit-image, scikit-learn and matplotlib contain. If qwix is installed, it rounds the same kernels for comparison.
+Times are fractions of the time in float32. "predicted" is the prediction of `compress.advise`. For the memory, each
+model is exported as a bundle. A new process loads the bundle and runs it for one example. "resident" is the memory that
+this adds to a process that has only imported JAX.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ PHOTOS = (("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"), ("skimage", "
 
 
 def minilm():
-    """(f, params, batches for calibration, [(name of a figure, function of f and params)], inputs of a size)"""
+    """Returns (f, params, batches for calibration, (name of the accuracy, function of f and params that computes it),
+    function from a batch size to inputs)."""
     path = pretrained.find("minilm")
     model = pretrained.model("minilm-l6", path)
     params, _ = pretrained.load(model, path)
@@ -117,7 +119,7 @@ def resnet50():
 
 
 def recipes(name, stats, with_gram):
-    """{name: function of parameters}"""
+    """Returns {name: function that quantizes parameters}."""
     every = lambda format: dict.fromkeys(KERNELS[name], format)
     rounded = lambda format, **options: lambda params: compress.quantize(params, every(format), **options)
     found = {"float32": lambda params: params, "int8": rounded(Int8()),
@@ -134,7 +136,7 @@ def recipes(name, stats, with_gram):
 
 
 def _qwix(chosen, params):
-    """The kernels that `chosen` quantizes, rounded by qwix."""
+    """Returns the parameters with the kernels rounded by qwix. `chosen` states which kernels are quantized."""
     from qwix._src.core import qarray
 
     def rounded(choice, w):
@@ -147,7 +149,7 @@ def _qwix(chosen, params):
     return jax.tree.map(rounded, chosen, params, is_leaf=lambda x: isinstance(x, compress.Quantized))
 
 
-# The process that runs a bundle: resident memory before and after, and its peak, in MB.
+# The process that runs a bundle. It prints the increase of resident memory and of its peak, in MB.
 PROCESS = """
 import sys
 import jax, numpy as np
@@ -166,7 +168,7 @@ print(read("VmRSS") - before, read("VmHWM") - before)
 
 
 def memory(f, params, inputs) -> tuple[float, float, float]:
-    """(MB of the bundle, resident MB, MB of the peak)."""
+    """Returns (MB of the bundle, resident MB, MB of the peak)."""
     specs = {f"x{i}": export.spec(", ".join(map(str, x.shape)), str(x.dtype)) for i, x in enumerate(inputs)}
     with tempfile.TemporaryDirectory() as folder:
         bundle, arrays = pathlib.Path(folder) / "model.fnet", pathlib.Path(folder) / "inputs.npz"
@@ -178,7 +180,8 @@ def memory(f, params, inputs) -> tuple[float, float, float]:
 
 
 def ratios(functions, inputs):
-    """{name: median time divided by that of the first}, in at most 12 alternating calls or about 20 seconds."""
+    """Returns {name: median of the ratio of a function's time to the time of the first function}. The functions
+    alternate for at most 12 calls each, or about 20 seconds."""
     times, end = {name: [] for name in functions}, time.perf_counter() + 20
     for number in range(12):
         if number >= 5 and time.perf_counter() > end:
@@ -223,7 +226,7 @@ def table(name):
 
 
 def predictions(f, params, inputs, trees):
-    """{label: the time that compress.advise predicts, divided by that of float32}"""
+    """Returns {label: ratio of the time that `compress.advise` predicts to the time in float32}."""
     formats = {}
     for tree in trees.values():
         for leaf in jax.tree.leaves(tree, is_leaf=is_quantized):

@@ -1,9 +1,9 @@
-"""Which convolutions the rules of `tune` make faster: Eigen's and YNNPACK's kernels, and the tuned program, compared.
+"""Shows which convolutions `tune` makes faster. Compares Eigen's kernels, YNNPACK's kernels and the tuned program.
 
     python -m benchmarks.convolutions
     python -m benchmarks.convolutions depthwise            # convolutions with this word in their names
 
-The programs run in one process and alternate, because a process for each would take minutes.
+The programs run in one process and alternate, because a process for each program would take minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fnet import transforms as ft
 from fnet.transforms._tune_library import YNNPACK
 
 ROUNDS = 7
-# batch, height and width, input features, output features, window, stride, groups
+# (batch, height and width, input features, output features, window, stride, groups)
 SHAPES = [(8, 28, 32, 64, 3, 1, 1), (8, 56, 64, 64, 3, 1, 1), (8, 28, 128, 128, 3, 1, 1), (8, 14, 256, 256, 3, 1, 1),
           (8, 28, 64, 64, 3, 2, 1), (2, 224, 3, 32, 3, 2, 1), (8, 28, 24, 96, 1, 1, 1), (8, 56, 64, 64, 1, 1, 1),
           (8, 28, 96, 96, 3, 1, 96), (8, 28, 96, 96, 5, 1, 96), (8, 28, 96, 96, 3, 2, 96), (8, 28, 96, 96, 7, 1, 96),
@@ -31,10 +31,11 @@ SHAPES = [(8, 28, 32, 64, 3, 1, 1), (8, 56, 64, 64, 3, 1, 1), (8, 28, 128, 128, 
 
 
 def milliseconds(f, *args) -> dict[str, float]:
-    """{"YNNPACK" (JAX's default), "Eigen" or "tuned": the median of ROUNDS calls}."""
+    """Returns {form: median milliseconds of ROUNDS calls}. The forms are "YNNPACK" (JAX's default), "Eigen" and
+    "tuned"."""
     runs = {"YNNPACK": jax.jit(f), "Eigen": jax.jit(f, compiler_options=YNNPACK), "tuned": ft.tune(f)}
     times = {name: [] for name in runs}
-    for turn in range(ROUNDS + 1):    # the first compiles
+    for turn in range(ROUNDS + 1):    # the first round compiles
         for name, run in runs.items():
             start = time.perf_counter()
             jax.block_until_ready(run(*args))
@@ -43,7 +44,7 @@ def milliseconds(f, *args) -> dict[str, float]:
 
 
 def cases():
-    """(name, function of x and w, x, w)"""
+    """Yields (name, function of x and w, x, w) for each convolution and each pass."""
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
     for n, size, c, out, window, stride, groups in SHAPES:

@@ -1,12 +1,12 @@
-"""`ft.tune` on many kinds of programs: the time of the tuned program divided by that of the plain one.
+"""Applies `ft.tune` to programs of many kinds, and measures the ratio of the tuned program's time to the plain one's.
 
     python -m benchmarks.corpus                            # all programs: forward pass, gradient and training step
-    python -m benchmarks.corpus --only=lstm,unet --measure # programs with these parts of names, with tune(measure=True)
+    python -m benchmarks.corpus --only=lstm,unet --measure # programs with such names, with tune(measure=True)
 
-Each program is compiled plain and tuned in one process, and both alternate in nine rounds. A row has the median of the
-nine ratios and its 95 % interval (the second smallest and the second largest). A program is slower if the median is
-above 1.03 and the interval does not contain 1. The programs of Flax, Equinox and Haiku are left out if the library is
-not installed.
+Each program is compiled plain and tuned in one process. The two forms alternate in nine rounds. A row contains the
+median of the nine ratios and its 95 % interval, from the second smallest to the second largest ratio. A program is
+reported as slower if the median is above 1.03 and the interval does not contain 1. The programs of Flax, Equinox and
+Haiku are omitted if the library is not installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDS, AT_MOST, SECONDS = 9, 1.03, 0.03
 
 
 def kinds(f, params, inputs):
-    """{kind: (function, arguments)}"""
+    """Returns {kind: (function, arguments)}. The kinds are "forward", "gradient" and "step"."""
     tx = optax.sgd(1e-3, momentum=0.9)
 
     def loss(params, *inputs):
@@ -45,7 +45,7 @@ def kinds(f, params, inputs):
 
 
 def compared(f, args, *, measure: bool) -> list[float]:
-    """The ratios tuned / plain of all rounds."""
+    """Returns the ratios tuned / plain of all rounds, in ascending order."""
     runs = [jax.jit(lambda *args: f(*args)), ft.tune(jax.jit(lambda *args: f(*args)), measure=measure)]
     number = 1
     for run in runs:
@@ -56,7 +56,7 @@ def compared(f, args, *, measure: bool) -> list[float]:
     ratios = []
     for turn in range(ROUNDS):
         times = [0.0, 0.0]
-        for i in ((0, 1), (1, 0))[turn % 2]:               # neither one is always first
+        for i in ((0, 1), (1, 0))[turn % 2]:               # the order alternates
             began = time.perf_counter()
             for _ in range(number):
                 out = runs[i](*args)

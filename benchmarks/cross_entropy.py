@@ -1,8 +1,8 @@
-"""The loss of a tied head over GPT-2's vocabulary and its gradient: complete logits compared with chunks.
+"""The loss of a tied output layer over GPT-2's vocabulary and its gradient: complete logits compared with chunks.
 
     python -m benchmarks.cross_entropy
 
-Time, and the temporary memory that XLA allocates in addition to arguments and results.
+Prints the time, and the temporary memory that XLA allocates in addition to arguments and results.
 """
 
 import jax

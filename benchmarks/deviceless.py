@@ -1,9 +1,9 @@
-"""GPT-2's training step in bfloat16, compiled for an H100 that is not attached: its memory and attention kernels.
+"""Memory and attention kernels of GPT-2's bfloat16 training step, compiled for an H100 that is not attached.
 
     python -m pip install --no-deps jax-cuda13-pjrt==VERSION jax-cuda13-plugin==VERSION      # jax's own version
     python -m benchmarks.deviceless [--preset=gpt2] [--batch=8,16]
 
-Neither a GPU nor CUDA is needed. Nothing runs, so this does not measure speed.
+Neither a GPU nor CUDA is needed. The step does not run, so its speed is not measured.
 """
 
 import re
@@ -27,13 +27,13 @@ BATCH = flags.DEFINE_list("batch", ["8", "16"], "texts of 1,024 tokens in a step
 
 
 def h100():
-    """A device to compile for."""
+    """Returns a device to compile for."""
     found, why = _gpus.devices(hardware.chips["H100"], 1)
     return found[0] if found else sys.exit(why)
 
 
 def compiled(model, batch, loss, device):
-    """A training step with AdamW, compiled for the device."""
+    """Returns a training step with AdamW, compiled for the device."""
     place = NamedSharding(jax.sharding.Mesh(np.array([device]), ("data",)), P())
     tx = optax.adamw(6e-4)
 

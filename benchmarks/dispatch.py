@@ -1,5 +1,5 @@
-"""The overhead of calling a model compared with hand-written JAX: the jitted training step of three dense layers that
-are so small that the time is that of dispatch; and the overhead of a call of `ft.pmap` compared with `jax.pmap`, on
+"""The overhead of a call of a jitted training step, compared with handwritten JAX, and of `ft.pmap`, compared with
+`jax.pmap`. The training step has three dense layers, so small that dispatch takes most of the time. `pmap` runs on
 eight emulated devices.
 
     python -m benchmarks.dispatch
@@ -52,7 +52,7 @@ def handwritten():
 def _pmap(make):
     step = make(lambda params, x: [p + x.sum() for p in params])
     params = step([jnp.ones((8, 4))] * 8, jnp.ones((8, 4)))
-    x = step([jnp.ones((8, 4))], jnp.ones((8, 4)))[0]    # with its final sharding
+    x = step([jnp.ones((8, 4))], jnp.ones((8, 4)))[0]    # has the sharding of later calls
     return seconds(lambda: jax.block_until_ready(step(params, x)), budget=3, repeats=15)
 
 

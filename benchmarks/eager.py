@@ -1,4 +1,4 @@
-"""Without jit, as in debugging: the forward pass of a 24-layer MLP, compared with flax.linen and hand-written JAX.
+"""The forward pass of a 24-layer MLP without jit, as in debugging, compared with flax.linen and handwritten JAX.
 
     python -m benchmarks.eager
 """

@@ -1,8 +1,8 @@
-"""Time of a local step of federated averaging: rounds of `search.federated` beside a plain loop of jitted steps.
+"""The time of a local step of federated averaging, compared with a plain loop of jitted steps.
 
     python -m benchmarks.federated            # 2 clients with 600 images each, batches of 10: 120 steps
 
-The CNN of McMahan et al. (2017), 1,663,370 parameters. All of them run in one process and alternate.
+The model is the CNN of McMahan et al. (2017) with 1,663,370 parameters. All forms run in one process and alternate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CNN(nn.Layer):
 
 
 def peers():
-    """{name: function that makes STEPS steps and waits}."""
+    """Returns {name: function that runs STEPS steps and waits for the results}."""
     random, model = np.random.default_rng(0), CNN()
     images = random.integers(0, 256, (CLIENTS, IMAGES, 28, 28, 1)).astype(np.uint8)
     labels = random.integers(0, 10, (CLIENTS, IMAGES)).astype(np.int32)
@@ -76,7 +76,7 @@ def peers():
 def main():
     runs: dict = peers()
     times: dict[str, list[float]] = {}
-    for turn in range(ROUNDS + 1):                         # the first compiles
+    for turn in range(ROUNDS + 1):                         # the first round compiles
         for name, run in runs.items():
             began = time.perf_counter()
             run()

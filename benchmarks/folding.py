@@ -3,7 +3,7 @@
     python -m benchmarks.folding
     python -m benchmarks.folding resnet50 --batches=1,8
 
-All three alternate in one process. The weights are random. A time is the median of the rounds.
+The three forms alternate in one process. The weights are random. A time is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def milliseconds(name: str, batch: int, size: int) -> dict[str, float]:
     runs = {"plain": lambda: plain(params, state, x), "tune": lambda: tuned(params, state, x),
             "fold": lambda: folded(x)}
     times: dict[str, list[float]] = {each: [] for each in runs}
-    for turn in range(ROUNDS + 1):                         # the first compiles
+    for turn in range(ROUNDS + 1):                         # the first round compiles
         for each, run in runs.items():
             began = time.perf_counter()
             jax.block_until_ready(run())

@@ -2,13 +2,14 @@
 
     python -m benchmarks.generation                      # in .venv-verify, which has PyTorch and transformers
     python -m benchmarks.generation stories15m --rows=1,16 --rounds=5
-    python -m benchmarks.generation --size=small --peers=fnet      # a rehearsal, without PyTorch
+    python -m benchmarks.generation --size=small --peers=fnet      # a test of the benchmark, without PyTorch
 
-Greedy text of 64 new tokens for prompts of 32 tokens, in float32. fnet saves the weights as a folder that transformers
-reads. Each library has its own process; in each round they generate one after the other. The first call of each shape,
-which compiles, is not counted, and its tokens are compared. The prompt's pass is a part of the time. The time of a
-further token is that of 64 tokens without that of one. A token of one row reads each parameter once: its share of the
-bandwidth is bytes of parameters / time / the rate at which all cores together read a large array.
+Each library generates 64 tokens greedily for prompts of 32 tokens, in float32. fnet saves the weights in a folder that
+transformers reads. Each library has its own process. In each round, the libraries run one after the other. The first
+call for each shape compiles. Its time is not counted, but its tokens are compared. The time includes the forward pass
+of the prompt. The time of a further token is (time of 64 tokens - time of one token) / 63. Each further token reads all
+parameters once. Therefore, its share of the bandwidth is bytes of parameters / time / rate. The rate is the bytes per
+second that all cores together read from a large array.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 from benchmarks._harness import header
 from benchmarks._live import Live, PeerError, serve
 
-# Arguments of models.Decoder.
+# The arguments of models.Decoder.
 MODELS = {
     "smollm-135m": dict(vocab_size=49152, width=576, depth=30, heads=9, kv_heads=3, hidden=1536, context=2048,
                         tied=True),
@@ -42,7 +43,7 @@ def prompts(rows, length, vocab_size):
 
 
 class Fnet:
-    """Answers of fnet's process."""
+    """Answers the questions to fnet's process."""
 
     def prepare(self, folder, fields):
         import jax
@@ -68,14 +69,14 @@ class Fnet:
 
 
 class Torch:
-    """Answers of the process of transformers on PyTorch."""
+    """Answers the questions to the process of transformers on PyTorch."""
 
     def prepare(self, folder, fields):
         import transformers
 
         transformers.logging.set_verbosity_error()
         self.network = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        self.network.generation_config.eos_token_id = None      # texts of equal length
+        self.network.generation_config.eos_token_id = None      # so that all texts have the same length
         self.vocab_size = fields["vocab_size"]
 
     def generate(self, rows, length, new):
@@ -89,7 +90,7 @@ class Torch:
 
 
 def peer(name):
-    """The process of one library."""
+    """Runs the process of one library."""
     library = {"fnet": Fnet, "torch": Torch}[name]()
 
     def timed(**details):
@@ -101,7 +102,7 @@ def peer(name):
 
 
 def bandwidth() -> float:
-    """Bytes per second that all cores together read."""
+    """Returns the bytes per second that all cores together read."""
     import numpy as np
 
     arrays = [np.ones(1 << 27, np.float32) for _ in range(len(os.sched_getaffinity(0)))]
@@ -115,7 +116,7 @@ def bandwidth() -> float:
 
 
 def measure(live, name, options):
-    """Prints the rows of a model: tokens per second of each peer, and the ratio of fnet to the last peer."""
+    """Prints the table rows of a model: the tokens per second of each peer, and the ratio of fnet to the last peer."""
     fields = SMALL if options.size == "small" else MODELS[name]
     length, new = (4, 8) if options.size == "small" else (32, 64)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""What a GPU (or TPU) reaches: one command for a short session with a device, the most valuable parts first.
+"""Measures fnet on a GPU or TPU in a short session with a device. The most important parts run first.
 
     python -m benchmarks.gpu [--minutes=9] [--parts=gpt,attention,...] [--json=gpu.json] [--rehearsal]
 
-After each part, its table is printed and all figures are written to the JSON file. A part that fails or that exceeds
-its share of the time does not affect the others. PyTorch is a peer if it is installed.
+After each part, its table is printed and all figures are written to the JSON file. A part that fails, or that exceeds
+its share of the time, does not affect the others. If PyTorch is installed, it is measured for comparison.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ REHEARSAL = flags.DEFINE_bool("rehearsal", False, "small sizes, on any device")
 
 
 def filled(shapes, *, vocab=1):
-    """Arrays of these shapes: magnitudes of normal numbers (also valid as squares in an optimizer's state) times 0.02,
-    and integers below vocab."""
+    """Returns arrays of these shapes. Floating-point arrays contain absolute values of normal random numbers times
+    0.02, which are also valid as squares in an optimizer's state. Integer arrays contain integers below `vocab`."""
     rng = np.random.default_rng(0)
 
     def one(shape):
@@ -47,7 +47,8 @@ def filled(shapes, *, vocab=1):
 
 
 def timed(call, state, *, seconds, most=100):
-    """(median seconds of `state = call(state)`, the last state), for about this long after a first call."""
+    """Returns the median seconds of `state = call(state)`, and the last state. The calls take about `seconds` in total,
+    after a first call that is not counted."""
     state = jax.block_until_ready(call(state))
     durations, end = [], time.perf_counter() + seconds
     while len(durations) < 3 or (time.perf_counter() < end and len(durations) < most):
@@ -58,7 +59,7 @@ def timed(call, state, *, seconds, most=100):
 
 
 def measured(step, donated, args, *, seconds, tuned=False):
-    """Figures of a training step whose first outputs replace its donated arguments."""
+    """Returns the figures of a training step. The first outputs of the step replace its donated arguments."""
     step = jax.jit(step, donate_argnums=donated)
     step = ft.tune(step) if tuned else step
     start = time.perf_counter()
@@ -74,7 +75,8 @@ def measured(step, donated, args, *, seconds, tuned=False):
 
 
 def pytorch(workload, seconds):
-    """{"PyTorch": figures} of a training step with torch.compile, autocast and SDPA; {} if it is not installed."""
+    """Returns {"PyTorch": figures of a training step with torch.compile, autocast and SDPA}, or {} if PyTorch is not
+    installed."""
     if importlib.util.find_spec("torch") is None:
         return {}
     from benchmarks.peers import _torch
@@ -232,7 +234,7 @@ def table(rows):
 
 
 def run(parts, size, *, minutes, path):
-    """Runs the parts one after another while there is time; returns what the file contains."""
+    """Runs the parts one after another until the time is over. Returns the content of the JSON file."""
     found = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "parts": {}, "failed": {}, "skipped": []}
     end = time.perf_counter() + 60 * minutes
     for number, (name, part) in enumerate(parts.items()):
@@ -242,9 +244,9 @@ def run(parts, size, *, minutes, path):
             print(f"no time is left for {', '.join(found['skipped'])}")
             break
         try:
-            found["parts"][name] = part(size, left / (len(parts) - number) / 8)    # half of it is compilation
+            found["parts"][name] = part(size, left / (len(parts) - number) / 8)    # half of the time is for compilation
             print(f"\n**{name}**: {part.__doc__}\n\n{table(found['parts'][name])}", flush=True)
-        except Exception as error:    # the session with a device must go on
+        except Exception as error:    # a failed part must not end the session
             found["failed"][name] = f"{type(error).__name__}: {error}"
             print(f"\n**{name}** failed:", file=sys.stderr)
             traceback.print_exc()

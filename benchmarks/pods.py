@@ -1,10 +1,10 @@
-"""GPTs planned and compiled for slices of TPUs that are not attached: estimates compared with the compiler's values.
+"""Plans GPTs for slices of TPUs that are not attached, and compares the estimates with the compiler's values.
 
     python -m pip install libtpu        # 200 MB; no TPU is needed
     python -m benchmarks.pods [--only=124M]
 
-Each runs in its own process. The exit code is 1 if the predicted bytes of state and batch differ from those of the
-program, or if the estimated peak of the selected strategy differs by more than 25 %.
+Each plan has its own process. The exit code is 1 if the predicted bytes of state and batch differ from those of the
+compiled program, or if the estimated peak of the selected strategy differs from the compiled peak by more than 25 %.
 """
 
 import json
@@ -22,7 +22,7 @@ from fnet import models, parallel
 from fnet import training as tr
 from fnet import transforms as ft
 
-# name: (configuration of the GPT, texts of 1,024 tokens in a batch, chips)
+# {name: (configuration of the GPT, number of texts of 1,024 tokens in a batch, chips)}
 CASES = {
     "124M": (dict(vocab_size=50257, width=768, depth=12, heads=12), 512, "v5e:16x16"),
     "872M": (dict(vocab_size=32000, width=1536, depth=29, heads=12), 32, "v5e:2x2"),
@@ -32,7 +32,7 @@ CHILD = flags.DEFINE_bool("child", False, "run in this process and print the fig
 
 
 def planned(config, rows, devices, **options):
-    """(parameters, the plan of a training step in bfloat16 with AdamW)"""
+    """Returns the number of parameters, and the plan of a training step in bfloat16 with AdamW."""
     model, tx = models.GPT(**config), optax.adamw(6e-4)
 
     def init(key):

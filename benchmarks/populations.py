@@ -1,10 +1,10 @@
-"""Time per member of populations of CNNs and MLPs: `search.population` beside one training alone, vmap and a loop.
+"""The time per member of a population: `search.population` compared with one model alone, vmap and a loop.
 
     python -m benchmarks.populations            # 16 members
     python -m benchmarks.populations 4
 
-All of them run in one process and alternate, each for several consecutive steps. A step is timed until the metrics of
-all members are computed. A ratio to the fastest is the median of the ratios in the rounds.
+The methods run in one process and alternate, each for several consecutive steps. A step ends when the metrics of all
+members are computed. A ratio to the fastest method is the median of the ratios in the rounds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from fnet import models, search
 from fnet import training as tr
 from fnet import transforms as ft
 
-TURN = 0.2                 # seconds of consecutive steps, as in a training, whose data stay in the caches
-ROUNDS, SECONDS = 9, 10    # at least so many rounds, and for fast steps more, up to this time
+TURN = 0.2                 # seconds of consecutive steps, whose data stay in the caches as in training
+ROUNDS, SECONDS = 9, 10    # at least ROUNDS rounds, and more if the steps are fast, until SECONDS are over
 MODELS = {"CNN 16-32, batch 32 of 28x28": (models.CNN(10, (16, 32), 2), 32),
           "MLP 784-256-256-10, batch 64": (models.MLP((256, 256, 10)), 64)}
 
 
 def programs(model, rows, n):
-    """{name: function that makes one step of n members (or of one) and returns the metrics}, and the choice."""
+    """Returns {name: function that runs one step of n members, or of one member, and returns the metrics}, and an
+    explanation of the method that `search.population` selected."""
     random = np.random.default_rng(0)
     batch = {"x": jnp.asarray(random.random((rows, 28, 28, 1), np.float32)), "y": jnp.asarray(
         random.integers(0, 10, rows).astype(np.int32))}
@@ -91,7 +92,7 @@ def main():
         times = {each: [] for each in runs}
         steps = {}
         for each, run in runs.items():
-            jax.block_until_ready(run())                   # compiles
+            jax.block_until_ready(run())                   # the first call compiles
             began = time.perf_counter()
             jax.block_until_ready(run())
             steps[each] = max(1, round(TURN / (time.perf_counter() - began)))

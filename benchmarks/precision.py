@@ -1,5 +1,5 @@
-"""The cost of autocast: time to trace the gradient of a 60-layer transformer, with and without it; and the compiled
-step compared with the same casts written by hand.
+"""The overhead of autocast: the time to trace the gradient of a 60-layer transformer with and without autocast, and the
+time of a compiled step, compared with the same casts written by hand.
 
     python -m benchmarks.precision            # tracing
     python -m benchmarks.precision step       # a training step of an MLP, float32, autocast, casts by hand
@@ -27,7 +27,7 @@ def _trace(kind):
     params = jax.eval_shape(lambda key: model.init(key, x)[0], jax.random.key(0))
 
     def once():
-        loss = lambda params, x: jnp.square(model(params, x)).mean()    # a new function: JAX caches traces
+        loss = lambda params, x: jnp.square(model(params, x)).mean()    # a new function, because JAX caches traces
         f = {"plain": lambda: jax.grad(loss), "around": lambda: ft.autocast(jax.grad(loss), "bfloat16"),
              "inside": lambda: jax.grad(ft.autocast(loss, "bfloat16"))}[kind]()
         start = time.perf_counter()

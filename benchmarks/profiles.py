@@ -1,11 +1,12 @@
-"""introspect.profile against a manual ablation: the time of a CNN's training step without each of its layers.
+"""Compares `introspect.profile` with an ablation: the time of a CNN's training step without each of its layers.
 
     python -m benchmarks.profiles [--rounds=15] [--batch=32]
 
-In the ablation, a layer is replaced by the mean over the channels, repeated to the layer's output channels and scaled
-by a parameter, without which the next layer would need no gradient of its input. The process uses one core, where
-processor time, which other programs on the machine lengthen less, is elapsed time. The programs alternate, and the
-least time of each counts. Two layers have the same rank if their times differ by less than the tolerance.
+In the ablation, a layer is replaced by the mean over the channels, broadcast to the layer's output channels and scaled
+by a parameter. Because of this parameter, the next layer still computes the gradient of its input. Times are processor
+times, because other programs on the machine affect them less. The process uses one core, so that processor time is
+elapsed time. The programs alternate, and the minimum time of each program counts. Two layers have the same rank if
+their times differ by less than the tolerance.
 """
 
 import itertools
@@ -28,7 +29,7 @@ from fnet.models._cnn import conv_norm_relu
 
 ROUNDS = flags.DEFINE_integer("rounds", 15, "calls of each program")
 BATCH = flags.DEFINE_integer("batch", 32, "images of 28 x 28 pixels in a step")
-TOLERANCE = 0.15      # of the larger time: the ablation's own noise
+TOLERANCE = 0.15      # noise of the ablation, relative to the larger time
 CHANNELS = {"stage0/block0": 16, "stage0/block1": 16, "stage1/block0": 32, "stage1/block1": 64, "stage2/block0": 64,
             "stage2/block1": 128}
 
@@ -42,7 +43,7 @@ class Cheap(nn.Layer):
 
 
 def network(without=None):
-    """The CNN with stages of two blocks, or without one block."""
+    """Returns the CNN, which has stages of two blocks. The block named `without` is replaced."""
     layers = {}
     for name, channels in CHANNELS.items():
         if name in ("stage1/block0", "stage2/block0"):
@@ -53,7 +54,7 @@ def network(without=None):
 
 
 def step_of(model, x, labels):
-    """(a compiled training step, its arguments)"""
+    """Returns a jitted training step and its arguments."""
     params, state = model.init(jax.random.key(0), x)
 
     def step(params, state, x, labels):
@@ -79,7 +80,7 @@ def main(_):
     labels = jnp.asarray(random.integers(0, 10, BATCH.value))
     programs = {name: step_of(network(name), x, labels) for name in (None, *CHANNELS)}
     for run, args in programs.values():
-        seconds(run, args)      # compiles
+        seconds(run, args)      # the first call compiles
     best = dict.fromkeys(programs, float("inf"))
     for _ in range(ROUNDS.value):
         for name, (run, args) in programs.items():

@@ -1,12 +1,12 @@
-"""Structured pruning: sizes and times of models cut in half, and the accuracy of a network at four sizes.
+"""Structured pruning: sizes and times of models with half of their channels, and accuracy of a network at four sizes.
 
     python -m benchmarks.pruning models                             # parameters, FLOPs and time before and after
     python -m benchmarks.pruning accuracy --prune_plot=digits.png   # accuracy against FLOPs
     python -m benchmarks.pruning accuracy --prune_data=cifar10 --prune_width=16 --prune_steps=4000
 
 The models have random parameters, which determine neither sizes nor times. For the accuracy, a ResNet9 is trained,
-shrunk to each number of FLOPs, and trained on for a quarter of the steps. The same network with half the channels,
-trained for the sum of these steps, is the alternative to pruning. Accuracies are means over seeds.
+shrunk to each number of FLOPs, and trained further for a quarter of the steps. For comparison, a ResNet9 with half the
+channels is trained for the same total number of steps. Accuracies are means over seeds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODELS = {
 
 
 def halves() -> None:
-    """Prints the table of models at fraction 0.5."""
+    """Prints the table of models that `compress.shrink` cuts with `fraction=0.5`."""
     print("| model | parameters | after | FLOPs | after | time | after | shrink |\n|---|---|---|---|---|---|---|---|")
     for name in NAMES.value or MODELS:
         model, shape = MODELS[name]
@@ -74,7 +74,7 @@ def halves() -> None:
 
 
 def _milliseconds(f, *args) -> float:
-    """The median time of a compiled call."""
+    """Returns the median milliseconds of a compiled call."""
     run, times = jax.jit(f), []
     jax.block_until_ready(run(*args))
     end = time.perf_counter() + 1
@@ -86,7 +86,7 @@ def _milliseconds(f, *args) -> float:
 
 
 def train(f, params, state, data, *, steps: int, peak: float, seed: int):
-    """(parameters, state) after training a function with Adam on augmented images."""
+    """Trains a function with Adam on augmented images, and returns (parameters, state)."""
     tx = tr.optimizer("adam", tr.schedule("cosine", peak, steps, warmup=0.1))
     train_state = tr.TrainState.create(params, tx, state=state)
 
@@ -121,7 +121,7 @@ def accuracy(f, params, state, data) -> float:
 
 
 def compare(data, seed: int) -> dict[str, tuple]:
-    """{network: (FLOPs of an image, parameters, accuracy before fine-tuning or None, accuracy)}"""
+    """Returns {network: (FLOPs of an image, number of parameters, accuracy before fine-tuning or None, accuracy)}."""
     model, x = models.ResNet9(classes=len(data.classes), width=WIDTH.value), _standard(data.train_images[:1])
     steps, more = STEPS.value, STEPS.value // 4
     params, state = model.init(jax.random.key(seed), x)
@@ -143,7 +143,7 @@ def compare(data, seed: int) -> dict[str, tuple]:
 
 
 def accuracies() -> None:
-    """Prints accuracy against FLOPs, and draws it."""
+    """Prints the table of accuracy and FLOPs, and draws it if a file is requested."""
     split = {"split": "last20"} if DATA.value == "digits" else {}
     data, began = tr.datasets.load(DATA.value, **split), time.perf_counter()
     runs = [compare(data, seed) for seed in range(SEEDS.value)]

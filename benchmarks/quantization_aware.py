@@ -1,13 +1,13 @@
-"""MobileNetV2 on CIFAR-10 in few bits, rounded after training and with quantization-aware training.
+"""Quantizes MobileNetV2 on CIFAR-10, after training and with quantization-aware training.
 
     python -m benchmarks.quantization_aware
     python -m benchmarks.quantization_aware --qat_steps=1200 --qat_formats=int4
 
 The published weights are fine-tuned on CIFAR-10, enlarged to 64 x 64 pixels. Training then continues for half as many
 steps: once with float32 kernels, and once with rounded ones (`compress.fake_quantize`). Both results are quantized and
-evaluated, so they differ only in the rounding during training. All convolutions but the first are rounded, with a scale
-for each output channel; int8 also rounds activations, with a scale for each image. With int4, depthwise convolutions
-have int8.
+evaluated, so they differ only in the rounding during training. All convolutions except the first are rounded, with a
+scale for each output channel. With int8, activations are also rounded, with a scale for each image. With int4,
+depthwise convolutions are rounded to int8.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMES = flags.DEFINE_list("qat_formats", list(RECIPES), f"some of {', '.join(REC
 
 
 def network():
-    """(model, params, state): the published weights, with a new last layer."""
+    """Returns (model, params, state) with the published weights and a new last layer."""
     path = pretrained.find("mobilenet_v2")
     params, state = pretrained.load(pretrained.model("mobilenet_v2", path), path)
     model = models.MobileNetV2(classes=10)
@@ -46,13 +46,13 @@ def network():
 
 
 def prepared(images):
-    """Images of a model: enlarged, normalized as for ImageNet."""
+    """Returns the images, enlarged and normalized as for ImageNet."""
     x = jax.image.resize(images.astype(jnp.float32) / 255, (len(images), SIZE.value, SIZE.value, 3), "bilinear")
     return (x - jnp.array([0.485, 0.456, 0.406])) / jnp.array([0.229, 0.224, 0.225])
 
 
 def train(model, params, state, data, *, steps: int, peak: float):
-    """(params, state) after training with Adam on flipped images."""
+    """Trains with Adam on randomly flipped images, and returns (params, state)."""
     tx = tr.optimizer("adam", tr.schedule("cosine", peak, steps, warmup=0.1))
     run = ft.use_implicit_arrays(model)
 

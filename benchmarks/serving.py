@@ -1,12 +1,13 @@
-"""`fnet serve` beside FastAPI with onnxruntime, and direct calls: requests per second and latencies under load.
+"""Requests per second and latencies under load: `fnet serve`, FastAPI with onnxruntime, and direct calls.
 
     python -m benchmarks.serving                      # MiniLM embeddings and ResNet-50, 1, 8 and 64 clients
     python -m benchmarks.serving --seconds=5 minilm
 
-Each client sends one row, waits for the answer and sends the next. The servers and the clients are processes on the
-same cores and alternate. The weights are random, which does not change the time. The FastAPI server gets and returns
-raw bytes, runs onnxruntime in FastAPI's threads, and does not batch; "direct" calls the bundle in threads of one
-process. Every answer of a server is compared with the bundle's. Needs the packages of fnet[bench,serve,onnx].
+Each client sends one row, waits for the response, and sends the next row. A server and its clients are processes on the
+same cores. The servers are measured one after the other. The weights are random, which does not change the time. The
+FastAPI server receives and returns raw bytes, runs onnxruntime in FastAPI's threads, and does not batch. "direct" calls
+the exported bundle in threads of one process. Every response of a server is compared with the result of the bundle.
+This benchmark needs the packages of fnet[bench,serve,onnx].
 """
 
 import argparse
@@ -34,7 +35,7 @@ CODES = {"float32": "FP32", "int32": "INT32"}
 
 
 def minilm(path):
-    """Mean-pooled embeddings of sentences of 32 tokens."""
+    """Exports MiniLM with mean pooling, for sentences of 32 tokens. Returns the name of the input, and input rows."""
     model = models.Bert(**models.Bert.PRESETS["minilm-l6"])
     tokens = jnp.zeros((1, TIME), jnp.int32)
     params, _ = model.init(jax.random.key(0), tokens)
@@ -130,7 +131,7 @@ def fastapi(path, rows):
 
 
 def fastapi_server(file, port):
-    """The server to compare with: a session of onnxruntime behind one path."""
+    """Runs the FastAPI server, which serves a session of onnxruntime at one path."""
     import fastapi
     import onnxruntime
     import uvicorn
@@ -159,7 +160,8 @@ def http(path, body, more=""):
 
 
 async def load(port, requests, want, clients, seconds):
-    """(seconds of each request, seconds of all)."""
+    """Sends requests from several clients. Returns the seconds of each request, and the seconds of the complete
+    measurement."""
     times, failures = [], []
 
     async def client(i):
@@ -180,7 +182,7 @@ async def load(port, requests, want, clients, seconds):
                 failures.append(i)
         writer.close()
 
-    end = time.perf_counter() + 1      # warms the server
+    end = time.perf_counter() + 1      # the first second warms up the server
     await asyncio.gather(*map(client, range(clients)))
     times.clear()
     start = time.perf_counter()
@@ -191,7 +193,7 @@ async def load(port, requests, want, clients, seconds):
 
 
 def direct(bundle, rows, clients, seconds):
-    """As `load`, by threads of this process that call the program of the bundle."""
+    """Does the same as `load` without a server: threads of this process call the bundle."""
     times, start = [], time.perf_counter()
 
     def client(i):

@@ -1,11 +1,11 @@
-"""Seconds to the first training step in a new process, with and without programs that an earlier one compiled.
+"""Seconds to the end of the first training step, with and without programs that an earlier process compiled.
 
     python -m benchmarks.startup gpt resnet18
     python -m benchmarks.startup mlp --size=small --peers=fnet,jax
 
-fnet starts `fit` twice with one cache of compiled programs, which is empty the first time. JAX compiles the same step,
-handwritten, without a cache. The time begins when the weights and batches exist, and ends with the first step.
-torch-compile, if PyTorch is installed, has an empty cache as well.
+For fnet, two processes run `fit` with the same cache of compiled programs, which is empty for the first process. For
+JAX, the same step is handwritten and compiled without a cache. The time begins when the weights and batches exist, and
+ends with the first step. torch-compile, if PyTorch is installed, also begins with an empty cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIRST, SECOND = "fnet, first start", "fnet, second start"
 
 
 def start(peer: str, workload: str, size: str) -> float:
-    """Seconds from the weights to the end of the first step."""
+    """Returns the seconds from the creation of the weights to the end of the first step."""
     w = spec.workload(workload, size)
     module, how = PEERS[peer]
     run = importlib.import_module(f"benchmarks.peers.{module}").build(
@@ -67,7 +67,7 @@ def measured(peer: str, workload: str, size: str, cache: str) -> float:
 
 
 def compared(workload: str, size: str, peers: list[str], rounds: int) -> dict[str, list[float]]:
-    """{start: seconds in each round}"""
+    """Returns {name of the start: seconds in each round}."""
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
         for peer in peers:

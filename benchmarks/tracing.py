@@ -1,4 +1,4 @@
-"""Trace time of a transformer's training step by depth: Stack(block, 2), Stack(block, 48), and 48 unrolled blocks.
+"""The time to trace a transformer's training step, by depth: Stack(block, 2), Stack(block, 48), and 48 unrolled blocks.
 
     python -m benchmarks.tracing
 """
@@ -23,7 +23,7 @@ def _time(depth, stacked):
     params = jax.eval_shape(lambda key: model.init(key, x)[0], jax.random.key(0))
 
     def once():
-        # A new function each time, because JAX caches traces.
+        # A new function for each call, because JAX caches traces.
         step = jax.jit(lambda params, x: jax.grad(lambda params: jnp.square(model(params, x)).sum())(params))
         start = time.perf_counter()
         step.trace(params, x)
