@@ -9,8 +9,9 @@
     shrunk = compress.shrink(model, params, x, fraction=0.5)
     logits = shrunk.f(shrunk.params, x)
 
-The results of `quantize` and `lora` are parameter trees whose leaves are implicit arrays (`ImplicitArray`): pytrees of
-plain arrays, which can be compiled, differentiated, sharded and saved like any other parameters.
+`quantize` and `lora` return parameter trees whose leaves are implicit arrays (`ImplicitArray`). An implicit array is a
+pytree of plain arrays from which one array is computed, for example codes and scales. Such parameter trees can be
+sharded and saved, and functions of them can be compiled and differentiated, as with plain arrays.
 """
 
 from fnet.compress._advise import Advice, Advised, advise

@@ -1,4 +1,4 @@
-"""Which formats of parameters make a function faster on a chip: bytes and time of each product."""
+"""Advises which formats of parameters make a function faster on a chip, from the bytes and the time of each product."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Advised:
     Attributes:
         path: the path of the parameter.
         product: the products with the parameter, as text.
-        bytes: {name of a format: the bytes of the parameter in this format}. The name of the parameter's own dtype is
-            "original". Formats that cannot represent the parameter are missing.
-        seconds: {name of a format: the time of the products in this format}.
+        bytes: {name of a format: the bytes of the parameter in this format}. The name "original" means the original
+            dtype of the parameter. Formats that cannot represent the parameter are missing.
+        seconds: {name of a format: the time of the products in this format, in seconds}.
         format: the format that is advised, or None to keep the parameter.
         reason: the reason for the advice.
 
@@ -64,9 +64,9 @@ class Advice(Mapping):
         chip: the chip.
         measured: whether times were measured on the chip. Otherwise they are estimated from its peak rates.
         rows: one `Advised` for each parameter of a product.
-        formats: {name: format}.
-        before: seconds of the function with the original parameters, or None.
-        after: seconds of the function with the advised formats, or None.
+        formats: the formats that were considered, {name: format}.
+        before: the time of the function with the original parameters, in seconds, or None if it is unknown.
+        after: the time of the function with the advised formats, in seconds, or None if it is unknown.
 
     >>> from fnet import compress
     >>> params = {"k1": jnp.ones((8, 8)), "k2": jnp.ones((8, 8)), "k3": jnp.ones((8, 8))}
@@ -99,7 +99,7 @@ class Advice(Mapping):
         return self._total({row.path: label(row.format) for row in self.rows if row.format is not None})
 
     def predict(self, params: Any) -> float | None:
-        """Predicts the seconds of the function with other parameters, for example those that `quantize` returned.
+        """Predicts the time of the function in seconds, for example for parameters that `quantize` returned.
 
         Raises:
             ValueError: a parameter has a format that was not considered, or cannot be predicted.
@@ -114,7 +114,8 @@ class Advice(Mapping):
         return self._total(formats)
 
     def _total(self, formats):
-        """Seconds of the function. Its other operations take the same time."""
+        """Returns the time of the function, in seconds, with these formats. Operations other than products take the
+        same time as before."""
         if self.before is None:
             return None
         old = sum(row.seconds[_ORIGINAL] for row in self.rows)
@@ -134,21 +135,22 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
         print(advice)
         small = compress.quantize(params, advice)
 
-    On the local chip, each product is timed in each format. A probe has more copies of the parameter than fit into the
-    caches, and elementwise operations before and after the product, with which rounding and scaling fuse as in a
-    network. The whole function is also timed, with the original parameters and with all parameters in each format. What
-    XLA fuses depends on the whole function, so the times of the products are multiplied by a factor that makes their
-    sum agree with the time of the function. For another chip, times are estimates: the longer of FLOPs / peak rate and
-    bytes / bandwidth, plus the time to decode the codes.
+    On the local chip, each product is timed in each format. A measurement uses several copies of the parameter, so that
+    they are not read from a cache. It also contains elementwise operations before and after the product, because in a
+    network XLA fuses rounding and scaling with such operations. The whole function is also timed, with the original
+    parameters and with all parameters in each format. What XLA fuses depends on the whole function. Therefore the times
+    of the products are multiplied by a factor, so that their sum agrees with the time of the function. For another
+    chip, times are estimates: the longer of FLOPs / peak rate and bytes / bandwidth, plus the time to decode the codes.
 
-    The fastest format is advised for a parameter if its products then take at most 97 % of the original time. Accuracy
-    is not considered: measure it, and see `calibrate`. If more than two parameters have products, those of the first
-    and the last product are not quantized, because they affect the outputs most.
+    The fastest format is advised for a parameter if its products then take at most 97 % of the original time. The
+    accuracy of the function is not considered, so measure it separately. Statistics from `calibrate` can improve the
+    accuracy of quantized parameters. If more than two parameters have products, those of the first and the last product
+    are not quantized, because they affect the outputs most.
 
     Args:
         f: `f(params, *args)`, a model of any library.
         params: the parameters of f. Implicit arrays, biases and norms are not changed.
-        *args: the other arguments of f. With `jax.ShapeDtypeStruct`s, nothing is measured.
+        *args: the other arguments of f. If they are `jax.ShapeDtypeStruct`s, nothing is measured.
         chip: a `hardware.Chip`, a device or a device kind. Default: the first local device.
         formats: the formats to consider. Default: Int8(), Int8(activations="dynamic") and Int4(group=32).
         measure: whether to time products. Default: True if the arguments are arrays and `chip` is attached.
@@ -208,13 +210,15 @@ def label(format: Format) -> str:
 
 
 def _uncalibrated(format: Format) -> tuple[Format, bool]:
-    """The format without statistics of activations, and whether it needs them."""
+    """Returns two values: the format without the need for statistics of activations, and whether the format was
+    changed."""
     calibrated = getattr(format, "activations", None) in METHODS
     return (dataclasses.replace(format, activations="dynamic") if calibrated else format), calibrated
 
 
 def _fitted(format, product) -> Format | None:
-    """The format for the contracted axes of a product, with a group that divides the last axis; None if none does."""
+    """Returns the format for the contracted axes of a product, with a group that divides the last of these axes.
+    Returns None if there is no such group."""
     n, group = product.w.shape[product.axes[-1]], format.group
     if format.bits == 4 and n % 2:
         return None
@@ -261,7 +265,7 @@ def _default_axes(leaf) -> tuple[int, ...]:
 
 
 def _bytes(leaf, format) -> int:
-    """The bytes of codes and scales."""
+    """Returns the bytes of the codes and scales of a parameter."""
     stored, _ = _uncalibrated(format)
     shape = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
     return size(jax.eval_shape(lambda w: quantize({"kernel": w}, {"kernel": stored}), shape))
@@ -270,11 +274,12 @@ def _bytes(leaf, format) -> int:
 # Measured times.
 
 def _probed(product: Product, candidates: Mapping[str, Format], *, returned: bool) -> dict[str, float]:
-    """Seconds of one computation of a product: with the original parameter, and in each format.
+    """Measures the seconds of one computation of a product, with the original parameter and in each format.
 
     In a network, elementwise operations (biases, norms, activations) compute the operands of a product and use its
-    result. The rounding of x and the scaling of y fuse with these operations, and do not read or write the arrays once
-    more. Results that the function returns are not used by another operation.
+    result. XLA fuses the rounding of x and the scaling of y with these operations, so that they do not read or write
+    the arrays again. Therefore the measurement contains an operation before and after the product. No operation follows
+    a product whose result the function returns.
     """
     one = product.w.size * product.w.dtype.itemsize
     copies = max(1, min(64, math.ceil(_COLD / one), int(_WORK / product.flops)))
@@ -298,7 +303,8 @@ def _probed(product: Product, candidates: Mapping[str, Format], *, returned: boo
 
 
 def _encoded(w, format, layers: int) -> Quantized:
-    """A parameter, whose first axes are layers, in a format. The scale of its activations is arbitrary."""
+    """Returns a parameter in a format. Its first `layers` axes are the axes of a stack. The scale of its activations is
+    arbitrary."""
     stored, calibrated = _uncalibrated(format)
     array = quantize({"kernel": w}, {"kernel": stored})["kernel"]
     if calibrated:
@@ -309,7 +315,7 @@ def _encoded(w, format, layers: int) -> Quantized:
 
 
 def _measured(f, params, args, rows, named, found) -> tuple[float, dict[tuple[str, str], float]]:
-    """(seconds of the function, {(path, format): factor of the probed times})."""
+    """Returns (the seconds of the function, {(path, format): the factor for the measured times of the products})."""
     ends = {found[0].path, found[-1].path} if len(rows) > 2 else set()
     within = {name: [row for row in rows if name in row.seconds and row.path not in ends] for name in named}
     within = {name: some for name, some in within.items() if some}
@@ -325,7 +331,7 @@ def _measured(f, params, args, rows, named, found) -> tuple[float, dict[tuple[st
 
 
 def _seconds(run, trees, args) -> dict[str, float]:
-    """The median time of a function for each of the trees of parameters."""
+    """Returns the median time of a function for each tree of parameters."""
     calls = {name: lambda tree=tree: run(tree, *args) for name, tree in trees.items()}
     for call in calls.values():
         jax.block_until_ready(call())
@@ -333,7 +339,7 @@ def _seconds(run, trees, args) -> dict[str, float]:
 
 
 def _in_format(params, format, paths, found) -> Any:
-    """The parameters, with those at some paths in a format."""
+    """Returns the parameters. Those at the given paths are converted to a format."""
     first = {product.path: product for product in reversed(found)}
 
     def change(path, leaf):
@@ -349,7 +355,8 @@ def _in_format(params, format, paths, found) -> Any:
 # Estimates.
 
 def _estimated(product: Product, candidates: Mapping[str, Format], chip: hw.Chip) -> dict[str, float]:
-    """Seconds of one computation of a product, without the formats for which a rate is missing."""
+    """Estimates the seconds of one computation of a product in each format. Formats for which a rate is unknown are
+    missing."""
     moved = product.x.size * product.x.dtype.itemsize + product.y.size * product.y.dtype.itemsize
     vector = chip.peaks.get("fp32", math.inf)    # not in the catalog for TPUs
     seconds = {}

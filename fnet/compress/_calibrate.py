@@ -31,18 +31,19 @@ _NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\
 class InputStatistics:
     """Statistics of the inputs of the products with one parameter. `calibrate` creates it.
 
-    The input of a product is its other operand. Its rows have n elements, which are contracted with the parameter. For
-    convolutions, n is 1: each element is a row. `lead` are the sizes of the leading axes of the parameter over which a
-    scan runs, such as the layers of a `Stack`.
+    The input of a product is the operand that is not the parameter. It consists of rows of n elements, which the
+    product contracts with the parameter. For convolutions, n is 1, so each element is a row. `lead` are the sizes of
+    the leading axes of the parameter over which a scan iterates, such as the layers of a `Stack`. The statistics are
+    separate for each index of these axes.
 
     Attributes:
         rows: [*lead], the number of recorded rows.
         largest: [*lead], the largest magnitude of an element.
         magnitude: [*lead, n], the mean magnitude of each element of a row.
-        histogram: [*lead, 1920], the number of magnitudes in each bin; `bounds` has the upper bounds of the bins.
-        gram: [*lead, n, n], the sum of x^T x over all rows x; None for convolutions, and with `gram=False`.
+        histogram: [*lead, 1920], the number of magnitudes in each bin. `bounds` contains the upper bounds of the bins.
+        gram: [*lead, n, n], the sum of x^T x over all rows x, or None for convolutions and with `gram=False`.
         axes: the contracted axes of the parameter, counted from the end (negative).
-        conflict: why the statistics do not describe all products with the parameter; "" if they do.
+        conflict: the reason why the statistics do not describe all products with the parameter, or "" if they do.
 
     >>> from fnet import compress
     >>> x, params = jnp.array([[1.0, -3.0]]), {"kernel": jnp.ones((2, 3))}
@@ -65,7 +66,7 @@ class InputStatistics:
         return 2.0 ** (_LOWEST + np.arange(1, _BINS + 1) / _PER_OCTAVE)
 
     def bound(self, method: str) -> np.ndarray:
-        """The magnitude that the largest 8-bit code represents, [*lead].
+        """Returns the magnitude that the largest 8-bit code represents, [*lead].
 
         Args:
             method: "absmax", the largest magnitude; "percentile", the bound below which 99.99 % of the magnitudes are;
@@ -90,7 +91,7 @@ class InputStatistics:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["leaf", "original", "gram"])
 @dataclasses.dataclass(frozen=True)
 class _Observed(Wrapped):
-    """A parameter that tags statistics of the other operand of each product.
+    """A parameter that tags statistics of the other operand of each product, so that `ft.capture` can record them.
 
     Attributes:
         leaf: the index of the parameter.
@@ -136,8 +137,8 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
         batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array if there is one
             other argument. A few hundred rows in total suffice for the ranges of inputs. The correction of rounding
             errors needs more rows than a row has elements.
-        gram: whether to record x^T x, which `quantize` uses to correct rounding errors. It has n^2 elements for rows
-            of n elements.
+        gram: whether to record x^T x, which `quantize` uses to correct rounding errors. It has n^2 elements for rows of
+            n elements. Default True.
 
     Returns:
         {path of a parameter: `InputStatistics`}, for the parameters that f uses in products or convolutions. Products
@@ -191,7 +192,7 @@ def _recorder(evaluate, names):
 
 
 def _add(total, paths, match, found) -> None:
-    """Adds the statistics of one use on one batch."""
+    """Adds the statistics of one product, for one batch, to `total`."""
     path, leaf = paths[int(match["leaf"])]
     lead = leaf.shape[:int(match["lead"])]
     axes = tuple(map(int, match["axes"].split()))
@@ -207,7 +208,7 @@ def _add(total, paths, match, found) -> None:
 
 
 def _reduced(x, trailing, lead, reduce):
-    """[*lead, *trailing axes] of [*axes of scans and batches, *trailing axes]."""
+    """Reduces an array [*axes of scans and batches, *trailing axes] to [*lead, *trailing axes]."""
     x = np.asarray(x, np.float64 if reduce is np.sum else np.float32)
     outer, kept, start = x.shape[:x.ndim - trailing], [], 0
     for n in lead:

@@ -22,13 +22,13 @@ def distillation_loss(logits: jax.Array, teacher_logits: jax.Array, labels: jax.
     Args:
         logits: the logits of the student, [..., classes].
         teacher_logits: the logits of the teacher, [..., classes].
-        labels: integers [...]. If None, the loss is the first term with weight 1.
-        temperature: T > 0. With a larger T, the student learns more about the classes that the teacher considers
-            unlikely.
-        weight: the weight of the first term, in [0, 1].
+        labels: the correct classes, integers [...]. Default None: the loss is the first term with weight 1.
+        temperature: the temperature T, a number above 0. Default 4. With a larger T, the student learns more about the
+            classes that the teacher considers unlikely.
+        weight: the weight of the first term, a number in [0, 1]. Default 0.9.
 
     Returns:
-        Losses [...] in nats.
+        The losses [...], in nats.
 
     Raises:
         ValueError: the shapes differ, or an option is out of range.
@@ -64,8 +64,8 @@ def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: M
         loss = compress.hidden_loss(seen, wanted, {"blocks": "encoder"}, {"blocks": projection})
 
     Args:
-        student, teacher: {site: value}, the second result of a function that `ft.capture` returns. The teacher's values
-            get no gradient.
+        student, teacher: the captured values, {site: value}, where a site is the name of a value. They are the second
+            result of a function that `ft.capture` returns. The teacher's values get no gradient.
         pairs: {site of the student: site of the teacher}.
         projections: {site of the student: matrix [features, teacher's features]}, for sites at which student and
             teacher have different numbers of features. Train the matrices with the student. Default: none.

@@ -30,7 +30,7 @@ class FakeQuantized(ImplicitArray):
     Attributes:
         values: the values of the parameter before rounding.
         step: the scale of each block of values, as `scale` in `Quantized`.
-        inputs: None, or the step to whose multiples the other operand of a product is rounded.
+        inputs: the step to whose multiples the other operand of a product is rounded, or None.
         format, axes: as in `Quantized`.
 
     >>> from fnet import compress
@@ -92,13 +92,15 @@ class FakeQuantized(ImplicitArray):
 
 
 def _scaled_gradient(step, count, largest):
-    """The step, with its derivative divided by sqrt(count * largest): steps and values then change at similar rates."""
+    """Returns the step, with its derivative divided by sqrt(count * largest). Steps and values then change at similar
+    rates."""
     factor = 1 / math.sqrt(count * largest)
     return factor * step + lax.stop_gradient(step - factor * step)
 
 
 def _rounded(x, step, largest):
-    """The nearest multiple of `step` within `largest` steps. The derivative ignores the rounding, but not the limit."""
+    """Returns the nearest multiple of `step` from -largest to largest steps. The derivative ignores the rounding, but
+    not these limits."""
     scaled = jnp.clip(x / step, -largest, largest)
     return (scaled + lax.stop_gradient(jnp.round(scaled) - scaled)) * step
 
@@ -117,7 +119,8 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
     Args:
         params: a tree of arrays.
         recipe: {pattern: format}, as for `quantize`, with the formats `Int8` and `Int4`.
-        stats: statistics of inputs from `calibrate`, for the initial scales of activations. Default: none.
+        stats: statistics of the inputs of products, from `calibrate`, for the initial scales of activations. Default
+            None.
 
     Returns:
         The tree with `FakeQuantized` leaves.

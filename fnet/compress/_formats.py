@@ -23,9 +23,10 @@ class Format:
 
     Attributes:
         bits: the number of bits of one code.
-        group: the number of values along the last contracted axis that share a scale; None if all do.
-        axes: the contracted axes, over which values share a scale; None for the defaults of `quantize`.
-        largest: the decoded value to which the largest value of a block is mapped.
+        group: the number of values along the last contracted axis that share a scale, or None if all values share one
+            scale.
+        axes: the contracted axes, over which values share a scale, or None for the defaults of `quantize`.
+        largest: the decoded value that represents the largest magnitude of a block.
     """
 
     bits: ClassVar[int]
@@ -41,7 +42,8 @@ class Format:
                              f"{self.group}")
 
     def encode(self, values: Any) -> Any:
-        """Converts scaled values in -largest .. largest to codes: int8 or float8; uint8 in 0 .. 15 for 4 bits."""
+        """Converts scaled values from -largest to largest to codes. The codes are int8 or float8, or uint8 from 0 to 15
+        for 4 bits."""
         raise NotImplementedError
 
     def decode(self, codes: Any, dtype: Any) -> Any:
@@ -60,18 +62,18 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Format):
-    """8-bit integers: codes -127 .. 127, a quarter of the bytes of float32.
+    """8-bit integers from -127 to 127. They need a quarter of the bytes of float32.
 
     Args:
-        group: the number of values along the contracted axis that share a scale. Default: None, all values. Then a
-            product is computed with the codes, and its result is scaled.
-        axes: the axes over which the parameter is contracted. See `quantize`.
-        activations: None keeps the activations in their dtype ("weight-only"). Otherwise they are also rounded to 8
-            bits; products are then computed with integers, convolutions with the rounded values. "dynamic": the scale
-            is computed from the values of each row (over all contracted axes), or of each example of a convolution.
-            "absmax", "percentile" or "mse": a single scale, which `quantize` computes from statistics by this method
-            (`InputStatistics.bound`). Derivatives with respect to activations ignore the rounding (straight-through
-            estimator).
+        group: the number of values along the contracted axis that share a scale. Default None: all values share one
+            scale. A product is then computed with the codes, and its result is scaled.
+        axes: the axes over which the parameter is contracted. Default None: see `quantize`.
+        activations: the method by which the other operands of products (the activations) are rounded to 8 bits. Default
+            None: they are not rounded (weight-only quantization). With a method, products are computed with integers,
+            and convolutions with the rounded values. With "dynamic", the scale is computed at run time from each row
+            (over all contracted axes), or from each example of a convolution. With "absmax", "percentile" or "mse",
+            there is a single scale, which `quantize` computes from statistics (see `InputStatistics.bound`).
+            Derivatives with respect to activations ignore the rounding (straight-through estimator).
 
     >>> Int8().bits
     8
@@ -99,12 +101,12 @@ class Int8(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Format):
-    """4-bit integers: codes -8 .. 7, two in a byte. The scale of a block is its largest magnitude divided by 7.
+    """4-bit integers from -8 to 7, two in each byte. The scale of a block is its largest magnitude divided by 7.
 
     Args:
         group: the number of values along the contracted axis that share a scale, or None for all values. Default: 32,
             as in GGUF.
-        axes: the axes over which the parameter is contracted. See `quantize`.
+        axes: the axes over which the parameter is contracted. Default None: see `quantize`.
 
     >>> Int4().group
     32
@@ -124,12 +126,12 @@ class Int4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class NF4(Format):
-    """4-bit codes of 16 quantiles of a normal distribution, two in a byte.
+    """4-bit codes that represent 16 quantiles of a normal distribution, two in each byte.
 
     Args:
         group: the number of values along the contracted axis that share a scale, or None for all values. Default: 64,
             as in the paper.
-        axes: the axes over which the parameter is contracted. See `quantize`.
+        axes: the axes over which the parameter is contracted. Default None: see `quantize`.
 
     Source: Dettmers et al. (2023), QLoRA: Efficient Finetuning of Quantized LLMs, section 3.
 
@@ -154,8 +156,9 @@ class Float8(Format):
     """8-bit floating point, float8_e4m3fn: 4 bits of exponent, 3 of mantissa, largest value 448.
 
     Args:
-        group: the number of values along the contracted axis that share a scale. Default: None, all values.
-        axes: the axes over which the parameter is contracted. See `quantize`.
+        group: the number of values along the contracted axis that share a scale. Default None: all values share one
+            scale.
+        axes: the axes over which the parameter is contracted. Default None: see `quantize`.
 
     Source: Micikevicius et al. (2022), FP8 Formats for Deep Learning.
 

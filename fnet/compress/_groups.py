@@ -19,11 +19,11 @@ Factors = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The indices of a leaf that remain.
+    """The indices that remain in the axes of an array.
 
     Attributes:
-        shape: the original shape.
-        factors: for each axis, the sizes of its factors.
+        shape: the original shape of the array.
+        factors: for each axis, the sizes of its factors, such as the number of heads and the features of a head.
         kept: for each axis and factor, the indices that remain, or None for all indices.
     """
 
@@ -68,13 +68,14 @@ class _Leaf:
 
 
 class Call:
-    """A traced call f(params, *args, **kwargs), with its axes tied. Axes of `params` and of `state=` may change.
+    """A traced call f(params, *args, **kwargs), and the axes in it that must have equal sizes. Indices can be removed
+    from the axes of `params` and of the keyword argument `state`.
 
     Args:
         cuts: {key of a leaf: `Cut`}. The arrays with these keys have fewer indices than f expects. Default: none.
 
     Attributes:
-        program: the tied program.
+        program: the `TiedProgram`, which states the axes that must have equal sizes.
         leaves: the inputs of the program.
     """
 
@@ -133,7 +134,8 @@ def _role(path) -> str:
 
 
 def _returned(traced, state) -> dict[int, int]:
-    """{index of an output: index of the input} for the state in a result (y, state), and for nnx variables."""
+    """Returns {index of an output: index of the input} for outputs that are new values of inputs: the state in a result
+    (y, state), and flax.nnx variables."""
     jaxpr = traced.closed.jaxpr
     result, modules = traced.tree([_Output(i) for i in range(len(jaxpr.outvars))])
     arrays, found = [] if modules is None else modules.arrays, {}
@@ -158,8 +160,8 @@ class Group:
     Attributes:
         atom: the number of the group in the program.
         size: the number of indices.
-        members: tuples (leaf, axis, position), each for the factor at this position of an axis of a program input.
-        reason: why no index can be removed; "" if indices can be removed.
+        members: the axes of the group, tuples (index of the leaf, axis, position of the factor in the axis).
+        reason: the reason why no index can be removed, or "" if indices can be removed.
     """
 
     atom: int
@@ -169,10 +171,11 @@ class Group:
 
 
 def groups(call: Call) -> list[Group]:
-    """The groups of axes of the parameters of a call.
+    """Returns the groups of axes of the parameters of a call.
 
     An axis can have several factors, such as the heads and the features of a head. Indices are removed from only one
-    factor of each axis, the first factor that allows it. The groups of the other factors are not reduced in any axis.
+    factor of each axis, the first factor that allows it. The groups of the other factors keep their indices in all
+    axes.
     """
     program, members, second = call.program, {}, set()
     for i, leaf in enumerate(call.leaves):
@@ -187,7 +190,7 @@ def groups(call: Call) -> list[Group]:
 
 
 def cuts(call: Call, kept: Mapping[int, np.ndarray]) -> dict[str, Cut]:
-    """{key of a leaf: `Cut`} for the leaves of parameters and state with removed indices."""
+    """Returns {key of a leaf: `Cut`} for the leaves of the parameters and the state from which indices are removed."""
     found = {}
     for i, leaf in enumerate(call.leaves):
         factors = call.program.factors(i)
@@ -199,6 +202,6 @@ def cuts(call: Call, kept: Mapping[int, np.ndarray]) -> dict[str, Cut]:
 
 
 def apply_cuts(args: tuple, kwargs: dict, found: Mapping[str, Cut]) -> tuple[tuple, dict]:
-    """The arguments of a call without the removed indices."""
+    """Returns the arguments of a call without the removed indices."""
     return jax.tree.map_with_path(lambda path, x: found[keystr(path)].apply(x) if keystr(path) in found else x,
                                   (args, kwargs))

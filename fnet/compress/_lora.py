@@ -23,9 +23,10 @@ class LowRank(ImplicitArray):
     """A parameter with a low-rank change: `base + scale * a @ b`. `lora` creates it.
 
     Attributes:
-        base: the original parameter, a plain or implicit array [*lead, *in, out].
-        a: [*lead, *in, rank].
-        b: [*lead, rank, out], initially zeros.
+        base: the original parameter, a plain or implicit array [*lead, *in, out], where `lead` are the axes of a stack
+            of layers.
+        a: the first factor, [*lead, *in, rank].
+        b: the second factor, [*lead, rank, out], initially zeros.
         scale: alpha / rank.
         inputs: the number of `in` axes.
 
@@ -96,12 +97,13 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
     this is QLoRA.
 
     Args:
-        key: a `jax.random.key` for `a`, whose distribution is uniform with variance 1 / (3 n) for n inputs, as in PEFT.
+        key: a `jax.random.key`, with which `a` is drawn. As in PEFT, the distribution of `a` is uniform with variance
+            1/(3n), where n is the number of inputs.
         params: a tree of arrays and quantized arrays. Kernels are [in, out], stacked kernels [depth, in, out], and
             kernels of convolutions [height, width, in, out].
-        rules: {pattern: rank}. A pattern is a regular expression that matches the whole path of a parameter, or a whole
-            prefix of it such as "blocks". The first pattern that matches a parameter applies. Parameters with fewer
-            than two axes, and parameters named bias, scale, b or offset, are not changed.
+        rules: {pattern: rank}. A pattern is a regular expression that matches the whole path of a parameter, or the
+            first parts of the path such as "blocks". The first pattern that matches a parameter applies. Parameters
+            with fewer than two axes, and parameters named bias, scale, b or offset, are not changed.
         alpha: the scale of the change times its rank. Default: twice the rank.
 
     Returns:
@@ -136,7 +138,7 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
 
 
 def _digest(path) -> int:
-    """A stable 31-bit number of a path."""
+    """Returns a 31-bit hash of a path, which is the same in all processes."""
     return zlib.crc32(path.encode()) & 0x7FFFFFFF
 
 

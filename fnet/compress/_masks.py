@@ -1,4 +1,4 @@
-"""Pruning by masks: training that gradually sets the parameters of smallest magnitude to zero."""
+"""Pruning by masks: training that gradually sets the elements of smallest magnitude to zero."""
 
 from __future__ import annotations
 
@@ -38,27 +38,28 @@ class PruneState(NamedTuple):
 
 def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 1,
           jointly: bool = False) -> optax.GradientTransformationExtraArgs:
-    """An Optax transformation that sets the elements of smallest magnitude of parameters to zero and keeps them zero.
+    """Returns an Optax transformation that sets the elements of smallest magnitude in parameters to zero.
 
         optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
 
-    It must be the last transformation of a chain. The fraction of zeros grows from 0 at update `begin` to the sparsity
-    s of the rule at update `end`:
+    It must be the last transformation of a chain. The fraction s_t of zeros grows from 0 at update `begin` to the
+    sparsity s of the rule at update `end`:
 
         s_t = s - s (1 - (t - begin) / (end - begin))^3
 
-    An element that was set to zero stays zero. Zeros do not make a program faster; `shrink` does, because it removes
-    whole channels and heads.
+    An element that was set to zero stays zero. Zeros do not make a program faster. For a faster program, use `shrink`,
+    which removes whole channels and heads.
 
     Args:
         rules: {pattern: sparsity between 0 and 1}. A pattern is a regular expression that matches the whole path of a
-            parameter, or a whole prefix of it such as "blocks". The first pattern that matches a parameter applies.
-            Parameters with fewer than two axes, and parameters named bias, scale, b or offset, are not pruned.
-        begin, end: the first and the last update that selects elements. Updates count from 0.
-        every: the number of updates between selections.
-        jointly: whether the elements of all parameters of a rule are ranked together (global pruning), so that some
-            parameters lose a larger fraction than others. Default: each parameter loses the same fraction. Stacked
-            layers are one parameter.
+            parameter, or the first parts of the path such as "blocks". The first pattern that matches a parameter
+            applies. Parameters with fewer than two axes, and parameters named bias, scale, b or offset, are not pruned.
+        begin, end: the numbers of the first and the last update at which elements are selected. Updates are counted
+            from 0. Default 0 for `begin`.
+        every: the number of updates from one selection to the next. Default 1.
+        jointly: whether the elements of all parameters of a rule are ranked together (global pruning), so that the
+            fraction of zeros differs between parameters. Default False: each parameter has the same fraction of zeros.
+            Stacked layers are one parameter.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with a `PruneState`. Its update function needs the parameters.
@@ -87,7 +88,8 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
             raise ValueError(f"prune: expected a sparsity between 0 and 1 for {pattern!r}; got {sparsity!r}")
 
     def patterns(params) -> list[str | None]:
-        """The pattern for each leaf. Of implicit arrays, only the values of `FakeQuantized` are pruned."""
+        """Returns the pattern for each leaf, or None. In implicit arrays, only the values of `FakeQuantized` are
+        pruned."""
         paths = []
         for path, leaf in jax.tree.leaves_with_path(params, is_implicit):
             name = keystr(path, simple=True, separator="/") if is_kernel(path, leaf) else ""
@@ -134,7 +136,7 @@ def _progress(count, begin, end):
 
 
 def _select(sizes, names, rules, progress, jointly) -> list:
-    """The masks of parameters with these magnitudes."""
+    """Returns the masks for parameters whose elements have the magnitudes `sizes`."""
     together: dict[Any, list[int]] = {}
     for i, name in enumerate(names):
         together.setdefault(name if jointly else i, []).append(i)

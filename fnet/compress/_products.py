@@ -29,10 +29,10 @@ class Product:
         path: the path of the parameter.
         x, w, y: shapes and dtypes of the other operand, the parameter and the result.
         axes: the contracted axes of the parameter, counted from the end, in increasing order.
-        function: `function(x, w)`, for a plain or an implicit array w.
+        function: the function (x, w) -> y that computes the product, for a plain or an implicit array w.
         convolution: whether it is a convolution.
-        count: how often the function computes the product: iterations of scans times the size of batches.
-        sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then copies it.
+        count: the number of times that the product is computed: the iterations of scans times the sizes of vmap.
+        sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then copies the slice.
     """
 
     path: str
@@ -91,8 +91,8 @@ class _Recorded(Wrapped):
 def products(f: Callable, params: Any, *args: Any) -> list[Product]:
     """The products and convolutions of f(params, *args) with kernels and tables, in the order of computation.
 
-    Arguments may be `jax.ShapeDtypeStruct`s. Implicit arrays, biases and norms are not listed. A product inside a while
-    loop or a branch of cond counts once.
+    Arguments may be `jax.ShapeDtypeStruct`s. Products with implicit arrays, biases or norms are not listed. A product
+    inside a while loop or a branch of cond counts once.
     """
     log, leaves = _Log(), leaves_by_path(params)
 
@@ -112,19 +112,19 @@ def products(f: Callable, params: Any, *args: Any) -> list[Product]:
 
 
 def by_parameter(found: list[Product]) -> dict[str, list[Product]]:
-    """{path of a parameter: its products}"""
+    """Groups products by parameter: {path of the parameter: its products}."""
     paths = dict.fromkeys(product.path for product in found)
     return {path: [product for product in found if product.path == path] for path in paths}
 
 
 def leaves_by_path(params: Any) -> dict[str, Any]:
-    """{path: leaf}, where implicit arrays are leaves."""
+    """Returns {path: leaf} of a tree, in which implicit arrays are leaves."""
     return {keystr(path, simple=True, separator="/"): leaf
             for path, leaf in tree_flatten_with_path(params, is_leaf=is_implicit)[0]}
 
 
 def grouped(found: list[Product]) -> list[list[Product]]:
-    """Lists of products that differ only in the values of their operands."""
+    """Groups products into lists. The products of a list differ only in the values of their operands."""
     key = lambda pair: pair[0]
     keyed = sorted(((product.key, i) for i, product in enumerate(found)), key=lambda pair: (repr(pair[0]), pair[1]))
     return [[found[i] for _, i in group] for _, group in itertools.groupby(keyed, key)]

@@ -25,15 +25,19 @@ from fnet.jaxpr import materialize as _materialized
                    meta_fields=["format", "axes", "dtype"])
 @dataclasses.dataclass(frozen=True)
 class Quantized(ImplicitArray):
-    """A parameter as codes of few bits and scales: `values = decode(codes) * scale`. `quantize` creates it.
+    """A parameter that is stored as codes of few bits and scales: `values = decode(codes) * scale`. `quantize` creates
+    it.
 
     Attributes:
-        codes: [*shape] in int8 or float8. Of 4-bit codes, two neighbors along the last of `axes` are in one uint8.
-        scale: float32. The axes in `axes` have length 1; with groups, the last of them has length n / group.
+        codes: the codes, int8 or float8 with the shape of the parameter. 4-bit codes are stored in uint8: each byte
+            contains two codes that are adjacent along the last of `axes`.
+        scale: the scales, float32. The axes in `axes` have length 1. If the format has groups, the last of these axes
+            has one element for each group.
         format: the format of the codes.
-        axes: the contracted axes, counted from the end (negative).
-        dtype: the dtype of the values.
-        inputs: None, or the scale of the other operand of a product. All axes but those of a stack have length 1.
+        axes: the contracted axes of the parameter, a tuple of negative integers (counted from the end).
+        dtype: the dtype of the parameter.
+        inputs: the scale of the other operand of a product, or None (the default). All axes except those of a stack of
+            layers have length 1.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> params["kernel"].codes.dtype, params["kernel"].scale.shape, params["kernel"].shape
@@ -94,7 +98,7 @@ class Quantized(ImplicitArray):
         return getattr(self.format, "activations", None) is not None
 
     def _input_scale(self, x, axes):
-        """The scale of x, in float32: `inputs`, or computed from the values of x over `axes`."""
+        """Returns the scale of x, in float32. If `inputs` is None, it is computed from the values of x over `axes`."""
         if self.inputs is not None:
             return self.inputs.reshape((1,) * x.ndim)
         largest = jnp.abs(x).max(tuple(axes), keepdims=True)
@@ -105,7 +109,7 @@ class Quantized(ImplicitArray):
         return self._scaled(codes, self.scale).astype(dtype)
 
     def full_scale(self) -> jax.Array:
-        """The scale of each value, in the shape of `codes` before `pack`."""
+        """Returns the scale of each value of the parameter, in the shape of the parameter."""
         return self._scaled(jnp.ones(jnp.shape(self.codes), jnp.float32), self.scale)
 
     def pack(self, codes: jax.Array) -> jax.Array:
@@ -116,7 +120,8 @@ class Quantized(ImplicitArray):
         return low | (high << 4)
 
     def _unpack(self, codes):
-        """Unpacks to one code in each element. The axis is counted from the end, so that rows can also be unpacked."""
+        """Unpacks bytes to one code in each element. The packed axis is counted from the end, so that single rows can
+        also be unpacked."""
         if not self.format.packed:
             return codes
         axis = codes.ndim + self.axes[-1]
@@ -124,7 +129,8 @@ class Quantized(ImplicitArray):
         return pairs.reshape(*codes.shape[:axis], 2 * codes.shape[axis], *codes.shape[axis + 1:])
 
     def _scaled(self, values, scale):
-        """values * scale, of equal rank. The last contracted axis of `scale` may have one element for each group."""
+        """Returns values * scale, which have equal rank. The last contracted axis of `scale` may have one element for
+        each group."""
         axis = values.ndim + self.axes[-1]
         groups, n = scale.shape[axis], values.shape[axis]
         if groups in (1, n):
@@ -139,8 +145,8 @@ def _codes(x, step):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _integer_dot(axes, x, codes, scale, step):
-    """x [..., *contracted] rounded to multiples of `step`, times int8 codes over `axes`, with sums in int32. `scale`
-    has the rank of the result, `step` the rank of x."""
+    """Rounds x, [..., *contracted], to multiples of `step`, and returns its product with int8 codes over `axes`. The
+    sums are computed in int32. `scale` has the rank of the result, and `step` has the rank of x."""
     last = tuple(range(x.ndim - len(axes), x.ndim))
     y = lax.dot_general(_codes(x, step).astype(jnp.int8), codes, ((last, axes), ((), ())),
                         preferred_element_type=jnp.int32)
@@ -150,7 +156,7 @@ def _integer_dot(axes, x, codes, scale, step):
 
 @_integer_dot.defjvp
 def _integer_dot_jvp(axes, primals, tangents):
-    """The rounding of x is ignored. Codes have no tangent."""
+    """The derivative ignores the rounding of x. Codes have no tangent."""
     (x, codes, scale, step), (dx, _, dscale, _) = primals, tangents
     last = tuple(range(x.ndim - len(axes), x.ndim))
 
@@ -169,27 +175,29 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
     Each block of values has one scale, max|w| / largest, where `largest` depends on the format (127, 7, 1 or 448). A
     block extends over the axes `axes` of the format, or over a group along the last of these axes. By default, `axes`
     is the second-last axis, for kernels [in, out] and stacked kernels [depth, in, out]. For kernels with four or more
-    axes (convolutions [height, width, in, out]), it is all axes but the last. Any axes give correct results. Products
-    are fastest if `axes` are the axes that the program contracts, because the scale is then applied to the result. For
-    an embedding [vocab, features] with tied logits, this is the last axis: `axes=-1`.
+    axes (convolutions [height, width, in, out]), `axes` are all axes but the last. The results are correct for any
+    choice of `axes`. Products are fastest if `axes` are the axes that the program contracts, because the scale is then
+    applied to the result. For an embedding [vocab, features] that also computes the logits, use the last axis:
+    `axes=-1`.
 
     Args:
         params: a tree of arrays.
-        recipe: {pattern: format}. A pattern is a regular expression that matches the whole path of a parameter, or a
-            whole prefix of it such as "blocks". The first pattern that matches a parameter applies. Parameters with
-            fewer than two axes, parameters named bias, scale, b or offset, and parameters that are not floating point
-            are not changed.
-        stats: statistics of inputs, from `calibrate`. The scales of activations are computed from them, and the
-            rounding errors of kernels are corrected for these inputs (GPTQ, Frantar et al. 2023). With 4 bits, the
-            scales with the least squared error are selected: their magnitudes are between 0.54 and 1 times
-            max|w| / largest, and they may be negative. Default: none; every value is rounded to the nearest code.
+        recipe: {pattern: format}. A pattern is a regular expression that matches the whole path of a parameter, or the
+            first parts of the path such as "blocks". The first pattern that matches a parameter applies. Parameters
+            with fewer than two axes, parameters named bias, scale, b or offset, and parameters that are not floating
+            point are not changed.
+        stats: statistics of the inputs of products, from `calibrate`. The scales of activations are computed from these
+            statistics. Kernels are rounded so that their products with these inputs change as little as possible (GPTQ,
+            Frantar et al. 2023). With 4 bits, the scales with the least squared error are selected. Their magnitudes
+            are between 0.54 and 1 times max|w| / largest, and they may be negative. Default None: every value is
+            rounded to the nearest code.
 
     Returns:
         The tree with `Quantized` leaves. Biases, norms, and leaves that no pattern matches are unchanged.
 
     Raises:
         ValueError: a pattern matches no parameter that can be quantized, a group does not divide its axis, a format
-            needs statistics that are missing, or according to `stats` products contract a parameter over other axes
+            needs statistics that are missing, or, according to `stats`, a product contracts a parameter over other axes
             than `axes`.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
@@ -227,7 +235,8 @@ def _quantized(stats, path, w, format) -> Quantized:
 
 
 def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> jax.Array:
-    """The scale of the other operand, computed by the format's method, with the rank of the parameter."""
+    """Returns the scale of the other operand of a product, computed by the method of the format. It has the rank of the
+    parameter."""
     method = array.format.activations
     if found is None:
         raise ValueError(f"quantize: {path} needs statistics of its inputs for activations={method!r}; pass "
@@ -237,7 +246,8 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
 
 
 def _corrected(path, array, found):
-    """The parameter with the scales of least error, and values that compensate for rounding errors (GPTQ)."""
+    """Returns the parameter with the scales of least error, and with values that compensate for rounding errors
+    (GPTQ)."""
     if found.conflict or found.axes != array.axes:
         reason = found.conflict or f"products contract it over axes {found.axes}"
         raise ValueError(f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "
@@ -257,8 +267,8 @@ def _corrected(path, array, found):
 
 
 def _searched(array, weights):
-    """The parameter with the scales that have the least weighted squared error in each block. Scales are tried with
-    both signs, because 4-bit codes represent one more negative value."""
+    """Returns the parameter with the scales that have the least weighted squared error in each block. Scales are tried
+    with both signs, because 4-bit codes represent one more negative than positive value."""
     best, least = array.scale, jnp.inf
     for factor in np.outer([1, -1], np.linspace(1, 0.54, 24)).flat if array.format.packed else ():
         candidate = dataclasses.replace(array, scale=array.scale * factor)
@@ -270,8 +280,8 @@ def _searched(array, weights):
 
 
 def unrounded(path: str, w: Any, format: Format) -> Quantized:
-    """Returns a `Quantized` before rounding: its codes are the values of w in float32. The scale of each block is
-    max|w| / `format.largest`."""
+    """Returns a `Quantized` that is not yet rounded: its codes are the values of w in float32. The scale of each block
+    is max|w| / `format.largest`."""
     axes = _axes(path, w, format)
     if not w.size:
         raise ValueError(f"quantize: {path} has no values, its shape is {tuple(w.shape)}; exclude it from the recipe")
@@ -290,7 +300,8 @@ def unrounded(path: str, w: Any, format: Format) -> Quantized:
 
 
 def _over_blocks(reduce, values, axes, group):
-    """A reduction over the contracted axes, or over each group along the last of them, in the layout of scales."""
+    """Reduces values over the contracted axes, or over each group along the last of these axes. The result has the
+    shape of the scales."""
     if group is None:
         return reduce(values, axes, keepdims=True)
     at = values.ndim + axes[-1]
@@ -300,7 +311,7 @@ def _over_blocks(reduce, values, axes, group):
 
 
 def _axes(path, w, format) -> tuple[int, ...]:
-    """The contracted axes, negative and in increasing order."""
+    """Returns the contracted axes, as negative integers in increasing order."""
     if format.axes is None:
         return (-2,) if w.ndim < 4 else tuple(range(-w.ndim, -1))
     axes = (format.axes,) if isinstance(format.axes, int) else tuple(format.axes)

@@ -17,7 +17,7 @@ _STEPS = 8    # iterations of the bisection: the fraction is found to 1 / 256
 
 
 def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
-    """Returns f for arguments from which the indices have been removed."""
+    """Returns f as a function of arguments from which indices have been removed."""
     @wraps(f)
     def shrunk(*args, **kwargs):
         return Call(f, args, kwargs, found).evaluate(found)
@@ -26,13 +26,15 @@ def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
 
 
 class Removal:
-    """The removal of indices from a call.
+    """Selects the indices of a call to remove, and estimates the FLOPs and the time without them. An atom is the number
+    of a group.
 
     Args:
         free: the groups that can change.
-        fractions: {atom: the fraction of indices that a rule of `keep` states}.
-        ranks: {atom: all indices, the most important first}.
-        chip: the chip for `seconds`. The numbers of indices are multiples of its tiles. None: any numbers of indices.
+        fractions: the fractions that the rules of `keep` state, {atom: fraction of the indices to keep}.
+        ranks: the order of the indices, {atom: all indices, the most important first}.
+        chip: the chip for `seconds`. With a chip, the remaining axes fill the tiles of its matrix units. None: axes may
+            have any size.
     """
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict, call: Call, free: list[Group],
@@ -42,7 +44,7 @@ class Removal:
         self._tiles = {group.atom: 1 if chip is None else _tile(call, group, chip) for group in free}
 
     def kept(self, fraction: float) -> dict[int, np.ndarray]:
-        """{atom: the indices that remain} for the groups that lose indices."""
+        """Returns {atom: the indices that remain} for the groups that lose indices."""
         found = {}
         for group in self._free:
             tile = self._tiles[group.atom]
@@ -53,7 +55,7 @@ class Removal:
         return found
 
     def largest(self, name: str, limit: float) -> float:
-        """The largest fraction for which the FLOPs or seconds are within a limit."""
+        """Returns the largest fraction for which the FLOPs or seconds are within a limit."""
         units = {"flops": "FLOPs", "seconds": f"s at the roofline of {self.chip and self.chip.name}"}[name]
         cost = lambda fraction: getattr(self, name)(self.kept(fraction))
         if (whole := cost(1)) <= limit:
@@ -89,7 +91,8 @@ def _type(x: Any) -> Any:
 
 
 def _tile(call, group, chip) -> int:
-    """The axes of a group fill the chip's tiles if the number of indices is a multiple of the result."""
+    """Returns an integer: the axes of a group fill the chip's tiles if the number of indices is a multiple of this
+    integer."""
     unit = 1
     for i, axis, position in group.members:
         sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]

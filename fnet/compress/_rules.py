@@ -1,4 +1,4 @@
-"""Rules by path: {pattern: option} applied to the leaves of a parameter tree."""
+"""Applies rules {pattern: option} to the leaves of a parameter tree whose paths match the patterns."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
 
     Args:
         who: the name of the public function, for error messages.
-        params: a tree; its implicit arrays count as leaves.
-        rules: {pattern: option}. A pattern is a regular expression that matches the whole path of a leaf, or a whole
-            prefix of it. The first pattern that matches applies.
+        params: a tree of arrays, in which implicit arrays are leaves.
+        rules: {pattern: option}. A pattern is a regular expression that matches the whole path of a leaf, or the first
+            parts of the path. The first pattern that matches applies.
         check: `check(pattern, option)` raises an error for an invalid option.
 
     Raises:
@@ -53,7 +53,8 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
 def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str,
              check: Callable = lambda pattern, option: None, others: Mapping[str, str] = MappingProxyType({})
              ) -> dict[str, str]:
-    """{path: the first pattern that matches the whole path, or a whole prefix of it}. Raises errors as `apply_rules`.
+    """Returns {path: the first pattern that matches the whole path or its first parts}. Raises the errors of
+    `apply_rules`.
 
     `others` is {path: kind} of the leaves that cannot be changed, for the error message.
     """

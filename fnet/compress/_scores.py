@@ -20,7 +20,7 @@ _NAME = re.compile(r"(?:.*/)?" + ACTIVATIONS.format(r"(?P<atom>\d+)") + r"(?:#\d
 
 def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tuple, kwargs: dict,
            loss: Callable | None) -> dict[int, np.ndarray]:
-    """{atom: the score of each of its indices} for groups that can change."""
+    """Returns {atom: the score of each index} for groups that can change. The atom is the number of a group."""
     if method == "activations":
         found = _activations(call)
         return {group.atom: found.get(group.atom, np.zeros(group.size)) for group in groups}
@@ -34,7 +34,8 @@ def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tupl
 
 
 def _mean_square(call, x, i, axis, position):
-    """The mean square for each index of the factor at `position` of an axis, over other axes and factors: [size]."""
+    """Returns the mean square for each index of one factor of an axis, [size]. The mean is over all other axes and
+    factors."""
     sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
     x = np.moveaxis(np.asarray(x, float), axis, 0).reshape(*sizes, -1)
     return np.square(x).mean(tuple(k for k in range(x.ndim) if k != position))
@@ -45,7 +46,8 @@ def _arrays(tree):
 
 
 def _gradients(f, args, kwargs, loss):
-    """The derivatives of loss(f(...)) with respect to the arrays of the parameters. For integers, they are zeros."""
+    """Returns the derivatives of loss(f(...)) with respect to the arrays of the parameters. For integer arrays, the
+    derivatives are zeros."""
     leaves, structure = jax.tree.flatten(args[0])
     moving = [i for i, x in enumerate(leaves) if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -60,7 +62,7 @@ def _gradients(f, args, kwargs, loss):
 
 
 def _activations(call) -> dict[int, np.ndarray]:
-    """For each index, the mean square of the inputs of the program's products."""
+    """Returns {atom: for each index, the mean square of the inputs of the program's products}."""
     arrays = [jnp.asarray(leaf.array) for leaf in call.leaves]
     evaluate = lambda *arrays: observe(call.program, list(arrays))
     names = [site.name for site in sites(evaluate)(*arrays) if _NAME.fullmatch(site.name) and site.inside is None]

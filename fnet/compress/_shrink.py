@@ -21,12 +21,13 @@ from fnet.jaxpr import is_array, is_implicit
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Axes of parameters, a row of the report of `shrink`.
+    """One row of the report of `shrink`, which describes one or several axes of parameters.
 
     Attributes:
-        parameters: "path (axis)" for each axis.
-        size, kept: the number of indices before and after, of each axis or of a factor of it.
-        reason: "" for a group that lost indices together; otherwise, why these axes kept all indices.
+        parameters: a tuple with the string "path (axis)" for each axis.
+        size, kept: the number of indices before and after the removal. If an axis has several factors, such as heads
+            and features, these are the numbers for one factor.
+        reason: the reason why these axes kept all indices, or "" if indices were removed.
     """
 
     parameters: tuple[str, ...]
@@ -37,13 +38,13 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True)
 class ShrinkReport:
-    """What `shrink` removed and what it could not remove. `print` shows it as a table.
+    """A report of what `shrink` removed and what it could not remove. `print` shows it as a table.
 
     Attributes:
         axes: the groups of axes that lost indices, then the other axes.
         parameters: the number of parameters before and after.
         flops: the number of FLOPs before and after.
-        seconds: the time at the chip's roofline before and after; None without `seconds=`.
+        seconds: the time before and after, as estimated by the roofline model of the chip, or None without `seconds=`.
         chip: the name of the chip, or "" without `seconds=`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
@@ -79,12 +80,13 @@ class Shrunk:
     """The result of `shrink`.
 
     Attributes:
-        f: a function with the same arguments as the original function, to call with `params` and `state`. Other batch
-            sizes and other keyword arguments are allowed. It can be differentiated, compiled and batched.
-        params, state: the parameters and the state without the removed indices. `state` is None if there was none.
-        model: the original model with smaller values in its fields, if such a model computes the same as `f`; otherwise
-            None.
-        report: what was removed and what could not be removed.
+        f: a function with the same arguments as the original function. Call it with `params` and `state` of this
+            object. Other batch sizes and other keyword arguments are allowed. The function can be differentiated,
+            compiled and batched.
+        params, state: the parameters and the state without the removed indices. `state` is None if the original
+            function was called without state.
+        model: the original model with smaller values in its fields, if such a model computes the same as `f`, or None.
+        report: what was removed and what could not be removed, a `ShrinkReport`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
     >>> shrunk = compress.shrink(model, model.init(jax.random.key(0), x)[0], x, fraction=0.5)
@@ -111,13 +113,13 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         y, state = shrunk.f(shrunk.params, x, state=shrunk.state, train=True)
 
     f is traced, and axes of parameters that must have equal sizes form a group. Examples of groups are the channels
-    between two convolutions, with the normalization in between; all channels that residual connections add to each
-    other; the heads of an attention in its four kernels; and the key/value heads with their query heads. From each
-    group, the indices with the lowest scores are removed in all parameters of the group. The result equals that of f
-    with the removed parameters set to zero. An axis for which this is impossible is not cut, for example the features
-    that a LayerNorm averages. Axes of arguments and results of f are not cut either. `report` states the reason for
-    each axis that is not cut. If an axis has several factors, such as heads and features of a head, the first factor
-    that can be cut is cut.
+    between two convolutions (and of the normalization in between), all channels that residual connections add to each
+    other, the heads in the four kernels of an attention, and the key/value heads with their query heads. From each
+    group, the indices with the lowest scores are removed in all parameters of the group. The result of the shrunk
+    function equals that of f with the removed parameters set to zero. An axis for which this is impossible, for example
+    the features that a LayerNorm averages, keeps all indices. Axes of arguments and results of f also keep all indices.
+    `report` states the reason for each of these axes. If an axis has several factors, such as the heads and the
+    features of a head, indices are removed from the first factor that allows it.
 
     Exactly one of `fraction`, `flops` and `seconds` is required.
 
@@ -125,22 +127,23 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         f: `f(params, *args, **kwargs)`, a model of any library or any JAX function. f is traced again in each call of
             the shrunk function, so apply `jax.jit` to the shrunk function.
         params: a tree of arrays.
-        *args, **kwargs: example arguments; for `score="magnitude"`, `jax.ShapeDtypeStruct`s suffice. Axes of the
-            keyword argument `state` are also cut; f then returns (result, new state).
+        *args, **kwargs: example arguments. For `score="magnitude"`, `jax.ShapeDtypeStruct`s suffice. Indices are also
+            removed from the keyword argument `state`. With a state, f must return (result, new state).
         fraction: the fraction of the indices of each group to keep, between 0 and 1. The number of indices is rounded
             up.
         flops: the maximum FLOPs of the shrunk function for these arguments, as counted by `hardware.count`. All groups
-            keep the same fraction of indices, the largest within this limit.
-        seconds: the maximum time of the shrunk function at the roofline of `chip`, with the same rule as for `flops`.
-            Sizes are multiples of the chip's tiles.
+            keep the same fraction of indices, which is the largest fraction within this limit.
+        seconds: the maximum time of the shrunk function on `chip`, in seconds, as estimated by the roofline model. As
+            with `flops`, all groups keep the same fraction of indices. The remaining sizes are multiples of the tile
+            sizes of the chip's matrix units.
         chip: a chip, a device or a device kind, for `seconds`. Default: the local chip.
-        score: how indices are ranked. "magnitude": the mean square of their parameters. "taylor": the mean square of
-            each parameter times the derivative of `loss` with respect to it. "activations": the mean square of the
-            inputs of products for `args`.
-        loss: function that maps the result of f to a scalar, for `score="taylor"`.
+        score: the score by which indices are ranked. "magnitude" (the default): the mean square of their parameters.
+            "taylor": the mean square of each parameter times the derivative of `loss` with respect to it.
+            "activations": the mean square of the inputs of products for the example arguments.
+        loss: a function that maps the result of f to a scalar, for `score="taylor"`. Default None.
         keep: {pattern: fraction of the indices to keep}. A pattern is a regular expression that matches the whole path
-            of a parameter, or a whole prefix of it. It applies to the groups that contain such a parameter; the first
-            pattern that matches applies. With 1, all indices are kept.
+            of a parameter, or the first parts of the path. The fraction applies to the groups that contain such a
+            parameter. The first pattern that matches applies. With the fraction 1, all indices are kept. Default None.
 
     Returns:
         `Shrunk(f, params, state, model, report)`.
@@ -189,7 +192,8 @@ def _size(params) -> int:
 
 
 def _rows(call, found, kept, fractions) -> tuple[Axes, ...]:
-    """First the groups that lose indices, then one row for all other groups of the same size and reason."""
+    """Returns one row for each group that loses indices, then one row for all other groups of the same size and
+    reason."""
     cut, whole = [], {}
     for group in found:
         names = _names(call, group)
@@ -233,7 +237,7 @@ def _check(params, others, score, loss) -> None:
 
 
 def _fractions(keep, call, found) -> dict[int, float]:
-    """{atom: the fraction that a rule prescribes}"""
+    """Returns {atom: fraction} for the groups that match a rule of `keep`. The atom is the number of the group."""
     def check(pattern, value):
         if not isinstance(value, (int, float)) or not 0 < value <= 1:
             raise ValueError(f"shrink: expected a fraction above 0 and at most 1 in keep= for {pattern!r}; got "

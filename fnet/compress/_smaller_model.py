@@ -1,4 +1,4 @@
-"""The model whose fields describe a shrunk program."""
+"""Finds the model whose fields describe a shrunk program."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _MOST = 512    # combinations of fields that are tried
 
 def smaller_model(f: Any, shrunk: Callable, args: tuple, kwargs: dict,
                   removed: Mapping[str, Cut]) -> Any:
-    """The model f with smaller integers in its fields, if its program equals that of `shrunk` for these arguments.
+    """Returns the model f with smaller integers in its fields, if its program equals that of `shrunk` for these
+    arguments.
 
     The result is None if there is no such model.
 
     Args:
         f: a model. If f is not a dataclass, the result is None.
         shrunk: the shrunk function of `args` and `kwargs`, whose arrays have fewer indices.
-        removed: the cut of each leaf.
+        removed: the indices that remain in each leaf, {key of the leaf: `Cut`}.
     """
     if not dataclasses.is_dataclass(f) or isinstance(f, type):
         return None
@@ -54,7 +55,7 @@ def smaller_model(f: Any, shrunk: Callable, args: tuple, kwargs: dict,
 
 
 def _text(closed) -> str:
-    """All operations and constants of a program."""
+    """Returns all operations and constants of a program as text."""
     closed = flatten(closed)
     return "\n".join([str(closed.jaxpr), *(str(np.asarray(x).tolist()) for x in closed.consts)])
 
