@@ -48,7 +48,7 @@ class Blocks(nn.Layer):
         return x
 
     def _periodic(self, scope, x, options):
-        """An `nn.Stack` in which one iteration applies all blocks of a period."""
+        """Applies the blocks with stacked parameters. Each iteration of a scan applies all blocks of a period."""
         f, *stacks = scope.pure(self.block, x, copies=self.depth, kind=self.kinds[0], **options)
         states = []
         for start, period, count in periods(self.kinds):

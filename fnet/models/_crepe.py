@@ -1,4 +1,4 @@
-"""CREPE: the pitch of a sound, from its waveform."""
+"""CREPE, which estimates the pitch of a sound from its waveform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json of the families of decoders: which field of transformers sets which field of a Decoder."""
+"""Defines which field of transformers' config.json sets which field of a `Decoder`, for each family of decoders."""
 
 from __future__ import annotations
 

@@ -79,11 +79,11 @@ def _ratio(model):
 
 
 class DINOv2(ViT):
-    """A vision transformer trained without labels. Its features serve classification, retrieval and dense prediction.
+    """A vision transformer trained without labels.
 
-    Unlike `ViT`, it multiplies the output of each residual branch by a learned scale for each feature, and its largest
-    preset has a gated hidden layer (SwiGLU). The input of the last layer is the class token concatenated with the mean
-    of the other tokens.
+    Its features are used for classification, retrieval and dense prediction. Unlike `ViT`, `DINOv2` multiplies the
+    output of each residual branch by a learned scale for each feature, and the largest preset has a gated hidden layer
+    (SwiGLU). The input of the last layer is the class token concatenated with the mean of the other tokens.
 
     Args:
         width, depth, heads, patch, size, dropout, epsilon: as in `ViT`.

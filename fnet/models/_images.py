@@ -52,7 +52,7 @@ class ImageInput:
 
         Raises:
             FileNotFoundError: the folder has neither of these files.
-            ValueError: a field has a value that `ImageInput` does not support; the message names it.
+            ValueError: a field has a value that `ImageInput` does not support. The message names the field.
         """
         from fnet.models.weights._json import read
 
@@ -67,7 +67,7 @@ class ImageInput:
         return cls(**_fields_of(path, config, _timm))
 
     def at(self, size: int) -> ImageInput:
-        """Returns the preprocessing for another input size. The fraction of the photo that is cropped is the same."""
+        """Returns the preprocessing for another input size. The crop covers the same fraction of the photo."""
         resize = None if self.resize is None else max(size, round(self.resize * size / self.size))
         return dataclasses.replace(self, size=size, resize=resize)
 

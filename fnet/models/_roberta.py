@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-R: BERT's encoder, with positions counted after the padding token."""
+"""RoBERTa and XLM-R: BERT's encoder, with positions that start after the index of the padding token."""
 
 from __future__ import annotations
 

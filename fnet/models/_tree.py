@@ -1,4 +1,4 @@
-"""The child-sum Tree-LSTM, a network whose structure is data: compiled once for trees of every shape."""
+"""The child-sum Tree-LSTM. The shapes of the trees are inputs, so one compiled program computes all trees."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int |
 
 
 def _postorder(tree):
-    """Returns [(label, index of the parent)], without recursion: a tree may be deeper than Python's stack."""
+    """Returns [(label, index of the parent)], without recursion, because a tree may exceed Python's recursion limit."""
     order, stack = [], [(tree, None)]                # preorder with children from right to left is reversed postorder
     while stack:
         node, parent = stack.pop()
@@ -101,9 +101,9 @@ class TreeLSTM(Model):
         f_k = sigmoid(x_j W_f + h_k U_f + b_f), for each child
         c_j = i * u + sum of f_k * c_k,  h_j = o * tanh(c_j)
 
-    The structure is in the arrays, not in the program. One `lax.scan` over the nodes in postorder carries, for every
-    node, the two sums over its children; each node adds its terms to the sums of its parent. So one compiled program
-    with static shapes computes batches of trees of any depth and any number of children.
+    The structure of the trees is in the input arrays, not in the program. The carry of one `lax.scan` over the nodes in
+    postorder contains the two sums over the children of every node. Each node adds its terms to the sums of its parent.
+    So one compiled program with static shapes computes batches of trees of any depth and any number of children.
 
     Args:
         classes: number of logits.

@@ -1,4 +1,4 @@
-"""Loads and saves pretrained weights under the parameter names of their original framework.
+"""Loads and saves pretrained weights with the parameter names of their original framework.
 
     model, params, state = pretrained.load("path/to/folder")             # config.json selects the model
     model, params, state = pretrained.load("resnet50")                   # a preset, from fnet's or Hugging Face's cache
@@ -71,8 +71,8 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
             and their index), a model.bin of llama2.c, the name of a folder in ~/.cache/fnet, or a repository of
             Hugging Face's hub. Default: the name of the preset; a model needs a path.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
-        names: the framework from which the names in the file come, a key of the model's `NAMES` such as "torchvision".
-            Default: detected from the names.
+        names: the framework whose parameter names the file contains, a key of the model's `NAMES` such as
+            "torchvision". Default: detected from the names.
         check_config: whether to compare the model with config.json.
         revision: a branch, tag or commit of the repository. Default: the revision in the cache, or "main" if there is
             none. `pretrained.revision(name)` returns the commit.
@@ -235,8 +235,8 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
 def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
     """Returns the preset `name` with the field values that the given weights require.
 
-    Weights of one architecture may need different field values, which cannot be derived from shapes: Keras' ResNet-50
-    has an epsilon of 1e-3, and its strides are in other convolutions.
+    Weights of one architecture may need different field values, which cannot be derived from shapes. For example,
+    Keras' ResNet-50 has an epsilon of 1e-3, and its strides are in other convolutions than those of torchvision.
 
     Args:
         name: the preset, such as "resnet50".
@@ -255,7 +255,7 @@ def model(name: str, path: str | os.PathLike | None = None, **changes) -> Model:
 
 
 def names_of(model: Model, path: str | os.PathLike) -> str:
-    """Returns the framework from which the names in a file come, a key of the model's `NAMES`.
+    """Returns the framework whose parameter names a file contains, a key of the model's `NAMES`.
 
         image = model.NAMES[pretrained.names_of(model, path)].image       # the preprocessing for these weights
 

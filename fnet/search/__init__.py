@@ -1,4 +1,4 @@
-"""Many trainings at once: populations on one device, hyperparameter search, federated averaging.
+"""Many trainings at the same time: populations, hyperparameter search, federated averaging.
 
     init_n, step_n = search.population(init, step)
     state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})

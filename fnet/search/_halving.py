@@ -114,7 +114,7 @@ def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callabl
     Args:
       init_n, step_n, batches, score, steps, eta, options: as for `halving`.
       space: the space of the hyperparameters, all of which must be numbers. Each bracket draws its own random points.
-      seed: the seed of the points and of the members.
+      seed: the seed of the random points and of the PRNG keys of the members.
       most: the largest number of brackets. None: as many as possible if every first rung has at least one step.
       fixed: further hyperparameters, with the same value for all members; or None.
       workdir: a folder that receives one folder for each bracket; or None.

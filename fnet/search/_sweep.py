@@ -87,7 +87,7 @@ class Sweep:
 
     @contextlib.contextmanager
     def planning(self):
-        """The lock under which trials are created."""
+        """Holds the lock under which trials are created, as a context manager."""
         while True:
             try:
                 lock = Lock(self.folder)
@@ -100,7 +100,7 @@ class Sweep:
             lock.release()
 
     def trials(self) -> list[Trial]:
-        """All trials, by index."""
+        """Returns all trials, sorted by index."""
         return [Trial(path) for path in sorted((self.folder / "trials").iterdir()) if (path / "trial.json").exists()]
 
     def claim(self, most: int | None) -> tuple[Trial, Lock] | None:

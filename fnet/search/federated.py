@@ -71,7 +71,8 @@ def clients(parts: Sequence[Any]) -> Clients:
     """Combines the data of clients, which may have different numbers of examples.
 
     Args:
-      parts: the data of each client, a sequence of trees of arrays. All arrays of a client have the same first axis.
+      parts: the data of each client, a sequence of trees of arrays. The first axis of all arrays of a client has the
+        same length, the number of examples.
 
     Raises:
       ValueError: there is no client, a client has no examples, or the arrays of a client have different lengths.

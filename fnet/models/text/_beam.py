@@ -1,4 +1,4 @@
-"""Beam search: the most probable texts, approximately."""
+"""Beam search, an approximate search for the most probable texts."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class ChatTemplate:
             variables: other variables of the template, such as enable_thinking=False for Qwen3.
 
         Returns:
-            The text. It already contains the special tokens: encode it with `special_tokens=False`.
+            The text. It already contains the special tokens, so encode it with `special_tokens=False`.
 
         Raises:
             ValueError: the messages are not of the expected form, or the template rejects them, fails, or exceeds a

@@ -27,7 +27,7 @@ class Limit(jinja2.TemplateError):
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """Renders a template as transformers renders chat templates.
+    """Renders a template in the same way as transformers renders chat templates.
 
     Raises:
         Rejected: the template calls `raise_exception`.

@@ -97,7 +97,7 @@ def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping
         description: the contents of tokenizer.json.
 
     Returns:
-        The index of eos_token in a tuple, or ().
+        A tuple with the index of eos_token, or () if there is none.
 
     Raises:
         ValueError: the two files contradict each other, or a field is not known.

@@ -184,7 +184,7 @@ class HuggingFaceTokenizer:
         return clean_up(text) if self._clean_up else text
 
     def _run(self, function, argument):
-        """Calls the library, whose errors are plain Exceptions and whose panics are BaseExceptions."""
+        """Calls the library. Its errors (Exception) and panics (BaseException) are raised as ValueError."""
         try:
             return function(argument)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""The classes of characters that BERT's tokenizer uses, equal for every version of Python.
+"""The categories of characters for BERT's tokenizer, which do not depend on the version of Python.
 
 Published vocabularies were used with the library tokenizers. The tables of this library are those of Unicode 8 for
 categories, Unicode 9 for decompositions and Unicode 17 for lowercase letters. The tables of Python are those of Unicode

@@ -110,7 +110,7 @@ def _config(path):
 
 
 def _older(folder, config):
-    """Adds special_tokens_map.json and added_tokens.json, which contain the special tokens of older folders."""
+    """Adds the content of special_tokens_map.json and added_tokens.json, which older folders have, to `config`."""
     path = folder / "special_tokens_map.json"
     if os.path.lexists(path):
         for key, value in read(path).items():

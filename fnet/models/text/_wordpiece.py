@@ -36,8 +36,8 @@ class WordPiece:
 
     Args:
         vocabulary: all tokens in the order of their indices, including [UNK], [CLS], [SEP] and [PAD].
-        lowercase: whether letters become lowercase: True for models called "uncased".
-        strip_accents: whether accents are removed. Default: `lowercase`.
+        lowercase: whether letters become lowercase, as for models called "uncased". Default: True.
+        strip_accents: whether accents are removed. Default: the value of `lowercase`.
         tokenize_chinese_chars: whether each Chinese character is a separate word.
         clean_up: whether `decode` also removes the spaces in contractions and around single quotes.
 
@@ -174,7 +174,7 @@ class WordPiece:
 
 
 def _cleaned(char, split):
-    """Applies BERT's cleaning to one character, with spaces around Chinese ones if `split`."""
+    """Applies BERT's cleaning to one character. Adds spaces around a Chinese character if `split` is True."""
     if char in "\t\n\r":
         return " "
     if char in "\0\ufffd" or category(char) in _CONTROL:

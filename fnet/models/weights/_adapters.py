@@ -45,7 +45,7 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the adapter is for another model, or uses a method that is not LoRA (DoRA, biases, other modules).
+        ValueError: the adapter is for another model, or uses more than LoRA, such as DoRA, biases or other modules.
 
     >>> import tempfile
     >>> from fnet import compress

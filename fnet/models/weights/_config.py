@@ -51,7 +51,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Must:
-    """A field of config.json of which the model supports only some values.
+    """A field of config.json for which the model supports only some values.
 
     Args:
         values: the supported values. One of them is the default of the framework.

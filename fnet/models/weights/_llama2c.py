@@ -89,7 +89,7 @@ def write(file: Path, head: Header, arrays) -> None:
 
 
 def _rotary(head):
-    """The two tables of angles that old versions of run.c read, as export.py computes them."""
+    """Returns the cosines and sines of the rotary embedding, which old versions of run.c read from the file."""
     dim = head.dim // head.n_heads
     angles = np.outer(np.arange(head.seq_len), 10000.0 ** (-np.arange(0, dim, 2)[:dim // 2] / dim))
     return {"freq_cis_real": np.cos(angles), "freq_cis_imag": np.sin(angles)}

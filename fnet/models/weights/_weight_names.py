@@ -131,7 +131,7 @@ class Spare:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """A second key that a file may contain for the array at `ours`. The arrays of the two keys must be equal.
+    """A second key that a file may contain for the array at the path `ours`. Both keys must have equal arrays.
 
     If a `Rule` of the model already reads the key `theirs`, `Tied` has no effect. The same rules can therefore be used
     for models with tied and with separate logits.
@@ -163,8 +163,8 @@ class Names:
         prefixes: possible prefixes of the keys. `save` writes the first prefix, or the last for a model with a head.
         heads: rules whose keys have no prefix, such as the rules for a head after an encoder.
         aliases: {end of a key in older files: end of the same key in newer files}.
-        config: the fields of the model that these weights require but that cannot be derived from shapes, such as
-            BatchNorm's epsilon.
+        config: {field of the model: value that these weights require}, for values that cannot be derived from shapes,
+            such as BatchNorm's epsilon.
         metadata: the metadata that `save` writes into the file.
         image: the image preprocessing with which these weights were trained.
         header: for llama2.c's model.bin, a function from the model to the header. None: the file is safetensors.
@@ -184,7 +184,7 @@ class Names:
     only_named: bool = False
 
     def of(self, model: Any) -> Names:
-        """Returns the same names with the tuple of rules for a model."""
+        """Returns a copy in which `rules` is the tuple of rules for a model."""
         return dataclasses.replace(self, rules=self.rules(model)) if callable(self.rules) else self
 
     def flat(self) -> list:
