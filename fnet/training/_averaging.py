@@ -38,9 +38,9 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
     number 1). The transformation does not change the updates.
 
     Args:
-        start: number of the first update whose result is averaged.
-        every: number of updates between two averaged results, usually the length of an epoch or of a cycle of the
-            schedule.
+        start: the number of the first update whose result is averaged.
+        every: the number of updates between two averaged results, usually the length of an epoch or of a cycle of the
+            schedule. Default 1.
 
     Raises:
         ValueError: `start` or `every` is less than 1.
@@ -113,7 +113,7 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
             returned unchanged. Of all other leaves, only the shape and the dtype are used.
         batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`, or an array
             if there is only one such argument.
-        key: a PRNG key for f, or None.
+        key: a PRNG key for f. Default None.
 
     Returns:
         The state with the new statistics.

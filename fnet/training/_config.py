@@ -132,8 +132,8 @@ def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...]
     Args:
       config: the current configuration.
       workdir: the run's folder. If `workdir` has no config.json, nothing is compared.
-      but: names of fields that may differ. Fields declared with `compare=False` may also differ, and steps and epochs
-        may increase.
+      but: the names of fields that may differ. Fields declared with `compare=False` may also differ, and steps and
+        epochs may increase. Default ().
 
     Raises:
       ConfigError: a field differs; the message lists each such field with both values.

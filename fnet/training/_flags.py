@@ -82,7 +82,7 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
       cls: the dataclass that was passed to `define`.
       values: the parsed flags.
       presets: the values of the fields for each preset, by the name of the preset, such as
-        `presets.IMAGE_CLASSIFICATION`.
+        `presets.IMAGE_CLASSIFICATION`. Default None: there are no presets.
       by: the name of the field whose value is the name of a preset. Default None: there are no presets.
 
     Raises:

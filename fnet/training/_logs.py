@@ -82,10 +82,10 @@ class Logger:
         line is stored when the call returns. After 256 KiB, a new object is started (metrics.jsonl.0001).
       step: the step from which the run is resumed. Lines of later steps, which a killed process wrote after its last
         checkpoint, are removed, because the resumed run writes them again. Damaged lines are also removed, with a
-        `LogWarning`, and the original file is kept as metrics.jsonl.damaged.
-      tensorboard: whether to write TensorBoard's event files, too.
+        `LogWarning`, and the original file is kept as metrics.jsonl.damaged. Default 0.
+      tensorboard: whether to write TensorBoard's event files, too. Default True.
       again: the names of evaluations and values that the resumed run computes again at `step`. The lines with these
-        names at `step` are removed, too.
+        names at `step` are removed, too. Default ().
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

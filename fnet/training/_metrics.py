@@ -96,8 +96,8 @@ def mean(values: jax.Array, weight: jax.Array | None = None) -> Mean:
 
     Args:
       values: numbers or bools, of any shape.
-      weight: weights with the shape of `values`, or None for all ones. Values with weight 0, such as padding, have no
-        effect, even if they are NaN.
+      weight: weights with the shape of `values`. Values with weight 0, such as padding, have no effect, even if they
+        are NaN. Default None: every weight is 1.
 
     Raises:
       ValueError: the shapes differ.
@@ -127,7 +127,7 @@ def confusion(
       label: the true classes, integers [batch].
       prediction: the predicted classes, integers [batch].
       classes: the number of classes.
-      weight: the weight of each example, [batch], or None for all ones.
+      weight: the weight of each example, [batch]. Default None: every weight is 1.
 
     >>> tr.confusion(jnp.array([0, 1, 1]), jnp.array([0, 1, 0]), classes=2).total.tolist()
     [[1.0, 0.0], [1.0, 1.0]]

@@ -64,9 +64,9 @@ def schedule(
     Args:
       name: one of `SCHEDULES`.
       peak: the largest learning rate.
-      steps: number of updates in the whole run.
-      warmup: length of the warm-up, as a fraction of the run in [0, 1). one_cycle ignores `warmup`.
-      final: the last learning rate of cosine and linear, as a fraction of `peak`.
+      steps: the number of updates in the whole run.
+      warmup: the length of the warm-up, as a fraction of the run in [0, 1). one_cycle ignores `warmup`. Default 0.
+      final: the last learning rate of cosine and linear, as a fraction of `peak`. Default 0.
 
     Returns:
       A function of the step, for `optimizer` or any Optax optimizer.
@@ -137,9 +137,9 @@ def optimizer(
       learning_rate: a number, or a schedule.
       weight_decay: the coefficient of the weight decay. adamw, nadamw, lion, lamb and muon decouple the decay from the
         gradient (Loshchilov & Hutter 2019). The other optimizers add `weight_decay` times the parameters to the
-        gradient, which is L2 regularization.
-      decay_all: whether weight decay also applies to biases and norm scales (see `decays`).
-      clip: the largest global norm of the gradient; a larger gradient is scaled down. None: no clipping.
+        gradient, which is L2 regularization. Default 0.
+      decay_all: whether weight decay also applies to biases and norm scales (see `decays`). Default False.
+      clip: the largest global norm of the gradient; a larger gradient is scaled down. Default None: no clipping.
       **options: options of the Optax optimizer (`b1=`, `momentum=`, `eps=`, ...).
 
     Raises:
@@ -193,8 +193,8 @@ def lookahead(optimizer: optax.GradientTransformation, *, period: int = 5,
 
     Args:
         optimizer: an Optax optimizer of the weights w.
-        period: number of steps between two updates of the slow weights.
-        rate: the step size of the slow weights.
+        period: the number of steps between two updates of the slow weights. Default 5.
+        rate: the step size of the slow weights. Default 0.5.
 
     Source: Zhang et al. (2019), Lookahead Optimizer: k Steps Forward, 1 Step Back.
 

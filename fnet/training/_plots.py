@@ -27,8 +27,8 @@ def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = N
 
     Args:
       rows: the result of `read_metrics`.
-      path: the path of a PNG file to write, or None.
-      title: the title above the plot.
+      path: the path of a PNG file to write. Default None: no file.
+      title: the title above the plot. Default "".
 
     Returns:
       The matplotlib figure, which a notebook displays.
@@ -78,8 +78,8 @@ def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLik
     Args:
       counts: the confusion matrix, [classes, classes]; rows are the true classes.
       classes: the names of the classes.
-      path: the path of a PNG file to write, or None.
-      title: the title above the plot.
+      path: the path of a PNG file to write. Default None: no file.
+      title: the title above the plot. Default "".
 
     Returns:
       The matplotlib figure, which a notebook displays.

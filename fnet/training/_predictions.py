@@ -25,9 +25,9 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
       workdir: the run's folder, a local path.
       probabilities: the predicted probabilities, [examples, classes].
       labels: the true classes, integers [examples].
-      classes: the names of the classes. None: "0", "1", ...
-      images: the images of the examples, [examples, height, width, channels], as for `Image`; or None.
-      worst: number of wrong predictions to save, those with the highest probability first.
+      classes: the names of the classes. Default None: "0", "1", ...
+      images: the images of the examples, [examples, height, width, channels], as for `Image`. Default None: no images.
+      worst: the number of wrong predictions to save, those with the highest probability first. Default 24.
 
     Raises:
       ValueError: the shapes do not match, or a label is not an index of `classes`.

@@ -53,8 +53,8 @@ class TrainState:
         Args:
           params: the model's parameters.
           tx: an Optax gradient transformation.
-          state: the model's other arrays, which are the second value that `model.init` returns. None: `{}`.
-          ema: the decay of a moving average of params, in [0, 1), or None for no average.
+          state: the model's other arrays, which are the second value that `model.init` returns. Default None: `{}`.
+          ema: the decay of a moving average of params, in [0, 1). Default None: no average.
 
         Raises:
           ValueError: ema is outside [0, 1).
@@ -82,7 +82,7 @@ class TrainState:
         Args:
           tx: the transformation that was passed to `create`.
           grads: the gradient, a tree with the structure of params.
-          state: the model's new state; None keeps the old state.
+          state: the model's new state. Default None: the old state is kept.
           **extra: further keyword arguments for `tx.update`, such as `gradient=` for `tr.svrg`.
         """
         with jax.numpy_dtype_promotion("standard"):        # Adam's `decay ** step` needs it

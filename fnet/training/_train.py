@@ -35,14 +35,15 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
       optimizer: an Optax gradient transformation.
       epochs, steps: the length of the training, in epochs or in steps. Pass exactly one of the two.
       validation: a data set with the structure of the batches. The loss and metrics of this data set are logged as
-        "validation/loss" and so on.
+        "validation/loss" and so on. Default None: no validation.
       metrics: a dict of further functions like `loss`, such as {"accuracy": lambda logits, y: logits.argmax(-1) == y}.
-      inputs, targets: the keys of the inputs and the targets, if batches are dicts.
-      seed: the seed of the initial parameters and of dropout.
-      ema: the decay of a moving average of the parameters, or None. With a decay, the evaluation uses the average
-        instead of the parameters.
-      every: number of steps between two evaluations. None: one epoch, or the whole run if the length of an epoch is
-        unknown.
+        Default None: only the loss.
+      inputs, targets: the keys of the inputs and the targets, if batches are dicts. Default "x" and "y".
+      seed: the seed of the initial parameters and of dropout. Default 0.
+      ema: the decay of a moving average of the parameters. With a decay, the evaluation uses the average instead of the
+        parameters. Default None: no average.
+      every: the number of steps between two evaluations. Default None: one epoch, or the whole run if the length of an
+        epoch is unknown.
       **options: further arguments for `fit`, such as workdir, early_stop, restore_best, progress and config.
 
     Returns:

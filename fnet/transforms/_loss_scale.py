@@ -59,8 +59,8 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
 
     Args:
         inner: an Optax transformation.
-        policy: a `hardware.Policy`. If the policy has no `loss_scale`, `inner` is returned unchanged. None: scale the
-          loss.
+        policy: a `hardware.Policy`. If the policy has no `loss_scale`, `inner` is returned unchanged. Default None: the
+            loss is scaled.
         initial: the first scale. Default: the scale of the policy, or 2^15.
         growth: the factor by which the scale is multiplied after `interval` steps with finite gradients. Default 2.
         interval: the number of consecutive steps with finite gradients after which the scale grows. Default 2,000.
@@ -165,7 +165,7 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
     Args:
         loss: `loss(*args) -> scalar`, or (scalar, aux) with `has_aux`.
         argnums, has_aux: as in `jax.value_and_grad`. `argnums` refers to the arguments of the loss, without
-            `opt_state`.
+            `opt_state`. Default 0 and False.
 
     Returns:
         A function of (opt_state, *args).

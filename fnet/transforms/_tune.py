@@ -66,8 +66,10 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
         step: a function of arrays, jitted or not, written with any library. Rules also apply inside loops, branches,
             jit, remat, shard_map and custom derivatives. A step that is not jitted may also have arguments and results
             that are not arrays, such as a whole Equinox model; it is traced for each value of these arguments.
-        chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a `hardware.Chip`.
-        rules: {name of a rule: False} disables rules. `ft.explain(ft.tune(step), *args)` lists the rules that apply.
+        chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a `hardware.Chip`. Default
+            "auto".
+        rules: {name of a rule: False}, the rules to disable. `ft.explain(ft.tune(step), *args)` lists the rules that
+            apply. Default None: no rule is disabled.
         measure: whether to select the rules by timing. The first call with arrays then compiles and times the program
             with all rules, with no rule, and without each single rule, on copies of its arguments. The fastest form is
             used (`ft.explain` reports the times) and stored in FNET_CACHE or ~/.cache/fnet for later processes. All

@@ -34,10 +34,12 @@ class Checkpoints(Reading):
     Args:
       folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix, gs://, az://). It is created if
         necessary, and locked for this process by the first save.
-      keep: number of the latest checkpoints to keep.
-      keep_every: also keep every checkpoint whose step is a multiple of this number.
-      best: the name of a metric that is passed to `save`. The checkpoint with its best value is kept, too.
-      mode: "max" if the largest value of the metric is the best, "min" if the smallest is.
+      keep: the number of the latest checkpoints to keep. Default 3.
+      keep_every: every checkpoint whose step is a multiple of this number is kept, too. Default None.
+      best: the name of a metric that is passed to `save`. The checkpoint with the best value of this metric is kept,
+        too. Default None.
+      mode: "max" if the largest value of the metric is the best, "min" if the smallest value is the best. Default
+        "max".
 
     Raises:
       ValueError: `keep` or `keep_every` is less than 1, or `mode` is neither "max" nor "min".
@@ -154,9 +156,10 @@ class Checkpoints(Reading):
         Args:
           step: the step, which is also the name of the checkpoint.
           tree: any pytree of JAX arrays, NumPy arrays, PRNG keys and Python numbers.
-          metrics: metrics by name, among them the metric of `best`; or None.
-          notes: other data of JSON types to store in the manifest, by name; or None.
-          sound: a bool on the device, or None. If the value is False, the checkpoint is not saved.
+          metrics: metrics by name, including the metric of `best`. Default None.
+          notes: other data of JSON types to store in the manifest, by name. Default None.
+          sound: a bool array on the device. If the value is False, the checkpoint is not saved. Default None: the
+            checkpoint is saved.
 
         Raises:
           CheckpointError: the folder cannot be written to, another run uses it, or the previous save failed.

@@ -53,7 +53,8 @@ def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      which: "best" (by the metric of `fit(best=)` or `fit(early_stop=)`), "last", or the number of a step.
+      which: "best" (by the metric of `fit(best=)` or `fit(early_stop=)`), "last", or the number of a step. Default
+        "last".
 
     Returns:
       A `Snapshot`. If the state is not a `TrainState`, `params` is the complete state.
@@ -82,8 +83,8 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
       like: a state with the same structure, such as `TrainState.create(...)`. Its arrays may be jax.ShapeDtypeStruct.
-      which: "best", "last" or the number of a step, as for `load`.
-      cast: whether to convert a leaf of another dtype to the dtype in `like`.
+      which: "best", "last" or the number of a step, as for `load`. Default "last".
+      cast: whether to convert a leaf of another dtype to the dtype in `like`. Default False.
 
     Returns:
       The state, for example to train it further with `fit(step, state, ...)` in another workdir.

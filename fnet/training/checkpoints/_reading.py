@@ -83,10 +83,10 @@ class Reading:
           target: a tree with the structure of the saved tree. Its arrays may be jax.ShapeDtypeStruct. The arrays are
             placed with the shardings of `target`. The run may have been saved with any number of devices and
             processes. With several processes, each process reads and verifies the shards that its devices need.
-          step: the step of the checkpoint; None: the newest undamaged checkpoint.
-          cast: whether to convert a leaf of another dtype to the dtype in `target`.
-          part: the path of the subtree to restore, which has the structure of `target`, such as "state"; "" for the
-            complete saved tree.
+          step: the step of the checkpoint. Default None: the newest undamaged checkpoint.
+          cast: whether to convert a leaf of another dtype to the dtype in `target`. Default False.
+          part: the path of the subtree to restore, which has the structure of `target`, such as "state". Default "":
+            the complete saved tree.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
@@ -100,7 +100,7 @@ class Reading:
         numbers.
 
         Args:
-          step: the step of the checkpoint; None: the newest undamaged checkpoint, as for `restore`.
+          step: the step of the checkpoint. Default None: the newest undamaged checkpoint, as for `restore`.
 
         Raises:
           FileNotFoundError, CheckpointError: as for `restore`.

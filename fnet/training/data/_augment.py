@@ -26,8 +26,8 @@ def random_crop(
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels].
-      padding: pixels added to each side.
-      mode: the padding mode of `jnp.pad`: "constant" adds zeros, "reflect" mirrors the image.
+      padding: the number of pixels added to each side. Default 4.
+      mode: the padding mode of `jnp.pad`: "constant" adds zeros, "reflect" mirrors the image. Default "constant".
 
     Example:
       >>> random_crop(jax.random.key(0), jnp.ones((2, 8, 8, 1)), 2).shape
@@ -75,7 +75,7 @@ def cutout(key: jax.Array, images: jax.Array, size: int = 8) -> jax.Array:
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels].
-      size: side of the square in pixels; with 0, images do not change.
+      size: the side of the square in pixels. With 0, images do not change. Default 8.
 
     >>> images = jnp.ones((2, 8, 8, 1))
     >>> bool((tr.cutout(jax.random.key(0), images, size=4) == 0).any())
@@ -106,10 +106,10 @@ def random_affine(
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels], floating.
-      degrees: the largest angle; the angle is uniform in [-degrees, degrees].
-      scale: the largest change of size; the scale factor is uniform in [1 - scale, 1 + scale].
-      shift: the largest translation along each axis, as a fraction of the image size; the translation is uniform in
-        [-shift, shift] times the size of the image.
+      degrees: the largest angle. The angle is uniform in [-degrees, degrees]. Default 10.
+      scale: the largest change of size. The scale factor is uniform in [1 - scale, 1 + scale]. Default 0.1.
+      shift: the largest translation along each axis, as a fraction of the image size. The translation is uniform in
+        [-shift, shift] times the size of the image. Default 0.1.
 
     Raises:
       TypeError: the images are integers, which cannot be interpolated.

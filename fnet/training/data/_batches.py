@@ -21,9 +21,9 @@ class Batches:
     Args:
       data: arrays with one row for each example: a dict such as {"image": [n, ...], "label": [n]}, a tuple, nested
         dicts and tuples, or a pandas DataFrame, which becomes a dict of its columns. A batch has the same structure.
-      batch_size: number of examples in a batch.
-      seed: the seed of the permutations.
-      shuffle: whether to permute the examples. If False, every epoch has the order of the arrays.
+      batch_size: the number of examples in a batch.
+      seed: the seed of the permutations. Default 0.
+      shuffle: whether to permute the examples. If False, every epoch has the order of the arrays. Default True.
 
     Raises:
       ValueError: `data` contains no arrays or arrays of different lengths, or `batch_size` is less than 1.

@@ -27,11 +27,11 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
 
     Args:
       path: the path of the file, or its URL as for `read_tokens`. The first line contains the names of the columns.
-      names: the names of the columns, for a file whose first line is data. None: the first line.
-      delimiter: the character between cells, such as ";" or a tab.
-      missing: what to do with a missing value, which is a cell that is empty or contains NA, N/A, NaN, null, none or ?
-        in a column of numbers or bools. None raises an error, "drop" omits the row, and a number or {column: number}
-        replaces the cell. Cells in a column of text are not changed.
+      names: the names of the columns, for a file whose first line is data. Default None: the first line has the names.
+      delimiter: the character between cells, such as ";" or a tab. Default ",".
+      missing: how missing values are handled. A missing value is a cell that is empty or contains NA, N/A, NaN, null,
+        none or ? in a column of numbers or bools. None raises an error, "drop" omits the row, and a number or {column:
+        number} replaces the cell. Cells in a column of text are not changed. Default None.
 
     Raises:
       ValueError: the file is not a table of this form, or a value is missing. The message names the file and the line.

@@ -132,14 +132,14 @@ def load(
 
     Args:
         name: "digits", "mnist", "fashion_mnist" or "cifar10".
-        data_dir: the folder of the files, which digits does not need. None: the folder in the
-            environment variable FNET_DATA, or ~/.cache/fnet.
+        data_dir: the folder of the files. The data set digits needs none. Default None: the folder in the environment
+            variable FNET_DATA, or ~/.cache/fnet.
         split: how to split the 1,797 images of digits (see `load_digits`): "random" is a fixed,
             stratified 80/20 split, and "last20" uses the last 20 % as the test set, as is
-            conventional. The other data sets have the split of their authors.
-        download: whether missing files may be downloaded.
-        base_url: the URL to download from, or None for the published URLs.
-        announce: a function called with a message (str) before each download, or None for no message.
+            conventional. The other data sets have the split of their authors. Default "random".
+        download: whether missing files may be downloaded. Default True.
+        base_url: the URL to download from. Default None: the published URLs.
+        announce: a function called with a message (str) before each download. Default None: no messages.
 
     Returns:
         A `Dataset`.
@@ -194,8 +194,8 @@ def load_digits(split: str = "random") -> Dataset:
     Args:
         split: "random" sorts the images by class, in a fixed random order within each class, and
             puts every fifth image into the test set. This gives 1,437 training and 360 test
-            images; each class is split 80/20 to within one image. "last20" uses the last 360
-            images of the file as the test set.
+            images; each class is split 80/20 to within one image. "last20" uses the last 360 images of the file as the
+            test set. Default "random".
 
     Returns:
         A `Dataset`.

@@ -59,7 +59,7 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
       seed, shuffle: the order of the examples, as in `Batches`. Used only if `batch_size` is given and the source is
         read by index. Default 0 and True.
       resume: "epoch" or "none", to select a weaker guarantee than the source supports, for example because it takes too
-        long to read an epoch again. None: the strongest guarantee.
+        long to read an epoch again. Default None: the strongest guarantee.
 
     Raises:
       TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be iterated. When a batch

@@ -21,9 +21,9 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
       data: a tree of arrays or a pandas DataFrame, as in `Batches`; columns may also be text.
       sizes: for two parts, the size of the second (validation): a fraction such as 0.2, or a number of examples. For
         any number of parts, a sequence of the sizes of all parts: fractions with the sum 1, or numbers of examples.
-      seed: the seed of the random assignment of examples to parts.
-      stratify: the class of each example, integers [n], or None. If given, the number of examples of each class in a
-        part differs by at most one from the exact share.
+      seed: the seed of the random assignment of examples to parts. Default 0.
+      stratify: the class of each example, integers [n]. If given, the number of examples of each class in a part
+        differs by at most one from the exact share. Default None.
 
     Returns:
       The parts, each with the structure of `data`.

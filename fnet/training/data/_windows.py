@@ -18,9 +18,10 @@ class Windows:
     Args:
       tokens: the token array, integers [tokens].
       length: number of predicted tokens in a window; a window has `length + 1` tokens.
-      batch_size: number of windows in a batch.
-      seed: the seed of the random positions.
-      vocab_size: the size of the vocabulary, to check that each token is less than it; None: tokens are not checked.
+      batch_size: the number of windows in a batch.
+      seed: the seed of the random positions. Default 0.
+      vocab_size: the size of the vocabulary, to check that each token is less than `vocab_size`. Default None: tokens
+        are not checked.
 
     Raises:
       ValueError: `tokens` is not longer than `length` or is not an integer array, or a size is less than 1. When a

@@ -39,9 +39,9 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
     that cannot be read or is damaged is compiled again.
 
     Args:
-      path: the folder of the cache, which grows to at most 4 GiB. Its programs are executed, so it is used only if this
-        user owns it and no other user can write to it. None: the folder compiled/ in the folder that the environment
-        variable FNET_CACHE names, or in ~/.cache/fnet.
+      path: the folder of the cache, which grows to at most 4 GiB. The programs in the folder are executed, so the
+        folder is used only if this user owns it and no other user can write to it. Default None: the folder compiled/
+        in the folder that the environment variable FNET_CACHE names, or in ~/.cache/fnet.
 
     Example:
       >>> import tempfile

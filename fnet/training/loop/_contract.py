@@ -97,8 +97,9 @@ def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *,
     Args:
       watched: the names of these metrics.
       evaluate: the evaluation functions. An `evaluator` knows the names of its metrics before it runs.
-      state: the state, to ask for these names before the first step.
-      values: the results of the evaluations, or None before the first evaluation.
+      state: the state, from which an `evaluator` determines the names of its metrics before the first evaluation.
+        Default None.
+      values: the results of the evaluations. Default None: there has been no evaluation.
 
     Raises:
       ValueError: the metric or the evaluation does not exist, or the metric is not a single number.

@@ -15,9 +15,9 @@ class EarlyStop:
     Args:
       metric: the logged name of the metric, such as "validation/accuracy". Compute the metric on data that is used
         neither for training nor for the reported result.
-      patience: number of consecutive evaluations without improvement after which the run stops.
-      mode: "max" if larger values are better, "min" if smaller values are better.
-      min_delta: the difference from the best value that an improvement must exceed.
+      patience: the number of consecutive evaluations without improvement after which the run stops.
+      mode: "max" if larger values are better, "min" if smaller values are better. Default "max".
+      min_delta: the difference from the best value that an improvement must exceed. Default 0.
 
     Raises:
       ValueError: `mode` is neither "max" nor "min", `patience` is less than 1, or `min_delta` is negative or not

@@ -97,49 +97,55 @@ def fit(
       steps: the total number of steps, including the steps of earlier calls with this workdir.
       workdir: the folder of the run, as a path or as a URL of an object store (s3://bucket/run, gs://, az://), for
         which `pip install 'fnet[cloud]'` is necessary. It contains config.json, metrics.jsonl, events.jsonl,
-        tensorboard/, checkpoints/ and, with `plan`, plan.txt. None: nothing is written.
-      plan: the result of `parallel.plan(step, ...)`, or None. The step runs on the devices of the plan, and the results
-        equal those of one device up to rounding. `fit` transfers the state and the batches to the plan's shardings. A
-        run may be resumed with another plan. Short batches are padded with rows of weight 0, as by `parallel.feed`.
-        With several processes, `batches(i)` returns either all rows, equal in all processes, or only the rows of this
-        process.
-      evaluate: a dict of evaluation functions, such as {"validation": evaluator(metrics, data)}. Each takes the state
-        and returns a dict of metrics, which may include `Histogram`, `Image` and `Text`.
-      every: number of steps between two evaluations. The last step is always evaluated. None: only the last step.
-      best: the name of a metric, such as "validation/accuracy". The state with its best value is saved and kept.
-      best_mode: "max" or "min", whether the largest or the smallest value is the best.
+        tensorboard/, checkpoints/ and, with `plan`, plan.txt. Default None: nothing is written.
+      plan: the result of `parallel.plan(step, ...)`. The step runs on the devices of the plan, and the results equal
+        those of one device up to rounding. `fit` transfers the state and the batches to the plan's shardings. A run may
+        be resumed with another plan. Short batches are padded with rows of weight 0, as by `parallel.feed`. With
+        several processes, `batches(i)` returns either all rows, equal in all processes, or only the rows of this
+        process. Default None: the arrays stay on their devices.
+      evaluate: a dict of evaluation functions, such as {"validation": evaluator(metrics, data)}. Each function takes
+        the state and returns a dict of metrics, which may include `Histogram`, `Image` and `Text`. Default None: no
+        evaluation.
+      every: the number of steps between two evaluations. The last step is always evaluated. Default None: only the last
+        step.
+      best: the name of a metric, such as "validation/accuracy". The state with the best value of this metric is saved
+        and kept. Default None.
+      best_mode: "max" if the largest value is the best, "min" if the smallest value is the best. Default "max".
       early_stop: an `EarlyStop`, the condition for ending the run before `steps`. Unless `best` is given, the metric of
-        `early_stop` is also used as `best`.
-      restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last one.
-      save_every: number of steps between two checkpoints. None: the same as `every`. The last step is always saved.
-      keep: number of the latest checkpoints to keep.
-      keep_every: also keep every checkpoint whose step is a multiple of this number.
+        `early_stop` is also used as `best`. Default None.
+      restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last state. Default
+        False.
+      save_every: the number of steps between two checkpoints. The last step is always saved. Default None: the same as
+        `every`.
+      keep: the number of the latest checkpoints to keep. Default 3.
+      keep_every: every checkpoint whose step is a multiple of this number is kept, too. Default None.
       restart: whether to delete the earlier run in `workdir` first. Nothing is deleted if an argument is invalid or if
-        another run uses the folder.
+        another run uses the folder. Default False.
       config: the hyperparameters, a dataclass or a dict of JSON types. The config is written to config.json and to each
         checkpoint. The checkpoint also records the number of steps and a description of the data. A run is resumed only
         if the config and the data are equal and `steps` is not smaller. Fields named steps or epochs, and dataclass
-        fields declared with `compare=False`, are not compared. Without a config, the run is resumed with a
-        `ResumeWarning` that names what cannot be compared.
-      notes: other data of JSON types to store in each checkpoint, such as {"policy": str(policy)}.
+        fields declared with `compare=False`, are not compared. Default None: a run is resumed without the comparison of
+        the configs, and a `ResumeWarning` says so.
+      notes: other data of JSON types to store in each checkpoint, such as {"policy": str(policy)}. Default None.
       nonfinite: what to do after a step with a NaN or infinite metric or state. "stop" raises `Diverged`. "skip"
         discards the update of this step: only the counter `step` increases. "rollback" returns to the last checkpoint
-        and continues with the batches after the batch of this step.
+        and continues with the batches after the batch of this step. Default "stop".
       debug: whether to replay the step for which `Diverged` is raised, and to name the first layer with a non-finite
-        value in the message.
-      log_every: number of steps between two fetches of the training metrics.
-      progress: a `Progress` that displays the run, or None.
-      tensorboard: whether to write TensorBoard's event files.
+        value in the message. Default False.
+      log_every: the number of steps between two fetches of the training metrics. Default 100.
+      progress: a `Progress` that displays the run. Default None: nothing is printed.
+      tensorboard: whether to write TensorBoard's event files. Default True.
       on_step: a function, or a sequence of functions, to call with a `StepEnd` after each step. If a function raises an
-        exception, the state is saved and `fit` raises the exception.
-      jit: whether to compile the step. False runs each operation separately, for a debugger.
+        exception, the state is saved and `fit` raises the exception. Default (): no functions.
+      jit: whether to compile the step. False runs each operation separately, for a debugger. Default True.
       tune: whether to rewrite the step with `transforms.tune` into faster code for this chip, with equal results up to
         rounding. For a run that takes at least ten minutes on a CPU even at the CPU's peak rate, the rules are selected
-        by timing the step with and without each rule, on copies of the state. A resumed run keeps its rules.
-      profile_steps: a range of consecutive steps to profile, such as range(100, 105), or None. The time of these steps
-        by path and phase (see `introspect.profile`) is written to workdir/profile/100-105, as profile.txt, profile.html
-        and profile.json, and trace.json.gz for ui.perfetto.dev. The first step of a process is not profiled, because it
-        compiles.
+        by timing the step with and without each rule, on copies of the state. A resumed run keeps its rules. Default
+        True.
+      profile_steps: a range of consecutive steps to profile, such as range(100, 105). The time of these steps by path
+        and phase (see `introspect.profile`) is written to workdir/profile/100-105, as profile.txt, profile.html and
+        profile.json, and trace.json.gz for ui.perfetto.dev. The first step of a process is not profiled, because it
+        compiles. Default None.
 
     Returns:
       The state after the last step, or the best state if `restore_best` is True. `load` and `restore` read both states

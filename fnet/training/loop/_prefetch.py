@@ -23,9 +23,9 @@ class Prefetch:
       batches: a function; `batches(i)` is the batch of step i. Its NumPy arrays are copied, so a source may reuse its
         buffers.
       start, stop: the first step, and the step after the last.
-      depth: the number of batches that are kept ready.
-      seen: the signals of the run. A signal ends the wait for a batch. None: signals are not checked.
-      move: whether to move NumPy arrays to the device. If False, batches are returned unchanged.
+      depth: the number of batches that are kept ready. Default 2.
+      seen: the signals of the run. A signal ends the wait for a batch. Default None: signals are not checked.
+      move: whether to move NumPy arrays to the device. If False, batches are returned unchanged. Default True.
 
     Attributes:
       waited: the total time that `__call__` has waited, in seconds.

@@ -35,9 +35,9 @@ class Progress:
     without reports.
 
     Args:
-      stream: the text stream to write to; None: the standard output.
-      bar: whether to show a progress bar below the lines; None: only if the stream is a terminal.
-      refresh: the largest number of times per second that the bar is redrawn.
+      stream: the text stream to write to. Default None: the standard output.
+      bar: whether to show a progress bar below the lines. Default None: only if the stream is a terminal.
+      refresh: the largest number of times per second that the bar is redrawn. Default 4.
 
     >>> import io
     >>> log = io.StringIO()

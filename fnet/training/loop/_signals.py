@@ -42,8 +42,9 @@ class Signals:
         """Returns a context in which a signal raises `Stopping`.
 
         Args:
-          allowed: whether a signal raises `Stopping`.
-          grace: seconds after which `Stopping` is raised if a signal arrived before the context was entered.
+          allowed: whether a signal raises `Stopping`. Default True.
+          grace: the number of seconds after which `Stopping` is raised if a signal arrived before the context was
+            entered. Default 0.
         """
         alarm = None
         try:
