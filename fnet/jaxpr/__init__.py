@@ -1,14 +1,14 @@
-"""Jaxprs: analysis and rewriting. Shared by all transforms and analyses.
+"""Analysis and rewriting of jaxprs. All transforms and analyses use this package.
 
 - `Scope`, `scopes_in`, `scope_of_operation`: the scope of an equation, or of an operation of a compiled program.
 - `traits`, `describe`, `product`, ...: properties of primitives, and typed access to the parameters of equations.
 - `bodies`, `equations`, `scan`: the jaxprs inside equations.
-- `rewrite`, `Interpreter`: evaluation under the control of a rule.
-- `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: values that are computed from several arrays.
+- `rewrite`, `Interpreter`: evaluation of a jaxpr in which a rule can replace equations.
+- `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: parameters that are computed from several arrays.
 - `tag`, `find_sites`, `Inspector`: named values of a program, which can be captured or replaced.
 - `flatten`, `stable`: a program written with few primitives, and such a program as plain data.
-- `TiedProgram`: a program whose axes may become smaller.
-- `read`: a jaxpr as flat frames.
+- `TiedProgram`: a program from whose axes indices can be removed.
+- `read`: a jaxpr as a flat list of operations, in which calls are inlined.
 - `cost`, `touched`, `nbytes`: the FLOPs and bytes of an equation.
 - `batch_axes`: the batch axes of an equation's outputs.
 """

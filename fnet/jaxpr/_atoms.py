@@ -1,4 +1,4 @@
-"""Sizes that must stay equal: the factors of axes, tied by union-find."""
+"""Factors of axes whose sizes must stay equal, in a union-find structure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ Axis = tuple[int, ...]    # atoms, from major to minor
 
 
 class Atoms:
-    """Factors of axes. An axis is a tuple of atoms, from major to minor; equal axes of a program share their atoms.
+    """The factors of the axes of a program, called atoms. An axis is a tuple of atoms, from major to minor.
 
-    An atom is split when a reshape splits its axis. It is frozen, with a reason, if its size cannot change.
+    Axes whose sizes must stay equal are tied: they share their atoms. An atom is split if a reshape splits its axis. An
+    atom whose size cannot change is frozen, with a reason.
     """
 
     def __init__(self):
@@ -25,7 +26,7 @@ class Atoms:
         return len(self._up) - 1
 
     def axes(self, shape: Iterable[int]) -> tuple[Axis, ...]:
-        """New axes of these sizes."""
+        """Returns new axes of these sizes."""
         return tuple((self.new(size),) for size in shape)
 
     def size(self, atom: int) -> int:
@@ -55,7 +56,7 @@ class Atoms:
         return self._frozen.get(self.root(atom))
 
     def tie(self, x: Axis, y: Axis) -> None:
-        """Makes two axes of one size equal. Axes whose factors do not match are frozen."""
+        """Ties two axes of the same size, so that they share their atoms. Atoms that do not match are frozen."""
         left, right = list(self.expand(x)), list(self.expand(y))
         while left and right:
             a, b = left[-1], right[-1]
@@ -79,7 +80,7 @@ class Atoms:
         return parts
 
     def _join(self, a: int, b: int) -> None:
-        """The older atom remains the root."""
+        """Joins two atoms. The older atom remains the root."""
         a, b = sorted((a, b))
         if a != b:
             self._up[b] = a

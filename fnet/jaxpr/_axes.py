@@ -1,4 +1,4 @@
-"""Which axes of the values of a program must have equal sizes."""
+"""Determines which axes of the values of a program must have equal sizes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _OPAQUE = {"while": "a while loop", "custom_vjp_call": "a custom_vjp", "custom_v
 
 @dataclasses.dataclass(eq=False)
 class Frame:
-    """The axes of the values of a jaxpr at one place of a program. (Several calls share a jaxpr, and have one each.)
+    """The axes of the values of a jaxpr. If several calls share a jaxpr, each call has its own frame.
 
     Attributes:
-        jaxpr: the open jaxpr. axes: of each variable.
+        jaxpr: the open jaxpr.
+        axes: {variable: its axes}.
         inner: {id of an equation: the frames of its bodies}.
-        groups: {id of a convolution: the axis of its groups}.
+        groups: {id of the equation of a convolution: the axis of its feature groups}.
     """
 
     jaxpr: Any
@@ -38,7 +39,7 @@ class Frame:
 
 
 def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
-    """The frame of a jaxpr, from the axes of its inputs. Atoms are tied and frozen as its equations demand."""
+    """Returns the frame of a jaxpr, given the axes of its inputs. Ties and freezes atoms as the equations require."""
     frame = Frame(jaxpr, dict(zip(jaxpr.invars, inputs)))
     for v in jaxpr.constvars:
         frame.axes[v] = atoms.axes(_shape(v))
@@ -56,7 +57,7 @@ def tie_axes(jaxpr: Any, inputs: Sequence[Axes], atoms: Atoms) -> Frame:
             frame.inner[id(eqn)] = (inner := tie_axes(bodies(eqn)[0].jaxpr, ins, atoms)),
             outs = _results(inner, eqn, atoms)
         elif (found := product(eqn)) is not None and (found.op is DOT or found.options.get(
-                "feature_group_count") == found.options.get("batch_group_count") == 1):    # as autocast writes them
+                "feature_group_count") == found.options.get("batch_group_count") == 1):    # also autocast's own
             outs = RULES[found.op.name](frame, eqn, ins, atoms)
         elif description(eqn.primitive).axes is not None:
             outs = _described(eqn, ins, atoms)
@@ -77,7 +78,7 @@ def _results(inner, eqn, atoms):
 
 
 def _pointwise(eqn, ins, atoms):
-    """Axes of size 1 are broadcast; scalars have none."""
+    """Ties the axes of the operands that are not broadcast. Scalars and axes of size 1 are broadcast."""
     out = []
     for i, n in enumerate(_shape(eqn.outvars[0])):
         alike = [axes[i] for axes, v in zip(ins, eqn.invars) if len(axes) > i and _shape(v)[i] == n]
@@ -125,7 +126,7 @@ def _branched(frame, eqn, ins, atoms):
 
 
 def _described(eqn, ins, atoms):
-    """One of fnet's own primitives, which names the factors of the axes of its operands and results."""
+    """Ties the axes of one of fnet's own primitives, whose description names the factors of axes."""
     sizes, free, operands, results = description(eqn.primitive).axes(eqn)
     if len(results) != len(eqn.outvars):
         return _unknown(eqn, ins, atoms, f"an operation without a rule ({eqn.primitive.name})")

@@ -1,7 +1,8 @@
-"""How each primitive ties the axes of its inputs and outputs.
+"""Rules that state for each primitive which axes of its inputs and outputs must have equal sizes.
 
-A rule takes (frame, equation, axes of the inputs, atoms) and returns the axes of the outputs. It ties axes that must
-keep equal sizes and freezes those whose size cannot change.
+A rule takes (frame, equation, axes of the inputs, atoms) and returns the axes of the outputs. An axis is a tuple of
+atoms, which are its factors. The rule ties atoms whose sizes must stay equal, and freezes atoms whose size cannot
+change (see `Atoms`).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _divides(m, n) -> bool:
 
 
 def _reshape(frame, eqn, ins, atoms):
-    """Runs of axes with equal products are joined or split together."""
+    """Splits and joins axes. Adjacent input axes correspond to adjacent output axes with the same product of sizes."""
     before, after, axes = list(_shape(eqn.invars[0])), list(_shape(eqn.outvars[0])), ins[0]
     if order := eqn.params["dimensions"]:
         before, axes = [before[i] for i in order], [axes[i] for i in order]
@@ -90,7 +91,7 @@ def _reshape(frame, eqn, ins, atoms):
         i0, j0 = i, j
         i, j = min(i + 1, len(before)), min(j + 1, len(after))
         while (m := math.prod(before[i0:i])) != (n := math.prod(after[j0:j])):
-            if _divides(m, n) or (isinstance(m, int) and isinstance(n, int) and m < n):    # others are symbolic
+            if _divides(m, n) or (isinstance(m, int) and isinstance(n, int) and m < n):    # other sizes are symbolic
                 i += 1
             else:
                 j += 1
@@ -104,7 +105,8 @@ def _reshape(frame, eqn, ins, atoms):
 
 
 def _reduced(over):
-    """A reduction; `over` is why the reduced axes cannot change, or None if that depends on their values."""
+    """Returns the rule of a reduction. `over` is the reason why the reduced axes cannot change. It is None for a sum,
+    where this depends on the summands (see `freeze_nonzero_sums`)."""
     def rule(frame, eqn, ins, atoms):
         reduced = eqn.params["axes"]
         for axes in ins[:len(eqn.outvars)]:
@@ -116,7 +118,8 @@ def _reduced(over):
 
 
 def _along(parameter, why):
-    """Operations along one axis, or several, that keep the shape."""
+    """Returns the rule of an operation along one or several axes that keeps the shape, such as a cumulative sum. `why`
+    is the reason why these axes cannot change."""
     def rule(frame, eqn, ins, atoms):
         where = eqn.params[parameter]
         for i in where if isinstance(where, (tuple, list)) else (where,):
@@ -176,7 +179,7 @@ def _window(frame, eqn, ins, atoms):
 
 
 def _blocks(atoms, axis, block, size, why):
-    """The axis within equal blocks of an axis; the number of blocks is frozen."""
+    """Splits an axis into blocks of equal size, and returns the axis of a block. Freezes the number of blocks."""
     parts = atoms.axes((size // block, block))
     atoms.tie(axis, (*parts[0], *parts[1]))
     atoms.freeze(parts[0], why)

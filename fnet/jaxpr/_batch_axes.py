@@ -1,4 +1,4 @@
-"""Propagates the batch axis through equations: for each primitive, from the inputs to the outputs."""
+"""Propagates the batch axis through equations, from the inputs to the outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fnet.jaxpr._primitives import description, traits
 
 
 def batch_axes(eqn, notes: list) -> list:
-    """Returns the batch axis of each output, given the batch axis of each input. None: no batch axis, or unknown."""
+    """Returns the batch axis of each output, given the batch axis of each input (`notes`). None means that a value has
+    no batch axis, or that this axis is unknown."""
     if all(note is None for note in notes):
         return [None] * len(eqn.outvars)
     name = eqn.primitive.name
@@ -40,8 +41,8 @@ def _through(jaxpr, notes: list) -> list:
 
 
 def _alike(eqn, notes):
-    """Elementwise operations, and others that keep the number of axes and the length of the batch. The batch axis does
-    not change."""
+    """The batch axis stays the same in elementwise operations, and in other operations that change neither the number
+    of axes nor the length of the batch axis."""
     found = []
     for out in eqn.outvars:
         shape = out.aval.shape
@@ -64,8 +65,9 @@ def _broadcast(eqn, notes):
 
 
 def _reshaped(eqn, notes):
-    """A reshape. The batch axis of the output is the axis with the same number of elements before it. The batch may be
-    merged with later axes, or it may be split, for example into microbatches; the first part is then the batch axis."""
+    """The sizes of the axes before the batch axis have the same product in the input and the output of a reshape. The
+    batch axis may be merged with later axes, or it may be split, for example into microbatches. If it is split, the
+    first part is the batch axis of the output."""
     note = notes[0]
     if note is None:
         return [None]
@@ -82,8 +84,8 @@ def _squeezed(eqn, notes):
 
 
 def _product(contract, batched, ranks, notes):
-    """The output of a product has first the batched axes, then the other axes of the left operand, then those of the
-    right operand."""
+    """Returns the batch axis of the output of a dot_general. The axes of the output are first the axes in `batched`,
+    then the other axes of the left operand, then those of the right operand, without the contracted axes."""
     for side, note in enumerate(notes[:2]):
         if note is None:
             continue
@@ -106,8 +108,8 @@ def _multiplied(found, notes):
 
 
 def _gathered(eqn, notes):
-    """The batch axis of a gather is that of the indices, or that of the operand if elements are gathered in each row.
-    """
+    """The batch axis of a gather is that of the indices. It is that of the operand if this axis is a batching dimension
+    of the gather, or if the gathered slices contain the whole axis."""
     numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
     rank = len(eqn.outvars[0].aval.shape)
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
@@ -143,7 +145,7 @@ def _scanned(eqn, notes):
     parts = scan(eqn)
     consts, carried, sliced = parts.split(notes)
     sliced = list(map(before, sliced))
-    for _ in range(parts.carry + 1):    # a carry that starts without the batch, like a gradient's zeros, may receive it
+    for _ in range(parts.carry + 1):    # a carry without a batch axis, such as initial zeros, may get one
         found = _through(parts.jaxpr, [*consts, *carried, *sliced])
         joined = [b if a is None else a for a, b in zip(carried, found)]
         if joined == carried:

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from fnet import _jax
 
-INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr"))    # nothing but their body
+INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr"))    # they only run their body
 CALLS = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"}
-"""Primitives that run one jaxpr once, on the equation's own inputs and with its outputs."""
-_HELD = ("jaxpr", "call_jaxpr", "call")    # the parameter in which a call holds it
+"""Primitives that run one jaxpr once. The inputs and outputs of the jaxpr are those of the equation."""
+_HELD = ("jaxpr", "call_jaxpr", "call")    # the parameter that contains a call's jaxpr
 CONTROL_NAMES = (("jit", "pjit"), ("remat2", "checkpoint"), ("custom_jvp_call",), ("custom_vjp_call",),
-                 ("custom_vmap_call",), ("scan",), ("while",), ("cond",), ("shard_map",))    # by JAX version
-_COMBINERS = ("update_jaxpr", "select_jaxpr", "scatter_jaxpr")      # scalar functions that say how two numbers combine
+                 ("custom_vmap_call",), ("scan",), ("while",), ("cond",), ("shard_map",))    # by version of JAX
+_COMBINERS = ("update_jaxpr", "select_jaxpr", "scatter_jaxpr")      # scalar functions that combine two elements
 _COMBINING = frozenset(("reduce", "reduce_window", "select_and_scatter"))
 
 
@@ -30,10 +30,10 @@ class Body(NamedTuple):
             "while_body", "branch" (of a cond), "shard_map", "solve" (the forward solve of a custom_linear_solve), or
             "other" (inside a primitive that fnet does not know).
         closed: the closed jaxpr.
-        times: how often the body runs: the length of a scan, the number of shards of a shard_map, or None for a loop of
-            unknown length.
-        inputs: for each input of the jaxpr, the index of the equation's input that it receives, or of which it receives
-            a slice; None if these are not known.
+        times: how often the body runs: the length of a scan, the number of shards of a shard_map, None for a loop of
+            unknown length, and 1 otherwise.
+        inputs: for each input of the jaxpr, the index of the equation's input whose value or slice it receives; None if
+            these indices are unknown.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Body(NamedTuple):
 
 
 def bodies(eqn: Any) -> tuple[Body, ...]:
-    """Returns the jaxprs inside an equation: none for an ordinary operation."""
+    """Returns the jaxprs inside an equation, or an empty tuple for an ordinary operation."""
     name, params = eqn.primitive.name, eqn.params
     if name in CALLS:
         return (_body("call", next(params[key] for key in _HELD if key in params), 1, range(len(eqn.invars))),)
@@ -100,12 +100,12 @@ def has_shardings(eqn: Any) -> bool:
 
 
 def donated(eqn: Any) -> tuple[bool, ...]:
-    """Which inputs of an equation are donated by the jitted function that it calls."""
+    """Returns for each input of an equation whether the jitted function that the equation calls donates the input."""
     return tuple(eqn.params.get("donated_invars", (False,) * len(eqn.invars)))
 
 
 def opened(closed: Any) -> Any:
-    """Returns the innermost jaxpr if a jaxpr consists only of a jit without shardings; otherwise the jaxpr itself."""
+    """Returns the jaxpr inside the calls of `jax.jit` that enclose a whole jaxpr, if they have no shardings."""
     while len(closed.jaxpr.eqns) == 1 and closed.jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
         jaxpr, eqn = closed.jaxpr, closed.jaxpr.eqns[0]
         if jaxpr.constvars or eqn.invars != jaxpr.invars or eqn.outvars != jaxpr.outvars or has_shardings(eqn):

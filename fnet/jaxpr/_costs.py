@@ -1,4 +1,4 @@
-"""The cost of one equation: the operations, computed from the shapes, and the bytes that it reads and writes."""
+"""The cost of one equation: the operations, computed from the shapes, and the bytes that are read and written."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Cost(NamedTuple):
 
 
 def cost(eqn: Any) -> Cost:
-    """Returns the operations of an equation that contains no jaxpr.
+    """Returns the cost of an equation that contains no jaxpr.
 
         dot_general           2 B M N K, exact
         conv_general_dilated  2 x outputs x window x in / groups, nominal: products with padding are counted, but
-                              not products with the zeros that a transposed convolution puts between its inputs
+                              not products with the zeros that a transposed convolution inserts in its input
         elementwise           1 per output, on floating types only (index arithmetic is no FLOP)
         reductions            1 per input
     """
@@ -85,9 +85,9 @@ def nbytes(aval: Any) -> int:
     if dtype is None:
         return 0
     limits = (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo if jnp.issubdtype(dtype, jnp.integer)
-              else None)    # which know types of less than a byte
+              else None)    # correct also for types smaller than a byte
     bits = limits(dtype).bits if limits else 8 * dtype.itemsize
-    return -(-_size(aval) * bits // 8) if bits % 8 else _size(aval) * (bits // 8)    # a symbolic size has no "/"
+    return -(-_size(aval) * bits // 8) if bits % 8 else _size(aval) * (bits // 8)    # "/" would fail for symbolic sizes
 
 
 def _dot(found: Product, ins: list[Any]) -> Cost:
@@ -101,7 +101,7 @@ def _dot(found: Product, ins: list[Any]) -> Cost:
 
 
 def _ragged_dot(eqn: Any, ins: list[Any]) -> Cost:
-    """Each row of the left operand is multiplied by one group: 2 x (size of the left) x (columns of the right)."""
+    """Each row of the left operand is multiplied by the matrix of one group, with 2 FLOPs per element and column."""
     lhs, rhs = ins[0].shape, ins[1].shape
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contract, rhs_contract), (_, rhs_batch) = numbers.dot_dimension_numbers
@@ -117,7 +117,7 @@ def _conv(found: Product, ins: list[Any], out: Any) -> Cost:
     features, window = rhs[spec[0]], math.prod(rhs[i] for i in spec[2:])
     per_output = rhs[spec[1]] * window          # the kernel's input features are already divided by the groups
     groups = math.prod(found.groups)
-    zeros = math.prod(found.options["lhs_dilation"])   # of `zeros` inputs of a transposed convolution one is not zero
+    zeros = math.prod(found.options["lhs_dilation"])   # in a transposed convolution, one of `zeros` inputs is nonzero
     macs = _size(out) * per_output // zeros
     rows = _size(out) // features
     return Cost("matmul", _complex(ins) * 2 * macs, (groups, rows, features // groups, max(1, per_output // zeros)))

@@ -15,12 +15,12 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-    """A convolution of a program, a function of x and a plain kernel.
+    """A convolution of a program, as a function of its input x and a plain kernel.
 
     Attributes:
-        function: `function(x, kernel)`.
-        batch: the axis of examples of x.
-        kernel_axis, out_axis: the axis of output channels, of the kernel and of the result.
+        function: a function `function(x, kernel)` that computes the convolution.
+        batch: the batch axis of x.
+        kernel_axis, out_axis: the axis of output channels in the kernel and in the result.
         groups: the number of groups of channels.
     """
 
@@ -35,12 +35,12 @@ class Convolution:
 
 
 class ImplicitArray:
-    """A parameter that is computed from several arrays, such as a quantized matrix from codes and scales.
+    """A parameter that is computed from several arrays, such as a quantized matrix, computed from codes and scales.
 
-    A subclass is a registered pytree whose leaves are plain arrays, with properties `shape` and `dtype`. Its
-    constructor must not validate the leaves, because JAX also calls it with placeholders. `ft.use_implicit_arrays(f)`
-    evaluates f with implicit arrays as parameters. It calls the methods below. If a method returns `NotImplemented`, it
-    calls `materialize` instead.
+    A subclass must be a registered pytree whose leaves are plain arrays, and must have the properties `shape` and
+    `dtype`. Its constructor must not validate the leaves, because JAX also calls the constructor with placeholders.
+    `ft.use_implicit_arrays(f)` evaluates f with implicit arrays as parameters by calling the methods below. If a method
+    returns `NotImplemented`, `materialize` is called instead.
 
     Attributes:
         shape, dtype: the shape and dtype of the array that the object represents.
@@ -93,8 +93,8 @@ class ImplicitArray:
 
         Args:
             take: a function. `take(a)` performs the same lookup in a plain array `a` with the same number of rows. For
-                indices out of range, it returns NaN if the program's lookup does. If `a` contains integers, it clips
-                the indices.
+                indices out of range, `take` returns NaN if the program's lookup returns NaN. If `a` contains integers,
+                `take` clips the indices.
         """
         return NotImplemented
 
@@ -105,7 +105,7 @@ class ImplicitArray:
         return bool(self.shape) and all(jnp.ndim(a) and jnp.shape(a)[0] == self.shape[0] for a in leaves)
 
 
-Part = tuple[int, int, int]    # (axis, size, stride): the indices stride * i of an axis, i < size
+Part = tuple[int, int, int]    # (axis, size, stride): the indices stride * i of an axis, for i < size
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base"], meta_fields=["groups", "dtype"])
@@ -115,7 +115,7 @@ class View:
 
     Attributes:
         base: the implicit array.
-        groups: for each axis, the parts of the base's axes of which it consists, from major to minor.
+        groups: for each axis of the view, the parts of the base's axes that form it, from major to minor.
         dtype: the dtype after casts.
     """
 
@@ -138,7 +138,7 @@ class View:
 
     @property
     def whole(self) -> bool:
-        """Whether the layout is that of the base."""
+        """Whether the view has the same axes as the base."""
         return self.groups == View.of(self.base).groups
 
     def astype(self, dtype: Any) -> View:
@@ -148,7 +148,7 @@ class View:
         return dataclasses.replace(self, groups=tuple(self.groups[i] for i in permutation))
 
     def reshape(self, shape: tuple[int, ...]) -> View | None:
-        """Returns the view in another shape, or None if an axis of the result would not consist of parts of axes."""
+        """Returns the view in another shape, or None if the new axes cannot be formed from parts of the base's axes."""
         parts, groups = [part for group in self.groups for part in group], []
         for size in shape:
             group, missing = [], size
@@ -169,8 +169,10 @@ class View:
         return dataclasses.replace(self, groups=tuple(groups)) if not parts else None
 
     def part(self, leaves: Callable) -> View | None:
-        """Returns the view after `leaves` was applied to each leaf of the base, or None if a leaf lacks the leading
-        axis."""
+        """Returns a view of the base with the function `leaves` applied to each leaf.
+
+        Returns None if the axes of the view are not those of the base, or if a leaf lacks the leading axis.
+        """
         if not self.whole or not self.base.has_leading_axis:
             return None
         return View.of(jax.tree.map(leaves, self.base), self.dtype)
@@ -187,8 +189,8 @@ class View:
         Args:
             x: the other operand: [*batch axes, ..., *contracted axes].
             contracted: axes of this view.
-            batch: how many leading axes of this view and of x are batch axes.
-            dot: as for `ImplicitArray.dot`.
+            batch: the number of leading axes of this view and of x that are batch axes.
+            dot: the same as for `ImplicitArray.dot`.
 
         Returns:
             [*batch axes, ..., *the other axes of this view].
@@ -199,7 +201,7 @@ class View:
         free = [i for i in range(self.ndim) if i not in contracted]
         axes = list(dict.fromkeys(axis for axis, _, _ in parts))
         rest = [axis for axis in range(self.base.ndim) if axis not in axes]
-        # Parts of one axis must be adjacent, from major to minor, so that they make up the axis.
+        # Parts of one axis must be adjacent, from major to minor, so that together they are the axis.
         if parts != [part for axis in axes for part in self._parts(axis)] or any(
                 axis in axes for i in free for axis, _, _ in self.groups[i]):
             return NotImplemented

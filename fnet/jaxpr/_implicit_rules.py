@@ -1,4 +1,4 @@
-"""Evaluation of a program whose inputs may be implicit arrays."""
+"""Evaluation of a program whose inputs may be implicit arrays (see `ImplicitArray`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Use:
         leaf: the path of the array among the arguments.
         scope: the named scope of the equation.
         primitive: the primitive of the equation.
-        materialized: why the array was materialized for the equation; "" if it was used in its own form.
+        materialized: the reason why the array was materialized (computed as a plain array) for the equation; "" if the
+            equation used the array without materializing it.
     """
 
     leaf: str
@@ -38,14 +39,14 @@ class Use:
 
 
 class ImplicitInterpreter(Interpreter):
-    """Evaluates programs whose values may be `View`s of implicit arrays, whose notes are the paths of the arrays."""
+    """Evaluates programs whose values may be `View`s of implicit arrays. The note of a view is the array's path."""
 
     def __init__(self):
         super().__init__()
         self.uses: dict[tuple, Use] = {}
 
     def __call__(self, closed: Any, arguments: list, names: list[str]) -> list:
-        """The outputs: arrays, and implicit arrays that the program returns unchanged."""
+        """Returns the outputs: plain arrays, and the implicit arrays that the program returns unchanged."""
         values = [Value(View.of(x), name) if isinstance(x, ImplicitArray) else Value(x)
                   for x, name in zip(arguments, names)]
         outputs = self.evaluate(closed.jaxpr, closed.consts, values, TOP, (None,) * len(closed.jaxpr.outvars))
@@ -81,7 +82,7 @@ class ImplicitInterpreter(Interpreter):
         return view.materialize()
 
     def call(self, closed, at, values) -> tuple[Callable, list]:
-        """(a function of flat arrays that evaluates a body and returns arrays, the arrays)"""
+        """Returns (a function from plain arrays to plain arrays that evaluates a body, its arguments for `values`)."""
         leaves, structure = jax.tree.flatten([value.x for value in values])
 
         def flat(*leaves):
@@ -121,7 +122,7 @@ def _reshape(self, eqn, at, inputs):
 
 
 def _broadcast(self, eqn, at, inputs):
-    """New axes of length 1 are a reshape."""
+    """Supports only broadcasts that add axes of length 1, which are reshapes."""
     view, shape = inputs[0].x, eqn.outvars[0].aval.shape
     if int(np.prod(shape)) != int(np.prod(view.shape)):
         return NotImplemented
@@ -133,7 +134,7 @@ def _identity(self, eqn, at, inputs):
 
 
 def _of_each_leaf(self, eqn, at, inputs):
-    """An operation without effect on values, such as those that change the sharding types of shard_map."""
+    """Applies to each leaf an operation that does not change values, such as `pvary` in a shard_map."""
     view = inputs[0].x
     base = jax.tree.map(lambda a: bind(eqn, [a])[0].x, view.base)
     return [Value(dataclasses.replace(view, base=base), inputs[0].note)]
@@ -157,7 +158,7 @@ def _dynamic_slice(self, eqn, at, inputs):
     return NotImplemented if part is None else [Value(part, inputs[0].note)]
 
 
-# Uses.
+# Operations that compute with a view.
 
 def _dot_general(self, eqn, at, inputs):
     if all(map(_is_view, inputs)):
@@ -220,7 +221,7 @@ def _gather(self, eqn, at, inputs):
     return [Value(y.astype(eqn.outvars[0].aval.dtype))]
 
 
-# Bodies.
+# Equations with bodies.
 
 def _call(self, eqn, at, inputs):
     if has_shardings(eqn) or any(donated(eqn)):
@@ -239,7 +240,7 @@ def _remat(self, eqn, at, inputs):
 
 
 def _scan(self, eqn, at, inputs):
-    """Slices of an implicit array are implicit, if its leaves can be sliced."""
+    """Evaluates a scan. Slices of an implicit array are implicit arrays if each leaf has the axis of the scan."""
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
     carry = [self.materialized(eqn, at, value, "it is the carry of a scan") for value in carry]
@@ -259,7 +260,7 @@ def _scan(self, eqn, at, inputs):
 
 
 def _while(self, eqn, at, inputs):
-    """Only constants of the body stay implicit."""
+    """Evaluates a while loop. Constants of the body may be implicit arrays. All other inputs are materialized."""
     params = eqn.params
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
     reason = "it is the carry or in the condition of a while loop"
