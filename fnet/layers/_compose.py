@@ -153,8 +153,8 @@ class Parallel(_Children):
 class Stack(Layer):
     """Applies `depth` copies of a block one after another, as one `lax.scan` over stacked parameters.
 
-    Trace and compile time do not grow with the depth. Every array of the block gets a leading axis of length depth,
-    whose logical name (a hint for sharding) is "layers". Copy i is initialized like the child str(i) of
+    The time for tracing and compilation does not grow with the depth. Every array of the block gets a leading axis of
+    length depth, whose logical name (a hint for sharding) is "layers". Copy i is initialized like the child str(i) of
     `Sequential(*[block] * depth)`. The paths of the arrays are those of the block, because `Stack` adds no name.
 
     Args:

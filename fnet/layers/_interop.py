@@ -32,7 +32,7 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
             training or is_training; deterministic, use_running_average or inference).
 
     Returns:
-        A layer with the module's inputs.
+        A layer that takes the inputs of the module.
 
     Raises:
         TypeError: `module` is a class, or not a linen module.
@@ -64,7 +64,7 @@ def to_linen(layer: Layer, *, name: str | None = None) -> linen.Module:
         name: the module's name inside another linen module. Default: chosen by Flax.
 
     Returns:
-        A flax.linen module with the layer's inputs.
+        A flax.linen module that takes the inputs of the layer.
 
     Raises:
         TypeError: `layer` is not a layer.
@@ -113,7 +113,7 @@ def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
         args, kwargs: the arguments of the constructor. They must be hashable, like a layer's fields.
 
     Returns:
-        A layer with the module's inputs.
+        A layer that takes the inputs of the module.
 
     Raises:
         TypeError: `constructor` is a module (convert its arrays with `nnx_variables`), or the module contains arrays
@@ -143,7 +143,7 @@ def to_nnx(layer: Layer, *inputs: Any, rngs: nnx.Rngs, **options: Any) -> nnx.Mo
         rngs: an `nnx.Rngs` with the streams "params" and "dropout".
 
     Returns:
-        A flax.nnx module with the layer's inputs.
+        A flax.nnx module that takes the inputs of the layer.
 
     Raises:
         TypeError: `layer` is not a layer, or `rngs` is not an `nnx.Rngs`.

@@ -21,7 +21,7 @@ class MaxPool(Layer):
 
     Args:
         window: size of the window, one number for all dimensions or one for each dimension.
-        strides: step of the window. Default: the window, so that windows do not overlap.
+        strides: step of the window. Default: the size of the window, so that windows do not overlap.
         padding: "VALID" (default; no padding), "SAME", or explicit as in `Conv`. Padded positions do not affect the
             maximum.
 
