@@ -19,8 +19,8 @@ class AlexNet(Model):
 
     Args:
         classes: number of logits.
-        width: channels of the first convolution. The other convolutions have 3, 6, 4 and 4 times as many.
-        hidden: features of the first two dense layers.
+        width: number of channels of the first convolution. The other convolutions have 3, 6, 4 and 4 times as many.
+        hidden: number of features of the first two dense layers.
         dropout: dropout rate before each of the first two dense layers.
 
     Input: [batch, 224, 224, 3], or another size that the convolutions reduce to 6 × 6. Output: [batch, classes].

@@ -140,10 +140,10 @@ class Bert(Model):
 
     Args:
         vocab_size: number of tokens.
-        width: features of a token.
+        width: number of features of a token.
         depth: number of blocks.
-        heads: attention heads; they must divide the width.
-        hidden: features between a block's two dense layers.
+        heads: number of attention heads, which must divide the width.
+        hidden: number of features between a block's two dense layers.
         context: maximum length of a text in tokens.
         segments: number of segments.
         head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,

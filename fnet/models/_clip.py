@@ -118,15 +118,15 @@ class CLIPText(_Encoder):
     """CLIP's encoder of texts, a transformer with causal attention.
 
     Args:
-        width: features of a token.
+        width: number of features of a token.
         depth: number of blocks.
-        heads: attention heads; they must divide the width.
-        hidden: features between a block's two dense layers.
+        heads: number of attention heads, which must divide the width.
+        hidden: number of features between a block's two dense layers.
         vocab_size: number of tokens.
         context: maximum length of a text in tokens.
         end: the id of the end token. The features of a text are computed at the first position of this token; padding
             follows it. If None, the end token is the token with the highest id in the text, as in OpenAI's vocabulary.
-        dim: features of the projection. None: no projection.
+        dim: number of features of the projection. None: no projection.
         activation: "quick_gelu", x sigmoid(1.702 x), or "gelu".
         epsilon: epsilon of the norms.
 

@@ -20,7 +20,7 @@ class CNN(nn.Layer):
 
     Args:
         classes: number of logits.
-        widths: channels of each stage.
+        widths: number of channels in each stage.
         convs: number of convolutions in each stage: an integer for all stages, or a tuple with an integer for each.
         stem: (kernel size, stride) of the first convolution. Stride 2 divides the cost of all later layers by four.
         dropout: dropout rate before the last layer.

@@ -71,8 +71,8 @@ class ConvNeXt(Model):
     """A convolutional network whose blocks resemble a transformer's: 7 x 7 depthwise convolutions, LayerNorm, GELU.
 
     Args:
-        depths: blocks of each of the four stages.
-        widths: features of each stage.
+        depths: number of blocks in each of the four stages.
+        widths: number of features in each stage.
         classes: number of logits. None: no last layer; the output is `Encoded`.
         patch: kernel size and stride of the first convolution.
         epsilon: epsilon of the last norm. All other norms have 1e-6.

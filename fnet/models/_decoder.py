@@ -69,18 +69,18 @@ class Decoder(LanguageModel):
 
     Args:
         vocab_size: number of tokens.
-        width: features of a token.
+        width: number of features of a token.
         depth: number of blocks.
-        heads: attention heads; they must divide the width, unless `head_dim` is set.
-        kv_heads: key/value heads. Each is used by heads / kv_heads query heads.
-        hidden: features within the MLP, the number of outputs of `gate` and of `up`.
+        heads: number of attention heads, which must divide the width, unless `head_dim` is set.
+        kv_heads: number of key/value heads. Each key/value head is used by heads / kv_heads query heads.
+        hidden: number of features within the MLP, the output size of `gate` and of `up`.
         context: maximum length of a text in tokens.
         rotary_base: base of the rotary embedding; in a tuple, None for a block without positions (SmolLM 3).
         interleaved: whether the rotary embedding pairs the features (0, 1), (2, 3), ..., as in the weights of Meta and
             llama2.c. If False, it pairs (i, i + head_dim / 2), as in the weights of Hugging Face.
         tied: whether the logits are computed with the embedding table.
         epsilon: epsilon of the norms.
-        head_dim: features of a head. Default: width / heads.
+        head_dim: number of features of a head. Default: width / heads.
         window: number of the last tokens to which a query attends, including its own token, as in Mistral 7B v0.1.
             Default: all.
         rope_scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `DynamicScaling` or `LongScaling`, for models

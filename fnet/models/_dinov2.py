@@ -88,7 +88,7 @@ class DINOv2(ViT):
     Args:
         width, depth, heads, patch, size, dropout, epsilon: as in `ViT`.
         classes: number of logits. None: no last layer; the output is `Encoded`.
-        hidden: features between a block's two dense layers.
+        hidden: number of features between a block's two dense layers.
         gated: whether the hidden layer is gated by SiLU.
         interpolate: whether images of other sizes are supported. Their position embeddings are interpolated as in
             PyTorch.

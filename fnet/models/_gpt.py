@@ -62,11 +62,11 @@ class GPT(LanguageModel):
 
     Args:
         vocab_size: number of tokens.
-        width: features of a token.
+        width: number of features of a token.
         depth: number of blocks.
-        heads: attention heads; they must divide the width.
+        heads: number of attention heads, which must divide the width.
         context: maximum length of a text in tokens.
-        hidden: features within the MLP. Default: four times the width.
+        hidden: number of features within the MLP. Default: four times the width.
         dropout: dropout rate of embeddings, attention weights and residual branches.
         epsilon: epsilon of the norms.
         stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.

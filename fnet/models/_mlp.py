@@ -13,7 +13,7 @@ class MLP(nn.Layer):
     Inputs with more than two axes are flattened first.
 
     Args:
-        widths: output features of each layer. The last element is the number of outputs of the MLP.
+        widths: number of output features of each layer. The last element is the number of outputs of the MLP.
         dropout: dropout rate after each hidden layer.
 
     Input: [batch, ...]. Output: [batch, widths[-1]].

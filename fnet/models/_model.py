@@ -62,7 +62,7 @@ class Model(nn.Layer):
     def example(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the shape and dtype of an input of the published size, with a batch of 1.
 
-        Pass it to `spec`: `model.spec(model.example())`. A model with several inputs returns a tuple:
+        Pass the result to `spec`: `model.spec(model.example())`. A model with several inputs returns a tuple:
         `model.spec(*model.example())`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no example(self)")

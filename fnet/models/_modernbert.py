@@ -93,10 +93,10 @@ class ModernBert(Model):
 
     Args:
         vocab_size: number of tokens.
-        width: features of a token.
+        width: number of features of a token.
         depth: number of blocks, at least 2.
-        heads: attention heads; they must divide the width.
-        hidden: features within the MLP, the number of outputs of `gate` and of `up`.
+        heads: number of attention heads, which must divide the width.
+        hidden: number of features within the MLP, the output size of `gate` and of `up`.
         context: maximum length of a text in training, in tokens.
         window: size of the windows. A token attends to tokens that are at most window // 2 positions away, in both
             directions. None: it attends to all tokens.

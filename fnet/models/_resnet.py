@@ -60,10 +60,10 @@ class ResNet(Model):
     channels.
 
     Args:
-        depths: blocks of each stage.
+        depths: number of blocks in each stage.
         bottleneck: whether a block has three convolutions (50 layers and more) instead of two.
         classes: number of logits.
-        width: channels of the first stage's 3 × 3 convolutions.
+        width: number of channels of the first stage's 3 × 3 convolutions.
         version: which convolution of a bottleneck has stride 2. "v1": the first convolution, as in the paper and Keras.
             "v1.5": the 3 × 3 convolution, as in torchvision, which is about half a percent more accurate.
         use_bias: whether convolutions have a bias. A bias before BatchNorm has no effect, but Keras' weights include
@@ -153,7 +153,7 @@ class ResNet9(Model):
 
     Args:
         classes: number of logits.
-        width: channels of the first stage; each later stage has twice as many.
+        width: number of channels of the first stage; each later stage has twice as many.
         scale: factor of the logits, which keeps the softmax smooth early in training.
 
     Input: [batch, height, width, channels], 32 × 32 × 3 in the original. Output: [batch, classes].

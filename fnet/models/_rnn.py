@@ -19,7 +19,7 @@ class LSTMLanguageModel(LanguageModel):
 
     Args:
         vocab_size: number of tokens.
-        width: features of a token and of each LSTM.
+        width: number of features of a token and of each LSTM.
         depth: number of LSTMs.
         dropout: dropout rate before each LSTM and before the logits.
         tied: whether the logits are computed with the embedding table.
@@ -31,8 +31,8 @@ class LSTMLanguageModel(LanguageModel):
     Output: logits [batch, time, vocab_size]. With a cache in `state` (from `model.cache`), the tokens continue the
     cached text; `models.generate` uses this. The cache contains the carry of every LSTM.
 
-    Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization. The presets are its three
-    sizes for the Penn Treebank. Tied logits: Press and Wolf (2017).
+    Source: Zaremba, Sutskever and Vinyals (2014), Recurrent Neural Network Regularization. The presets are the
+    three sizes of this paper for the Penn Treebank. Tied logits: Press and Wolf (2017).
 
     >>> model = models.LSTMLanguageModel.preset("zaremba-small")
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -79,7 +79,7 @@ class LSTMClassifier(Model):
     Args:
         classes: number of logits.
         vocab_size: number of tokens.
-        width: features of a token and of each direction.
+        width: number of features of a token and of each direction.
         depth: number of layers.
         dropout: dropout rate before each layer and before the logits.
 

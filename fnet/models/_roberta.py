@@ -34,7 +34,8 @@ class Roberta(Bert):
     """RoBERTa and XLM-R: the encoder of `Bert`, trained without segments and with other tokenizers.
 
     The first token of a text has position padding + 1, so the table of position embeddings has additional rows at its
-    start. Padding tokens are not counted: a padding token within a text does not change the positions of later tokens.
+    start. Padding tokens are not counted, so a padding token within a text does not change the positions of later
+    tokens.
 
     Args:
         vocab_size, width, depth, heads, hidden, context, segments, classes, pooler, dropout, epsilon, stacked: as in

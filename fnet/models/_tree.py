@@ -108,7 +108,7 @@ class TreeLSTM(Model):
     Args:
         classes: number of logits.
         vocab_size: number of labels.
-        width: features of a node.
+        width: number of features of a node.
         forget_bias: initial value of b_f.
 
     Inputs: labels, parents and lengths, as in `Trees`.

@@ -115,13 +115,13 @@ class ViT(Model):
     """A vision transformer: patches, a class token, learned positions, a transformer's encoder, and a dense layer.
 
     Args:
-        width: features of a token.
+        width: number of features of a token.
         depth: number of blocks.
-        heads: attention heads; they must divide the width.
+        heads: number of attention heads, which must divide the width.
         classes: number of logits. None: no last layer; the output is `Encoded`.
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels, for which positions are learned.
-        hidden: features between a block's two dense layers. Default: four times the width.
+        hidden: number of features between a block's two dense layers. Default: four times the width.
         pooler: whether a model without classes has a pooler, a dense layer with tanh on the class token.
         dropout: dropout rate after the position embeddings, after attention and after each dense layer of the blocks.
         epsilon: epsilon of the norms.

@@ -69,7 +69,7 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
             preset ("resnet50").
         path: the weights for a model or a preset: a safetensors file, a folder with a safetensors file (or with shards
             and their index), a model.bin of llama2.c, the name of a folder in ~/.cache/fnet, or a repository of
-            Hugging Face's hub. Default: the name of the preset; a model needs a path.
+            Hugging Face's hub. Required if `model` is a model. Default for a preset: its name.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
         names: the framework whose parameter names the file contains, a key of the model's `NAMES` such as
             "torchvision". Default: detected from the names.

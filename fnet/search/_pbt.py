@@ -16,11 +16,11 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
            factors: tuple[float, float] = (0.8, 1.2), resample: float = 0.25) -> Population:
     """Returns the population after one generation of population-based training (PBT).
 
-    The fraction `fraction` of the members with the lowest scores is replaced (truncation selection). Each of them
-    becomes a copy of a member that is drawn at random from the same number of best members. The copy has the
-    parameters, optimizer state and hyperparameters of that member. Then each hyperparameter of the copy is changed:
-    with probability `resample`, it is drawn from the space. Otherwise, it is multiplied by one of the two factors and
-    clipped to its range. Members that have diverged have the lowest score.
+    The members with the lowest scores are replaced (truncation selection). Each of these members becomes a copy of a
+    member that is drawn at random from an equal number of the best members. The copy has the parameters, optimizer
+    state and hyperparameters of that member. Then each hyperparameter of the copy is changed. With probability
+    `resample`, it is drawn from the space. Otherwise, it is multiplied by one of the two factors and clipped to its
+    range. Members that have diverged have the lowest score.
 
     Args:
       state: a population, whose `hyper` is a dict.

@@ -1,4 +1,4 @@
-"""Text generation: prompts of different lengths, a key/value cache, and one compiled program."""
+"""Text generation for prompts of different lengths, with a key/value cache and one compiled program."""
 
 from __future__ import annotations
 

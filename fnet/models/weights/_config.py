@@ -106,7 +106,7 @@ class Config:
     Args:
         fields: {field: Use, Must or Fields}.
         irrelevant: the fields that have no effect on the forward pass.
-        names: the entries of the model's `NAMES` that files with this config.json use.
+        names: the keys of the model's `NAMES` that are possible for weights next to this config.json.
     """
 
     fields: Mapping[str, Use | Must | Fields]

@@ -1,4 +1,4 @@
-"""GGUF files of llama.cpp: a Decoder with its quantized kernels."""
+"""Reads a Decoder with quantized kernels from a GGUF file of llama.cpp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads JSON files of configurations strictly."""
+"""Reads JSON files of configurations, in which duplicate fields, NaN and infinity are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama2.c's model.bin (version 0): seven integers, then all arrays in float32, with stacked layers.
+"""The format of llama2.c's model.bin, version 0: seven integers, then all arrays in float32, with stacked layers.
 
 Source: Karpathy's llama2.c, run.c (Config, TransformerWeights, memory_map_weights) and export.py (legacy_export).
 """
