@@ -36,10 +36,10 @@ class Advised:
     Attributes:
         path: the path of the parameter.
         product: the products with the parameter, as text.
-        bytes: {name of a format: the bytes of the parameter in this format}. The name "original" means the original
-            dtype of the parameter. Formats that cannot represent the parameter are missing.
-        seconds: {name of a format: the time of the products in this format, in seconds}.
-        format: the format that is advised, or None to keep the parameter.
+        bytes: the bytes of the parameter in each format, {name of the format: bytes}. The name "original" means the
+            original dtype of the parameter. Formats that cannot represent the parameter are missing.
+        seconds: the time of the products in each format, {name of the format: seconds}.
+        format: the advised format, or None if the parameter should not be quantized.
         reason: the reason for the advice.
 
     >>> from fnet import compress
@@ -99,10 +99,10 @@ class Advice(Mapping):
         return self._total({row.path: label(row.format) for row in self.rows if row.format is not None})
 
     def predict(self, params: Any) -> float | None:
-        """Predicts the time of the function in seconds, for example for parameters that `quantize` returned.
+        """Predicts the time of the function with other parameters, such as those that `quantize` returned, in seconds.
 
         Raises:
-            ValueError: a parameter has a format that was not considered, or cannot be predicted.
+            ValueError: a parameter has a format that was not considered.
         """
         formats = {}
         for path, leaf in leaves_by_path(params).items():
@@ -159,7 +159,7 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
         An `Advice`, which is also a recipe for `quantize`.
 
     Raises:
-        ValueError: f has no product with a parameter, or `measure=True` for arguments without values.
+        ValueError: f has no product with a parameter, or `measure=True` is passed with `jax.ShapeDtypeStruct`s.
         TypeError: a format is none of `Int8`, `Int4`, `NF4` and `Float8`.
 
     >>> from fnet import compress

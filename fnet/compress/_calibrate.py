@@ -62,15 +62,15 @@ class InputStatistics:
 
     @property
     def bounds(self) -> np.ndarray:
-        """[1920], the upper bounds of the bins of the histogram."""
+        """The upper bounds of the bins of the histogram, [1920]."""
         return 2.0 ** (_LOWEST + np.arange(1, _BINS + 1) / _PER_OCTAVE)
 
     def bound(self, method: str) -> np.ndarray:
         """Returns the magnitude that the largest 8-bit code represents, [*lead].
 
         Args:
-            method: "absmax", the largest magnitude; "percentile", the bound below which 99.99 % of the magnitudes are;
-                "mse", the bound for which rounding and clipping have the least mean squared error.
+            method: "absmax" for the largest magnitude, "percentile" for the bound below which 99.99 % of the magnitudes
+                are, or "mse" for the bound for which rounding and clipping have the least mean squared error.
         """
         largest, counts, bounds = np.asarray(self.largest), np.asarray(self.histogram, float), self.bounds
         if method == "percentile":

@@ -114,7 +114,7 @@ def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
         params = compress.convert(params)                                    # codes and scales
 
     The derivative ignores the rounding (straight-through estimator). The steps, which become the scales, are also
-    trained (learned step size quantization). They start at the scales that `quantize` computes.
+    trained (learned step size quantization). Their initial values are the scales that `quantize` computes.
 
     Args:
         params: a tree of arrays.

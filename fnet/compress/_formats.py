@@ -153,7 +153,7 @@ class NF4(Format):
 
 @dataclasses.dataclass(frozen=True)
 class Float8(Format):
-    """8-bit floating point, float8_e4m3fn: 4 bits of exponent, 3 of mantissa, largest value 448.
+    """8-bit floating point (float8_e4m3fn), with 4 bits of exponent, 3 bits of mantissa and the largest value 448.
 
     Args:
         group: the number of values along the contracted axis that share a scale. Default None: all values share one

@@ -32,7 +32,7 @@ class Cut:
     kept: tuple[tuple[np.ndarray | None, ...], ...]
 
     def apply(self, x: Any) -> Any:
-        """Removes all other indices from an array."""
+        """Removes the indices that do not remain from an array."""
         for axis, (factors, kept) in enumerate(zip(self.factors, self.kept)):
             if any(each is not None for each in kept):
                 x = x.take(remaining_indices(factors, kept), axis=axis)
@@ -45,7 +45,8 @@ class Cut:
         return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
     def original(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an array before indices were removed. An axis without removed indices may have any size."""
+        """Returns the shape of an array before indices were removed. An axis without removed indices may have any
+        size."""
         if len(shape) != len(self.shape):
             return shape
         return tuple(full if any(each is not None for each in kept) else n
@@ -59,7 +60,7 @@ class _Output:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """An array among the arguments: its key, and its path below the parameters or the state."""
+    """An array among the arguments, with its key, and its path in the parameters or in the state."""
 
     key: str
     path: str

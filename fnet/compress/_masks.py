@@ -22,8 +22,8 @@ class PruneState(NamedTuple):
 
     Attributes:
         count: the number of updates so far, int32.
-        masks: the tree of parameters, with a boolean array in place of each parameter that is pruned (False where the
-            value is zero), and `optax.MaskedNode()` in place of every other parameter.
+        masks: the tree of parameters, with a boolean mask in place of each parameter that is pruned, and
+            `optax.MaskedNode()` in place of every other parameter. A mask is False where the value is set to zero.
 
     >>> optimizer = compress.prune({"kernel": 0.5}, end=10)
     >>> params = {"kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
@@ -42,7 +42,7 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
 
         optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
 
-    It must be the last transformation of a chain. The fraction s_t of zeros grows from 0 at update `begin` to the
+    The transformation must be the last one of a chain. The fraction s_t of zeros grows from 0 at update `begin` to the
     sparsity s of the rule at update `end`:
 
         s_t = s - s (1 - (t - begin) / (end - begin))^3
@@ -65,8 +65,8 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
         An `optax.GradientTransformationExtraArgs` with a `PruneState`. Its update function needs the parameters.
 
     Raises:
-        ValueError: a sparsity is not between 0 and 1, not 0 <= begin <= end, every < 1, or (in `init`) a pattern
-            matches no parameter.
+        ValueError: a sparsity is not between 0 and 1, `begin` is negative or larger than `end`, `every` is less than 1,
+            or (in `init`) a pattern matches no parameter.
 
     Source: Zhu and Gupta (2017), To prune, or not to prune, equation 1.
 

@@ -30,7 +30,7 @@ class Product:
         x, w, y: shapes and dtypes of the other operand, the parameter and the result.
         axes: the contracted axes of the parameter, counted from the end, in increasing order.
         function: the function (x, w) -> y that computes the product, for a plain or an implicit array w.
-        convolution: whether it is a convolution.
+        convolution: whether the product is a convolution.
         count: the number of times that the product is computed: the iterations of scans times the sizes of vmap.
         sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then copies the slice.
     """
@@ -89,7 +89,8 @@ class _Recorded(Wrapped):
 
 
 def products(f: Callable, params: Any, *args: Any) -> list[Product]:
-    """The products and convolutions of f(params, *args) with kernels and tables, in the order of computation.
+    """Returns the products and convolutions of f(params, *args) with kernels and embedding tables, in the order of
+    computation.
 
     Arguments may be `jax.ShapeDtypeStruct`s. Products with implicit arrays, biases or norms are not listed. A product
     inside a while loop or a branch of cond counts once.

@@ -17,14 +17,16 @@ _VECTORS = {"bias", "scale", "b", "offset"}    # names in fnet, Flax and Haiku; 
 
 
 def is_kernel(path: Any, leaf: Any) -> bool:
-    """Whether a leaf is a kernel or a table: floating point, at least two axes, and not named as a bias or a scale."""
+    """Whether a leaf is a kernel or an embedding table: it is floating point, has at least two axes, and does not have
+    the name of a bias or a scale."""
     return (keystr(path[-1:], simple=True) not in _VECTORS and len(getattr(leaf, "shape", ())) >= 2
             and jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable, accepts: Callable,
                 change: Callable) -> Any:
-    """Replaces each kernel or table that a rule matches by `change(path, leaf, option)`, if `accepts(leaf)` is true.
+    """Replaces each kernel or embedding table that a rule matches by `change(path, leaf, option)`, if `accepts(leaf)`
+    is true.
 
     Args:
         who: the name of the public function, for error messages.

@@ -42,9 +42,10 @@ class ShrinkReport:
 
     Attributes:
         axes: the groups of axes that lost indices, then the other axes.
-        parameters: the number of parameters before and after.
-        flops: the number of FLOPs before and after.
-        seconds: the time before and after, as estimated by the roofline model of the chip, or None without `seconds=`.
+        parameters: the number of parameters before and after the removal.
+        flops: the number of FLOPs before and after the removal.
+        seconds: the time before and after the removal, as estimated by the roofline model of the chip, or None without
+            `seconds=`.
         chip: the name of the chip, or "" without `seconds=`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))
@@ -149,8 +150,8 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         `Shrunk(f, params, state, model, report)`.
 
     Raises:
-        ValueError: not exactly one of the three limits is set, a fraction is not between 0 and 1, a limit cannot be
-            reached, a pattern matches no parameter, or no axis can be cut.
+        ValueError: not exactly one of `fraction`, `flops` and `seconds` is set, a fraction is not between 0 and 1, a
+            limit cannot be reached, a pattern matches no parameter, or no index can be removed.
         TypeError: a parameter is an implicit array.
 
     Source: Li et al. (2017), Pruning Filters for Efficient ConvNets; Molchanov et al. (2017), Pruning Convolutional

@@ -1,4 +1,4 @@
-"""Export: models as files that run without fnet.
+"""Exports models to files that can be run without fnet.
 
     program = export.program(model, params, state, x=export.spec("b, 8, 8, 1", "float32"))
     program.save("digits.fnet")                  # a bundle, which needs only JAX and NumPy

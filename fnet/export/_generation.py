@@ -24,8 +24,8 @@ def generation(program: Program, model: nn.Layer, *, context: int) -> Program:
 
     Args:
         program: the program of the model, from `export.program`.
-        model: a decoder such as GPT, Decoder or LSTMLanguageModel: `model(params, tokens, state=cache)` returns
-            (logits [batch, time, vocab_size], cache), and `model.cache` creates the cache.
+        model: a decoder such as GPT, Decoder or LSTMLanguageModel. `model(params, tokens, state=cache)` must return
+            (logits [batch, time, vocab_size], cache), and `model.cache` must create the cache.
         context: the maximum number of tokens of a text, an integer.
 
     >>> from fnet import export, models

@@ -35,8 +35,8 @@ def load(path, *, verify=True, check=False, kernels=False):
 
     Args:
         path: the path of the bundle, a file that `Program.save` wrote.
-        verify: whether to read the whole file once and compare its SHA-256. Default True. If False, only the SHA-256 of
-            each small file in the bundle is compared.
+        verify: whether to read the whole file once and compare its SHA-256 with the SHA-256 at its end. Default True.
+            If False, only the small files in the bundle are compared with their SHA-256 in the manifest.
         check: whether to run all programs on the test inputs in the bundle and compare the outputs, as `Bundle.check`
             does. Default False.
         kernels: whether to use the program with attention kernels for the default platform of JAX, if the bundle
@@ -76,7 +76,7 @@ class Bundle:
         weights: the weights, {name: array}. The arrays are views of the memory-mapped file.
         entries: the names of the entry points, a tuple.
         labels: the names of the classes, or None.
-        read_until: the date until which JAX guarantees to read the programs, such as "2027-05-20".
+        read_until: the date until which JAX guarantees that it can read the programs, such as "2027-05-20".
 
     >>> import tempfile
     >>> model = nn.Dense(3)
@@ -173,7 +173,8 @@ class Bundle:
                 for name in self._archive.names(f"{folder}/")}
 
     def signature(self, entry):
-        """Returns the signature of an entry point as text: "predict(x: float32[b, 8, 8, 1]) -> float32[b, 10]"."""
+        """Returns the signature of an entry point as text, such as "predict(x: float32[b, 8, 8, 1]) -> float32[b,
+        10]"."""
         description = self._entry(entry)
         inputs = ", ".join(f"{name}: {signature.text(tree)}" for name, tree in description["inputs"])
         where = f" where {', '.join(description['constraints'])}" if description["constraints"] else ""

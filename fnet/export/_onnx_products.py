@@ -1,4 +1,4 @@
-"""Matrix products, convolutions, windows, gathers, scatters, loops and branches in ONNX."""
+"""Converts matrix products, convolutions, poolings, gathers, scatters, loops and branches to ONNX."""
 
 from __future__ import annotations
 

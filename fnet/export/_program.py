@@ -154,7 +154,8 @@ class Program:
     def litert(self, path: str | os.PathLike, *, entry: str = "predict",
                sizes: Mapping[str, int] | Iterable[Mapping[str, int]] | None = None, dtype: str = "float32",
                check: bool = True) -> None:
-        """Writes an entry point as a LiteRT (TensorFlow Lite) model, and compares its outputs with the program's.
+        """Writes an entry point as a LiteRT (TensorFlow Lite) model, and compares its outputs with those of the
+        program.
 
         Sizes are fixed, and scans are unrolled. This method needs fnet[litert] and litert-converter, but not
         TensorFlow. It is experimental, because litert-converter has no public API.

@@ -112,7 +112,7 @@ class Run:
         values: the type of each value, a list of (dtype, shape).
         known: the constants, {index of the value: array}.
         shape: a function that maps a shape in the stable form to the shape of the array.
-        operations: {name: function that computes the operation}.
+        operations: the functions that compute the operations, {name of the operation: function}.
     """
 
     def __init__(self, values, known, shape, operations=None):

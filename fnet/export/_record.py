@@ -25,7 +25,8 @@ class Record(NamedTuple):
         inputs: the types of the model's inputs, {name: `Spec`}.
         labels: the names of the classes, or None.
         standardize: the mean and standard deviation of each channel, {"mean": [...], "std": [...]}, if the model
-            expects standardized images; otherwise None. They refer to images with values in [0, 1].
+            expects standardized images, or None. The mean and standard deviation are those of images with values in [0,
+            1].
     """
 
     model: Any
@@ -46,7 +47,8 @@ def record(workdir: str | os.PathLike, model: Any, *, labels: Iterable[Any] | No
         model: a model of `fnet.models` whose fields are numbers, strings, or tuples of numbers and strings.
         labels: the names of the classes. Default None: no labels.
         standardize: the mean and standard deviation of each channel, {"mean": [...], "std": [...]}, if the model
-            expects standardized images. They refer to images with values in [0, 1]. Default None.
+            expects standardized images. The mean and standard deviation are those of images with values in [0, 1].
+            Default None.
         specs: the types of the inputs, `name=export.spec(...)`.
 
     Raises:

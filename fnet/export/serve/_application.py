@@ -27,7 +27,7 @@ def application(files: Iterable[str], options: Options | None = None) -> Any:
     """Returns the server as an ASGI application, which you can run in your own ASGI server.
 
     Args:
-        files: the bundles, each as FILE, NAME=FILE or NAME:VERSION=FILE.
+        files: the bundles, strings of the form FILE, NAME=FILE or NAME:VERSION=FILE.
         options: the options of the server. `port`, `max_connections` and `drain` have no effect. If `host` is a
             loopback address, such as the default 127.0.0.1, the header Host of a request must be a loopback address or
             localhost. Default None: `serve.Options()`.

@@ -82,7 +82,7 @@ class Batcher:
                 self._run(batch)
 
     def _next(self) -> list[_Request]:
-        """The requests of the next batch; an empty list if the batcher is closed and no request waits."""
+        """Returns the requests of the next batch, or an empty list if the batcher is closed and no request waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             end = time.monotonic() + self._max_delay

@@ -15,7 +15,7 @@ _HELP = {
 
 
 class Metrics:
-    """The metrics of one server. Names that end with _total are counters; others are histograms."""
+    """The metrics of one server. Metrics whose names end with _total are counters. The other metrics are histograms."""
 
     def __init__(self):
         self._lock = threading.Lock()

@@ -22,7 +22,8 @@ class Options:
         max_connections: the maximum number of open connections. Requests on further connections get status 503.
         timeout: the maximum time in seconds for a request, including its time in the queue. A request that takes longer
             gets status 504.
-        read_timeout: the maximum time in seconds to receive the head of a request, and to receive its body.
+        read_timeout: the maximum time in seconds in which the head of a request must arrive, and also its body after
+            the head.
         drain: the time in seconds after SIGTERM during which the server still accepts connections, and asks clients
             with open connections to close them.
         token: a secret string of at least 8 characters, or None (the default). If it is set, requests need the header

@@ -157,7 +157,7 @@ def check_outputs(model: Model, request: dict) -> None:
 
 
 def _wanted(model, request, everything) -> dict[str, bool]:
-    """{name of a requested output: whether it is requested as bytes}."""
+    """Returns {name of a requested output: whether it is requested as bytes}."""
     asked = request.get("outputs")
     if not asked:
         return {name: everything for name, _ in model.outputs}

@@ -27,8 +27,8 @@ class Repository:
     """The served models.
 
     Attributes:
-        models: {name: {version: (model, batcher)}}. The name of the entry point "predict" of NAME.fnet is NAME, and the
-            name of another entry point is NAME.ENTRY.
+        models: {name: {version: (model, batcher)}}. For the bundle NAME.fnet, the model of the entry point "predict" is
+            called NAME, and the models of other entry points are called NAME.ENTRY.
         generators: the text generators, {name: {version: generator}}. There is one for each bundle with the entry
             points "prefill" and "decode".
         ready: whether the server has compiled the programs that it compiles at its start.
@@ -72,7 +72,7 @@ class Repository:
                 self.models.setdefault(full, {})[version] = model, batcher
 
     def find(self, name: str, version: str | None, table: str = "models"):
-        """The model with this name and version, or its newest version if `version` is None.
+        """Returns the model with this name and version, or its newest version if `version` is None.
 
         Raises:
             Unknown: there is no such model.

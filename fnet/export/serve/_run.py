@@ -21,7 +21,7 @@ def run(files: Iterable[str], options: Options | None = None, *,
         serve.run(["digits.fnet"], serve.Options(port=8000))
 
     Args:
-        files: the bundles, each as FILE, NAME=FILE or NAME:VERSION=FILE.
+        files: the bundles, strings of the form FILE, NAME=FILE or NAME:VERSION=FILE.
         options: the options of the server. Default None: `serve.Options()`.
         started: a function that is called with the address when all programs are compiled. Default: does nothing.
 
