@@ -1,4 +1,4 @@
-"""fnet compared with other libraries: one table for each workload, see `benchmarks.peers`."""
+"""Compares fnet with other libraries and prints a table for each workload (see `benchmarks.peers`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One comparison: the processes of the peers, the check of their losses, their rounds, and the table."""
+"""Runs one comparison: starts the processes of the peers, checks their losses, times them in rounds, and formats the
+table."""
 
 from __future__ import annotations
 
@@ -13,23 +14,26 @@ from benchmarks._live import Live, PeerError, turns
 from benchmarks.peers import _workloads as spec
 
 TOLERANCE = {"float32": 1e-4, "mixed": 3e-2}
-ON_TF32 = 2e-3    # float32 products on an accelerator are rounded
+ON_TF32 = 2e-3    # accelerators may round the operands of float32 products
 PACKAGES = ("optax", "equinox", "keras", "torch")
 INSTALL = "pip install -e '.[bench]'"
 
 
 def compare(peers: dict, workload: str, mode: str, dtype: str, options, *, bases, required: bool) -> tuple[dict, str]:
-    """({label: seconds per step of every round}, the table).
+    """Returns {label: seconds per step in every round}, and the table as text.
 
     Args:
-        peers: {label: what its worker is told: "peer", the name of one, and how it runs}.
+        peers: {label: arguments of its worker process}. The arguments are "peer", a key of `PEERS`, and options such as
+            "rules".
         workload, mode, dtype: see `benchmarks.peers`.
-        options: of `parser`.
-        bases: labels that ratios are taken to, those of them that run; without any, the first that does.
-        required: whether a peer that is not installed is an error; otherwise it is left out and a line says so.
+        options: the parsed options of `parser`.
+        bases: the labels of the peers to whose times ratios are computed. Labels of peers that do not run are ignored.
+            If none of them runs, ratios are computed to the first peer that runs.
+        required: whether a peer that is not installed is an error. Otherwise, it is omitted, and a note in the table
+            states this.
 
     Raises:
-        PeerError: where a peer fails, or does not compute what the first one does.
+        PeerError: a peer fails, or its losses differ from those of the first peer.
     """
     with contextlib.ExitStack() as alive:
         every = [alive.enter_context(_live(label, how, workload, mode, dtype, options)) for label, how in peers.items()]
@@ -57,7 +61,7 @@ def compare(peers: dict, workload: str, mode: str, dtype: str, options, *, bases
 
 
 def parser(**named) -> argparse.ArgumentParser:
-    """The command line of every comparison."""
+    """Returns the argument parser that all comparisons share."""
     made = argparse.ArgumentParser(**named)
     made.add_argument("workloads", nargs="+", choices=list(spec.WORKLOADS), metavar="WORKLOAD",
                       help=f"of {', '.join(spec.WORKLOADS)}")
@@ -77,7 +81,7 @@ def parser(**named) -> argparse.ArgumentParser:
 
 
 def several(names):
-    """An argument type: some of the names, separated by commas."""
+    """Returns an argument type for some of these names, separated by commas."""
     def parse(text):
         values = text.split(",")
         for value in values:
@@ -89,7 +93,7 @@ def several(names):
 
 
 def tables(options):
-    """(workload, mode, dtype) of every requested table."""
+    """Yields (workload, mode, dtype) for each requested table."""
     for workload in options.workloads:
         for mode in options.mode:
             for dtype in options.dtype or ["mixed" if workload in spec.ACCELERATOR else "float32"]:
@@ -97,9 +101,10 @@ def tables(options):
 
 
 def agree(name, losses, reference, expected, tolerance):
-    """Raises a PeerError if a loss differs from the reference's by more than the tolerance.
+    """Raises a PeerError if a loss differs from the loss of the reference peer by more than the tolerance.
 
-    It is relative to the largest loss of the reference, because the loss of a memorized batch is near 0.
+    The tolerance is relative to the largest loss of the reference peer, because the loss of a memorized batch is near
+    0.
     """
     for i, (got, want) in enumerate(zip(losses, expected, strict=True)):
         if not abs(got - want) <= tolerance * max(map(abs, expected)):
@@ -110,14 +115,14 @@ def agree(name, losses, reference, expected, tolerance):
 def _live(label, how, workload, mode, dtype, options):
     details = {"workload": workload, "size": options.size, "mode": mode, "mixed": dtype == "mixed", "checked": 3,
                "allocator": options.allocator, **how}
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}    # all peers share the device: none may take it whole
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}    # all peers share the memory of the device
     if options.allocator == "huge":
         environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     return Live(label, [sys.executable, "-m", "benchmarks.peers._worker", json.dumps(details)], environment)
 
 
 def _present(peers, workload, options, required):
-    """Those whose packages are installed, and a note on each of the others."""
+    """Returns the peers whose packages are installed, and a note about each of the others."""
     present, notes = [], []
     refused = workload in spec.ACCELERATOR and options.size == "full" and not options.force
     for peer in peers:
@@ -140,7 +145,8 @@ def _peak(memory):
 
 
 def _rates(workload, mode, dtype, options, figures, started):
-    """Tokens or examples per second; on an accelerator also the model FLOPs utilization."""
+    """Returns the columns with tokens or examples per second and, on an accelerator, with the model FLOPs
+    utilization."""
     w = spec.workload(workload, options.size)
     kind, count = spec.items(w)
     medians = {name: statistics.median(values) for name, values in figures.items()}

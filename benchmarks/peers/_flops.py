@@ -1,4 +1,4 @@
-"""The model FLOPs of a workload's step, by fnet's own count of the hand-written model."""
+"""Counts the model FLOPs of a workload's step, from the handwritten model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fnet import hardware as hw
 
 
 def model_flops(workload, *, train: bool) -> int:
-    """FLOPs of products and convolutions in one training step or one forward pass; attention counts in full."""
+    """Returns the FLOPs of products and convolutions in a training step or a forward pass. Attention counts as if no
+    mask were applied."""
     shapes = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in workload.shapes().items()}
     params, stats = _steps.nested(shapes), _steps.nested(shapes, stats=True)
     x, y = workload.draw(np.random.default_rng(0))

@@ -1,6 +1,7 @@
-"""The models in jax.numpy, as one writes them without a library; fnet's parameter tree.
+"""The models in jax.numpy, as written without a library. They have the parameter tree of fnet's models.
 
-Mixed: operands of products and convolutions in bfloat16, activations too; norms, softmax and the loss in float32.
+With mixed precision, activations and the operands of products and convolutions are in bfloat16. Norms, softmax and the
+loss are in float32.
 """
 
 from __future__ import annotations

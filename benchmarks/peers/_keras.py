@@ -1,6 +1,6 @@
-"""The models in Keras on JAX, with the jitted stateless step of its guide to training loops.
+"""The models in Keras on JAX, with the jitted stateless step from Keras' guide to training loops.
 
-Mixed: the global policy `mixed_bfloat16`.
+With mixed precision, the global policy is `mixed_bfloat16`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def build(workload, weights, batches, *, train, mixed):
 
 
 class Run(_steps.Run):
-    """As `_steps.Run`."""
+    """Runs the steps of a Keras model, with the methods of `_steps.Run`."""
 
     def __init__(self, workload, weights, batches, *, train, mixed):
         keras.mixed_precision.set_global_policy("mixed_bfloat16" if mixed else "float32")
@@ -65,7 +65,8 @@ NAMES = {"gamma": "scale", "beta": "bias", "moving_mean": "mean", "moving_varian
 
 
 def _fill(model, weights):
-    """Copies the weights in, by name: a layer block0__attn is at block0/attn, as Keras allows no "/" in names."""
+    """Copies the weights into the model by name. The weights of a layer block0__attn are at block0/attn, because names
+    in Keras must not contain "/"."""
     left = dict(weights)
     for variable in model.variables:
         if "seed_generator" in variable.path:
@@ -93,7 +94,7 @@ def _cnn(w, x):                                                            # [ba
 
 
 class Position(layers.Layer):
-    """A learned vector for each place."""
+    """Adds a learned vector for each position."""
 
     def build(self, shape):
         self.embedding = self.add_weight(shape=shape[1:], name="embedding")
@@ -132,7 +133,7 @@ def _vit(w, x):                                                            # [ba
 
 
 def _conv_norm(x, channels, window, stride, conv, norm):                   # [batch, height, width, channels]
-    if window // 2 and stride > 1:    # "same" pads only on one side here
+    if window // 2 and stride > 1:    # with a stride, "same" may pad only one side
         x = layers.ZeroPadding2D(window // 2)(x)
     padding = "same" if stride == 1 else "valid"
     x = layers.Conv2D(channels, window, stride, padding=padding, use_bias=False, name=conv)(x)
@@ -142,7 +143,7 @@ def _conv_norm(x, channels, window, stride, conv, norm):                   # [ba
 def _resnet(w, x):                                                         # [batch, height, width, channels]
     x = ops.relu(_conv_norm(x, w.width, *((7, 2) if w.photos else (3, 1)), "stem", "stem_norm"))
     if w.photos:
-        x = layers.MaxPooling2D(3, 2)(layers.ZeroPadding2D(1)(x))          # after a ReLU 0 is as good as -inf
+        x = layers.MaxPooling2D(3, 2)(layers.ZeroPadding2D(1)(x))          # after a ReLU, 0 is equivalent to -inf
     for i, (before, width, out, stride) in enumerate(w.blocks()):
         convs = [(width, 1, 1), (width, 3, stride), (out, 1, 1)] if w.bottleneck else [(width, 3, stride), (out, 3, 1)]
         y = x

@@ -1,4 +1,4 @@
-"""The models in flax.linen. Mixed: `dtype=bfloat16` on every module, as its documentation has it."""
+"""The models in flax.linen. With mixed precision, every module has `dtype=bfloat16`, as in Flax' documentation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def build(workload, weights, batches, *, train, mixed, **how):
 
 
 def _cell(lstm):
-    """The gates one by one: the input's kernels ii, if, ig, io, the state's hi, ... with the biases."""
+    """Returns the weights of an LSTM for each gate: the kernels ii, if, ig and io of the input, and the kernels hi, hf,
+    hg and ho of the state, with the biases."""
     tree = {}
     for i, gate in enumerate("ifgo"):
         kernel, recurrent, bias = (np.split(lstm[name], 4, -1)[i] for name in ("kernel", "recurrent_kernel", "bias"))

@@ -1,4 +1,5 @@
-"""The models in flax.nnx, with `nnx.jit` and `nnx.Optimizer`. Mixed: `dtype=bfloat16` on every module."""
+"""The models in flax.nnx, with `nnx.jit` and `nnx.Optimizer`. With mixed precision, every module has
+`dtype=bfloat16`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def build(workload, weights, batches, *, train, mixed):
 
 
 class Run(_steps.Run):
-    """As `_steps.Run`, with the state in the model and the optimizer."""
+    """Runs the steps of an nnx model, with the methods of `_steps.Run`. The state is in the model and the optimizer."""
 
     def __init__(self, workload, weights, batches, *, train, mixed):
         self.batches = [(jnp.asarray(x), jnp.asarray(y)) for x, y in batches]
@@ -51,7 +52,8 @@ CELL = {"dense_i/kernel": "kernel", "dense_h/kernel": "recurrent_kernel", "dense
 
 
 def _fill(model, weights):
-    """Copies the weights in, by name: block.0.attn.query.kernel is block0/attn/query/kernel."""
+    """Copies the weights into the model by name. The weights of block.0.attn.query.kernel are at
+    block0/attn/query/kernel."""
     left, filled = dict(weights), []
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))):
         name = re.sub(r"/(\d+)", r"\1", "/".join(map(str, path)))

@@ -1,6 +1,7 @@
-"""What the peers on JAX share: the training step, its compilation, and how one is driven.
+"""The code that the peers on JAX share: the training step, its compilation and its execution.
 
-A peer gives `apply(params, stats, x, train) -> (logits, stats)`; `stats` is what BatchNorm keeps, {} without one.
+A peer defines `apply(params, stats, x, train) -> (logits, stats)`. `stats` contains the running statistics of
+BatchNorm, or is {} without BatchNorm.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from fnet import transforms as ft
 
 
 class Run:
-    """A peer at work: `step(i)` is a training step on a batch, giving the loss, or a forward pass, giving the logits.
+    """Runs the steps of a peer. `step(i)` runs a training step on batch i and returns the loss, or a forward pass and
+    returns the logits.
 
-    The first call traces and compiles. Nothing is waited for but by `wait`.
+    The first call traces and compiles. Only `wait` waits for the results.
 
     Args:
-        apply, params, stats: the model.
-        wrap: put around the gradient, or in inference around the model.
-        rules: what `ft.tune` is given, {} for its own choice; None: not tuned.
+        apply, params, stats: the function, parameters and running statistics of the model.
+        wrap: a transformation that is applied to the gradient function, or for inference to the model. Default: none.
+        rules: the argument `rules` of `ft.tune`. With {}, `tune` selects the rules. With None (default), the step is
+            not tuned.
     """
 
     def __init__(self, apply, params, stats, batches, *, train, wrap=lambda f: f, rules=None):
@@ -48,7 +51,7 @@ class Run:
         return loss
 
     def wait(self, value):
-        jax.block_until_ready(value)    # and with it the state, which the same program makes
+        jax.block_until_ready(value)    # also waits for the state, which the same program computes
 
     def numpy(self, value):
         return np.asarray(value, np.float32)
@@ -71,7 +74,8 @@ def optimizer():
 
 
 def training(apply, tx, wrap=lambda f: f):
-    """`step((params, stats, opt_state), x, y) -> (state, loss)`; `wrap` is put around the gradient."""
+    """Returns the training step `step((params, stats, opt_state), x, y) -> (state, loss)`. `wrap` is applied to the
+    gradient function."""
 
     def loss(params, stats, x, y):
         logits, stats = apply(params, stats, x, True)
@@ -87,7 +91,8 @@ def training(apply, tx, wrap=lambda f: f):
 
 
 def nested(weights, stats=False):
-    """{"a/b": array} as {"a": {"b": array}}: the parameters, or BatchNorm's running mean and var."""
+    """Converts {"a/b": array} to {"a": {"b": array}}. Returns only the parameters, or with `stats` only the running
+    means and variances of BatchNorm."""
     tree = {}
     for path, array in weights.items():
         *parents, name = path.split("/")
@@ -100,10 +105,11 @@ def nested(weights, stats=False):
 
 
 def fitted(like, tree):
-    """The arrays of `tree` in the shapes of `like`, which may split an axis in two (heads, head_dim).
+    """Returns the arrays of `tree` with the shapes of `like`. A shape of `like` may have two axes (heads, head_dim)
+    instead of one axis.
 
     Raises:
-        ValueError: where the two trees name different arrays.
+        ValueError: the two trees have different paths.
     """
     if jax.tree.structure(like) != jax.tree.structure(tree):
         ours, theirs = ({jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(t)} for t in (tree, like))

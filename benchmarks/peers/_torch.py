@@ -1,7 +1,7 @@
-"""The models in PyTorch, eager and under torch.compile.
+"""The models in PyTorch, run eagerly or with torch.compile.
 
-scaled_dot_product_attention, fused AdamW, images in the memory format channels last; mixed is `torch.autocast` in
-bfloat16.
+They use scaled_dot_product_attention, fused AdamW, and the memory format channels_last for images. With mixed
+precision, they use `torch.autocast` in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def build(workload, weights, batches, *, train, mixed, compiled=False):
 
 
 class Run:
-    """As `_steps.Run`."""
+    """Runs the steps of a PyTorch model, with the methods of `_steps.Run`."""
 
     def __init__(self, workload, weights, batches, *, train, mixed, compiled):
         if DEVICE == "cuda":
-            torch.set_float32_matmul_precision("high")    # TF32, as JAX has it by default
+            torch.set_float32_matmul_precision("high")    # TF32, which JAX uses by default
         model = MODELS[type(workload)](workload)
         _fill(model, weights)
         self.model = model.to(DEVICE, memory_format=torch.channels_last).train(train)
@@ -88,7 +88,8 @@ NAMES = {"weight": ("kernel", "scale", "embedding"), "weight_ih": ("kernel",), "
 
 
 def _fill(model, weights):
-    """Copies the weights in, by name: block.0.attn.qkv.weight is block0/attn's query, key and value."""
+    """Copies the weights into the model by name. block.0.attn.qkv.weight consists of the query, key and value kernels
+    of block0/attn."""
     left = dict(weights)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         name = re.sub(r"lstm\.(\w+)_l(\d+)", r"lstm\2.\1", name)            # lstm.weight_ih_l0
@@ -237,7 +238,7 @@ class LSTM(nn.Module):
         self.lstm = nn.LSTM(w.width, w.width, w.depth, batch_first=True)
         self.head = nn.Linear(w.width, w.vocab)
         for name, bias in self.lstm.named_parameters():
-            if name.startswith("bias_hh"):    # the model has one bias; it stays 0
+            if name.startswith("bias_hh"):    # the workload has only one bias, so this bias stays 0
                 nn.init.zeros_(bias).requires_grad_(False)
 
     def forward(self, tokens):                                             # [batch, time]

@@ -1,4 +1,4 @@
-"""The process of one peer: builds its model, then runs it when asked to.  `python -m benchmarks.peers._worker {...}`"""
+"""The process of one peer: builds its model and runs it on request. `python -m benchmarks.peers._worker {...}`"""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ PEERS = {
 
 
 def allocator(kind: str) -> None:
-    """"tuned": fnet's `cpu_allocator`, from its file: `import fnet` would bring JAX into PyTorch's process."""
+    """Selects the memory allocator. "tuned" calls fnet's `cpu_allocator`. It is loaded from its file, because
+    `import fnet` would import JAX in PyTorch's process."""
     file = Path(__file__).parents[2] / "fnet" / "hardware" / "_allocator.py"
     if kind == "tuned" and not runpy.run_path(str(file))["cpu_allocator"]():
         raise RuntimeError("--allocator=tuned needs the GNU C library on Linux")
 
 
 class Worker:
-    """What the process answers."""
+    """Answers the questions to the process."""
 
     def __init__(self, *, peer, workload, size, mode, mixed, checked, allocator, **how):
         self.names, self.how = (peer, workload, size), how
         self.train, self.mixed, self.checked, self.allocator = mode == "train", mixed, checked, allocator
 
     def prepare(self):
-        """Imports what the peer needs: {"missing": a package} or {"platform": "cpu" or another}."""
+        """Imports the packages of the peer. Returns {"platform": a platform such as "cpu"}, or {"missing": a package
+        that is not installed}."""
         allocator(self.allocator)
         module, self.options = PEERS[self.names[0]]
         self.options = {**self.options, **self.how}
@@ -56,9 +58,11 @@ class Worker:
         return {"platform": self.module.Run.platform()}
 
     def start(self):
-        """Builds and compiles; the seconds of the first step, and the first few losses.
+        """Builds and compiles the step. Returns the seconds of the first step, the first losses, the platform and the
+        device.
 
-        Training sees one batch again and again: what it learns there shows at once. Inference sees several.
+        Training uses the same batch in each step, so that errors in the update change the next loss. Inference uses
+        several batches.
         """
         from benchmarks.peers import _workloads as spec
 
@@ -78,21 +82,21 @@ class Worker:
                 "device": self.run.device()}
 
     def time(self, budget):
-        """Seconds per step, over two steps at least."""
+        """Returns the seconds per step, over about `budget` seconds and at least two steps."""
         if self.each < 0.05:
-            self._step(0)    # untimed: a short step would feel the caches that the last peer left
+            self._step(0)    # not timed, because the previous peer has changed the CPU's caches
         steps = max(2, math.ceil(budget / self.each))
         begun = time.perf_counter()
         for i in range(steps):
             value = self.run.step(i)
             if not self.train:
-                self.run.wait(value)    # calls in inference do not depend on each other: they would overlap
+                self.run.wait(value)    # otherwise, independent calls would overlap
         self.run.wait(value)
         self.each = (time.perf_counter() - begun) / steps
         return self.each
 
     def memory(self):
-        """Peak bytes of the process, and of the device where it counts them."""
+        """Returns the peak bytes of the process, and of the device if the device reports them."""
         import resource
 
         unit = 1 if sys.platform == "darwin" else 1024

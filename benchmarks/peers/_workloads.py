@@ -1,13 +1,15 @@
-"""What is computed: the models by name, their weights and their batches, made with NumPy so that all peers start alike.
+"""The workloads: the models by name, their weights and their batches. NumPy creates them, so that all peers have equal
+values.
 
-What holds for all of them: float32 parameters; the loss is the mean softmax cross entropy over all targets; AdamW with
-learning rate 1e-4, betas 0.9 and 0.999, epsilon 1e-8 and weight decay 0.01 on every parameter; GELU in its tanh form;
-LayerNorm and BatchNorm with epsilon 1e-5; no dropout. A path names an array as fnet does: "block0/attn/query/kernel",
-kernels [..., in, out], images channels last. Each class says its model in full; a peer writes it as its library's own
-documentation would.
+All workloads have float32 parameters and no dropout. The loss is the mean softmax cross entropy over all targets. The
+optimizer is AdamW with learning rate 1e-4, betas 0.9 and 0.999, epsilon 1e-8, and weight decay 0.01 on every parameter.
+GELU is computed with tanh. LayerNorm and BatchNorm have epsilon 1e-5. The path of an array is its path in fnet, such as
+"block0/attn/query/kernel". Kernels are [..., in, out], and images have channels last. Each class defines its model
+completely. A peer implements the model in the style of its library's documentation.
 
-AdamW's first steps turn rounding errors of tiny gradients into whole steps. At this rate the losses of equal models
-stay within 1e-4 of each other over three steps, while one that is left out shows; at 1e-3 ResNet-18's spread to 3e-3.
+In the first steps of AdamW, even a tiny gradient changes a parameter by about the learning rate, so rounding errors of
+such gradients become large. With this learning rate, the losses of equal models differ by at most 1e-4 in three steps,
+but a missing step is detected. With 1e-3, the losses of ResNet-18 differ by up to 3e-3.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ LEARNING_RATE, WEIGHT_DECAY, EPSILON = 1e-4, 0.01, 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class MLP:
-    """Dense layers `dense0`, `dense1`, ..., with biases, ReLU between them.  [batch, features] -> [batch, classes]"""
+    """Dense layers `dense0`, `dense1`, ..., with biases and with ReLU between the layers: [batch, features] -> [batch,
+    classes]."""
 
     batch: int = 256
     widths: tuple[int, ...] = (784, 512, 512, 10)
@@ -36,8 +39,9 @@ class MLP:
 
 @dataclasses.dataclass(frozen=True)
 class CNN:
-    """Stages of 3 × 3 convolutions `conv0`, `conv1`, ... (SAME, bias, ReLU), after each stage a 2 × 2 max-pooling; the
-    mean over space; the dense layer `head`.  [batch, size, size, 3] -> [batch, classes]"""
+    """Stages of 3 × 3 convolutions `conv0`, `conv1`, ... with SAME padding, bias and ReLU: [batch, size, size, 3] ->
+    [batch, classes]. A 2 × 2 max-pooling follows each stage. The mean over height and width and the dense layer `head`
+    follow the last stage."""
 
     batch: int = 64
     size: int = 32
@@ -55,14 +59,14 @@ class CNN:
 
 @dataclasses.dataclass(frozen=True)
 class GPT:
-    """A decoder of pre-norm blocks:  [batch, time] -> [batch, time, vocab]
+    """A decoder of pre-norm blocks: [batch, time] -> [batch, time, vocab].
 
         x = token[tokens] + position
         x = x + out(attention(norm1(x)))          attn/query, key, value, out; causal; scaled by head_dim^-0.5
         x = x + down(gelu(up(norm2(x))))          width -> 4 width -> width
         logits = norm(x) @ token^T
 
-    Biases, of the dense layers and the norms alike, only with `bias`. The targets are the next tokens.
+    Only with `bias`, the dense layers and the norms have biases. The targets are the next tokens.
 
     Source: Radford et al. (2019), Language Models are Unsupervised Multitask Learners.
     """
@@ -87,7 +91,7 @@ class GPT:
 
 @dataclasses.dataclass(frozen=True)
 class ViT:
-    """An encoder of GPT's blocks with biases and without the causal mask:  [batch, size, size, 3] -> [batch, classes]
+    """An encoder of GPT's blocks, with biases and without the causal mask: [batch, size, size, 3] -> [batch, classes].
 
         x = patch(images) + position              a convolution of patch × patch, stride patch; then [tokens, width]
         logits = head(mean(norm(blocks(x))))      the mean over all tokens; no class token
@@ -117,15 +121,17 @@ class ViT:
 
 @dataclasses.dataclass(frozen=True)
 class ResNet:
-    """A residual network with BatchNorm:  [batch, size, size, 3] -> [batch, classes]
+    """A residual network with BatchNorm: [batch, size, size, 3] -> [batch, classes].
 
         stem: conv 3 × 3 (for photos 7 × 7, stride 2), norm, ReLU (for photos a 3 × 3 max-pooling, stride 2)
-        block: x = relu(shortcut(x) + f(x)); f is two 3 × 3 convolutions, or 1 × 1, 3 × 3, 1 × 1 with `bottleneck`, each
-            with a norm and, but for the last, a ReLU; the stride is in the first 3 × 3; the shortcut is a 1 × 1
-            convolution and a norm where the shapes differ
-        head: the mean over space, a dense layer
+        block: x = relu(shortcut(x) + f(x))
+        head: the mean over height and width, a dense layer
 
-    Convolutions have no bias; their padding is half the window on both sides. BatchNorm's momentum is 0.9.
+    f has two 3 × 3 convolutions, or with `bottleneck` a 1 × 1, a 3 × 3 and a 1 × 1 convolution. A norm follows each
+    convolution, and a ReLU follows each norm except the last. The first 3 × 3 convolution has the stride of the block.
+    The shortcut is a 1 × 1 convolution and a norm if the shapes of x and f(x) differ, otherwise the identity.
+
+    Convolutions have no bias. Their padding on both sides is half the size of the window. BatchNorm's momentum is 0.9.
 
     Source: He et al. (2016), Deep Residual Learning for Image Recognition; the stride as in PyTorch's ResNet v1.5.
     """
@@ -139,7 +145,7 @@ class ResNet:
     classes: int = 10
 
     def blocks(self):
-        """(input channels, channels, output channels, stride) of every block."""
+        """Yields (input channels, channels, output channels, stride) of every block."""
         channels = self.width
         for stage, depth in enumerate(self.depths):
             width = self.width << stage
@@ -167,9 +173,11 @@ class ResNet:
 
 @dataclasses.dataclass(frozen=True)
 class LSTM:
-    """A table of tokens, layers `lstm0`, `lstm1`, ..., and `head`:  [batch, time] -> [batch, time, vocab]
+    """A token embedding, layers `lstm0`, `lstm1`, ..., and the dense layer `head`: [batch, time] -> [batch, time,
+    vocab].
 
-    Gates in the order input, forget, cell, output; one bias; the first state is zero. The targets are the next tokens.
+    The gates are in the order input, forget, cell, output. A layer has one bias. The initial state is zero. The targets
+    are the next tokens.
 
     Source: Hochreiter and Schmidhuber (1997), Long Short-Term Memory; Gers et al. (2000) for the forget gate.
     """
@@ -198,10 +206,10 @@ WORKLOADS = {
     "vit-tiny": ViT(),
     "resnet18": ResNet(),
     "resnet50": ResNet(128, 224, (3, 4, 6, 3), bottleneck=True, photos=True, classes=1000),
-    "gpt2-124m": GPT(16, 1024, 768, 12, 12, 50304, bias=True),    # the vocabulary padded to a multiple of 128
+    "gpt2-124m": GPT(16, 1024, 768, 12, 12, 50304, bias=True),    # with the vocabulary padded to a multiple of 128
     "gpt2-350m": GPT(8, 1024, 1024, 24, 16, 50304, bias=True),
 }
-ACCELERATOR = ("resnet50", "gpt2-124m", "gpt2-350m")    # out of a CPU's reach; mixed precision by default
+ACCELERATOR = ("resnet50", "gpt2-124m", "gpt2-350m")    # too slow on a CPU; mixed precision by default
 SMALL = {
     "mlp": MLP(8, (12, 16, 10)),
     "cnn": CNN(4, 8, ((8,), (16,))),
@@ -216,32 +224,34 @@ SMALL = {
 
 
 def items(workload) -> tuple[str, int]:
-    """What one step gets through: ("tokens", how many) or ("examples", how many)."""
+    """Returns what one step processes: ("tokens", count) or ("examples", count)."""
     return ("tokens", workload.batch * workload.time) if hasattr(workload, "time") else ("examples", workload.batch)
 
 
 def workload(name: str, size: str = "full"):
-    """The workload of that name, in full or, for tests, in small."""
+    """Returns the workload of this name, with its full sizes or, for tests, with small sizes."""
     return (WORKLOADS if size == "full" else SMALL)[name]
 
 
 def weights(workload, seed: int = 0) -> dict[str, np.ndarray]:
-    """{path: float32 array}. Nothing is left at 0 or 1, so that two arrays that changed places show in the loss."""
+    """Returns the weights, {path: float32 array}. No array is constant 0 or 1, so that exchanged arrays change the
+    loss."""
     rng = np.random.default_rng(seed)
     drawn = {path: _draw(rng, path.rsplit("/", 1)[-1], shape) for path, shape in workload.shapes().items()}
     if isinstance(workload, LSTM):
-        drawn["token/embedding"] *= 50    # without a norm behind it, 0.02 leaves next to nothing to learn from
+        drawn["token/embedding"] *= 50    # no norm follows, and activations of scale 0.02 give tiny gradients
     return drawn
 
 
 def batches(workload, n: int = 4, seed: int = 1) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(inputs, targets), `n` of them."""
+    """Returns `n` batches (inputs, targets)."""
     rng = np.random.default_rng(seed)
     return [workload.draw(rng) for _ in range(n)]
 
 
 def cross_entropy(logits, targets) -> float:
-    """The loss in float64, for peers in inference, which give logits.  [..., classes], [...]"""
+    """Returns the loss in float64 for logits [..., classes] and targets [...]. It is used for inference, in which peers
+    return logits."""
     logits = np.asarray(logits, np.float64)
     shifted = logits - logits.max(-1, keepdims=True)
     chosen = np.take_along_axis(shifted, np.asarray(targets)[..., None], -1)[..., 0]
