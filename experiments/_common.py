@@ -1,8 +1,8 @@
 """Code shared by the experiments: flags for runs and devices, one-line errors and exit codes.
 
 The exit code is 0 if the run finished, or if a signal stopped it and the state was saved. The exit code is 1 if the
-loss is not finite or an unexpected error occurred, 2 if the flags or the files are invalid, and 130 if the script was
-interrupted when there was nothing to save.
+loss is not finite or an unexpected error occurred. The exit code is 2 if the flags or the files are invalid. The exit
+code is 130 if the script was interrupted when there was nothing to save.
 """
 
 import contextlib

@@ -4,12 +4,12 @@
     python experiments/feature_visualization.py --layers= photo.jpg other.png     # only saliency maps
     python experiments/feature_visualization.py --layers=stage2/block3 --channels=12 --steps=512
 
-Four saliency maps show which pixels determine the most probable label: the gradient, SmoothGrad (the root mean square
-of the gradients of noisy copies), integrated gradients (the mean of the gradients along the path from a gray image) and
-Grad-CAM (the important positions of the site --cam). For some channels of each layer, an image with fixed contrast is
-optimized to maximize the mean of the channel. The first layers respond to edges and colors, later layers to textures
-and parts of objects, and the labels to objects. --weights and --labels are as for classify_image.py. The pictures are
-written to --workdir.
+Four saliency maps show which pixels determine the most probable label. The first is the gradient. SmoothGrad is the
+root mean square of the gradients of noisy copies. Integrated gradients are the mean of the gradients along the path
+from a gray image to the photo, times the difference between the two. Grad-CAM shows the important positions of the site
+--cam. For some channels of each layer, an image with fixed contrast is optimized to maximize the mean of the channel.
+The first layers respond to edges and colors, later layers to textures and parts of objects, and the labels to objects.
+--weights and --labels are as for classify_image.py. The pictures are written to --workdir.
 
 Simonyan et al., Deep Inside Convolutional Networks, 2013; Smilkov et al., SmoothGrad, 2017; Sundararajan et al.,
 Axiomatic Attribution for Deep Networks, 2017; Selvaraju et al., Grad-CAM, 2017; Olah et al., Feature

@@ -75,8 +75,8 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
          by: str | None = None) -> Config:
     """Returns the configuration that the flags describe.
 
-    A value comes from the flag itself, or else from the file --config, or else from the preset that the field `by`
-    names, or else from the default of the field.
+    The sources of a value, in the order of precedence, are the flag itself, the file --config, the preset that the
+    field `by` names, and the default of the field.
 
     Args:
       cls: the dataclass that was passed to `define`.

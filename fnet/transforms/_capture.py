@@ -20,11 +20,11 @@ def sites(f: Callable) -> Callable:
 
         print(ft.sites(model)(params, x))
 
-    A site is one of the following: the output of a layer, named by the layer's path; the output of any other named
-    scope; a value named with `tag`; or the weights of an attention. Flax, Haiku and Equinox also name scopes. (For
-    flax.nnx, apply `name_scopes` first. Equinox names scopes by types, such as `eqx.nn.Linear#1`.) If a path is used
-    several times, the names of its sites are `path#0`, `path#1`, ... In a scan, such as the scan of `layers.Stack`, a
-    value has a leading axis of iterations. `path[:]` is the output of each block of the stack at `path`.
+    A site is the output of a layer, which is named by the path of the layer, the output of any other named scope, a
+    value named with `tag`, or the weights of an attention. Flax, Haiku and Equinox also name scopes. (For flax.nnx,
+    apply `name_scopes` first. Equinox names scopes by types, such as `eqx.nn.Linear#1`.) If a path is used several
+    times, the names of its sites are `path#0`, `path#1`, ... In a scan, such as the scan of `layers.Stack`, a value has
+    a leading axis of iterations. `path[:]` is the output of each block of the stack at `path`.
 
     Args:
         f: any function.

@@ -81,9 +81,9 @@ def fold(f: Callable, params: Any, state: Any = None) -> Callable:
         predict = ft.fold(model, params, state)
         logits = predict(x)                         # model(params, x, state=state)[0]
 
-    A product or convolution with a fixed kernel may be followed by additions and multiplications with fixed values for
-    each output feature, such as biases, scales, or BatchNorm with its running statistics. All of these together become
-    one product with another kernel and one addition:
+    A product or convolution with a fixed kernel is often followed by additions and multiplications with fixed values
+    for each output feature. Examples are biases, scales, and BatchNorm with its running statistics. All of these
+    together become one product with another kernel and one addition:
 
         ((x * kernel) - mean) * rate + bias  =  x * (kernel rate) + (bias - mean rate)
 

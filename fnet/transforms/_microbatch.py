@@ -19,18 +19,17 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
         microbatch(f, n)(params, batch) = sum_i w_i f(params, batch_i) / sum_i w_i
 
-    With equal weights, the result equals f on the full batch if f is a mean over rows, or the gradient of such a mean,
-    and uses no statistics across rows (as batch normalization does). If f is a weighted mean, pass a function `weight`
-    that returns the sum of the weights in a slice.
+    With equal weights, the result equals f on the full batch if f is a mean over rows, or the gradient of such a mean.
+    f must not use statistics across rows, as batch normalization does. If f is a weighted mean, pass a function
+    `weight` that returns the sum of the weights in a slice.
 
         step = ft.microbatch(ft.value_and_grad(loss), 8)
         step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch: batch["weight"].sum())
 
     Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has no effect on any
-    value, count or derivative (of any order, in forward and reverse mode), even if f, or a derivative of f, is NaN or
-    infinite on this slice. (If weights with opposite signs add up to 0 in one slice, the rows of this slice have no
-    effect either, because their weighted mean does not exist.) If the sum of all weights is 0, the result is that of a
-    division by 0.
+    value, count or derivative of any order, even if f or a derivative of f is NaN or infinite on this slice. This also
+    applies if weights with opposite signs add up to 0 in one slice, because the weighted mean of its rows does not
+    exist. If the sum of all weights is 0, the result is that of a division by 0.
 
     Slice i contains rows i, i + n, i + 2n, ..., so that no row is moved to another device if the batch is sharded. If a
     batched argument is a scalar `jax.random.key`, the index of the slice is folded into the key, so that slices have
@@ -51,8 +50,9 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
 
     Raises:
         TypeError: if a batched argument is a `jax.Ref`, or `weight` is not a function.
-        ValueError: if the batched arguments have no common number of rows, n does not divide it, an output is neither
-            floating point nor integer, or a weight is not a real scalar or has side effects.
+        ValueError: if the batched arguments have no common number of rows, n does not divide this number, or an output
+            is neither floating point nor integer. Also if a weight is not a real scalar, or its computation has side
+            effects.
 
     >>> f = lambda w, x: jnp.mean(w * x)
     >>> float(ft.microbatch(f, 2)(2.0, jnp.arange(4.0)))

@@ -65,7 +65,7 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
     Args:
         step: a function of arrays, jitted or not, written with any library. Rules also apply inside loops, branches,
             jit, remat, shard_map and custom derivatives. A step that is not jitted may also have arguments and results
-            that are not arrays, such as a whole Equinox model; it is traced for each value of these arguments.
+            that are not arrays, such as a whole Equinox model. The step is traced for each value of these arguments.
         chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a `hardware.Chip`. Default
             "auto".
         rules: {name of a rule: False}, the rules to disable. `ft.explain(ft.tune(step), *args)` lists the rules that
@@ -73,9 +73,9 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
         measure: whether to select the rules by timing. The first call with arrays then compiles and times the program
             with all rules, with no rule, and without each single rule, on copies of its arguments. The fastest form is
             used (`ft.explain` reports the times) and stored in FNET_CACHE or ~/.cache/fnet for later processes. All
-            rules are used without timing if the program has callbacks, an argument is neither an array nor a number,
-            copies of the arguments would need more than 10 % of this machine's memory, or there are several processes.
-            Default False.
+            rules are used without timing in four cases: the program has callbacks, an argument is neither an array nor
+            a number, copies of the arguments would need more than 10 % of this machine's memory, or there are several
+            processes. Default False.
 
     Returns:
         A function with step's signature and results, and with the methods `trace` and `lower` as in `jax.jit`.

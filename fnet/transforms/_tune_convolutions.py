@@ -2,9 +2,9 @@
 
 XLA:CPU computes three kinds of convolutions one element at a time: depthwise convolutions, the gradients of all
 convolutions with groups, and some convolutions with zeros between the elements of their input. The first kind is
-replaced by a sum over the window that is elementwise over channels, the second by one convolution for each group, and
-the third by a convolution of an input that contains the zeros. The replacements take between a half and a hundredth of
-the time (`python -m benchmarks.convolutions`).
+replaced by a sum over the positions of the window, which is elementwise over channels. The second kind is replaced by
+one convolution for each group, and the third kind by a convolution of an input that contains the zeros. The
+replacements take between a half and a hundredth of the time (`python -m benchmarks.convolutions`).
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ class Lease:
     """The lock of a prefix: an object that is created if it does not exist, and removed by `release`.
 
     A thread renews the lock every `BEAT` seconds. Another run can take over the lock, by a conditional write, in two
-    cases: the process of the owner has ended (which can be checked only on the same machine), or the owner has not
-    renewed the lock for `EXPIRY` seconds of the store's clock. A run that finds a lock waits for this time, and raises
-    `Locked` as soon as the lock is renewed. An owner that was suspended for a longer time detects that it has lost the
-    lock before it writes a manifest.
+    cases. In the first case, the process of the owner has ended, which can be detected only on the same machine. In the
+    second case, the owner has not renewed the lock for `EXPIRY` seconds of the store's clock. A run that finds a lock
+    waits for this time, and raises `Locked` as soon as the lock is renewed. An owner that was suspended for a longer
+    time detects that it has lost the lock before it writes a manifest.
 
     Args:
       folder: the prefix.

@@ -19,8 +19,8 @@ class Batches:
     without a saved iterator.
 
     Args:
-      data: arrays with one row for each example: a dict such as {"image": [n, ...], "label": [n]}, a tuple, nested
-        dicts and tuples, or a pandas DataFrame, which becomes a dict of its columns. A batch has the same structure.
+      data: arrays with one row for each example, in a dict such as {"image": [n, ...], "label": [n]}, a tuple, or
+        nested dicts and tuples. A pandas DataFrame becomes a dict of its columns. A batch has the same structure.
       batch_size: the number of examples in a batch.
       seed: the seed of the permutations. Default 0.
       shuffle: whether to permute the examples. If False, every epoch has the order of the arrays. Default True.

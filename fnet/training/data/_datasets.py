@@ -134,9 +134,9 @@ def load(
         name: "digits", "mnist", "fashion_mnist" or "cifar10".
         data_dir: the folder of the files. The data set digits needs none. Default None: the folder in the environment
             variable FNET_DATA, or ~/.cache/fnet.
-        split: how to split the 1,797 images of digits (see `load_digits`): "random" is a fixed,
-            stratified 80/20 split, and "last20" uses the last 20 % as the test set, as is
-            conventional. The other data sets have the split of their authors. Default "random".
+        split: how to split the 1,797 images of digits (see `load_digits`): "random" is a fixed, stratified 80/20 split.
+            "last20" uses the last 20 % as the test set, as is conventional. The other data sets have the split of their
+            authors. Default "random".
         download: whether missing files may be downloaded. Default True.
         base_url: the URL to download from. Default None: the published URLs.
         announce: a function called with a message (str) before each download. Default None: no messages.

@@ -67,9 +67,10 @@ def fit(
         state = fit(step, state, Batches(data, 128), steps=1000, workdir="runs/digits",           # can be resumed
                     evaluate={"validation": evaluator(metrics, data)}, every=100, best="validation/accuracy")
 
-    Resuming is exact: a run that is interrupted and resumed has the same parameters, optimizer state, moving average,
-    metrics and order of the data as an uninterrupted run, bit for bit. Metrics are accumulated on the device, and
-    fetched every `log_every` steps. Between two fetches, the host runs at most two steps ahead of the device.
+    Resuming is exact. A run that is interrupted and resumed has, bit for bit, the same parameters, optimizer state,
+    moving average and metrics as an uninterrupted run, and the same order of the data. Metrics are accumulated on the
+    device, and fetched every `log_every` steps. Between two fetches, the host runs at most two steps ahead of the
+    device.
 
     A run starts from the last complete checkpoint in `workdir`. If there are no checkpoints, it starts from `state`. If
     there are checkpoints but none can be read, an error is raised.
@@ -139,9 +140,9 @@ def fit(
         exception, the state is saved and `fit` raises the exception. Default (): no functions.
       jit: whether to compile the step. False runs each operation separately, for a debugger. Default True.
       tune: whether to rewrite the step with `transforms.tune` into faster code for this chip, with equal results up to
-        rounding. For a run that takes at least ten minutes on a CPU even at the CPU's peak rate, the rules are selected
-        by timing the step with and without each rule, on copies of the state. A resumed run keeps its rules. Default
-        True.
+        rounding. For a run on a CPU that would take at least ten minutes even at the CPU's peak rate, the rules are
+        selected by timing. The step then runs with and without each rule, on copies of the state. A resumed run keeps
+        its rules. Default True.
       profile_steps: a range of consecutive steps to profile, such as range(100, 105). The time of these steps by path
         and phase (see `introspect.profile`) is written to workdir/profile/100-105, as profile.txt, profile.html and
         profile.json, and trace.json.gz for ui.perfetto.dev. The first step of a process is not profiled, because it
@@ -165,8 +166,9 @@ def fit(
       PeerLost: another process of the run has ended.
       TypeError: step or batches is not a function, the state has no `step`, or the step changes the structure, a shape
         or a dtype of the state.
-      ValueError: an interval is not an integer >= 1, no evaluation returns the metric of `best` or `early_stop`, the
-        step does not increase `state.step` by 1, or the plan is for another state or for devices that are not attached.
+      ValueError: an interval such as `every` is not an integer >= 1, no evaluation returns the metric of `best` or
+        `early_stop`, or the step does not increase `state.step` by 1. Also if the plan is for another state or for
+        devices that are not attached.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax
