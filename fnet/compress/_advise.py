@@ -26,7 +26,7 @@ from fnet.transforms import use_implicit_arrays
 
 _GAIN = 0.97    # a format is selected if it takes at most this fraction of the original time
 _ORIGINAL = "original"    # the name of the parameter's own dtype among the names of formats
-_COLD, _WORK = 2**25, 2e9    # a probe reads 2**25 bytes of parameters, but computes at most 2e9 FLOPs
+_COLD, _WORK = 2**25, 2e9    # a measurement reads 2**25 bytes of parameters, but computes at most 2e9 FLOPs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +290,7 @@ def _probed(product: Product, candidates: Mapping[str, Format], *, returned: boo
     trees |= {name: _encoded(w, format, 1) for name, format in candidates.items()}
     after = (lambda y: y) if returned else jax.nn.relu
     one = jax.jit(lambda x, w: after(product.function(jax.nn.relu(x), w)))
-    if product.sliced:    # a scan over x, too: the rounding of an invariant x would be moved out of the loop
+    if product.sliced:    # x is scanned, too, because XLA moves the rounding of a constant x out of the loop
         run = jax.jit(lambda x, w: lax.scan(lambda _, pair: (None, one(*pair)), None, (x, w))[1])
         calls = {name: lambda tree=tree: run(x, tree) for name, tree in trees.items()}
     else:

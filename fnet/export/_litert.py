@@ -34,7 +34,7 @@ _PACKAGES = "litert-converter, ai-edge-litert and ai-edge-quantizer"
 _PASSES = ("builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts,"
            "func.func(stablehlo-legalize-composite-to-call),inline,strip-debuginfo)")
 _CONSTANT = "stablehlo.constant"
-_LARGE = 2_000_000_000      # bytes of a file above which its weights are outside of its flatbuffer
+_LARGE = 2_000_000_000      # bytes of a file above which its flatbuffer does not contain the weights
 _SMALLEST = 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 224, 256
 
 
@@ -257,7 +257,7 @@ def _quantized(data: bytes, dtype: str) -> bytes:
     """Converts the weights of a float32 model to float16 or int8, and returns the new model."""
     from ai_edge_quantizer import quantizer
 
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):    # its progress
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):    # hides progress
         quantized = quantizer.Quantizer(bytearray(data))
         quantized.load_quantization_recipe([{"regex": ".*", "operation": "*", **_RECIPES[dtype]}])
         return _shared(bytes(quantized.quantize().quantized_model))

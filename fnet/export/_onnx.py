@@ -15,7 +15,7 @@ from fnet.export._onnx_graph import Graph, evaluated
 from fnet.export._tree import described_leaves
 
 OPSET, OLDEST = 20, 18
-LARGE = 1_900_000_000      # bytes of weights above which they have a file of their own; protobuf's limit is 2 GB
+LARGE = 1_900_000_000      # bytes above which the weights are in a separate file; protobuf's limit is 2 GB
 TOLERANCE = 1e-5
 _DIRECT = {**_onnx_elementwise.OPERATIONS, **_onnx_products.OPERATIONS, **_onnx_fused.OPERATIONS}
 _MISSING = "ONNX needs the packages {}: pip install 'fnet[onnx]'"

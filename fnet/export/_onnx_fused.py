@@ -18,7 +18,7 @@ from fnet.export import _interpret, _sizes
 
 _SINCE = {"layer_norm": 18, "gelu": 20, "rms_norm": 23, "attention": 23}      # opsets
 _PRIMES = 2, 3, 5, 7, 11, 13
-_REACH, _LIMIT = 12, 120      # equations between the start and an input; equations of a candidate
+_REACH, _LIMIT = 12, 120      # the maximum number of equations up to an input, and in a candidate
 _CLIMB = {"mul", "div", "add", "sub", "broadcast", "reshape", "transpose", "convert", "select"}
 _VALUES = 1 << 24             # elements of the largest value that is evaluated
 
@@ -133,7 +133,7 @@ def _attempt(function):
         try:
             return function(*args)
         except (_Unsuitable, KeyError, IndexError, ValueError, TypeError, NotImplementedError, ZeroDivisionError):
-            return None      # the interpreter cannot evaluate it for these sizes
+            return None      # the interpreter cannot evaluate the candidate for these sizes
     return attempted
 
 

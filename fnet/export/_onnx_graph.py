@@ -26,8 +26,8 @@ class Graph:
         self.model, self.parent = model, parent
         self.nodes: list = []
         self.names: dict[int, str] = {}
-        self.loose: dict[str, str] = {}      # an expanded value -> the value before it is expanded to its shape
-        self.kept: dict[Any, str] = {}       # values that are computed once
+        self.loose: dict[str, str] = {}      # a broadcast value -> the value before the broadcast
+        self.kept: dict[Any, str] = {}       # a size or shape -> the node that computes it
 
     def look(self, table: str, key: Any) -> Any:
         """Returns the value of a key in an attribute (such as "kept") of this graph or of an enclosing graph, or
@@ -110,7 +110,7 @@ class Graph:
         if array is not None and all(isinstance(n, int) for n in new):
             return self.model.derived(x, array.reshape(new), "Reshape", self.integers(*new))
         symbolic = [i for i, n in enumerate(new) if not isinstance(n, int)]
-        same = [i for i in symbolic if i < len(old) and old[i] == new[i]]      # 0: the size of the same axis
+        same = [i for i in symbolic if i < len(old) and old[i] == new[i]]      # 0 keeps the size
         target = [0 if i in same else n for i, n in enumerate(new)]
         rest = [i for i in symbolic if i not in same]
         if len(rest) <= 1 and 0 not in new and 0 not in old:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fnet.export._spec import Spec, spec
 
 RECORD = "model.json"
-_PACKAGE = "fnet.models"    # a record names classes of this package alone: reading it must not import other code
+_PACKAGE = "fnet.models"    # the only package of models in records, so that reading imports no other code
 _RENAMED = {"Llama": "Decoder"}    # classes in records of earlier versions
 
 

@@ -56,7 +56,7 @@ def _sizes(expected, constraints, leaves):
         for axis, (n, wanted) in enumerate(zip(shape, leaf["shape"])):
             try:
                 value = size(wanted, sizes)
-            except KeyError:      # a variable that occurs in expressions alone; JAX solves for it
+            except KeyError:      # a variable that occurs only in expressions; JAX computes its value
                 continue
             if n != value:
                 why = (f"{wanted} = {value}" + (f", as in {origin[wanted]}" if wanted in origin else "")

@@ -216,7 +216,7 @@ def _json(data) -> bytes:
 
 
 def _info(name: str, kind: int) -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo(name)      # a fixed date: equal contents give equal bytes
+    info = zipfile.ZipInfo(name)      # with a fixed date, so that equal contents give equal bytes
     info.compress_type = kind
     return info
 

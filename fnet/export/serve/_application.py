@@ -20,7 +20,7 @@ from fnet.export.serve._options import Options
 from fnet.export.serve._protocol import Invalid
 from fnet.export.serve._repository import Repository, Unknown
 
-_OPEN = "/", "/v2/health/live", "/v2/health/ready"      # without a token
+_OPEN = "/", "/v2/health/live", "/v2/health/ready"      # paths that need no token
 
 
 def application(files: Iterable[str], options: Options | None = None) -> Any:
@@ -174,7 +174,7 @@ class _Server:
     async def page(self, request):
         from starlette.responses import HTMLResponse
 
-        from fnet.export.serve import _page  # reads a file
+        from fnet.export.serve import _page  # here, because the import reads a file
 
         return HTMLResponse(_page.HTML, headers={"Content-Security-Policy": _page.POLICY, "Cache-Control": "no-store"})
 

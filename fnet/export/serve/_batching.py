@@ -108,7 +108,7 @@ class Batcher:
                 outputs = self._compute(batch[0].arrays)
             else:
                 outputs = self._compute([np.concatenate(parts) for parts in zip(*(r.arrays for r in batch))])
-        except BaseException as error:      # of any kind: the clients wait for an answer
+        except BaseException as error:      # of any type, because the clients wait for an answer
             for request in batch:
                 request.future.set_exception(error)
             return

@@ -13,7 +13,7 @@ from fnet.export import _signature
 from fnet.export._loaded import Bundle
 from fnet.export.serve._protocol import Invalid
 
-_LARGEST = 1 << 12      # tokens of a prompt that are computed at once, and tokens that are generated, at most
+_LARGEST = 1 << 12      # the maximum number of tokens of a prompt that are computed at once, and of generated tokens
 
 
 @dataclasses.dataclass(frozen=True)

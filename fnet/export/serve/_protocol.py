@@ -19,7 +19,7 @@ LENGTH = "inference-header-content-length"
 _CODES = {"bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8",
           "int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16", "float32": "FP32",
           "float64": "FP64", "bfloat16": "BF16"}
-_KINDS = {"b": "b", "u": "ui", "i": "ui", "f": "uif", "V": "uif"}      # of a dtype: kinds of its JSON data
+_KINDS = {"b": "b", "u": "ui", "i": "ui", "f": "uif", "V": "uif"}      # kind of a dtype -> kinds of JSON data
 
 
 class Invalid(ValueError):
