@@ -174,8 +174,8 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
 
     Each block of values has one scale, max|w| / largest, where `largest` depends on the format (127, 7, 1 or 448). A
     block extends over the axes `axes` of the format, or over a group along the last of these axes. By default, `axes`
-    is the second-last axis, for kernels [in, out] and stacked kernels [depth, in, out]. For kernels with four or more
-    axes (convolutions [height, width, in, out]), `axes` are all axes but the last. The results are correct for any
+    is the second-last axis of kernels [in, out] and stacked kernels [depth, in, out]. Of kernels with four or more axes
+    (convolutions [height, width, in, out]), it contains all axes except the last. The results are correct for any
     choice of `axes`. Products are fastest if `axes` are the axes that the program contracts, because the scale is then
     applied to the result. For an embedding [vocab, features] that also computes the logits, use the last axis:
     `axes=-1`.

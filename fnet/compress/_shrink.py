@@ -132,8 +132,8 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
             removed from the keyword argument `state`. With a state, f must return (result, new state).
         fraction: the fraction of the indices of each group to keep, between 0 and 1. The number of indices is rounded
             up.
-        flops: the maximum FLOPs of the shrunk function for these arguments, as counted by `hardware.count`. All groups
-            keep the same fraction of indices, which is the largest fraction within this limit.
+        flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by `hardware.count`. All
+            groups keep the same fraction of indices, which is the largest fraction within this limit.
         seconds: the maximum time of the shrunk function on `chip`, in seconds, as estimated by the roofline model. As
             with `flops`, all groups keep the same fraction of indices. The remaining sizes are multiples of the tile
             sizes of the chip's matrix units.

@@ -129,7 +129,7 @@ class Program:
              external: bool | None = None, check: bool = True) -> None:
         """Writes an entry point as an ONNX model, and compares its outputs in onnxruntime with those of the program.
 
-        Size variables remain symbolic, scans become Loops, and nodes have the names of their scopes. This method needs
+        Size variables remain symbolic, scans become Loops, and nodes are named after their scopes. This method needs
         fnet[onnx].
 
         Args:

@@ -11,21 +11,23 @@ class Options:
     """The options of `serve.run`.
 
     Attributes:
-        host: the address to listen on.
-        port: the port to listen on. 0 selects a free port.
-        max_batch: the maximum number of rows that are computed together. Programs are compiled for the powers of
-            two up to this number.
-        max_delay: the maximum time in seconds that a request waits for other requests to join its batch.
-        max_queue: the maximum number of requests that wait for a model. Further requests get status 503.
+        host: the address to listen on. Default 127.0.0.1.
+        port: the port to listen on. 0 selects a free port. Default 8000.
+        max_batch: the maximum number of rows that are computed together. Programs are compiled for the powers of two up
+            to this number. Default 32.
+        max_delay: the maximum time in seconds that a request waits for other requests to join its batch. Default 0.002.
+        max_queue: the maximum number of requests that wait for a model. Further requests get status 503. Default 256.
         max_streams: the maximum number of texts that are generated at the same time. Further requests get status 503.
-        max_body: the maximum size of the body of a request in bytes.
-        max_connections: the maximum number of open connections. Requests on further connections get status 503.
+            Default 8.
+        max_body: the maximum size of the body of a request in bytes. Default 64 MiB.
+        max_connections: the maximum number of open connections. Requests on further connections get status 503. Default
+            512.
         timeout: the maximum time in seconds for a request, including its time in the queue. A request that takes longer
-            gets status 504.
+            gets status 504. Default 30.
         read_timeout: the maximum time in seconds in which the head of a request must arrive, and also its body after
-            the head.
+            the head. Default 10.
         drain: the time in seconds after SIGTERM during which the server still accepts connections, and asks clients
-            with open connections to close them.
+            with open connections to close them. Default 1.
         token: a secret string of at least 8 characters, or None (the default). If it is set, requests need the header
             "Authorization: Bearer TOKEN". Requests for the health of the server and for its page do not need the
             header.
