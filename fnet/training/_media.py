@@ -46,8 +46,8 @@ class Image:
 
     Args:
       pixels: an array [height, width], [height, width, channels] or [pictures, height, width, channels] with 1 channel
-        (gray), 3 (RGB) or 4 (RGB and opacity). Values are uint8 from 0 to 255, or floating-point from 0 to 1;
-        floating-point values outside this range are clipped.
+        (gray), 3 (RGB) or 4 (RGB and opacity). Values are uint8 from 0 to 255, or floating-point from 0 to 1.
+        Floating-point values outside this range are clipped.
 
     Raises:
       ValueError: the array has another shape or dtype.

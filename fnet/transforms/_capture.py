@@ -76,7 +76,7 @@ class SiteInfo:
 
 
 class Sites(tuple):
-    """The sites of a function. `str()` has one line for each site.
+    """The sites of a function. `str()` returns one line for each site.
 
     >>> ft.sites(lambda x: ft.tag(2 * x, "double").sum())(jnp.ones(3)).names
     ('double',)

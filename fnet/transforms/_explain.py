@@ -18,7 +18,7 @@ from fnet.transforms._tune_measure import Measured
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What autocast does in a function. `str()` is a table.
+    """What autocast does in a function. `str()` returns a table.
 
     Attributes:
         policy: the policy of autocast.
@@ -49,7 +49,7 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What tune does in a step. `str()` is a table.
+    """What tune does in a step. `str()` returns a table.
 
     Attributes:
         rows: one `Fired` for each equation that a rule changed, with the fields scope, primitive, rule and reason.

@@ -59,7 +59,7 @@ class Folded:
 
 @dataclasses.dataclass(frozen=True)
 class Folds:
-    """The products into which `fold` moved affine maps, for `ft.explain`. `str()` is a table.
+    """The products into which `fold` moved affine maps, for `ft.explain`. `str()` returns a table.
 
     Attributes:
         rows: one `Fold` for each product, with the fields scope, primitive and the operations that were folded.

@@ -69,7 +69,7 @@ def _evaluate(interpreter, f, args, kwargs):
 
 @dataclasses.dataclass(frozen=True)
 class Uses:
-    """The uses of implicit arrays in a function. `str()` is a table.
+    """The uses of implicit arrays in a function. `str()` returns a table.
 
     Attributes:
         uses: one `Use` for each implicit array and equation that reads the array.

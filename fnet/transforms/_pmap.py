@@ -34,10 +34,11 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
     Args:
         f: a function of arrays.
         axis_name: the axis name for collectives. Default "devices".
-        in_axes: the axis of each positional argument along which the argument is split; its length must be the number
-            of devices. An integer or None applies to all arguments; None means that every device gets the whole
-            argument. A tuple has one entry for each argument, which is an integer, None or a tree of integers and None.
-            Negative axes count from the end, as in `jax.vmap`. Keyword arguments are split along axis 0. Default 0.
+        in_axes: the axis of each positional argument along which the argument is split. The length of this axis must be
+            the number of devices. An integer or None applies to all arguments; None means that every device gets the
+            whole argument. A tuple has one entry for each argument, which is an integer, None or a tree of integers and
+            None. Negative axes count from the end, as in `jax.vmap`. Keyword arguments are split along axis 0. Default
+            0.
         out_axes: the axis along which each result is stacked, in the same form. Negative axes count from the end of
             the stacked result. None: the result is equal on every device, such as the result of `psum` or `all_gather`,
             and is returned once. Default 0.

@@ -59,7 +59,8 @@ class _Rematerialize(Interpreter):
         return None
 
     def opened(self, closed):
-        """Inlines jitted parts, because the residuals that pass between two parts are only visible in one jaxpr."""
+        """Inlines jitted parts, because the residuals between two parts are visible only if both parts are in one
+        jaxpr."""
         inliner = _Inliner()
 
         def flat(*arrays):

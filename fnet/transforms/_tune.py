@@ -147,7 +147,8 @@ class _Tuned:
         return self._programs[structure]
 
     def measured(self, *args, **kwargs) -> Measured | None:
-        """Returns the rules for these arguments, and times them the first time. Returns None without `measure`."""
+        """Returns the rules for these arguments, which are timed in the first call. Returns None if `measure` is
+        False."""
         return self._program(args, kwargs).measured if self._measure else None
 
     def _timed(self, plain, args, kwargs):

@@ -106,9 +106,10 @@ def _holds(indices, count) -> bool:
 
 
 def comparison(eqn, inputs):
-    """Selects one element of each row, such as a label's logit, by comparison instead of a lookup; also its gradient.
+    """Selects one element of each row, such as a label's logit, by a comparison instead of a lookup.
 
-    XLA fuses the comparisons with the sums over the row. The gradient of a lookup is a scatter into a separate array.
+    The gradient is also computed by a comparison. XLA fuses the comparisons with the sums over the row. The gradient of
+    a lookup would be a scatter into a separate array.
     """
     mode = jaxpr.lookup_mode(eqn)
     x, indices = inputs[0].x, inputs[1].x

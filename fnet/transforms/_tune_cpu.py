@@ -131,7 +131,7 @@ def bfloat16_products(eqn, inputs):
 
 
 def _windows(eqn, x):
-    """Returns the window of a pooling whose windows tile the array, with one size for each axis; None for others."""
+    """Returns the window size for each axis of a pooling whose windows tile the array, or None for other poolings."""
     window = jaxpr.pooling_window(eqn)
     if window is None or any(size % k for size, k in zip(x.shape, window)):
         return None

@@ -30,7 +30,7 @@ def bfloat16_pays() -> bool:
 
 
 def eigen_pays(equations: Sequence) -> bool:
-    """Whether most of the work is convolutions, and no convolution is grouped.
+    """Whether convolutions are most of the work, and no convolution is grouped.
 
     Eigen takes 0.50 to 1.10 of YNNPACK's time for ungrouped convolutions, but up to 1.27 for depthwise convolutions.
     In programs with depthwise convolutions, these take most of the time (`python -m benchmarks.convolutions`,
@@ -44,7 +44,7 @@ def eigen_pays(equations: Sequence) -> bool:
 
 
 def onednn_pays(equations: Sequence) -> bool:
-    """Whether most of the work is large bfloat16 convolutions."""
+    """Whether large bfloat16 convolutions are most of the work."""
     work, products = _work(equations), filter(None, map(product, equations))
     every, low = sum(each.op is CONVOLUTION for each in products), work["convolution", BF16]
     return 2 * low > sum(work.values()) and low >= LARGE * every and onednn()

@@ -83,7 +83,8 @@ class Folder:
         os.replace(part.with_suffix(".new"), part)
 
     def take_part(self, step: int, process: int) -> str | None:
-        """Returns and removes the description that `process` has written; None if it has not been written yet."""
+        """Returns and removes the description that `process` has written. Returns None if it has not been written
+        yet."""
         part = self._part(step, process)
         if not part.exists():
             return None

@@ -156,7 +156,7 @@ def _started(pid: int) -> str | None:
 
 
 def _alive(owner: dict[str, Any]) -> bool | None:
-    """Whether the process that owns a lock is running; None if this cannot be determined on this machine."""
+    """Returns whether the process that owns a lock is running, or None if this cannot be determined on this machine."""
     here = _process()
     if "started" not in here or any(owner.get(name) != here[name] for name in ("boot", "namespace")):
         return None

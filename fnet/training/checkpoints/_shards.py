@@ -35,7 +35,7 @@ def _box(index, shape) -> Box:
 
 
 def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
-    """Returns the parts of a leaf that are on the devices of this process; None for the complete leaf."""
+    """Returns the parts of a leaf that are on the devices of this process, or None for the complete leaf."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.is_fully_addressable or _leaves.is_key(leaf):
         return None

@@ -138,7 +138,8 @@ def random_affine(
 
 
 def _bilinear(images: jax.Array, y: jax.Array, x: jax.Array) -> jax.Array:
-    """Interpolates the images at the real coordinates (y, x), each [batch, height, width]; zero outside the image."""
+    """Interpolates the images at the real coordinates (y, x), each [batch, height, width]. Values outside the image are
+    0."""
     n, height, width, channels = images.shape
     top, left = jnp.floor(y), jnp.floor(x)
     flat = images.reshape(n, height * width, channels)

@@ -99,7 +99,7 @@ def _missing(cell: str) -> bool:
 
 
 def _kind(cells: Sequence[str]) -> Callable[[str], Any] | None:
-    """Returns the function that converts the cells of a column of numbers or bools; None for a column of text."""
+    """Returns the function that converts the cells of a column of numbers or bools, or None for a column of text."""
     present = [cell for cell in cells if not _missing(cell)]
     if present and all(cell.strip().lower() in _BOOLS for cell in present):
         return lambda cell: _BOOLS[cell.strip().lower()]

@@ -193,9 +193,8 @@ def load_digits(split: str = "random") -> Dataset:
 
     Args:
         split: "random" sorts the images by class, in a fixed random order within each class, and
-            puts every fifth image into the test set. This gives 1,437 training and 360 test
-            images; each class is split 80/20 to within one image. "last20" uses the last 360 images of the file as the
-            test set. Default "random".
+            puts every fifth image into the test set. This gives 1,437 training and 360 test images. Each class is split
+            80/20, to within one image. "last20" uses the last 360 images of the file as the test set. Default "random".
 
     Returns:
         A `Dataset`.

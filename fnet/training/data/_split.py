@@ -18,7 +18,7 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
     The parts depend only on the number of examples, the sizes and the seed. The examples in a part keep their order.
 
     Args:
-      data: a tree of arrays or a pandas DataFrame, as in `Batches`; columns may also be text.
+      data: a tree of arrays or a pandas DataFrame, as in `Batches`. Columns may also be text.
       sizes: for two parts, the size of the second (validation): a fraction such as 0.2, or a number of examples. For
         any number of parts, a sequence of the sizes of all parts: fractions with the sum 1, or numbers of examples.
       seed: the seed of the random assignment of examples to parts. Default 0.

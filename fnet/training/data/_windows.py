@@ -17,7 +17,7 @@ class Windows:
 
     Args:
       tokens: the token array, integers [tokens].
-      length: number of predicted tokens in a window; a window has `length + 1` tokens.
+      length: the number of predicted tokens in a window. A window has `length + 1` tokens.
       batch_size: the number of windows in a batch.
       seed: the seed of the random positions. Default 0.
       vocab_size: the size of the vocabulary, to check that each token is less than `vocab_size`. Default None: tokens
@@ -74,7 +74,7 @@ def stretches(tokens: np.ndarray, length: int) -> np.ndarray:
 
     Args:
       tokens: the token array, integers [tokens].
-      length: number of predicted tokens in a window; a window has `length + 1` tokens.
+      length: the number of predicted tokens in a window. A window has `length + 1` tokens.
 
     Returns:
       The windows, [windows, length + 1], a view of `tokens`. Tokens at the end that do not fill a window are omitted.

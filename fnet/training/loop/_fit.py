@@ -61,7 +61,7 @@ def fit(
     plan: Plan | None = None,
     profile_steps: range | None = None,
 ) -> Any:
-    """Trains until step `steps`; continues from the last checkpoint in `workdir` if there is one.
+    """Trains until step `steps`, starting from the last checkpoint in `workdir` if there is one.
 
         state = fit(step, state, Batches(data, 128), steps=1000)                                  # the shortest form
         state = fit(step, state, Batches(data, 128), steps=1000, workdir="runs/digits",           # can be resumed

@@ -38,7 +38,8 @@ def chosen(tuned: Callable) -> list[str]:
 
 
 def rules(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Returns the rules with which the run was started, for `tune`; None for another kind of chip or without `tune`."""
+    """Returns the rules of `tune` with which the run was started, or None for another kind of chip or without
+    `tune`."""
     kept = before.get("tune")
     if before.get("kind") != now["kind"] or not isinstance(kept, list):
         return None

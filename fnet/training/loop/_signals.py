@@ -86,10 +86,10 @@ def poll() -> None:
 def signals() -> Iterator[Signals]:
     """Records the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 in the body of a with statement.
 
-    A later signal ends the process; in an interactive session, it raises KeyboardInterrupt instead. Signals within one
-    second of the first count as one, so the old handlers are restored no earlier than one second after the first
-    signal. Signals that the process ignores (`nohup`) stay ignored, and a SIGUSR1 handler of the user stays installed.
-    No handlers are installed outside of the main thread. Forked children have the old handlers.
+    A later signal ends the process. In an interactive session, a later signal raises KeyboardInterrupt instead. Signals
+    within one second of the first count as one, so the old handlers are restored no earlier than one second after the
+    first signal. Signals that the process ignores (`nohup`) stay ignored, and a SIGUSR1 handler of the user stays
+    installed. No handlers are installed outside of the main thread. Forked children have the old handlers.
     """
     seen = Signals()
     if threading.current_thread() is not threading.main_thread():
