@@ -1,6 +1,7 @@
-"""Calls, loops and branches with rewritten bodies, bound again so that everything else about them is preserved.
+"""Evaluates calls, loops and branches with rewritten bodies. The other properties of these equations are preserved.
 
-Each function takes (interpreter, equation, scope, inputs, what is wanted of the outputs) and returns the outputs.
+Each function takes (interpreter, equation, scope, inputs, requirements on the outputs) and returns the outputs. The
+traced dtype of a value is the dtype that the value had when JAX traced the program; rewriting may change the dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def inline(self, eqn, scope, inputs, wanted):
 
 
 def _scan(self, eqn, scope, inputs, wanted):
-    """Rewrites a scan. The carry keeps its traced dtypes; constants, slices and stacked outputs may change theirs."""
+    """Rewrites a scan. The carry keeps its traced dtypes. Constants, slices and stacked outputs may change dtypes."""
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
     start = [restore(value, v.aval) for value, v in zip(carry, parts.split(eqn.invars)[1])]
@@ -44,7 +45,7 @@ def _scan(self, eqn, scope, inputs, wanted):
         outputs = body(*constants, *carried, *sliced)
         return outputs[:parts.carry], outputs[parts.carry:]
 
-    # lax.scan takes a symbolic length from the slices alone.
+    # lax.scan accepts no symbolic length, but determines it from the slices.
     options = {name: x for name, x in parts.options.items() if name != "length" or isinstance(x, int)}
     carried, stacked = lax.scan(step, start, arrays_of(slices), **options)
     return [*map(Value, carried), *map(Value, stacked)]
@@ -59,7 +60,7 @@ def _while(self, eqn, scope, inputs, wanted):
     test = self.body(params["cond_jaxpr"], scope, (None,), [*(v.note for v in inputs[:a]), *free])
     body = self.body(params["body_jaxpr"], scope, wanted, [*(v.note for v in inputs[a:a + b]), *free])
     types = [jax.typeof(x) for x in [*arrays_of(inputs[:a + b]), *init]]
-    # Bound again, since lax.while_loop refuses the batched conditions that vmap makes.
+    # The primitive is bound directly, because lax.while_loop rejects the batched conditions that vmap creates.
     tests, steps = (jax.make_jaxpr(test)(*types[:a], *types[a + b:]), jax.make_jaxpr(body)(*types[a:]))
     return bind(eqn, [*tests.consts, *arrays_of(inputs[:a]), *steps.consts, *arrays_of(inputs[a:a + b]), *init],
                 cond_nconsts=len(tests.consts) + a, cond_jaxpr=_jax.close(_jax.consts_as_inputs(tests)),
@@ -67,7 +68,7 @@ def _while(self, eqn, scope, inputs, wanted):
 
 
 def _cond(self, eqn, scope, inputs, wanted):
-    """Rewrites a cond. The outputs of the branches keep their traced dtypes, because these must be equal."""
+    """Rewrites a cond. The outputs keep their traced dtypes, because all branches must return the same dtypes."""
     index, *rest = inputs
     branches = [self.body(branch.closed, scope, wanted, [v.note for v in rest]) for branch in bodies(eqn)]
     types = [jax.typeof(value.x) for value in rest]
@@ -95,8 +96,8 @@ def _shard_map(self, eqn, scope, inputs, wanted):
 
 
 def _custom_jvp(self, eqn, scope, inputs, wanted):
-    """The function and its JVP are rewritten separately; both give the outputs in the function's dtypes. The JVP learns
-    which tangents are zero, as without rewriting."""
+    """Rewrites the function and its JVP rule separately. Both return outputs of the rewritten function's dtypes. As
+    without rewriting, the JVP rule is traced only for tangents that are not symbolic zeros."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomJvp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -125,8 +126,9 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
 
 
 def _custom_vjp(self, eqn, scope, inputs, wanted):
-    """Forward and backward functions are rewritten separately. The backward function's inputs have their traced dtypes,
-    which the user's rule expects; it learns which inputs are differentiated, as without rewriting."""
+    """Rewrites the forward and the backward function separately. The inputs of the backward function have their traced
+    dtypes, which the user's rule expects. As without rewriting, the rule receives symbolic zeros and the information
+    which inputs are differentiated."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomVjp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -165,13 +167,13 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Perturbed:
-    """The information which inputs of a custom_vjp are differentiated, as a part of the residuals' structure."""
+    """For each input of a custom_vjp, whether it is differentiated. A part of the residuals' tree structure."""
 
     inputs: tuple[bool, ...]
 
 
 def _custom_vmap(self, eqn, scope, inputs, wanted):
-    """The function and its batching rule are rewritten separately; both give the outputs their traced dtypes."""
+    """Rewrites the function and its batching rule separately. Both return outputs of the traced dtypes."""
     notes = [value.note for value in inputs]
     function = jax.custom_batching.custom_vmap(self.body(bodies(eqn)[0].closed, scope, wanted, notes))
 
@@ -190,7 +192,7 @@ def _moves(x) -> bool:
 
 
 def _zero(x):
-    """A zero tangent of x."""
+    """Returns a zero tangent of x."""
     return jnp.zeros_like(x) if _moves(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 

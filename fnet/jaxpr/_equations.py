@@ -1,4 +1,4 @@
-"""Typed access to the parameters of equations. No other package depends on the names that JAX gives to parameters."""
+"""Typed access to the parameters of equations. No other package depends on JAX's names of parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Product:
 
     @property
     def dimensions(self) -> Any:
-        """A dot's ((contracted, contracted), (batch, batch)), or a convolution's `ConvDimensionNumbers`."""
+        """The `dimension_numbers` of `op`. For a dot, ((contracted axes, contracted axes), (batch axes, batch axes)) of
+        the two operands; for a convolution, its `ConvDimensionNumbers`."""
         return self.options["dimension_numbers"]
 
     @property
@@ -51,7 +52,7 @@ class Product:
 
     @property
     def window(self) -> tuple[tuple, tuple, tuple, tuple]:
-        """A convolution's strides, padding, and dilations of the input and the kernel, for each axis of space."""
+        """A convolution's strides, padding, and dilations of the input and the kernel, for each spatial axis."""
         names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
         strides, padding, lhs, rhs = (self.options[name] for name in names)
         return tuple(strides), tuple(map(tuple, padding)), tuple(lhs), tuple(rhs)
@@ -94,12 +95,12 @@ def new_dtype(eqn: Any) -> Any:
 
 
 def kept_bits(eqn: Any) -> tuple[int, int]:
-    """(bits of the exponent, bits of the mantissa) that reduce_precision keeps."""
+    """Returns (bits of the exponent, bits of the mantissa) that a reduce_precision equation keeps."""
     return eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
 
 
 def random_bits(eqn: Any) -> tuple[int, int]:
-    """Returns (bits of each random number, how many random numbers) of a random_bits equation."""
+    """Returns (bits of each random number, number of random numbers) of a random_bits equation."""
     return eqn.params["bit_width"], math.prod(eqn.params["shape"])
 
 
@@ -117,8 +118,12 @@ def selects_largest(eqn: Any) -> bool:
 
 
 def lookup_mode(eqn: Any) -> str | None:
-    """What a gather that takes one element of each row (of the last axis, at indices [..., 1, 1]), or its transpose,
-    does with an index outside the row: "fill", "clip" or "promised" (there is none). None for other equations."""
+    """Returns how a gather that takes one element of each row treats indices that are out of range.
+
+    The result is "fill", "clip", or "promised" if the program promises that no index is out of range. A row is a slice
+    along the last axis, and the indices are [..., 1, 1]. The transpose of this gather is treated in the same way. For
+    all other equations, the result is None.
+    """
     params, (x, indices) = eqn.params, (v.aval for v in eqn.invars[:2])
     numbers, rows, last = params["dimension_numbers"], tuple(range(x.ndim - 1)), (x.ndim - 1,)
     if eqn.primitive.name == "gather":

@@ -1,4 +1,7 @@
-"""Programs of few primitives: calls inlined, fnet's own primitives expanded, composite operations written out."""
+"""Rewrites programs with few primitives.
+
+Calls are inlined. fnet's own primitives and composite operations are replaced by simpler operations.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ def inlined(closed: Any) -> Any:
 
 
 def flatten(closed: Any) -> Any:
-    """Returns the closed jaxpr written with few primitives, scans, while loops and conds, for inference.
+    """Returns the closed jaxpr for inference, written with few primitives, scans, while loops and conds.
 
-    Calls are inlined, also those with custom derivatives or batching, so the result is not meant to be differentiated.
+    Calls with custom derivatives or custom batching are also inlined, so the result should not be differentiated.
     """
     return _again(_Flattener(CALLS), closed)
 

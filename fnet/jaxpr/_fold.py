@@ -1,4 +1,7 @@
-"""Constant folding: values that depend only on constants are computed once, and affine maps are merged into products.
+"""Constant folding: values that depend only on constants are computed once.
+
+Affine maps (a scale and a shift) with constant coefficients are merged into the product (dot_general or convolution)
+before them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,13 @@ from fnet.jaxpr._values import Value
 
 
 class Fold(NamedTuple):
-    """A product into which an affine map of its result was folded: its scope, its primitive, the folded primitives."""
+    """A product into which an affine map of its result was folded.
+
+    Attributes:
+        path: the path of the product's scope.
+        primitive: the primitive of the product.
+        folded: the primitives of the affine map.
+    """
 
     path: str
     primitive: str
@@ -41,9 +50,9 @@ class _Known:
 
 @dataclasses.dataclass
 class _Pending:
-    """The result of a product with a known kernel, times `scale` plus `shift`, which is not yet computed.
+    """A value that is not yet computed: the result of a product with a known kernel, times `scale`, plus `shift`.
 
-    `scale` and `shift` have the result's rank, with length 1 on all axes but those of the kernel, or are None.
+    `scale` and `shift` are None, or arrays of the result's rank. They have length 1 on all axes except the kernel's.
     """
 
     eqn: Any
@@ -66,7 +75,7 @@ class _Pending:
         return y + jnp.broadcast_to(self.shift, y.shape)
 
     def _in_kernel(self, kernel):
-        """`scale` with the kernel's axes."""
+        """Returns `scale` with the axes of the kernel."""
         shape = [1] * kernel.ndim
         for axis, ours in self.axes.items():
             shape[ours] = self.scale.shape[axis]
@@ -107,8 +116,8 @@ class Folder:
 
     @staticmethod
     def program(closed: Any) -> Callable:
-        """A closed jaxpr as a function of its constants and inputs, so that the constants are no part of a compiled
-        program."""
+        """Returns a closed jaxpr as a function of its constants and inputs. The compiled function does not contain the
+        constants."""
         def run(consts, arrays):
             return [y.x for y in Interpreter().evaluate(closed.jaxpr, consts, list(map(Value, arrays)), TOP,
                                                         (None,) * len(closed.jaxpr.outvars))]
@@ -126,12 +135,12 @@ class Folder:
         return _jax.bind_again(eqn, [self._computed(x) for x in inputs])
 
     def _computed(self, x):
-        """The array of a value."""
+        """Returns the array of a value. Computes pending values."""
         if isinstance(x, _Known):
             return x.array()
         if not isinstance(x, _Pending):
             return x
-        if x.scale is not None or len(x.folded) > 1:    # a bias alone is no gain
+        if x.scale is not None or len(x.folded) > 1:    # merging only a bias saves nothing
             self.folds.append(Fold(x.at.path, x.eqn.primitive.name, x.folded))
         return x.result()
 
@@ -159,7 +168,7 @@ def _evaluated(eqn, inputs):
 
 
 def _pending(eqn, at, inputs):
-    """Returns a pending product, which has one known operand in float32 or wider, or None for other equations."""
+    """Returns a pending product if an equation is a product in float32 or float64 with one known operand, or None."""
     made = product(eqn)
     if made is None or made.op is not eqn.primitive or len(eqn.outvars) != 1:
         return None
@@ -183,8 +192,8 @@ def _pending(eqn, at, inputs):
 
 
 def _absorbed(eqn, inputs):
-    """Returns a pending product with an elementwise operation with a known operand merged into it, or None if this is
-    not possible."""
+    """Merges an elementwise operation with a pending and a known operand, and returns the new pending product. Returns
+    None if this is not possible."""
     name = eqn.primitive.name
     which = [i for i, x in enumerate(inputs) if isinstance(x, _Pending)]
     if len(which) != 1 or eqn.outvars[0].aval.dtype != inputs[which[0]].eqn.outvars[0].aval.dtype:
@@ -217,7 +226,7 @@ def _absorbed(eqn, inputs):
 
 
 def _along(known, pending, rank):
-    """A known operand with length 1 on all axes but those of the kernel; None if it varies along another axis."""
+    """Returns a known operand with length 1 on all axes except the kernel's, or None if it varies along other axes."""
     small = known.small if known.small.ndim == rank else jnp.reshape(known.small, (1,) * rank)
     if any(n != 1 and axis not in pending.axes for axis, n in enumerate(small.shape)):
         return None

@@ -33,7 +33,7 @@ class Op:
 
 @dataclasses.dataclass
 class Frame:
-    """A part of a program without control flow: its operations in order, and the ids of its results in order."""
+    """A jaxpr with inlined calls: its operations in order, and the ids of its results in order."""
 
     ops: list[Op]
     results: tuple[int | None, ...]
@@ -45,7 +45,7 @@ class Frame:
 
 
 def read(jaxpr: Any, outer: Scope = TOP) -> Frame:
-    """Returns the frame of a jaxpr whose own scope is `outer`. Ids 0, 1, ... are its constants and inputs in order."""
+    """Returns the frame of a jaxpr in the scope `outer`. The ids 0, 1, ... are those of its constants and inputs."""
     ids = itertools.count()
     ops: list[Op] = []
 

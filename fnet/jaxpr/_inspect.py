@@ -20,14 +20,14 @@ from fnet.jaxpr._values import Value, arrays_of, bind
 
 
 class Inspector(Interpreter):
-    """Evaluates a program with sites.
+    """Evaluates a program, and captures or replaces the values of sites.
 
     Args:
-        level: the level of the whole program.
+        level: the sites of the whole program, from `find_sites`.
         captured: the sites whose values are captured.
         selected: {site: for each scan around it, the index of the captured iteration, or None for all}.
         changes: {site: change}, functions `change(leaves, indices) -> leaves` that compute new values of sites. The
-            indices are those of the iterations of the scans.
+            argument `indices` contains the current iteration of each scan around the site.
         offsets: {site: offsets}, an additional argument of a site's change: `change(leaves, indices, offsets)`. The
             offsets are an array, or None, for each leaf. Each array has a leading axis for each scan.
     """
@@ -38,9 +38,9 @@ class Inspector(Interpreter):
         self._level, self._captured, self._changes = level, frozenset(captured), dict(changes or {})
         self._offsets, self._selected = dict(offsets or {}), dict(selected or {})
         self._wanted = self._captured | self._changes.keys()
-        self._keep = tagging.value    # an inspection of this program's result needs the tags, too
+        self._keep = tagging.value    # an outer inspection needs the tags, too
         self._indices: tuple = ()
-        self._depth = 0    # of scans
+        self._depth = 0    # number of scans around
         self._found: dict[Site, list] = {}
         self._held: dict[Site, dict[int, Value]] = {}
 
@@ -52,7 +52,7 @@ class Inspector(Interpreter):
         return arrays_of(outputs), found
 
     def depends(self, at):
-        return None    # bodies without wanted sites are evaluated alike everywhere
+        return None    # bodies without requested sites are rewritten alike in all scopes
 
     def plan(self, jaxpr, wanted):
         level = wanted[0] if wanted else None
@@ -76,7 +76,7 @@ class Inspector(Interpreter):
             else:
                 outputs = self._within(eqn, at, inputs, [site for site in complete if site.compute])
         if made:
-            outputs = [Value(y.x) for y in outputs]    # which a change of the site replaces
+            outputs = [Value(y.x) for y in outputs]    # separate objects, whose arrays a change may replace
         for k, site, leaf in made:
             self._held.setdefault(site, {})[leaf] = outputs[k]
         for site in complete:
@@ -85,7 +85,7 @@ class Inspector(Interpreter):
         return outputs
 
     def _within(self, eqn, at, inputs, sites):
-        """An equation with sites inside it."""
+        """Evaluates an equation that has sites inside its primitive."""
         arrays, outputs = arrays_of(inputs), None
         for site in sites:
             values = {0: Value(site.compute(eqn, arrays))}
@@ -108,7 +108,7 @@ class Inspector(Interpreter):
         return self._scan(eqn, at, inputs, None) if eqn.primitive.name == "scan" else super().default(
             eqn, at, inputs, wanted)
 
-    # Bodies with wanted sites: the values of captured sites are further outputs.
+    # Bodies with requested sites. The values of captured sites become additional outputs of the equation.
 
     def _enter(self, eqn, at, inputs, level):
         name = eqn.primitive.name
@@ -123,12 +123,13 @@ class Inspector(Interpreter):
         return self.evaluate(closed.jaxpr, closed.consts, inputs, at, (level,))
 
     def _body(self, closed, at, level):
-        """A jaxpr as a function of arrays, which fills `_found`."""
+        """Returns a jaxpr as a function of arrays, which stores the captured values in `_found`."""
         return lambda *arrays: arrays_of(self.evaluate(closed.jaxpr, closed.consts, list(map(Value, arrays)), at,
                                                        (level,)))
 
     def _apart(self, body, level):
-        """`body` with the leaves of the captured sites behind its outputs."""
+        """Returns (run, collect, sites): `run` is `body`, with the leaves of the captured sites as additional outputs.
+        `collect` stores these leaves in `_found`."""
         sites = [site for site in level.sites if site in self._captured] if level else []
 
         def run(*arrays):
@@ -158,8 +159,8 @@ class Inspector(Interpreter):
         return outputs[:len(eqn.outvars)]
 
     def _scan(self, eqn, at, inputs, level):
-        """Stacked outputs that are the same array, which tags in a differentiated scan would make two, become one.
-        What is wanted of one iteration alone is carried, not stacked."""
+        """Evaluates a scan. Two stacked outputs that are the same array, separated only by tags, are stacked once. If
+        only one iteration of a site is requested, the value is carried instead of stacked."""
         parts, depth = scan(eqn), self._depth
         consts, carry, slices = map(arrays_of, parts.split(inputs))
         run, collect, sites = self._apart(self._body(parts.closed, at, level), level)
@@ -198,10 +199,10 @@ class Inspector(Interpreter):
         return [*map(Value, carried), *map(Value, stacked[:count - parts.carry])]
 
     def _pick(self, site, depth):
-        """The one iteration of the scan at this depth that is wanted of a site, or None."""
+        """Returns the only iteration of the scan at this depth that is requested for a site, or None for all."""
         return self._selected.get(site, (None,) * (depth + 1))[depth]
 
     def _within_scan(self, site, depth):
-        """(shape, dtype) of a site's leaves in one iteration of the scan at this depth."""
+        """Returns (shape, dtype) of each leaf of a site in one iteration of the scan at this depth."""
         lengths = [length for i, (_, length) in enumerate(site.scans) if i > depth and self._pick(site, i) is None]
         return [((*lengths, *site.types[i].shape), site.types[i].dtype) for i in site.leaves]

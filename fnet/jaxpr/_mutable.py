@@ -1,6 +1,6 @@
-"""flax.nnx modules among the arguments of a function, as arrays. Changes that the function makes to them are returned.
+"""Passes flax.nnx modules to a traced function as arrays, and returns the changes that the function makes to them.
 
-An nnx module is updated in place. A traced function receives a copy of the module, so its updates would be lost.
+An nnx module is updated in place. A traced function receives a copy of the module, so updates would otherwise be lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """The place of the module with this number."""
+    """A placeholder for the module with this number."""
 
     number: int
 
@@ -44,9 +44,9 @@ def _kinds() -> tuple:
 
 
 def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
-    """(the tree with nnx modules replaced by placeholders, their arrays or None, the modules).
+    """Returns (the tree with nnx modules replaced by placeholders, the arrays of the modules, the modules).
 
-    Modules that share variables keep sharing them.
+    Without modules, the second element is None. Modules that share variables still share them after `insert`.
     """
     kinds, found = _kinds(), []
     if not kinds:
@@ -66,7 +66,7 @@ def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
 
 
 def insert(tree: Any, modules: Modules | None) -> tuple[Any, Any]:
-    """(the tree with new modules made of these arrays in their places, the modules)."""
+    """Returns (the tree with placeholders replaced by new modules with these arrays, the new modules)."""
     if modules is None:
         return tree, None
     new = sys.modules["flax.nnx"].merge(modules.graph, jax.tree.unflatten(modules.structure, modules.arrays))
@@ -75,7 +75,7 @@ def insert(tree: Any, modules: Modules | None) -> tuple[Any, Any]:
 
 
 def updates(new: Any, modules: Modules | None) -> Modules | None:
-    """The modules after the function has run, None without modules.
+    """Returns the arrays of the modules after the function has run, or None without modules.
 
     Raises:
         TypeError: if the function has added or removed variables.
@@ -92,7 +92,7 @@ def updates(new: Any, modules: Modules | None) -> Modules | None:
 
 
 def returned(result: Any, new: Any) -> Any:
-    """A result with placeholders in place of those modules of the call that it contains."""
+    """Returns a result in which modules of the call are replaced by placeholders."""
     if not new:
         return result
     numbers = {id(module): number for number, module in enumerate(new)}
@@ -101,7 +101,7 @@ def returned(result: Any, new: Any) -> Any:
 
 
 def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
-    """The result, with the caller's modules in their places; writes what the function changed into them."""
+    """Writes the changes into the caller's modules. Returns the result with these modules instead of placeholders."""
     if updated is None:
         return result
     nnx, state = sys.modules["flax.nnx"], jax.tree.unflatten(updated.structure, updated.arrays)
@@ -113,7 +113,7 @@ def apply(result: Any, found: tuple, updated: Modules | None) -> Any:
 
 
 def _copy_attributes(old, new, kind, seen) -> None:
-    """Gives modules the attributes of others that are not variables, recursively."""
+    """Copies the attributes that are not variables from the modules `new` to the modules `old`, recursively."""
     is_module = lambda x: isinstance(x, kind)
     pairs = zip(*(jax.tree.leaves(tree, is_leaf=is_module) for tree in (old, new)), strict=True)
     for a, b in pairs:

@@ -1,4 +1,4 @@
-"""Mean squares of the values that a program contracts with its parameters, for each index of the contracted axes."""
+"""Mean squares of the values that a program multiplies with its parameters, for each index of the contracted axes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from fnet.jaxpr._resize import Resizer, TiedProgram
 from fnet.jaxpr._tags import tag
 from fnet.jaxpr._values import Value
 
-NAME = "activations of {}"    # of an atom
+NAME = "activations of {}"    # the name of a tag, with the number of an atom
 
 
 _WEIGHTS = "weights"    # the note on values that are computed only from parameters and constants
 
 
 def observe(program: TiedProgram, arrays: list) -> list:
-    """The outputs of the program, in which each product of data with parameters tags the mean squares of the data with
-    `NAME`, [size of the atom]."""
+    """Evaluates a program, and tags the mean squares of the data in each product of data and parameters.
+
+    For each atom of the contracted axes, the tag is `NAME` with the number of the atom, and the value has one element
+    for each index of the atom.
+    """
     values = [Value(x, _WEIGHTS if masked else None) for x, masked in zip(arrays, program.parameters)]
     return _Observer(program.atoms, {}).whole(program.closed, program.frame, values)
 

@@ -24,8 +24,8 @@ class Traits(NamedTuple):
             "random", "effect", or "unknown".
         precision: the effect of a lower precision: "exact" (values do not change), "arithmetic" (the result is as
             accurate as the inputs), "power" (like "arithmetic", but float16 overflows early), or "" (needs float32).
-        memory: "free" (compilers merge it into a neighbor), "fused" (compilers fuse it with elementwise neighbors), or
-            "heavy" (the inputs and outputs are written to memory).
+        memory: "free" (compilers merge the operation into a neighbor), "fused" (compilers fuse the operation with
+            elementwise neighbors), or "heavy" (the inputs and outputs are written to memory).
     """
 
     kind: str
@@ -96,7 +96,7 @@ def _read(table: str) -> tuple[dict[str, Traits], list[tuple[str, ...]]]:
 _TRAITS, _REQUIRED = _read(_TABLE)
 POINTWISE = frozenset(name for name, each in _TRAITS.items() if each.kind in ("elementwise", "transcendental", "cast")
                       ) | {"copy", "stop_gradient"}
-"""Primitives whose output elements depend on the input elements at the same position alone."""
+"""Primitives whose output elements depend only on the input elements at the same position."""
 
 
 def traits(name: str) -> Traits:
@@ -113,7 +113,7 @@ def unsupported() -> tuple[str, ...]:
     """
 
     for platform in ("cuda", "tpu"):
-        _jax.kernels.unavailable(platform)    # lists it among the features that are disabled
+        _jax.kernels.unavailable(platform)    # adds the missing kernels to _jax.disabled()
     known = {value.name for name, module in list(sys.modules.items()) if name.split(".")[0] == "jax"
              for value in list(vars(module).values()) if isinstance(value, _jax.Primitive)}
     lines = tuple(f"the rules for '{names[0]}' are disabled: JAX {jax.__version__} has no primitive of that name"
@@ -124,8 +124,8 @@ def unsupported() -> tuple[str, ...]:
 # Descriptions of fnet's own primitives.
 
 class Inside(NamedTuple):
-    """A value inside a primitive: `compute(eqn, arrays)`, and `replace(eqn, arrays, value)`, the outputs for another
-    value."""
+    """An intermediate value of a primitive. `compute(eqn, arrays)` returns this value. `replace(eqn, arrays, value)`
+    returns the outputs of the primitive for another value."""
 
     compute: Callable
     replace: Callable
@@ -143,12 +143,13 @@ class Description:
         plain: `plain(eqn)` returns an open jaxpr of ordinary operations with the same value.
         refusal: `refusal(platform, eqn)` returns the reason why "cuda" or "tpu" has no kernel for the equation, or None
             if the platform has one.
-        stands_for: `stands_for(params)` returns (the bilinear primitive that is computed, its parameters, the dtype to
-            which its operands are rounded).
+        stands_for: `stands_for(params)` returns (the bilinear primitive of JAX that is computed, its parameters, the
+            dtype to which its operands are rounded).
         batch_first: whether the first axis of all operands and results is the batch.
         inside: {name: `Inside`}, intermediate values of the primitive that are sites for `transforms.capture`.
-        axes: `axes(eqn)`: ({name: size} of the factors of axes, the names of those whose size may change, the axes of
-            each operand, those of each result). A name is one letter; "b gr" is an axis b and an axis of g times r.
+        axes: `axes(eqn)` returns ({name of a factor of axes: its size}, the names of the factors whose size may change,
+            the axes of each operand, the axes of each result). The name of a factor is one letter. Axes are written
+            like "b gr": an axis with the factor b, and an axis with the factors g and r.
     """
 
     traits: Traits

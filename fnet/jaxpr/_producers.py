@@ -11,7 +11,7 @@ from fnet.jaxpr._scopes import Scope, in_jaxpr
 
 
 class Producer(NamedTuple):
-    """The scope where a value is computed, and the variable of the outermost jaxpr that holds it."""
+    """The scope in which a value is computed (`at`), and the value's variable in the outermost jaxpr (`source`)."""
 
     at: Scope
     source: Any

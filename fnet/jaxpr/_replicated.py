@@ -9,18 +9,18 @@ from fnet import _jax
 from fnet.jaxpr._calls import bodies, scan
 
 _JOINING = frozenset(("psum", "pmax", "pmin", "all_gather"))    # the same result on every device of the axis
-_DIFFERENT = frozenset(("axis_index", "get", "swap"))           # mutable arrays ("get", "swap") are not followed
+_DIFFERENT = frozenset(("axis_index", "get", "swap"))           # mutable arrays ("get", "swap") are not analyzed
 
 
 def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any) -> list[bool]:
     """Returns, for each output of an open jaxpr, whether its value may differ between the devices of a mapped axis.
 
     An operation on equal values gives equal values on all devices. psum, pmax, pmin and all_gather over the whole axis
-    give equal values for any input. Every other collective counts as different.
+    give equal values for any input. The results of all other collectives are assumed to differ.
 
     Args:
         jaxpr: the body of the mapped function.
-        inputs: for each of its inputs, whether it differs between devices; its constants do not.
+        inputs: for each input of the jaxpr, whether its value differs between devices. Constants do not differ.
         axis: the name of the mapped axis.
     """
     differs = dict(zip(jaxpr.invars, inputs))
@@ -58,7 +58,8 @@ def _outputs(eqn, inputs, axis) -> list[bool]:
 
 
 def _loop(jaxpr, consts, carry, slices, axis) -> list[bool]:
-    """The outputs of a body whose first outputs are its next carry: repeated until no further carry differs."""
+    """Returns whether the carry and the other outputs of a loop differ. The body is analyzed again until no further
+    element of the carry differs."""
     while True:
         outputs = may_differ(jaxpr, [*consts, *carry, *slices], axis)
         after = [before or now for before, now in zip(carry, outputs)]

@@ -1,4 +1,4 @@
-"""A program with fewer indices along some of its axes."""
+"""Evaluation of a program from which indices along some axes are removed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fnet.jaxpr._zero_axes import freeze_nonzero_sums
 
 
 class TiedProgram:
-    """A closed jaxpr whose axes are tied.
+    """A closed jaxpr in which axes whose sizes must be equal are tied (see `Atoms`).
 
     Args:
         closed: the program.
         changing: for each input, whether its axes may change. This is True for parameters and state.
-        parameters: for each input, whether it is a parameter. A program with fewer indices equals the same program with
-            these indices of all parameters set to zero.
-        returned: {output: input} of a state: the output has the axes of the input.
-        factors: {input: for each axis, the sizes of its factors}, where they are known already.
+        parameters: for each input, whether it is a parameter. The program without some indices computes the same as the
+            original program in which these indices of all parameters are set to zero.
+        returned: {output: input} for the state, which has the same axes as input and as output.
+        factors: {input: for each axis, the sizes of its factors} for inputs whose factors are already known.
 
     Attributes:
         closed, parameters: the arguments.
@@ -59,7 +59,7 @@ class TiedProgram:
                             self.atoms)
 
     def factors(self, i: int) -> tuple[Axis, ...]:
-        """The atoms of each axis of an input."""
+        """Returns the atoms of each axis of an input."""
         return tuple(map(self.atoms.expand, self.inputs[i]))
 
     def evaluate(self, arrays: Sequence, kept: Mapping[int, np.ndarray]) -> list:
@@ -68,12 +68,12 @@ class TiedProgram:
         return Resizer(self.atoms, kept).whole(self.closed, self.frame, list(map(Value, arrays)))
 
     def shape(self, i: int, kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:
-        """The shape of an input without the removed indices."""
+        """Returns the shape of an input without the removed indices."""
         return Resizer(self.atoms, kept).shape(self.inputs[i])
 
 
 def indices(factors: Sequence[int], kept: Sequence[np.ndarray | None]) -> np.ndarray:
-    """The indices that remain along an axis, given the indices that remain along each of its factors (None: all)."""
+    """Returns the indices that remain along an axis, given those that remain along each of its factors (None: all)."""
     found = np.arange(math.prod(factors)).reshape(tuple(factors))
     for i, each in enumerate(kept):
         if each is not None:
@@ -171,7 +171,7 @@ def _split(self, plan, eqn):
 
 
 def _slice_sizes(self, plan, eqn):
-    """A slice of a whole axis remains one."""
+    """If a slice contains a whole axis, its new size is the new size of the axis."""
     before, after = eqn.invars[0].aval.shape, self.shape(plan.of(eqn.invars[0]))
     return {"slice_sizes": tuple(n if size == m else size
                                  for size, m, n in zip(eqn.params["slice_sizes"], before, after))}
@@ -187,4 +187,4 @@ _CHANGES = {
     "random_bits": _random_bits, "slice": _slice, "split": _split, "gather": _slice_sizes,
     "dynamic_slice": _slice_sizes, "conv_general_dilated": _convolution,
 }
-"""Primitives with sizes among their parameters, and these for the new sizes."""
+"""{name of a primitive: a function that returns the parameters of an equation that change with the sizes}"""

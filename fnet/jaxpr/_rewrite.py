@@ -1,7 +1,7 @@
-"""The one jaxpr interpreter: a function is traced, then evaluated equation by equation under the control of a rule.
+"""The jaxpr interpreter: a function is traced, then evaluated equation by equation, and a rule may replace equations.
 
-`rewrite(f, rule)` is the public form. `Interpreter` is what the other transforms (autocast, tune, ...) build on: it
-adds notes on values, a look ahead over each jaxpr, and values whose dtype is no longer the traced one.
+`rewrite(f, rule)` is the public form. The other transforms (autocast, tune, ...) use subclasses of `Interpreter`. These
+can also attach notes to values, analyze each jaxpr before its evaluation, and change the dtypes of values.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
     Args:
         f: any JAX function. Array arguments are traced; other arguments are passed through unchanged, and results that
             are not JAX arrays are returned unchanged.
-        rule: `rule(primitive, scope, inputs, equation)`: the primitive's name, the path of named scopes (the same in
-            the forward and backward pass), the input arrays, and JAX's equation, whose `params` hold its options. The
-            rule returns the outputs, one array for each of `equation.outvars`, of the same shape and dtype, or
-            NotImplemented. The rule may be called again for an equation in a body that JAX traces more than once.
+        rule: a function `rule(primitive, scope, inputs, equation)`. Its arguments are the primitive's name, the path of
+            named scopes (the same in the forward and backward pass), the input arrays, and JAX's equation, whose
+            `params` contain its options. The rule returns the outputs, one array for each of `equation.outvars`, of the
+            same shape and dtype, or NotImplemented. The rule may be called several times for an equation in a body that
+            JAX traces more than once.
 
     Returns:
         A function with f's signature and results.
@@ -69,7 +70,7 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 
 
 class Interpreter:
-    """Evaluates jaxprs under the control of methods. Subclasses override the methods defined above `run`.
+    """Evaluates jaxprs equation by equation. Subclasses control this by overriding the methods above `run`.
 
     An instance caches rewritten jaxprs, so that a jitted function that is called 60 times is rewritten only once.
     """
@@ -78,12 +79,17 @@ class Interpreter:
         self._bodies = weakref.WeakKeyDictionary()
 
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
-        """Returns the outputs of an equation, a list of `Value`s, or NotImplemented. In the second case, the bodies of
-        the equation are rewritten, or an equation without bodies is bound unchanged."""
+        """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
+
+        After NotImplemented, the bodies of the equation are rewritten. An equation without bodies is bound unchanged.
+        """
         return NotImplemented
 
     def plan(self, jaxpr, wanted: tuple) -> Any:
-        """Analyzes a jaxpr before it is evaluated. `wanted` contains the requirements on its outputs."""
+        """Analyzes a jaxpr before its evaluation, and returns the result as the `plan` for the other methods.
+
+        `wanted` contains a requirement for each output. The subclass defines requirements; None means no requirement.
+        """
         return None
 
     def wanted(self, plan, eqn) -> tuple:
@@ -163,7 +169,10 @@ class Interpreter:
         return plain(eqn, inputs) if enter is None else enter(self, eqn, at, inputs, wanted)
 
     def body(self, closed, at, wanted, notes, *, pin=None):
-        """Returns a rewritten closed jaxpr as a function of arrays. Outputs in `pin` get their traced dtypes back."""
+        """Returns a rewritten closed jaxpr as a function of arrays.
+
+        `pin` states for each output whether it is converted back to its traced dtype. None: all outputs are converted.
+        """
 
         def call(*arrays):
             values = [Value(x, note) for x, note in zip(arrays, notes)]
@@ -212,8 +221,8 @@ class _Rewriter(Interpreter):
 
 
 class Evaluator(Interpreter):
-    """Evaluates jaxprs on arrays of any dtype, with a rule `rule(eqn, arrays) -> arrays or NotImplemented`. It does not
-    enter bodies."""
+    """Evaluates jaxprs on arrays of any dtype, with a rule `rule(eqn, arrays) -> arrays or NotImplemented`. The rule is
+    not called for equations in bodies."""
 
     def __init__(self, rule):
         super().__init__()
@@ -237,7 +246,7 @@ def _described(x):
 
 
 def _last_uses(jaxpr) -> dict:
-    """Returns {index of an equation: the variables that no later equation reads}."""
+    """Returns {index of an equation: the variables that are not needed after this equation}."""
     keep = {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
     seen, last = set(keep), {}
     for i in range(len(jaxpr.eqns) - 1, -1, -1):

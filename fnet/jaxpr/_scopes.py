@@ -1,8 +1,8 @@
-"""Scopes: the part of a model, and the pass, to which an operation belongs. One parser for jaxprs and compiled HLO.
+"""The scope of an operation: the part of the model, and the pass (forward or backward), to which it belongs.
 
 JAX records the named scopes of an operation together with marks of the transformations that created it, such as
-"transpose(jvp(block))/fc". The path without the marks, "block/fc", is the same in the forward and backward pass; the
-marks give the phase.
+"transpose(jvp(block))/fc". The path without the marks, "block/fc", is the same in the forward and backward pass. The
+marks determine the phase. This module parses such texts, both from jaxprs and from compiled HLO.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 _RECOMPUTED = "rematted_computation"    # the scope in which jax.checkpoint computes values a second time
 _REMATS = frozenset(("remat2", "checkpoint"))
 _MARK = re.compile(r"(jvp|transpose|vmap|linearize|batched|pmap)\((.*)\)", re.DOTALL)
-# What compiled programs insert between scopes: calls, loops, branches and the body of jax.checkpoint.
+# Names that compiled programs insert between scopes: calls, loops, branches and the body of jax.checkpoint.
 _STRUCTURE = re.compile(r"(jit|pjit|custom_\w+)\(.*\)|pjit|shard_map|while|body|cond|scan|closed_call|core_call|"
                         r"eval_jaxpr|branch_\d+_fun|remat2?|checkpoint|custom_(jvp|vjp)_call(_jaxpr)?|vmapped_\w+")
 
 
 class Scope(NamedTuple):
-    """A place in a program.
+    """The scope of an operation in a program.
 
     Attributes:
         path: the named scopes, joined by "/"; "" outside of all scopes.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
         transposes: how often the operation was transposed, counted from the innermost differentiated jax.checkpoint
-            around it. In loops, calls and branches, each transposition may have written the scopes of a jax.checkpoint
-            twice.
+            around it. In loops, calls and branches, JAX may write the scopes of a jax.checkpoint twice for each
+            transposition.
     """
 
     path: str = ""
@@ -72,16 +72,16 @@ def in_jaxpr(jaxpr: Any, outer: Scope = TOP) -> Callable[..., Scope]:
 
 
 def _differentiates(eqn) -> bool:
-    """Whether an equation is a jax.checkpoint that has been differentiated. The scopes inside it are written once."""
+    """Whether an equation is a differentiated jax.checkpoint. In its body, JAX writes the scopes only once."""
     return eqn.primitive.name in _REMATS and bool(eqn.params.get("differentiated"))
 
 
 @functools.lru_cache(1 << 14)
 def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """The names at which a jax.checkpoint was differentiated, if this name stack shows them written twice, with the
-    names as the program has them. `transposes`: of the enclosing equations.
+    """Returns {names as JAX wrote them: names in the program} if JAX wrote the names of a jax.checkpoint repeatedly.
 
-    This is a guess where a program repeats names itself, in nested checkpoints in a loop, under second derivatives.
+    Otherwise returns {}. `transposes` is the number of transpositions of the enclosing equations. The result is a guess
+    if the program itself repeats names, for nested checkpoints in a loop, and for second derivatives.
     """
     tokens = _tokens(stack)
     names = tuple(name for name, mark in tokens if not mark)
@@ -115,7 +115,7 @@ def of_operation(op_name: str) -> Scope:
     >>> of_operation("jit(step)/transpose(jvp(block))/up/dot_general")
     Scope(path='block/up', phase='backward', transposes=0)
     """
-    # XLA joins the names of operations that it merged: "block/(up/add:down/add)" keeps what they share.
+    # XLA joins the names of operations that it merged: "block/(up/add:down/add)". Only their common part is used.
     parts = re.sub(r"(^|/)\(.*", r"\1", op_name).split("/")[:-1]
     scope, part = TOP, []
     for name in parts:
@@ -179,8 +179,11 @@ def _split(stack: str) -> list[str]:
 
 
 def _once(tokens):
-    """JAX writes the name stack of a differentiated jax.checkpoint twice, A B: A is B with another "transpose" mark.
-    Higher derivatives repeat this. Only A is kept."""
+    """Removes repetitions from tokens.
+
+    JAX writes the name stack of a differentiated jax.checkpoint twice, as A followed by B, where A is B with another
+    "transpose" mark. Higher derivatives repeat this. Only A is kept.
+    """
     marks = [token == ("transpose", True) for token in tokens]
     for end in range(1, len(tokens) if any(marks) else 0):
         first = tuple(token for token, mark in zip(tokens[:end], marks) if not mark)

@@ -1,4 +1,4 @@
-"""Sites: the values of a program that have a name, found in its jaxpr without evaluating it.
+"""Sites: the named values of a program. They are found in the program's jaxpr, which is not evaluated.
 
 A site is a tagged value (see `_tags`), the outputs of a named scope that is not tagged, or a value inside one of fnet's
 own primitives, such as the weights of an attention.
@@ -29,7 +29,7 @@ class Site:
     """A value with a name.
 
     Attributes:
-        path: the named scopes, and the name of the value if it has its own.
+        path: the named scopes around the value, followed by the value's own name if it has one.
         structure: the tree structure of the value.
         types: the types of the leaves, for one iteration of all scans around the site; None for a leaf that the program
             no longer contains.
@@ -37,8 +37,9 @@ class Site:
         obstacle: the enclosing operation, such as a while loop, that prevents capturing the value, or None.
         differentiated: whether the site is in a part of the program that is differentiated.
         custom: whether the site is inside a function with a custom derivative.
-        compute: `compute(eqn, arrays)` returns the value, if it is inside a primitive.
-        replace: `replace(eqn, arrays, value)` returns the outputs of that primitive for another value.
+        compute: a function `compute(eqn, arrays)` that returns the value if it is inside a primitive; otherwise None.
+        replace: a function `replace(eqn, arrays, value)` that returns the outputs of this primitive for another value;
+            otherwise None.
         name: the path, followed by "#0", "#1", ... if several sites have the same path.
     """
 
@@ -67,7 +68,7 @@ class Site:
 
 
 class Level:
-    """The sites of one jaxpr at one position of a program. (If several calls share a jaxpr, each call has a level.)
+    """The sites of one jaxpr. If several calls share a jaxpr, each call has its own level.
 
     Attributes:
         made: {id of an equation: [(output, site, leaf)]}: which outputs are leaves of which sites.
@@ -83,7 +84,7 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """What surrounds a jaxpr."""
+    """The properties of a jaxpr's sites that depend on the equations around the jaxpr (see `Site`)."""
 
     at: Scope = TOP
     scans: tuple[tuple[str, int], ...] = ()
@@ -97,7 +98,7 @@ class _Place:
 
 
 def find(jaxpr: Any) -> Level:
-    """Returns the level of a whole program, in which all sites have names."""
+    """Returns the `Level` of a whole program, and sets the names of its sites."""
     level = _level(jaxpr, _Place(), [True] * len(jaxpr.outvars))
     uses = collections.Counter(site.path for site in level.sites)
     numbers: dict[str, int] = collections.Counter()
@@ -108,7 +109,7 @@ def find(jaxpr: Any) -> Level:
 
 
 def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
-    """Args: live: which outputs are used by more than a backward pass."""
+    """Returns the `Level` of a jaxpr. `live` states for each output whether it is used outside of a backward pass."""
     level, scopes = Level(), list(map(in_jaxpr(jaxpr, place.at), jaxpr.eqns))
     forward = [i for i, scope in enumerate(scopes) if scope.phase == FORWARD]
     readers = collections.defaultdict(set)
@@ -131,7 +132,7 @@ def _level(jaxpr, place: _Place, live: list[bool]) -> Level:
 
 
 def _tagged(level, jaxpr, place, scopes, forward) -> dict[int, list[Site]]:
-    """{index of an equation: the sites of the tags that are complete with it}"""
+    """Returns {index of an equation: the tagged sites whose last leaf this equation computes}."""
     current: dict[Any, tuple[Site, list]] = {}
     groups = []
     for i in forward:
@@ -166,7 +167,7 @@ def _below(path, name):
 
 @dataclasses.dataclass
 class _Run:
-    """The consecutive equations of one entry into a named scope."""
+    """Consecutive equations in a named scope, between one entry into the scope and its exit."""
 
     key: tuple
     path: str
@@ -175,7 +176,8 @@ class _Run:
 
 
 def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int, list[Site]]:
-    """Like `_tagged`, for scopes without a tag: their sites are the values computed inside and read outside."""
+    """Does the same as `_tagged` for scopes without a tag. Their sites are the values computed inside and read outside.
+    """
     runs, open_runs = [], []
     for i in forward:
         entries = _entries(jaxpr.eqns[i], scopes[i].path, place.at.path)
@@ -209,13 +211,13 @@ def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int
 
 
 def _entries(eqn, path, outer) -> list[tuple[str, tuple]]:
-    """(path, what identifies the entry) of the named scopes around an equation, outermost first."""
+    """Returns (path, key of the entry into the scope) for the named scopes around an equation, outermost first."""
     relative = path[len(outer):].lstrip("/") if outer else path
     if not relative:
         return []
     entries = [entry for entry in _jax.scope_entries(eqn) if entry[0] and entry[0] != "rematted_computation"]
     if "/".join(name for name, _ in entries) != relative:
-        entries = [(name, 0) for name in relative.split("/")]    # the text alone is known
+        entries = [(name, 0) for name in relative.split("/")]    # only the text is known
     found, key = [], ()
     for name, identity in entries:
         outer, key = f"{outer}/{name}" if outer else name, (*key, name, identity)
@@ -236,7 +238,7 @@ def _inside(level, eqn, place, scope) -> None:
 
 
 def _enter(level, eqn, place, scope, readers) -> None:
-    """The sites of an equation's bodies."""
+    """Adds the sites of an equation's bodies."""
     inside, name = bodies(eqn), eqn.primitive.name
     for body in inside:
         obstacle = _OBSTACLES.get(body.kind)

@@ -1,7 +1,7 @@
 """A program as plain data: lists, numbers and strings that mean the same in every later version of JAX.
 
-The documentation of `fnet.export` lists the operations. They have their own names and options. If JAX renames a
-primitive or a parameter, only this file must change; existing programs remain valid.
+The documentation of `fnet.export` lists the operations. Their names and options are independent of JAX. If JAX renames
+a primitive or a parameter, only this file must change, and existing programs remain valid.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Unsupported(NotImplementedError):
 def stable(closed: Any) -> tuple[dict, list[np.ndarray]]:
     """Returns (the program as JSON data, its array constants) for a closed jaxpr.
 
-    The program is {"values", "constants", "inputs", "equations", "outputs"}. A value is a number, the index of its type
-    [dtype, shape] in "values". Sizes are integers or expressions of size variables. A literal is [dtype, number]. An
-    equation is [operation, inputs, outputs, options, path of named scopes]. Bodies of loops and branches are {"inputs",
-    "equations", "outputs"} and may read constants.
+    The program is a dict with the keys "values", "constants", "inputs", "equations" and "outputs". A value is an
+    integer, the index of its type [dtype, shape] in "values". Sizes are integers or expressions of size variables. A
+    literal is [dtype, number]. An equation is [operation, inputs, outputs, options, path of named scopes]. The body of
+    a loop or branch is a dict with the keys "inputs", "equations" and "outputs", and may read the constants.
 
     Raises:
         Unsupported: an operation has no stable form.
@@ -62,7 +62,7 @@ class _Writer:
     def __init__(self):
         self.values: list = []
         self.arrays: list[np.ndarray] = []
-        self.more: list[int] = []      # constants of branches
+        self.more: list[int] = []      # constants of bodies
         self.ids: dict = {}
 
     def value(self, v) -> int:
@@ -100,14 +100,14 @@ class _Writer:
                 "outputs": [self.atom(a) for a in jaxpr.outvars]}
 
     def closed(self, closed, at) -> dict:
-        """The body of a loop or branch; its constants become constants of the whole program."""
+        """Returns the body of a loop or branch. Its constants become constants of the whole program."""
         closed = _jax.close(closed)
         self.more += [self.constant(v, x) for v, x in zip(closed.jaxpr.constvars, closed.consts)]
         return self.body(closed.jaxpr, at)
 
 
 def _number(x) -> int | float | bool | str:
-    """A number as JSON, which has no infinity and no NaN."""
+    """Returns a number as JSON. Infinity and NaN become strings, because JSON cannot represent them."""
     number = np.asarray(x).item()
     if isinstance(number, complex):
         raise Unsupported("complex", "", "complex numbers")
@@ -137,7 +137,8 @@ def _gather(self, eqn, at):
 
 
 def _filling(eqn, fill):
-    """The value of elements that are out of bounds: NaN, the smallest signed or the largest unsigned integer."""
+    """Returns the value for indices that are out of bounds. JAX's default is NaN, the smallest signed integer, the
+    largest unsigned integer, or True, depending on the dtype."""
     dtype = eqn.outvars[0].aval.dtype
     if fill is not None:
         return _number(fill)
@@ -188,7 +189,7 @@ def _round(self, eqn, at):
 
 
 def _ints(values) -> list[int]:
-    """JAX's rules leave NumPy's integers in some parameters."""
+    """Converts integers to Python's type. Some parameters contain integers of NumPy."""
     return [int(value) for value in values]
 
 
@@ -197,7 +198,7 @@ def _pairs(padding) -> list:
 
 
 def _of(**names):
-    """Options that are parameters of the equation: option=parameter, converted to integers or sizes."""
+    """Returns a function that reads options from parameters of the equation (option=parameter)."""
     def options(self, eqn, at):
         return {name: _plain(eqn.params[source]) for name, source in names.items()}
     return options

@@ -67,7 +67,7 @@ def statics(tree: Any) -> list:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is an array of JAX or NumPy, or a type of one."""
+    """Whether a leaf is an array of JAX or NumPy, or the type of an array, such as a `jax.ShapeDtypeStruct`."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
@@ -84,7 +84,7 @@ def _traced(path, x) -> bool:
 
 
 def _inside(path) -> bool:
-    """Whether a leaf is in an object rather than in a container."""
+    """Whether a leaf is in an attribute of an object, and not only in containers, such as dicts and lists."""
     return any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
 
 

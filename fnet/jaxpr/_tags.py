@@ -1,7 +1,7 @@
 """Tags: identity operations that mark values for inspection, in programs that are traced only for inspection.
 
-Tags exist only while `tagging` is on. This setting is a part of the key of JAX's caches of traced functions. Other
-programs contain no tags, so tags have no effect on their speed.
+`tag` creates tags only while `tagging` is True. This setting is a part of the key of JAX's caches of traced functions.
+Other programs contain no tags, so tags do not affect their speed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fnet._jax import Primitive
 from fnet.jaxpr._primitives import Description, Traits, describe
 
 tagging = jax.make_user_context(False)
-"""Whether `tag` marks values: `with tagging(True): ...`, `tagging.value`."""
+"""Whether `tag` marks values. Set this with `with tagging(True): ...`, and read it as `tagging.value`."""
 
 BLOCK = "[:]"    # the name of the output of each block of a stack
 
@@ -25,8 +25,8 @@ class Tagged:
     """One call of `tag`.
 
     Attributes:
-        name: as passed to `tag`.
-        structure: the tree of the value, with None in place of leaves that are not arrays.
+        name: the name that was passed to `tag`, or None.
+        structure: the tree structure of the value, with None in place of leaves that are not arrays.
     """
 
     __slots__ = ("__weakref__", "name", "structure")
@@ -60,7 +60,7 @@ def tag(value: Any, name: str | None = None) -> Any:
     if not tagging.value:
         return value
     leaves, structure = jax.tree.flatten(value)
-    is_array = [isinstance(x, jax.Array) for x in leaves]    # a traced jax.Ref is none
+    is_array = [isinstance(x, jax.Array) for x in leaves]    # False for a traced jax.Ref
     call = Tagged(name, jax.tree.structure(jax.tree.unflatten(structure, [0 if a else None for a in is_array])))
     index = iter(range(len(leaves)))
     return jax.tree.unflatten(structure, [tag_p.bind(x, call=call, index=next(index)) if a else x
@@ -82,7 +82,7 @@ def _jvp(primals, tangents, **params):
 
 
 def _batch(args, axes, **params):
-    return tag_p.bind(jnp.moveaxis(args[0], axes[0], 0), **params), 0    # the new axis of a captured value is its first
+    return tag_p.bind(jnp.moveaxis(args[0], axes[0], 0), **params), 0    # captured values have the batch axis first
 
 
 tag_p.def_impl(lambda x, **_: x)

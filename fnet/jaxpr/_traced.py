@@ -11,7 +11,7 @@ import jax
 from fnet.jaxpr import _mutable
 from fnet.jaxpr._static_leaves import is_array
 
-_TRACED = jax.Array, jax.core.Tracer    # a traced jax.Ref is a Tracer but no Array: JAX refuses to return one
+_TRACED = jax.Array, jax.core.Tracer    # a traced jax.Ref is a Tracer, but not an Array: JAX rejects it
 
 
 class Traced:

@@ -1,4 +1,4 @@
-"""Values while a jaxpr is evaluated, and equations evaluated on them."""
+"""Values during the evaluation of a jaxpr, and the evaluation of equations on these values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from fnet import _jax
 
 
 class Value:
-    """A value while a jaxpr is evaluated: the array, the interpreter's note on it (hashable), and the array in its
-    traced dtype. This third array is created on first use, and all equations that need it share it, so that their
-    gradients are summed in that dtype."""
+    """A value during the evaluation of a jaxpr.
+
+    Attributes:
+        x: the array. Its dtype may differ from the dtype with which the value was traced.
+        note: hashable information about the value, set by the interpreter. Default None.
+        restored: the array in its traced dtype, or None before `restore` has created it. All equations that need this
+            array share it, so that their gradients are summed in the traced dtype.
+    """
 
     __slots__ = ("note", "restored", "x")
 

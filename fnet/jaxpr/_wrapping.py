@@ -40,8 +40,8 @@ def wraps(f: Callable, *, signature: bool = True) -> Callable:
 class Compiled:
     """A compiled function with its own methods `lower` and `trace`, like those of `jax.jit`.
 
-    `lower` and `trace` are attributes of the class. `jax.jit` and `functools.wraps` copy the `__dict__` of the function
-    that they wrap; attributes there would replace those of the outer function.
+    `lower` and `trace` are stored in slots, not in `__dict__`. `jax.jit` and `functools.wraps` copy the `__dict__` of
+    the function that they wrap, so attributes in `__dict__` would replace those of the outer function.
 
     Args:
         f: the original function, from which the names and the signature are copied.

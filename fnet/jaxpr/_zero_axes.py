@@ -1,7 +1,9 @@
-"""Where values are zero if parameters are: whether removing indices of an axis equals setting parameters to zero.
+"""Determines where values are zero if parameters are zero.
 
-A value is *zero on* an atom if it is zero at every index of it at which the parameters are. An axis may be summed over,
-or contracted, if the summands are zero on its atoms: their indices contribute nothing.
+Indices may be removed from a program if this has the same effect as setting the parameters to zero at these indices. An
+atom is a factor of an axis (see `Atoms`). A value is *zero on* an atom if it is zero at all indices of the atom at
+which the parameters are zero. The program may sum over an atom, or contract it, if the summands are zero on this atom,
+because the removed summands are then zero.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from fnet.jaxpr._calls import scan
 from fnet.jaxpr._equations import product
 from fnet.jaxpr._primitives import POINTWISE
 
-ALWAYS = None    # zero everywhere
+ALWAYS = None    # the value is zero everywhere
 Zero = frozenset | None
 
 _LIKE_FIRST = frozenset("""
@@ -30,13 +32,15 @@ _BOTH = frozenset(("add", "sub", "add_any", "or", "concatenate", "stack", "dynam
 
 
 def freeze_nonzero_sums(frame: Frame, inputs: Sequence[Zero], atoms: Atoms) -> list[Zero]:
-    """Freezes the atoms that a jaxpr sums over where the summands are not zero.
+    """Freezes the atoms over which a jaxpr sums if the summands are not zero on these atoms.
 
     Args:
+        frame: the axes of the values of the jaxpr.
         inputs: for each input of the jaxpr, the atoms on which it is zero, or `ALWAYS`.
+        atoms: the atoms of the program.
 
     Returns:
-        The same for each output.
+        For each output of the jaxpr, the atoms on which it is zero, or `ALWAYS`.
     """
     jaxpr = frame.jaxpr
     zero: dict[Any, Zero] = dict(zip(jaxpr.invars, inputs))
@@ -98,7 +102,8 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
 
 
 def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
-    """Where an operand is zero after axes of size 1 are broadcast: not on the atoms of such axes."""
+    """Returns the atoms on which an operand is zero after its axes of size 1 are broadcast. It is not zero on the atoms
+    of the broadcast axes."""
     if not zero:
         return zero
     pairs = zip(frame.of(v), frame.of(eqn.outvars[0]))
@@ -111,7 +116,7 @@ def _summed(axes, zero, atoms, why):
 
 
 def _bounded(eqn, name, ins) -> Zero:
-    """max(x, c) with c <= 0, min(x, c) with c >= 0, and the clamp of both, are zero where x is."""
+    """max(x, c) with c <= 0, min(x, c) with c >= 0, and a clamp with both bounds, are zero where x is zero."""
     value = lambda v: v.val if isinstance(v, _jax.Literal) else None
     if name == "clamp":
         low, _, high = map(value, eqn.invars)
@@ -123,7 +128,7 @@ def _bounded(eqn, name, ins) -> Zero:
 
 
 def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
-    """Products and convolutions are zero where either operand is, on the axes that are in the result."""
+    """A product or convolution is zero where either operand is zero, on the atoms that are in the result."""
     lhs, rhs = (frame.of(v) for v in eqn.invars[:2])
     if found.op.name == "dot_general":
         summed = [lhs[i] for i in found.dimensions[0][0]]
