@@ -114,10 +114,10 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """The interpreter of autocast, which evaluates a jaxpr equation by equation. It may attach one of three notes to a
-    value. A `Size` is the magnitude of a scalar constant, or of a value computed only from such constants. The constant
-    gets the dtype of the other operands if this dtype can represent it. "vector" marks an array that repeats a smaller
-    array. "product" marks the result of a low-precision product."""
+    """The interpreter of autocast, which evaluates a jaxpr equation by equation. The interpreter may attach one of
+    three notes to a value. A `Size` is the magnitude of a scalar constant, or of a value computed only from such
+    constants. The constant gets the dtype of the other operands if this dtype can represent it. "vector" marks an array
+    that repeats a smaller array. "product" marks the result of a low-precision product."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -170,7 +170,7 @@ class _Autocast(Interpreter):
     def plan(self, jaxpr, wanted):
         """Returns two dicts: {variable: whether all of its uses need float32} and {id of an equation: (its kind,
         whether all uses of its outputs need float32, whether its outputs are only used as operands of low-precision
-        products)}. They are computed from the last equation to the first."""
+        products)}. The equations are visited from the last to the first."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)

@@ -321,9 +321,9 @@ class Fired(NamedTuple):
 
 
 class _Tuner(Interpreter):
-    """The interpreter of tune, which evaluates a jaxpr equation by equation. It may attach a note to a value. A note
-    states that the value can be read without a computation (see `_tune_cpu`), or how the value is transposed (see
-    `_tune_layout`)."""
+    """The interpreter of tune, which evaluates a jaxpr equation by equation. The interpreter may attach a note to a
+    value. A note states that the value can be read without a computation (see `_tune_cpu`), or how the value is
+    transposed (see `_tune_layout`)."""
 
     def __init__(self, rules, rows=None):
         super().__init__()

@@ -70,8 +70,8 @@ def hoisted_casts(eqn, inputs):
 
 
 def _read_as(program, v) -> set:
-    """Returns the dtypes to which the equations of a jaxpr cast a variable. An equation that reads it without a cast
-    counts as float32."""
+    """Returns the dtypes to which the equations of a jaxpr cast a variable. An equation that reads the variable without
+    a cast counts as float32."""
     found = {jnp.dtype("float32")} if any(each is v for each in program.outvars) else set()
     for eqn in program.eqns:
         places = [i for i, each in enumerate(eqn.invars) if each is v]

@@ -1,9 +1,9 @@
 """Selects the library for products and convolutions, for tune on CPUs: the conditions for compiler options.
 
 XLA:CPU runs products and convolutions with YNNPACK, Eigen or oneDNN. For bfloat16 convolutions with float32 sums,
-oneDNN needs a tenth of the time of the others on CPUs with AMX. Its bfloat16 products are slower than YNNPACK's, and
-its weight gradients of float32 convolutions are slower than Eigen's. An option applies to the whole program, so the
-kind of operation with the most work determines it.
+oneDNN needs a tenth of the time of the others on CPUs with AMX. For bfloat16 products, oneDNN is slower than YNNPACK,
+and for weight gradients of float32 convolutions, oneDNN is slower than Eigen. A compiler option applies to the whole
+program, so the kind of operation with the most work determines the option.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class Checkpoints(Reading):
         incomplete saves.
 
         Raises:
-          CheckpointError: another run uses the folder, the folder cannot be written to, or it was replaced after it had
-            been locked.
+          CheckpointError: another run uses the folder, the folder cannot be written to, or the folder was replaced
+            after it had been locked.
         """
         if jax.process_index() > 0:
             return

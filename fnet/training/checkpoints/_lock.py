@@ -1,4 +1,5 @@
-"""The lock of a local folder, which allows one run at a time. It is released when its process ends."""
+"""The lock of a local folder, which allows one run at a time. The lock is released when the process that holds it
+ends."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class Lock:
         _HELD.add(self)
 
     def holds(self) -> bool:
-        """Whether the folder is still the one that was locked, and has not been removed or replaced."""
+        """Whether the locked folder still exists, and has not been replaced by another folder."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
         except (OSError, ValueError):                      # gone, or released

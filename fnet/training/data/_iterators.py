@@ -35,7 +35,7 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
     """Converts an iterable source to batches for `fit`: `batches(i)` is the batch of step i.
 
     After the last batch of an epoch, the first batch of the next epoch follows. The attribute `batches.resume` states
-    which batches a resumed run gets. `fit` logs this attribute. It has one of three values:
+    which batches a resumed run gets. `fit` logs this attribute. The attribute has one of three values:
 
     - "exact": the resumed run gets the batches of an uninterrupted run. A sequence, a Grain MapDataset and a Hugging
       Face Dataset are read by index. The state of an iterable or iterator with state_dict and load_state_dict, or with

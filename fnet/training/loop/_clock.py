@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 
 class Clock:
-    """Measures steps per second, without compilation and pauses such as evaluations, and the remaining time with all of
-    them."""
+    """Measures the steps per second, excluding compilation and pauses such as evaluations. Estimates the remaining
+    time, including compilation and pauses."""
 
     def __init__(self):
         self.compiled: float | None = None

@@ -1,8 +1,8 @@
 """A cache of compiled programs on disk, so that later processes do not compile them again.
 
-JAX has such a cache, which is off by default. Its files are written in place and are not verified: a process that is
-killed while it writes leaves a damaged file. In this cache, a file appears only when it is complete, each file has a
-checksum, and old files are deleted.
+JAX has its own cache, which is off by default. JAX writes the files of its cache in place and does not verify them, so
+that a process that is killed during a write leaves a damaged file. In fnet's cache, a file appears only when it is
+complete, each file has a checksum, and old files are deleted.
 """
 
 from __future__ import annotations

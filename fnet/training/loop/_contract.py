@@ -15,8 +15,8 @@ from fnet.training.checkpoints import _leaves
 
 
 def traced(step: Callable) -> Callable:
-    """Returns the step with its metrics converted by `as_metrics`. JAX traces it only once, even if several functions
-    call it.
+    """Returns the step with its metrics converted by `as_metrics`. JAX traces the returned function only once, even if
+    several functions call it.
 
     Raises:
       TypeError: when the result is called, if the step does not return (state, metrics).
@@ -75,7 +75,7 @@ def check_state(state: Any, new: Any) -> None:
 
 
 def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
-    """Returns the result of an evaluation. Raises an error if it is not a dict of metrics.
+    """Returns the result of an evaluation. Raises an error if the result is not a dict of metrics.
 
     Raises:
       TypeError: the result is not a dict, or a value is not a number, array, `Histogram`, `Image` or `Text`.

@@ -59,7 +59,8 @@ class Prefetch:
     def close(self, *, wait: bool = False) -> None:
         """Ends the thread. A thread that is inside `batches` for more than 0.5 seconds is abandoned.
 
-        With `wait`, there is no time limit, but a signal ends the wait. Use it if `batches` will be called again."""
+        With `wait=True`, there is no time limit, but a signal ends the wait. Pass `wait=True` if `batches` will be
+        called again."""
         self._closed.set()
         end = time.monotonic() + _GRACE
         while self._thread.is_alive() and (time.monotonic() < end or (wait and not self._stopping())):

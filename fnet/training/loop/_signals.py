@@ -152,7 +152,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def _later_ends(numbers) -> Iterator[None]:
-    """Ends the process at a signal that arrives more than one second after the first.
+    """Ends the process at a signal that arrives more than one second after the first signal.
 
     This works even while the main thread compiles, when no Python handler runs: Python immediately writes the number of
     each signal to a pipe, and a thread reads the pipe."""
