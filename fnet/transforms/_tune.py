@@ -161,8 +161,7 @@ class _Tuned:
         def fired():
             tuner = _Tuner(rules, rows := [])
             tuner.examine(step, args, kwargs)
-            return {row.rule for row in rows} | {rule.name for rule in rules if rule.options
-                                                 and rule.options.items() <= tuner.lost.items()}
+            return {row.rule for row in rows} | {rule.name for rule in tuner.suited if rule.options}
 
         lowered = lambda: (step if hasattr(step, "lower") else jax.jit(step)).lower(*args, **kwargs).as_text()
         return measure(compiled, lowered, fired, rules, chip, (args, kwargs))
@@ -327,7 +326,8 @@ class _Tuner(Interpreter):
 
     def __init__(self, rules, rows=None):
         super().__init__()
-        self.rows, self.rules, self.compiling = rows, {}, [rule for rule in rules if rule.options]
+        self.rows, self.all, self.rules = rows, rules, {}
+        self.suited = rules    # the rules that suit the last program
         self.lost, self.warned = {}, False    # compiler options of the last program, which run() cannot set
         for rule in rules:
             for primitive in rule.primitives if rule.apply or rule.prepare else ():
@@ -336,19 +336,21 @@ class _Tuner(Interpreter):
     def depends(self, at):
         return None if self.rows is None else object()    # explain needs every call
 
+    def select(self, closed) -> list:
+        """Returns the rules that suit a program. Exported programs have symbolic sizes and no compiler options."""
+        equations = list(jaxpr.equations(closed.jaxpr)) if any(rule.when for rule in self.all) else []
+        known = all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars))
+        return [rule for rule in self.all if rule.when is None or (rule.when(equations) if known else rule.apply)]
+
     def options(self, closed) -> dict:
-        """Returns the compiler options for a program. A program with symbolic sizes gets no options, because exported
-        programs cannot have options."""
-        equations = list(jaxpr.equations(closed.jaxpr)) if self.compiling else []
-        if not all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars)):
-            return {}
-        return {name: value for rule in self.compiling if rule.when(equations) for name, value in rule.options.items()}
+        """Returns the compiler options for a program."""
+        return {name: value for rule in self.select(closed) for name, value in rule.options.items()}
 
     def argument(self, x):
         return Value(x, True)
 
     def opened(self, closed):
-        self.lost = self.options(closed)
+        self.suited, self.lost = self.select(closed), self.options(closed)
         return jaxpr.opened(closed)
 
     def equation(self, eqn, at, inputs, plan):
@@ -356,6 +358,8 @@ class _Tuner(Interpreter):
             return [Value(plain(eqn, inputs)[0].x, inputs[0].note)]
         rules, given = self.rules.get(eqn.primitive.name, ()), (eqn, inputs)
         for rule in rules if all(_free(v.aval) for v in eqn.invars) else ():
+            if rule not in self.suited:
+                continue
             result = (rule.prepare or rule.apply)(eqn, inputs)
             if result is not None:
                 if self.rows is not None:

@@ -27,15 +27,16 @@ from fnet.transforms._tune_layout import transposed
 F32 = jnp.dtype("float32")
 LARGE = 1 << 19    # minimum elements of a product's operand; for smaller ones, XLA is equally fast
 LARGE_LOW = 1 << 20    # minimum multiplications of a bfloat16 product; for smaller ones, XLA is equally fast (AMX)
+EXAMPLES, CHANNELS = 32, 32    # minimum sizes for a weight gradient in another layout (`convolution_gradient`)
 VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
     """A rule of tune: its name, its primitives, its function, a description, and the jaxlib version that disables it.
 
-    `options` are compiler options for a program if `when` returns True for its equations. `apply` is None if the rule
-    rewrites no equations. `prepare` returns (equation, inputs) to be evaluated instead, or None if the rule does not
-    apply.
+    `when` returns whether the rule is used for a program with these equations; None: for every program. `options` are
+    compiler options for the program. `apply` is None if the rule rewrites no equations. `prepare` returns (equation,
+    inputs) to be evaluated instead, or None if the rule does not apply.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Rule(NamedTuple):
     reason: str
     below: str | None = None
     options: Mapping[str, str | bool] = {}
-    when: Callable[[Sequence], bool] = bool
+    when: Callable[[Sequence], bool] | None = None
     prepare: Callable | None = None
 
 
@@ -60,8 +61,8 @@ def products(eqn, inputs):
     the first operand and its last axis is contracted. In x^T y in two dimensions, the smaller operand is the first.
 
     Under vmap, a dense layer is a product w a with the result [out, ...]. If such results are added to arrays [...,
-    out], XLA recomputes their inputs in every layout that is read. Under vmap over the weights, x w is one product for
-    each w; in a single product of matrices, the weights would be transposed.
+    out], XLA recomputes their inputs in every layout that is read. A product x w under vmap over the weights does
+    not change: here, the weights would be transposed.
     """
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
@@ -73,7 +74,7 @@ def products(eqn, inputs):
         first = x.ndim == 2
         (array, matrix), (i, j) = (inputs[::-1], (right[0], left[0])) if first else (inputs, (left[0], right[0]))
         if first and 0 < i == array.x.ndim - 2:
-            return _for_each(matrix, j, array, eqn.outvars[0].aval.size, rest)
+            return None
         z = lax.dot_general(_ready(array, jnp.moveaxis(array.x, i, -1)), _ready(matrix, matrix.x),
                             (((array.x.ndim - 1,), (j,)), ((), ())), **rest)
         return [transposed(z, (z.ndim - 1, *range(z.ndim - 1))) if first else z]
@@ -91,21 +92,6 @@ def products(eqn, inputs):
     narrow = x.shape[1] <= y.shape[1]
     z = apart(dot(x, y) if narrow else dot(y, x))    # otherwise XLA swaps them again if z is transposed
     return [(z if narrow else z.T).reshape(shape)]
-
-
-def _for_each(matrix, contracted, array, result, options):
-    """Returns the product [m, ..., n] of one matrix with every matrix of an array [..., k, n], or None if the copies of
-    the matrix would be larger than the array and the result.
-    """
-    each = array.x.shape[:-2]
-    matrix = jnp.moveaxis(matrix.x, contracted, -1)
-    if math.prod(each) * matrix.size > max(array.x.size, result):
-        return None
-    matrix = apart(jnp.broadcast_to(matrix, (*each, *matrix.shape)))
-    axes = len(each)
-    batch = tuple(range(axes))
-    z = lax.dot_general(matrix, _ready(array, array.x), (((axes + 1,), (axes,)), (batch, batch)), **options)
-    return [transposed(z, (axes, *batch, axes + 1))]
 
 
 def _ready(value, x):
@@ -190,7 +176,7 @@ def _ends_swapped(x):
 
 def convolution_gradient(eqn, inputs):
     """Computes the weight gradient of a convolution in the layout of a forward convolution. This includes bfloat16
-    operands, for which XLA would compute in float32 anyway."""
+    operands, for which XLA would compute in float32 anyway. With strides or small sizes, XLA's own form is as fast."""
     product = jaxpr.product(eqn)
     dtype = product.dtype
     if product.op is not jaxpr.CONVOLUTION or dtype not in (F32, library.BF16):
@@ -199,6 +185,8 @@ def convolution_gradient(eqn, inputs):
         return None
     (x, w), (lhs, rhs, out) = (value.x for value in inputs), product.dimensions
     if x.ndim != 4 or lhs != (3, 0, 1, 2) or rhs != (3, 0, 1, 2) or product.groups != (1, 1):
+        return None
+    if x.shape[0] < EXAMPLES or x.shape[3] < CHANNELS or product.window[3] != (1, 1):
         return None
     x, w = (a.astype(dtype).astype(F32) for a in (x, w))
     n, h, width, c = x.shape
@@ -216,7 +204,7 @@ def convolution_gradient(eqn, inputs):
 RULES = (
     Rule("products", ("dot_general",), products, "its operands are computed before it reads them"),
     Rule("bfloat16_products", ("dot_general",), bfloat16_products, "products of matrices with float32 sums"),
-    Rule("max_pool", ("reduce_window_max",), max_pool, "elementwise maxima"),
+    Rule("max_pool", ("reduce_window_max",), max_pool, "elementwise maxima", when=library.pools_apart),
     Rule("max_pool_gradient", ("select_and_scatter_add",), max_pool_gradient,
          "the largest element's place is found elementwise"),
     Rule("depthwise_convolution", ("conv_general_dilated", "lowered"), depthwise_convolution,

@@ -20,6 +20,7 @@ from fnet.jaxpr import CONVOLUTION, product
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
+SMALL = 1 << 26    # maximum multiplications of a program's convolutions for which YNNPACK is as fast as Eigen
 LARGE = 1 << 21    # minimum multiplications of a convolution for a call of oneDNN
 
 
@@ -30,17 +31,28 @@ def bfloat16_pays() -> bool:
 
 
 def eigen_pays(equations: Sequence) -> bool:
-    """Whether convolutions are most of the work, and no convolution is grouped.
+    """Whether convolutions are most of the work and are not small, and no convolution is grouped.
 
     Eigen takes 0.50 to 1.10 of YNNPACK's time for ungrouped convolutions, but up to 1.27 for depthwise convolutions.
     In programs with depthwise convolutions, these take most of the time (`python -m benchmarks.convolutions`,
     benchmarks/RESULTS.md).
     """
-    convolutions = [found for eqn in equations if (found := product(eqn)) is not None and found.op is CONVOLUTION]
-    if any(found.groups != (1, 1) for found in convolutions):
+    found = filter(None, map(product, equations))
+    if any(each.op is CONVOLUTION and each.groups != (1, 1) for each in found):
         return False
     work = _work(equations)
-    return work["convolution", F32] + work["convolution", BF16] > work["product", F32] + work["product", BF16]
+    convolutions, products = (work[kind, F32] + work[kind, BF16] for kind in ("convolution", "product"))
+    return convolutions > max(products, SMALL)
+
+
+def pools_apart(equations: Sequence) -> bool:
+    """Whether poolings are separate from convolutions.
+
+    YNNPACK computes a convolution and the pooling of its result together, unless a gradient needs the result itself.
+    """
+    names = {eqn.primitive.name for eqn in equations}
+    return ("conv_general_dilated" not in names or "select_and_scatter_add" in names or eigen_pays(equations)
+            or onednn_pays(equations))
 
 
 def onednn_pays(equations: Sequence) -> bool:

@@ -16,13 +16,8 @@ from fnet import hardware as hw
 from fnet import transforms as ft
 from fnet.transforms import _tune, _tune_cpu, _tune_library
 
-pytestmark = pytest.mark.filterwarnings("ignore:tune. the compiler options")    # tested in test_tune_calls
-
-
-@pytest.fixture(autouse=True)
-def every_size(monkeypatch):
-    """Rules that spare small arrays take these small ones too."""
-    monkeypatch.setattr(_tune_cpu, "LARGE", 2)
+pytestmark = [pytest.mark.usefixtures("every_size"),
+              pytest.mark.filterwarnings("ignore:tune. the compiler options")]    # tested in test_tune_calls
 
 
 @pytest.mark.quick_cases(2)

@@ -12,6 +12,7 @@ from jax import lax
 
 from fnet import transforms as ft
 
+pytestmark = pytest.mark.usefixtures("every_size")
 X = jnp.arange(3.0)
 
 

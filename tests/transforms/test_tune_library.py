@@ -37,9 +37,7 @@ def options(step, args, **how):
     return ft.explain(ft.tune(step, "cpu", **how), *args).options
 
 
-@pytest.fixture(autouse=True)
-def every_size(monkeypatch):
-    monkeypatch.setattr(library, "LARGE", 0)
+pytestmark = pytest.mark.usefixtures("every_size")
 
 
 @pytest.fixture
@@ -74,6 +72,21 @@ def test_small_convolutions_are_left_alone(monkeypatch):
     for large, found in (500_000, {**library.YNNPACK, **ONEDNN}), (600_000, library.YNNPACK):
         monkeypatch.setattr(library, "LARGE", large)
         assert options(step, args) == found
+
+
+@pytest.mark.parametrize(("example", "large"), [((4, 8, 8, 16), False), ((40, 32, 32, 16), True)])
+def test_poolings_stay_in_the_kernels_of_small_convolutions(monkeypatch, example, large):
+    """Unless the program also has the gradient."""
+    monkeypatch.setattr(library, "SMALL", 1 << 26)
+    model = nn.Sequential(nn.Conv(16, 3), nn.MaxPool(2))
+    x = jax.ShapeDtypeStruct(example, jnp.float32)
+    params, _ = jax.eval_shape(model.init, jax.random.key(0), x)
+    f = lambda params, x: model(params, x)
+    gradient = jax.grad(lambda params, x: jnp.square(f(params, x)).sum())
+    fired = lambda f: {row.rule for row in ft.explain(ft.tune(f, "cpu"), params, x).rows}
+    assert ("max_pool" in fired(f)) == large
+    assert {"max_pool", "max_pool_gradient"} <= fired(gradient)
+    assert bool(options(f, (params, x))) == large
 
 
 # bfloat16 convolutions without it: the weight gradient is computed, and summed, in float32.

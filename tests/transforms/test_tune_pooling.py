@@ -8,17 +8,10 @@ from jax import lax
 from tune_cases import EVERY, NAMES, STEPS, fired, normal, only
 
 from fnet import transforms as ft
-from fnet.transforms import _tune_cpu
 
-pytestmark = pytest.mark.filterwarnings("ignore:tune. the compiler options")    # tested in test_tune_calls
+pytestmark = [pytest.mark.usefixtures("every_size"),
+              pytest.mark.filterwarnings("ignore:tune. the compiler options")]    # tested in test_tune_calls
 ELSEWHERE = "bfloat16_products", "convolution_library"    # test_tune_bfloat16, test_tune_library
-
-
-@pytest.fixture(autouse=True)
-def every_size(monkeypatch):
-    """Rules that spare small arrays take these small ones too."""
-    monkeypatch.setattr(_tune_cpu, "LARGE", 2)
-
 
 
 def pooled(x, window, g):

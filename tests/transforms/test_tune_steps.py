@@ -16,15 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from fnet import parallel
 from fnet import transforms as ft
-from fnet.transforms import _tune_cpu
 from tests.checks import close
 
 pytestmark = pytest.mark.usefixtures("quickly")
 
 
-@pytest.fixture(autouse=True)
-def every_size(monkeypatch):
-    monkeypatch.setattr(_tune_cpu, "LARGE", 2)
+pytestmark = pytest.mark.usefixtures("every_size")
 
 
 def normal(seed, *shape):
