@@ -12,8 +12,8 @@ def cpu_allocator() -> bool:
     """Makes this process keep the memory that a step frees, so that the next step can reuse this memory.
 
     XLA allocates the temporary memory of a CPU program anew for each call, and the C library returns large blocks to
-    the operating system at once. Therefore, each step causes a page fault for every 4 kB of its temporary memory. After
-    a call of this function, the process keeps freed memory. The size of the process stays at its maximum, which
+    the operating system immediately. Therefore, each step causes a page fault for every 4 kB of its temporary memory.
+    After a call of this function, the process keeps freed memory. The size of the process stays at its maximum, which
     includes the temporary memory of every step that JAX has queued.
 
         from fnet import hardware as hw

@@ -146,8 +146,8 @@ class Chip:
         name: the name in the catalog, or the name that the device reports.
         kind: "cpu", "gpu" or "tpu".
         vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
-        known: whether the chip has peaks, from the catalog, from the instruction set of a CPU, or from `measure`. If
-            False, `peaks` is empty, and no result uses the peaks of another chip instead.
+        known: whether the peaks are known, from the catalog, from the instruction set of a CPU, or from `measure`. If
+            they are unknown, `peaks` is empty, and no result uses the peaks of another chip instead.
         year: the year in which the chip was introduced, or None if unknown.
         device_kinds: the names that JAX reports for devices of this chip (`jax.Device.device_kind`).
         aliases: further names with which the catalog finds the chip.

@@ -156,9 +156,9 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
     conds, while loops and operations for which the count is therefore not exact. Unused results count, although a
     compiler removes them.
 
-    For `layers.dot_product_attention`, the products of its formula count, including the products for pairs of positions
-    that a mask hides, as is the convention for MFU. The attention weights that the backward pass recomputes count as
-    `recomputed`. Of the bytes, only those of the operands and results of the attention count.
+    For `layers.dot_product_attention`, the products of its formula count. As is the convention for MFU, this includes
+    the products for pairs of positions that a mask hides. The attention weights that the backward pass recomputes count
+    as `recomputed`. Only the bytes of the operands and results of the attention count.
 
     Args:
         f: any JAX function, for example a jitted, differentiated or sharded function.

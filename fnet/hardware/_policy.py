@@ -15,7 +15,7 @@ from fnet.hardware import _probe
 from fnet.hardware._chip import Chip
 from fnet.hardware._detect import detect
 
-LOSS_SCALE = 2.0**15    # 2^16 overflows a float16 loss above 1
+LOSS_SCALE = 2.0**15    # with 2^16, a float16 loss above 1 overflows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Waste(NamedTuple):
         scope: the scope path.
         op: "dot" or "conv".
         shape: the sizes of the product, (batch, m, n, k).
-        padded: the sizes with padding, with which the chip computes, (batch, m, n, k).
+        padded: the sizes with which the chip computes, including padding, (batch, m, n, k).
         dtype: the dtype of the operands.
         fill: the fraction of the computed FLOPs that is useful, between 0 and 1.
         wasted: the FLOPs that are spent on padding in all runs of the product.

@@ -17,9 +17,9 @@ class Compiled(NamedTuple):
 
     Attributes:
         arguments: bytes of the program's arguments on each chip.
-        peak: bytes that the program needs on each chip. None: the compiler ran out of memory.
-        ledger: the transfers of the program. None: the compiler does not return the text of the program.
-        said: the compiler's message if it ran out of memory.
+        peak: bytes that the program needs on each chip, or None if the program does not fit into memory.
+        ledger: the transfers of the program, or None if the compiler does not return the text of the program.
+        said: the compiler's message if the program does not fit into memory, otherwise "".
     """
 
     arguments: int

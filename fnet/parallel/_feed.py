@@ -27,9 +27,9 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
 
     Every batch has the plan's shape, so the step is compiled only once. The share of a process is the part of the
     batch's rows that are on its own devices. The share does not change. A short batch, such as the last batch of an
-    epoch, is padded with copies of its last row. The padding has weight 0 in `batch["weight"]`, float32 [rows]; `feed`
-    adds this leaf if the plan's batch has it and the given batch does not. A loss that is a weighted mean is then the
-    mean over the valid rows.
+    epoch, is padded with copies of its last row. `batch["weight"]`, float32 [rows], is 0 for these copies. `feed` adds
+    this leaf if the plan's batch has it and the given batch does not. A loss that is a weighted mean is then the mean
+    over the valid rows.
 
     Several processes agree before each step whether all have a batch. They do this while the previous step runs. If
     batches have weights, a process without further batches provides rows of weight 0 until all processes have finished.
@@ -57,9 +57,8 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
             on stderr.
         TypeError: `batches` is not iterable.
 
-    Source: jax.make_array_from_process_local_data. For unequal numbers of rows, compare PyTorch's DistributedSampler,
-        which repeats or drops examples, and its Join, in which a rank without data continues to take part in
-        collectives.
+    Source: jax.make_array_from_process_local_data. PyTorch has two methods for unequal numbers of rows:
+    DistributedSampler repeats or drops examples, and with Join, a rank without data still takes part in collectives.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.ones(3)}, jnp.ones((8, 3)), devices=jax.devices()[:1])
@@ -90,7 +89,7 @@ def _alone(batches, rows):
 
 
 def _sized(batches, rows):
-    """Yields the batches padded to full size, or omits the short batches."""
+    """Yields the batches. Short batches are padded, or omitted with `drop_remainder`."""
     for at, batch in enumerate(batches):
         if (filled := rows.fill(batch, at)) is not None:
             yield filled

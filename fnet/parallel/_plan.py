@@ -28,9 +28,9 @@ class Candidate:
         options: the strategy, a `Strategy` object. The property `strategy` is its name.
         persistent: bytes of the state in each chip's memory, including padding.
         arguments: bytes of the state and of the chip's part of the batch.
-        exact: whether `persistent` and `arguments` are exact; otherwise they are estimated.
+        exact: whether `persistent` and `arguments` are exact. If False, they are estimated.
         estimate: estimated peak memory and transfers.
-        compiled: peak memory and transfers from the compiled program. None: the candidate was not compiled.
+        compiled: peak memory and transfers of the compiled program, or None if the candidate was not compiled.
         time: the minimum time of a step.
         verdict: a text that begins with "chosen", or the reason why the candidate was not selected.
 
@@ -163,8 +163,8 @@ class Plan:
             state, metrics = step(state, batch)
 
         The step is written for one device and receives the whole batch. Means over the batch, including batch
-        statistics, are computed over all devices, so the results are the same as on one device. The state keeps the
-        plan's shardings and is donated.
+        statistics, are computed over all devices, so the results are equal to those on one device, up to rounding. The
+        state keeps the plan's shardings and is donated.
 
         Args:
             step: the step that was passed to `parallel.plan`.

@@ -49,7 +49,7 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
 
     Strategies: "data" is data parallelism. "zero1" also splits the optimizer's state (Rajbhandari et al., 2020, ZeRO,
     stage 1). "fsdp" also splits the parameters and gathers them for each use (stage 3; Zhao et al., 2023, PyTorch
-    FSDP). "fsdp+pins" also keeps the activations split over the batch; without these constraints, XLA may sum
+    FSDP). "fsdp+pins" also keeps the activations split over the batch. Without these constraints, XLA may sum
     activations over all chips instead of gathering weights. "fsdp" and "fsdp+pins" are both compiled, because the model
     determines which of them sends fewer bytes. If no strategy fits, each strategy is tried with "+remat":
     `ft.rematerialize` recomputes activations in the backward pass. If none of these fits, "+microbatches=2", 4, ... are
@@ -59,7 +59,8 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         step: a function `step(state, batch) -> (state, metrics)`, written for one device.
         init: a function `init(key) -> state`. The model's parameters are `state.params`, `state["params"]` or
             `state[0]`.
-        batch: a batch, or a tree of its shapes and dtypes. The first axis of each leaf contains the rows.
+        batch: a batch, or a tree of its shapes and dtypes. The first axis of each leaf contains the rows, which are the
+            examples of the batch.
         devices: "local" (all devices of this run; default), a list of devices, or the name of devices that need not be
             attached: a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8": four machines
             with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). libtpu compiles for TPUs (install it with
@@ -75,7 +76,8 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
             parameter, such as "blocks/fc/kernel". A value is a tuple that contains, for each axis of the parameter, the
             mesh axis over which it is split, or None. `parallel.rules` creates these rules from the logical axis names
             of layers. Default: none.
-        compile: whether to compile. False: only estimate, which takes seconds for any number of chips. Default True.
+        compile: whether the step is compiled. With False, memory and transfers are only estimated, which takes seconds
+            for any number of chips. Default True.
 
     Returns:
         A `Plan`.
@@ -295,7 +297,7 @@ def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
 
     Args:
         plan: the plan.
-        step: the planned step, as the user wrote it.
+        step: the step that was passed to `parallel.plan`.
         state, batch: trees of shapes. The number of rows must be a multiple of the number of devices times the number
             of microbatches.
     """

@@ -198,7 +198,7 @@ def compare(step: Callable, init: Callable, batch: Any, chips: Sequence[str], *,
             they are stated for 1,000 steps.
 
     Returns:
-        A `SideBySide`: a table in which each number is marked as exact, published, derived, estimated or unverified.
+        A `SideBySide`, a table in which each number is marked as exact, published, derived, estimated or unverified.
 
     Raises:
         ValueError: a chip is unknown, `chips` is empty, or the number of rows is not a multiple of the number of
