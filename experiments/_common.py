@@ -65,8 +65,8 @@ def read_text(path):
 
 
 def needs(*modules):
-    """Raises ModuleNotFoundError if a module is not installed. Called at the start for modules that are used at the
-    end."""
+    """Raises ModuleNotFoundError if a module is not installed. The experiments call this function at the start for
+    modules that they use at the end."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"{name} is missing: pip install {name}")
@@ -128,7 +128,7 @@ def restarting():
 
 def start(workdir, *outputs):
     """Creates the run's folder. With --restart, also removes the files of the old run that `fit` does not remove.
-    Called after the flags and files have been checked.
+    The flags and files must have been checked before.
 
     Args:
       workdir: the run's folder.
@@ -324,7 +324,8 @@ def sentence(error):
 
 
 def parse_flags(argv):
-    """Parses the flags with absl. An unknown flag or an invalid value prints a one-line error and exits with code 2."""
+    """Parses the flags with absl. For an unknown flag or an invalid value, prints a one-line error and exits with code
+    2."""
     try:
         for flag, value in zip(argv, [*argv[1:], ""]):      # absl reads a flag file to its end: a pipe may have none
             if flag.lstrip("-").partition("=")[0] == "flagfile":

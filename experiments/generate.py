@@ -207,8 +207,8 @@ def fitting(tokenizer, model, fits):
 
 
 def begin(tokenizer):
-    """Returns the tokens of an empty prompt. If the tokenizer adds none, this is the token that ends a text, or else a
-    line break."""
+    """Returns the tokens with which a text without a prompt begins. If the tokenizer encodes an empty text to no
+    tokens, the result is the token that ends a text, or else a line break."""
     empty = tokenizer.encode("")
     return empty if len(empty) else np.array(tokenizer.stop[:1] or tokenizer.encode("\n"), np.int32)
 

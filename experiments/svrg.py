@@ -50,8 +50,8 @@ def optimum(x, y, l2):
 
 
 def train(method, optimizer, x, y, l2, *, batch_size, passes, seed, refresh=2):
-    """Returns (passes, gaps): the passes over the data so far, and the risk minus its minimum, after each pass, or for
-    SVRG after the steps of each anchor.
+    """Returns (passes, gaps): the number of passes over the data so far, and the risk minus its minimum. The arrays
+    have one element for each pass, or for SVRG one element for each anchor.
 
     Args:
       method: one of METHODS.

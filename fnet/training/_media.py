@@ -29,7 +29,7 @@ class Histogram:
         self.bins = bins
 
     def summaries(self, tag: str) -> list[Any]:
-        """The values of a TensorBoard event."""
+        """Returns the values of a TensorBoard event."""
         from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
         if not self.values.size:
@@ -70,7 +70,7 @@ class Image:
         self.pixels = _grid(pixels) if pixels.ndim == 4 else pixels                 # [height, width, channels]
 
     def summaries(self, tag: str) -> list[Any]:
-        """The values of a TensorBoard event."""
+        """Returns the values of a TensorBoard event."""
         from tensorboardX.proto.summary_pb2 import Summary
 
         height, width, channels = self.pixels.shape
@@ -88,7 +88,7 @@ class Text:
         self.text = str(text)
 
     def summaries(self, tag: str) -> list[Any]:
-        """The values of a TensorBoard event."""
+        """Returns the values of a TensorBoard event."""
         from tensorboardX import summary
 
         return list(summary.text(tag, self.text).value)

@@ -152,8 +152,8 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
         A function with f's arguments and results.
 
     Raises:
-        ValueError: as for `capture`. Also if a site is in a differentiated part of `f`, or inside a function with a
-            custom derivative, because the derivative would still be computed for the original value.
+        ValueError: as for `capture`. It is also raised if a site is in a differentiated part of `f`, or inside a
+            function with a custom derivative, because the derivative would still be computed for the original value.
         TypeError: a new value has another structure, shape or dtype.
 
     >>> def f(x):

@@ -134,7 +134,7 @@ def loss_scale_state(opt_state: Any) -> LossScaleState | None:
     """Returns the `LossScaleState` in an optimizer's state, or None if the state contains none.
 
     Raises:
-        ValueError: the optimizer's state contains several.
+        ValueError: the optimizer's state contains several `LossScaleState`s.
 
     >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))
     >>> int(ft.loss_scale_state(tx.init({"w": jnp.ones(3)})).skipped)

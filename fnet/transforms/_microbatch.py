@@ -51,8 +51,8 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
     Raises:
         TypeError: if a batched argument is a `jax.Ref`, or `weight` is not a function.
         ValueError: if the batched arguments have no common number of rows, n does not divide this number, or an output
-            is neither floating point nor integer. Also if a weight is not a real scalar, or its computation has side
-            effects.
+            is neither floating point nor integer. It is also raised if a weight is not a real scalar, or if the
+            computation of a weight has side effects.
 
     >>> f = lambda w, x: jnp.mean(w * x)
     >>> float(ft.microbatch(f, 2)(2.0, jnp.arange(4.0)))

@@ -217,7 +217,8 @@ class _Mapped:
         return where
 
     def check_same(self, body, leaves, axes):
-        """Raises an error if a result with out_axes=None may differ between devices. Must run inside shard_map."""
+        """Raises an error if a result with out_axes=None may differ between devices. This method must run inside
+        shard_map."""
         closed, results = jax.make_jaxpr(body, return_shape=True)(*leaves)
         differ = may_differ(closed.jaxpr, [axis is not None for axis in axes], self.axis)
         out_axes = self.out_axes_of(results)

@@ -1,4 +1,4 @@
-"""Reads what a run has saved: as a `Snapshot`, without the code that created it, or as a full state."""
+"""Reads the saved states of a run: as a `Snapshot`, for which the code of the run is not needed, or as a full state."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Snapshot:
 
 
 def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
-    """Loads the best, the last or another saved state of a run, without the code that created it.
+    """Loads the best, the last or another saved state of a run. The code that created the state is not needed.
 
     Every byte is verified. The files contain only JSON and arrays, and nothing in them is executed.
 

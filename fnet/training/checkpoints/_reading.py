@@ -96,8 +96,8 @@ class Reading:
         return self._newest(step, lambda step: self._read(step, target, cast, part))
 
     def read(self, step: int | None = None) -> tuple[dict[str, Any], Any]:
-        """Returns (manifest, tree) of a checkpoint without a target. The tree has dicts, lists, tuples, arrays and
-        numbers.
+        """Reads a checkpoint without a target tree. Returns (manifest, tree), where the tree consists of dicts, lists,
+        tuples, arrays and numbers.
 
         Args:
           step: the step of the checkpoint. Default None: the newest undamaged checkpoint, as for `restore`.

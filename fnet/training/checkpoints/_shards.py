@@ -123,8 +123,8 @@ def _inside(common: Box, box: Box) -> tuple[slice, ...]:
 
 
 def together(problem: BaseException | None) -> np.ndarray:
-    """Returns the result of reading in each process: 0 for success, 1 for damage, 2 for another error. Every process
-    must call it."""
+    """Returns the results of reading in all processes: 0 for success, 1 for damage, 2 for another error. Every process
+    must call this function."""
     from jax.experimental import multihost_utils
 
     code = 0 if problem is None else 1 if isinstance(problem, Damaged) else 2

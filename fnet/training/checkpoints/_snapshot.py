@@ -1,4 +1,4 @@
-"""A copy of a tree that does not change during further training, and the parts of it that this process writes."""
+"""A copy of a tree that does not change during further training, and the parts of the copy that this process writes."""
 
 from __future__ import annotations
 

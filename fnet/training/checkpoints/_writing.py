@@ -30,7 +30,8 @@ def write(steps: Folder | Objects, head: Mapping[str, Any], entries: Mapping[str
       hurry: an event that is set if the run has failed, to shorten the wait.
 
     Returns:
-      In the first process, the manifest to commit. In the other processes None, after the manifest has been committed.
+      The manifest to commit in the first process. The other processes wait until the manifest has been committed, and
+      return None.
     """
     processes, me, step = jax.process_count(), jax.process_index(), head["step"]
     partial = steps.partial(step)

@@ -56,8 +56,8 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
         function takes no argument, or the number of the epoch. The items of the iterable are batches: trees of arrays.
       batch_size: the number of examples in a batch, if the items of the source are examples. Default None: the items of
         the source are batches.
-      seed, shuffle: the order of the examples, as in `Batches`. Used only if `batch_size` is given and the source is
-        read by index. Default 0 and True.
+      seed, shuffle: the order of the examples, as in `Batches`. These arguments are used only if `batch_size` is given
+        and the source is read by index. Default 0 and True.
       resume: "epoch" or "none", to select a weaker guarantee than the source supports, for example because it takes too
         long to read an epoch again. Default None: the strongest guarantee.
 

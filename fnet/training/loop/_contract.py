@@ -37,8 +37,8 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
       step: the result of `traced`.
 
     Raises:
-      TypeError: the step returns a state with another structure, shape or dtype, so the run could not be resumed. Also
-        if a leaf of the batch is not an array.
+      TypeError: the step returns a state with another structure, shape or dtype, so the run could not be resumed. It is
+        also raised if a leaf of the batch is not an array.
     """
     leaves = [((), batch)] if isinstance(batch, Iterator) else jax.tree_util.tree_leaves_with_path(batch)
     for path, leaf in leaves:

@@ -167,8 +167,8 @@ def fit(
       TypeError: step or batches is not a function, the state has no `step`, or the step changes the structure, a shape
         or a dtype of the state.
       ValueError: an interval such as `every` is not an integer >= 1, no evaluation returns the metric of `best` or
-        `early_stop`, or the step does not increase `state.step` by 1. Also if the plan is for another state or for
-        devices that are not attached.
+        `early_stop`, or the step does not increase `state.step` by 1. It is also raised if the plan is for another
+        state or for devices that are not attached.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax
