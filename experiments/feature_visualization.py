@@ -279,8 +279,8 @@ def image(spectrum):
     """Converts a spectrum [2, size, size // 2 + 1, 3] to an image [size, size, 3] in [0, 1].
 
     The amplitudes are divided by the frequency, as in natural photos, so that an optimization step changes all
-    frequencies to the same degree. Otherwise, the images would contain mostly noise of high frequencies. The contrast
-    is fixed. Otherwise, the optimization would mainly increase the contrast, until all pixels are black or white.
+    frequencies to the same degree. Otherwise, the images would contain mostly high-frequency noise. The contrast is
+    fixed. Otherwise, the optimization would mainly increase the contrast, until all pixels are black or white.
     """
     size = spectrum.shape[1]
     rows, columns = jnp.fft.fftfreq(size)[:, None], jnp.fft.rfftfreq(size)[None]

@@ -193,7 +193,7 @@ def zeros(shapes: Mapping[str, Any]) -> dict[str, Any]:
 def results(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Fetches the values of a dict of metrics: floats for scalars, NumPy arrays for other shapes.
 
-    The host waits for the device here.
+    This function waits for the device.
     """
     out = {}
     for name, metric in jax.device_get(dict(metrics)).items():

@@ -132,7 +132,7 @@ def together(problem: BaseException | None) -> np.ndarray:
 
 
 def first_says(value: int) -> int:
-    """Returns the value of the first process in all processes."""
+    """Returns, in every process, the `value` of the first process."""
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

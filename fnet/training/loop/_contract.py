@@ -19,7 +19,7 @@ def traced(step: Callable) -> Callable:
     several functions call it.
 
     Raises:
-      TypeError: when the result is called, if the step does not return (state, metrics).
+      TypeError: the step does not return (state, metrics). The returned function raises this error when it is called.
     """
     def outputs(state, batch):
         result = step(state, batch)

@@ -1,4 +1,5 @@
-"""Selects the rules of `transforms.tune` for a run: those of the resumed run, or for a long run the fastest."""
+"""Selects the rules of `transforms.tune` for a run. A resumed run keeps its rules. For a long run, the fastest rules
+are selected by timing."""
 
 from __future__ import annotations
 
