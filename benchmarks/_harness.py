@@ -53,7 +53,7 @@ def table(figures: dict[str, list[float]], *, unit: str, scale: float, bases: li
     """Returns a table with a line for each peer: median, min and max over the rounds, ratios to the peers in `bases`,
     and the columns in `more`.
 
-    A ratio is the median over the rounds of the ratio of two times of the same round.
+    A ratio is the median, over the rounds, of the ratio of two peers' times in the same round.
     """
     columns = ["peer", f"median {unit}", "min", "max", *(f"ratio to {base}" for base in bases), *(more or {})]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]

@@ -223,7 +223,7 @@ def _called(computation, operation) -> tuple[str, list[Product]]:
             heads = max(arrays, key=lambda array: array.bytes)
         backward = any(each in name for each in ("Backward", "bwd", "dkv", "_dq"))
         time = max(sorted(heads.shape)[-2:]) if len(heads.shape) < 4 else max(heads.shape[1:3])
-        flops = 2 * math.prod(heads.shape) * time * (2.5 if backward else 1)    # causal: half of 4 b h t² d
+        flops = 2 * math.prod(heads.shape) * time * (2.5 if backward else 1)    # causal, so half of 4 b h t² d
         return "attention", [_described(flops, heads, heads, operation.arrays[0])]
     return "", []
 

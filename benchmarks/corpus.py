@@ -1,7 +1,7 @@
 """Applies `ft.tune` to programs of many kinds, and measures the ratio of the tuned program's time to the plain one's.
 
     python -m benchmarks.corpus                            # all programs: forward pass, gradient and training step
-    python -m benchmarks.corpus --only=lstm,unet --measure # programs with such names, with tune(measure=True)
+    python -m benchmarks.corpus --only=lstm,unet --measure # names with lstm or unet; with tune(measure=True)
 
 Each program is compiled plain and tuned in one process. The two forms alternate in nine rounds. A row contains the
 median of the nine ratios and its 95 % interval, from the second smallest to the second largest ratio. A program is

@@ -98,7 +98,7 @@ def pytorch(workload, seconds):
 
 
 def gpt(size, seconds):
-    """GPT-2 in bfloat16: fnet with tune and without, by hand, and PyTorch with torch.compile."""
+    """GPT-2 in bfloat16: fnet with and without tune, handwritten JAX, and PyTorch with torch.compile."""
     w, platform, rows = size.gpt, _platform(), {}
     peak = hardware.detect().peak("bfloat16")
     useful = 6 * size.parameters * w.batch * w.time + 6 * w.depth * w.batch * w.time ** 2 * w.width
@@ -113,7 +113,8 @@ def gpt(size, seconds):
 
 
 def attention(size, seconds):
-    """Causal attention, forward and both passes, as a fraction of the peak."""
+    """Causal attention: seconds and fraction of the peak, for the forward pass, and for forward and backward pass
+    together."""
     w, rows = size.gpt, {}
     shape = jax.ShapeDtypeStruct((w.batch, w.time, w.heads, w.width // w.heads), jnp.bfloat16)
     q = filled(shape)
@@ -131,7 +132,7 @@ def attention(size, seconds):
 
 
 def resnet(size, seconds):
-    """ResNet-50 in bfloat16: fnet with tune, by hand, and PyTorch with torch.compile."""
+    """ResNet-50 in bfloat16: fnet with tune, handwritten JAX, and PyTorch with torch.compile."""
     rows = {}
     for name, form, tuned in (("fnet", "fnet", True), ("plain JAX", "hand", False)):
         step, donated, shapes = steps.resnet(form, size, _platform())
@@ -175,7 +176,7 @@ def float16(size, seconds):
 
 
 def medium(size, seconds):
-    """GPT-2 350M in bfloat16, four texts, with tune."""
+    """GPT-2 350M in bfloat16, with a batch of four texts and tune."""
     if size is steps.LARGE:
         size = dataclasses.replace(size, gpt=dataclasses.replace(size.gpt, batch=4, width=1024, depth=24, heads=16))
     step, donated, shapes = steps.gpt("fnet", size, _platform())

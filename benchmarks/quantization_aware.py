@@ -4,9 +4,9 @@
     python -m benchmarks.quantization_aware --qat_steps=1200 --qat_formats=int4
 
 The published weights are fine-tuned on CIFAR-10, enlarged to 64 x 64 pixels. Training then continues for half as many
-steps: once with float32 kernels, and once with rounded ones (`compress.fake_quantize`). Both results are quantized and
-evaluated, so they differ only in the rounding during training. All convolutions except the first are rounded, with a
-scale for each output channel. With int8, activations are also rounded, with a scale for each image. With int4,
+steps, once with float32 kernels, and once with rounded kernels (`compress.fake_quantize`). Both results are quantized
+and evaluated, so they differ only in the rounding during training. All convolutions except the first are rounded, with
+a scale for each output channel. With int8, activations are also rounded, with a scale for each image. With int4,
 depthwise convolutions are rounded to int8.
 """
 
