@@ -16,7 +16,7 @@ import numpy as np
 
 from fnet import transforms as ft
 
-_SAME = 1e-3    # sites with different names form a pair if their error is smaller
+_SAME = 1e-3    # sites with different names form a pair if their error is smaller than this
 _TOLERANCE = 1e-5    # for float32; for other dtypes, it is proportional to their precision
 
 
@@ -52,9 +52,9 @@ class Comparison:
     """The result of `compare`; `str()` is a table.
 
     Attributes:
-        rows: a `Difference` for each site of both programs, in the order in which the first program computes them, and
-            one for the result.
-        only: a pair: the names of the sites that only the first program has, and of those that only the second has.
+        rows: a `Difference` for each pair of sites, in the order in which the first program computes them, and a
+            `Difference` for the result.
+        only: a pair of tuples: the names of the sites without a partner in the first program, and in the second.
 
     >>> f = lambda x: ft.tag(2 * x, "double").sum()
     >>> g = lambda x: ft.tag(x + x, "double").sum()
@@ -94,13 +94,14 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
 
     Sites that have the same name in both programs are compared. Of the other sites, those with nearly equal values are
-    compared. Sites between two such pairs are compared if they have the same shape, in the order of computation. So a
-    model and its port to another library need no list of names. `names` specifies the pairs explicitly.
+    compared. Between two pairs with nearly equal values, the remaining sites with the same shape are compared in the
+    order of computation. Therefore, a model and its port to another library can be compared without a list of names.
+    `names` specifies the pairs explicitly.
 
     Args:
         f: a function with named sites: see `transforms.sites`.
         g: the reference, a function of the same arguments.
-        args: the arguments. Both functions run once on these arguments, and the values of all sites are then in memory.
+        args: the arguments. Both functions run once on these arguments, and the values of all sites are kept in memory.
         names: {regular expression: replacement}, as in `re.sub`. If an expression matches the whole name of a site in
             f, the replacement is the name of the site in g. Default: none.
         tolerance: the largest relative error that counts as equal. Default: 1e-5 for float32. If a value has a lower
@@ -134,11 +135,11 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
 
 
 class _Run:
-    """A function, run once."""
+    """One run of a function, with the values of its sites."""
 
     def __init__(self, function, args):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "tune: the compiler options")    # a step is compiled in parts here
+            warnings.filterwarnings("ignore", "tune: the compiler options")    # which do not apply here
             self.sites = {site.name: site for site in ft.sites(function)(*args) if site.inside is None}
             self.result, values = ft.capture(function, [re.escape(name) for name in self.sites])(*args)
         self.values = {name: values[name] for name in self.sites}
@@ -247,7 +248,7 @@ def _precision(x) -> float:
 
 
 def _error(a, b) -> float:
-    """max |a - b| / max |b|."""
+    """Returns max |a - b| / max |b|."""
     a, b = (np.asarray(x) for x in (a, b))
     wide = np.complex128 if any(np.iscomplexobj(x) for x in (a, b)) else np.float64
     a, b = a.astype(wide), b.astype(wide)

@@ -23,7 +23,7 @@ class Drawing:
         values: the values that edges carry.
         expanded: the scopes whose contents are drawn.
         line: a function that returns the second line of text of a node.
-        share: a function that returns a node's share of the whole, which determines its color.
+        share: a function that returns a node's share of the whole, which determines the node's color.
     """
 
     def __init__(self, made: dict[Node, Arrangement], values: list[Value], expanded: set[Node],
@@ -140,7 +140,7 @@ class Drawing:
                               f'{escape(self._text(sorted(carried)))}</text>')
 
     def port(self, node: Node, value: int, leaving: bool) -> float:
-        """The horizontal offset from the center of an expanded scope at which a value enters or leaves the scope."""
+        """Returns the horizontal offset, from the center of an expanded scope, at which a value enters or leaves it."""
         made, placed = self.made[node], self.placed[node]
         ports, first = (made.leaving, made.children + len(made.entering)) if leaving else (made.entering, made.children)
         if not ports or (value not in ports and -1 not in ports):

@@ -172,7 +172,7 @@ def _notes(notes, ops) -> tuple[str, ...]:
 
 
 def _group(name, nodes):
-    """Returns up to four arguments or results unchanged, and puts more than four into groups by name."""
+    """Puts arguments or results into groups by name if there are more than four."""
     if len(nodes) <= 4:
         return nodes
     group = Node(name, "scope")
@@ -286,7 +286,7 @@ class _Reader:
         return Frame(copies, frame.results), mixed
 
     def op(self, op: Op, node: Node, env, index) -> Op:
-        """Connects an operation, and reads its bodies."""
+        """Connects an operation with the nodes that compute its inputs, and reads its bodies."""
         inside = set()
         bodies = []
         whole = all(body.inputs is not None for body, _ in op.bodies)
@@ -342,7 +342,7 @@ def _segments(op: Op, base: str) -> tuple[str, ...]:
 def argument_names(args: tuple, kwargs: dict, count: int) -> list[str]:
     """Returns the names of the arrays among arguments, such as "0/image"."""
     leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path((args, kwargs)) if jaxpr.is_array(leaf)]
-    if len(leaves) != count:      # modules with arrays of their own
+    if len(leaves) != count:      # some arguments are modules with further arrays
         return [f"argument {i}" for i in range(count)]
     return [path_text(path[1:]) for path, _ in leaves]
 

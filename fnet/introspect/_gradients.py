@@ -16,13 +16,13 @@ _STEPS = tuple(2.0**-k for k in range(2, 14, 2))    # relative to a leaf's norm;
 
 @dataclasses.dataclass(frozen=True)
 class Slope:
-    """The derivative along one direction in one leaf of the first argument.
+    """The derivative of a function with respect to one leaf of its first argument, along one direction.
 
     Attributes:
         path: the path of the leaf.
         derivative: the derivative that JAX computes.
         difference: the finite difference.
-        uncertainty: the error of the finite difference, from rounding and curvature.
+        uncertainty: the estimated error of the finite difference, caused by rounding and curvature.
         smallest: the smallest derivative that exceeds rounding errors. The denominator of the relative error is at
             least this value.
 
@@ -39,7 +39,10 @@ class Slope:
 
     @property
     def error(self) -> float:
-        """The excess of |derivative - difference| over four times the uncertainty, relative to the larger value."""
+        """The amount by which |derivative - difference| exceeds four times the uncertainty, as a relative error.
+
+        The denominator is the largest of |derivative|, |difference| and `smallest`.
+        """
         excess = max(0.0, abs(self.derivative - self.difference) - 4 * self.uncertainty)
         if not np.isfinite([self.derivative, self.difference]).all():
             return float("inf")
@@ -69,7 +72,7 @@ class GradientCheck:
 
     @property
     def equal(self) -> bool:
-        """Whether all derivatives agree with the differences."""
+        """Whether all derivatives agree with the finite differences."""
         return self.worst.error <= self.tolerance
 
     def __str__(self):

@@ -100,12 +100,13 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
         introspect.graph(step, state, batch, "step.html")              # a complete training step
         introspect.graph(model, x, "model.svg", depth=2)
 
-    The page shows scopes that can be expanded by click or key, down to single operations. The color of a box shows its
-    share of the cost. Edges are labeled with shapes and dtypes. A scan, such as a `Stack`, is drawn once, with
-    "× depth". In the graph of a training step, the forward pass runs from top to bottom, and the backward pass runs
-    beside it from bottom to top. The update of the parameters follows the backward pass.
+    The page shows scopes as boxes that can be expanded by click or key, down to single operations. The color of a box
+    shows its share of the cost. Edges are labeled with shapes and dtypes. A scan, such as a `Stack`, is drawn once,
+    with the number of iterations, such as "× 12". In the graph of a training step, the forward pass runs from top to
+    bottom, and the backward pass runs beside it from bottom to top. The update of the parameters follows the backward
+    pass.
 
-    Parameters and constants are not drawn as boxes; a box lists the parameters and constants that it reads. The first
+    Parameters and constants are not drawn as boxes. A box lists the parameters and constants that it reads. The first
     argument of a function is assumed to be its parameters if this argument contains several arrays and there are
     further arguments.
 
@@ -217,7 +218,7 @@ def _results(traced, of_layer) -> list[str]:
 
 
 def _add_parameters(flow: Flow) -> None:
-    """Adds each parameter to the scope that its path names, or otherwise to the first scope that reads it."""
+    """Counts each parameter in the scope that the parameter's path names, or else in the first scope that reads it."""
     by_path: dict[str, Node] = {}
     for node in flow.nodes:
         if node.children and node.path:

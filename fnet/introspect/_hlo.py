@@ -37,7 +37,7 @@ class Operation:
 
     @property
     def container(self) -> bool:
-        """Whether the time of this operation is the time of the operations inside it."""
+        """Whether the time of this operation consists of the times of the operations inside it."""
         return self.opcode in CONTAINERS
 
 
@@ -115,7 +115,8 @@ def _inside(each, computations) -> Iterable[_Instruction]:
 def _name_the_nameless(computations, every, roots) -> None:
     """Names the operations that the compiler inserted without a name.
 
-    Such an operation gets the name of the root inside it, of an operation that reads its result, or of an operand.
+    A fusion gets the name of its root. Other operations get the name of an operation that reads the result, or of an
+    operand.
     """
     for each in every.values():
         if not each.op_name and each.opcode == "fusion":

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-_FEW, _MANY = 12, 160      # more operations without a scope are put into groups: beside scopes, and without scopes
+_FEW, _MANY = 12, 160      # more operations without a scope are grouped: next to scopes, without any scopes
 
 
 class Mark(str):
@@ -17,7 +17,7 @@ class Mark(str):
 
 @dataclasses.dataclass(eq=False)
 class Item:
-    """A node, the names of the groups around it, and the indices of the items that it reads."""
+    """A node, the names of the groups around the node, and the indices of the items that the node reads."""
 
     node: Any
     segments: tuple[str, ...]

@@ -19,7 +19,7 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
     Args:
         title: plain text.
         body: HTML, in which every text is escaped.
-        style, script: files of this package, such as "fnet.introspect/page.css fnet.introspect/graph.css".
+        style, script: names of files, separated by spaces, such as "fnet.introspect/page.css fnet.report/report.css".
         data: JSON types, which the script reads from the element "data".
     """
     css, js = ("\n".join(_asset(name) for name in names.split()) for names in (style, script))
@@ -32,7 +32,7 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
             f'<style>\n{css}</style>\n</head>\n<body>\n{body}\n'
             f'<script type="application/json" id="data">{as_json(data)}</script>\n<script>{js}</script>\n'
             '</body>\n</html>\n')
-    return text.encode("utf-8", "replace").decode()      # without lone surrogates, as in names of files
+    return text.encode("utf-8", "replace").decode()      # replaces lone surrogates, as in names of files
 
 
 def fill(name: str, **parts: str) -> str:
@@ -41,7 +41,7 @@ def fill(name: str, **parts: str) -> str:
 
 
 def as_json(data: Any) -> str:
-    """Returns JSON for a script element: without "<", and without NaN, which browsers cannot parse."""
+    """Returns JSON for a script element. "<" is escaped. NaN, which browsers cannot parse, raises a ValueError."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")

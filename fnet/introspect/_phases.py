@@ -68,6 +68,6 @@ def _from_scope(name, scopes) -> str | None:
 
 
 def _end(name, ends) -> str | None:
-    """Returns the name of the parameter with which the name of a result ends, such as "0/momentum/block/kernel"."""
+    """Returns the parameter's name with which the name of a result, such as "0/momentum/block/kernel", ends."""
     parts = name.split("/")
     return next((end for n in range(len(parts)) if (end := "/".join(parts[n:])) in ends), None)

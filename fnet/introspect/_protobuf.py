@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yields (field number, value) for each field of a message. Strings, bytes and messages are views; numbers are int.
+    """Yields (field number, value) for each field of a message. Strings, bytes and messages are memoryviews.
 
     Raises:
         ValueError: the data are not a message.

@@ -116,8 +116,8 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
         f: a layer, a `flax.nnx.Module`, or a function.
         args: arrays or `jax.ShapeDtypeStruct`s: the inputs of a layer or module, or the arguments of a function, whose
             first argument is the tree of parameters.
-        depth: the number of segments of a path to show. The rows of longer paths are not shown, but they are included
-            in the rows above. Default None: all segments.
+        depth: the number of segments of a path to show. The rows of longer paths are not shown, but their figures are
+            included in the rows above. Default None: all segments.
         chip: the chip of the roofline, as in `hardware.roofline`. Default: this machine's chip.
         train: whether a layer is called with train=True. Default False.
         compile: whether to compile the forward and backward pass for this machine, and to report XLA's temporary memory
@@ -141,7 +141,7 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
         passes = _training(run)
         both, on, seconds = _cost(passes, params, inputs, chip)
         kept = kept_activations(run, params, *inputs)
-    except (TypeError, ValueError) as error:      # of the derivative, since the function itself was traced before
+    except (TypeError, ValueError) as error:      # of the derivative: the function itself was traced above
         passes = run
         both, on, seconds = _cost(run, params, inputs, chip)
         kept, missing = [], (f"no backward pass: {str(error).partition('. ')[0]}",)
@@ -212,7 +212,7 @@ def _training(run):
 
 
 def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
-    """Returns (the cost of a function, the chip, {scope: seconds at the roofline}). The dict is empty if unknown."""
+    """Returns (the cost of a function, the chip, {scope: seconds at the roofline}). Unknown times: {}."""
     leaves = jax.tree.leaves((params, inputs))
     if any(jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())):
         return hw.count(f, params, *inputs), hw.detect(chip), {}

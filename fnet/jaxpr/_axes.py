@@ -78,7 +78,7 @@ def _results(inner, eqn, atoms):
 
 
 def _pointwise(eqn, ins, atoms):
-    """Ties the axes of the operands that are not broadcast. Scalars and axes of size 1 are broadcast."""
+    """Ties corresponding axes of the operands. Scalars, and axes of size 1 that are broadcast, are not tied."""
     out = []
     for i, n in enumerate(_shape(eqn.outvars[0])):
         alike = [axes[i] for axes, v in zip(ins, eqn.invars) if len(axes) > i and _shape(v)[i] == n]

@@ -108,8 +108,8 @@ def _multiplied(found, notes):
 
 
 def _gathered(eqn, notes):
-    """The batch axis of a gather is that of the indices. It is that of the operand if this axis is a batching dimension
-    of the gather, or if the gathered slices contain the whole axis."""
+    """The batch axis of a gather is the batch axis of the indices if they have one. Otherwise, it is that of the
+    operand if the gathered slices contain this whole axis, or if this axis is a batching dimension of the gather."""
     numbers, (operand, indices) = eqn.params["dimension_numbers"], notes[:2]
     rank = len(eqn.outvars[0].aval.shape)
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
@@ -133,7 +133,7 @@ def _scattered(eqn, notes):
 
 
 def before(note):
-    """Returns the index of an axis in a slice along axis 0, given its index in the sliced array."""
+    """Returns the index in x[0] of an axis of the array x, or None for axis 0."""
     return note - 1 if note else None
 
 

@@ -17,7 +17,7 @@ CALLS = INLINED | {"remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
 """Primitives that run one jaxpr once. The inputs and outputs of the jaxpr are those of the equation."""
 _HELD = ("jaxpr", "call_jaxpr", "call")    # the parameter that contains a call's jaxpr
 CONTROL_NAMES = (("jit", "pjit"), ("remat2", "checkpoint"), ("custom_jvp_call",), ("custom_vjp_call",),
-                 ("custom_vmap_call",), ("scan",), ("while",), ("cond",), ("shard_map",))    # by version of JAX
+                 ("custom_vmap_call",), ("scan",), ("while",), ("cond",), ("shard_map",))    # in several JAX versions
 _COMBINERS = ("update_jaxpr", "select_jaxpr", "scatter_jaxpr")      # scalar functions that combine two elements
 _COMBINING = frozenset(("reduce", "reduce_window", "select_and_scatter"))
 

@@ -27,7 +27,7 @@ def cost(eqn: Any) -> Cost:
     """Returns the cost of an equation that contains no jaxpr.
 
         dot_general           2 B M N K, exact
-        conv_general_dilated  2 x outputs x window x in / groups, nominal: products with padding are counted, but
+        conv_general_dilated  2 x outputs x window x input features / groups; products with padding are counted, but
                               not products with the zeros that a transposed convolution inserts in its input
         elementwise           1 per output, on floating types only (index arithmetic is no FLOP)
         reductions            1 per input
@@ -64,7 +64,7 @@ def cost(eqn: Any) -> Cost:
 
 
 def touched(eqn: Any) -> tuple[list[int], list[int]]:
-    """Returns the bytes that an equation reads of each input and writes of each output if it is not fused."""
+    """Returns the bytes that an equation reads of each input and writes of each output if the equation is not fused."""
     name = eqn.primitive.name
     reads = [0 if isinstance(v, _jax.Literal) else nbytes(v.aval) for v in eqn.invars]
     writes = [nbytes(v.aval) for v in eqn.outvars]
@@ -101,7 +101,8 @@ def _dot(found: Product, ins: list[Any]) -> Cost:
 
 
 def _ragged_dot(eqn: Any, ins: list[Any]) -> Cost:
-    """Each row of the left operand is multiplied by the matrix of one group, with 2 FLOPs per element and column."""
+    """Each row of the left operand is multiplied by the matrix of one group. The number of FLOPs is
+    2 x (size of the left operand) x (columns of the right operand)."""
     lhs, rhs = ins[0].shape, ins[1].shape
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contract, rhs_contract), (_, rhs_batch) = numbers.dot_dimension_numbers

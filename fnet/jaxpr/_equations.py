@@ -1,4 +1,4 @@
-"""Typed access to the parameters of equations. No other package depends on JAX's names of parameters."""
+"""Typed access to the parameters of equations. No other package depends on JAX's names for them."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _reshape(params, outvars, x):
 
 
 def _dimensions(params, outvars, x):
-    """A reshape may also permute the axes of its operand first."""
+    """Replaces a reshape. Its parameter `dimensions` may permute the axes of the operand first."""
     order = params.get("dimensions")
     return _reshape(params, outvars, x if order is None else lax.transpose(x, order))
 

@@ -58,7 +58,7 @@ class _Pending:
     eqn: Any
     at: Any
     operands: list
-    kernel: int             # which operand is the kernel
+    kernel: int             # the index of the operand that is the kernel
     axes: dict              # {axis of the result: axis of the kernel}
     scale: Any = None
     shift: Any = None

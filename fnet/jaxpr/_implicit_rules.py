@@ -82,7 +82,7 @@ class ImplicitInterpreter(Interpreter):
         return view.materialize()
 
     def call(self, closed, at, values) -> tuple[Callable, list]:
-        """Returns (a function from plain arrays to plain arrays that evaluates a body, its arguments for `values`)."""
+        """Returns (a function that evaluates a body on plain arrays and returns plain arrays, its arguments)."""
         leaves, structure = jax.tree.flatten([value.x for value in values])
 
         def flat(*leaves):

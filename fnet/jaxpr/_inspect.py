@@ -40,7 +40,7 @@ class Inspector(Interpreter):
         self._wanted = self._captured | self._changes.keys()
         self._keep = tagging.value    # an outer inspection needs the tags, too
         self._indices: tuple = ()
-        self._depth = 0    # number of scans around
+        self._depth = 0    # number of scans around the current equation
         self._found: dict[Site, list] = {}
         self._held: dict[Site, dict[int, Value]] = {}
 

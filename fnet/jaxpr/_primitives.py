@@ -19,7 +19,7 @@ class Traits(NamedTuple):
 
     Attributes:
         kind: "product" (bilinear: dot_general, convolutions), "elementwise", "transcendental", "reduction", "scatter",
-            "window", "sort", "linear_algebra", "cast", "alias" (the output is the input in another form, such as a
+            "window", "sort", "linear_algebra", "cast", "alias" (the output is the input in another form, as for a
             reshape), "layout" (the values are unchanged, but at other positions in the array), "gather", "collective",
             "random", "effect", or "unknown".
         precision: the effect of a lower precision: "exact" (values do not change), "arithmetic" (the result is as
@@ -109,7 +109,7 @@ def unsupported() -> tuple[str, ...]:
     """Returns one line for each feature that fnet uses and that this version of JAX lacks.
 
     The result is empty for the versions with which fnet is tested. A primitive that JAX has renamed is treated as
-    unknown: transforms do not change it, and counts report its name.
+    unknown: transforms do not change it, and `hardware.count` reports its name.
     """
 
     for platform in ("cuda", "tpu"):
@@ -145,7 +145,7 @@ class Description:
             if the platform has one.
         stands_for: `stands_for(params)` returns (the bilinear primitive of JAX that is computed, its parameters, the
             dtype to which its operands are rounded).
-        batch_first: whether the first axis of all operands and results is the batch.
+        batch_first: whether the first axis of all operands and results is the batch axis.
         inside: {name: `Inside`}, intermediate values of the primitive that are sites for `transforms.capture`.
         axes: `axes(eqn)` returns ({name of a factor of axes: its size}, the names of the factors whose size may change,
             the axes of each operand, the axes of each result). The name of a factor is one letter. Axes are written

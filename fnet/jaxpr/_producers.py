@@ -1,4 +1,4 @@
-"""Where in a program a value is computed."""
+"""Finds the scope in which a value of a program is computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def producers(jaxpr: Any, outer: Scope) -> Callable[[Any], Producer | None]:
     """Returns a function that maps a variable of a jaxpr to its `Producer`, or to None if no equation computes it.
 
     For an output of a call or scan, the scope is that of the equation in the body that computes the output. A change of
-    precision is not a computation.
+    precision does not count as a computation.
     """
     scope_of = in_jaxpr(jaxpr, outer)
     makers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}

@@ -30,7 +30,7 @@ class Static:
 
 
 def boxed(tree: Any) -> Any:
-    """Wraps the leaves of a tree that must not be traced in `Static`s. These are bools, all leaves that are neither
+    """Wraps in `Static`s those leaves of a tree that must not be traced. These are bools, all leaves that are neither
     arrays nor numbers, and Python numbers inside objects, such as the options of an Equinox module.
 
     Raises:
@@ -40,7 +40,7 @@ def boxed(tree: Any) -> Any:
 
 
 def results_boxed(tree: Any, arguments: Any = ()) -> Any:
-    """Wraps all leaves of a tree of results that are neither arrays nor numbers in `Static`s.
+    """Wraps in `Static`s all leaves of a tree of results that are neither arrays nor numbers.
 
     Python numbers inside objects, such as the options of an Equinox module, become `Static`s too if the function
     returns them unchanged from its boxed arguments.

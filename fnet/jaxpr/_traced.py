@@ -58,7 +58,7 @@ class Traced:
 
 
 def _check(x: Any) -> None:
-    """Raises TypeError for a result with traced arrays inside that jax.tree does not find."""
+    """Raises TypeError for a result that contains traced arrays that `jax.tree` does not find."""
     if isinstance(x, _TRACED) or is_array(x):
         return
     inside = list(getattr(x, "__dict__", {}).values())

@@ -102,8 +102,8 @@ def _zero(frame, eqn, ins, atoms) -> list[Zero]:
 
 
 def _broadcast(frame, eqn, v, zero, atoms) -> Zero:
-    """Returns the atoms on which an operand is zero after its axes of size 1 are broadcast. It is not zero on the atoms
-    of the broadcast axes."""
+    """Returns the atoms on which an operand is zero after it was broadcast. The operand is not zero on the atoms of
+    axes along which it was broadcast."""
     if not zero:
         return zero
     pairs = zip(frame.of(v), frame.of(eqn.outvars[0]))

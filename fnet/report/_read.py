@@ -31,10 +31,10 @@ class Run:
         name: the name of the folder.
         metrics: a dict {name: (steps, values)}, in which a value that is not finite is None.
         config: the hyperparameters, a dict; {} if none were recorded.
-        facts: the notes of the newest checkpoint, a dict: chip, policy, plan, versions.
-        checkpoints: a list of (step, metrics, bytes), ascending.
+        facts: the notes of the newest checkpoint, a dict that may contain the chip, policy, plan and versions.
+        checkpoints: a list of (step, metrics, bytes), in the order of the steps.
         damaged: the names of damaged checkpoints, which were renamed.
-        events: a list of (step, time or None, text).
+        events: a list of (step, Unix time or None, text).
         predictions: a dict {"classes", "confusion", "mistakes"}, or {}.
         summary: the rows of `introspect.summary`, or [].
         samples: the text samples, a dict {file name: text}.
@@ -110,7 +110,10 @@ def read(folder: str | os.PathLike) -> Run:
 
 
 def _raw(run: Run, path: Path, limit: int) -> bytes | None:
-    """Returns the last `limit` bytes of a regular file, or None if it is missing or (with a note) cannot be read."""
+    """Returns the last `limit` bytes of a regular file, or None if the file is missing or cannot be read.
+
+    If the file exists, but cannot be read, a note is added to the run.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:

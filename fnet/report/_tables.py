@@ -15,7 +15,7 @@ _TEXT = 4000      # largest number of characters of a value
 
 
 def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Returns a table with a row for each field. Fields that differ between runs are first."""
+    """Returns a table with a row for each field. Fields that differ between runs come first."""
     fields = list(dict.fromkeys(name for run in runs for name in run.config))
     if not fields:
         return ""
