@@ -44,7 +44,7 @@ class Probe(NamedTuple):
             cannot compile the operation for bfloat16.
         clock: the clock of the measurement. It is "wall" for wall-clock time, or, if the machine was busy, "processor"
             for the time that the cores spent on this process.
-        jaxlib: the version of jaxlib.
+        jaxlib: the jaxlib version of the measurement.
         date: the date of the measurement, such as "2026-11-21".
     """
 
