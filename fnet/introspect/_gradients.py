@@ -51,7 +51,7 @@ class Slope:
 
 @dataclasses.dataclass(frozen=True)
 class GradientCheck:
-    """The result of `check_gradient`; `str()` is a table, the worst leaf first.
+    """The result of `check_gradient`; `str()` is a table.
 
     Attributes:
         rows: a `Slope` for each leaf, the worst first.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-_FEW, _MANY = 12, 160      # more operations without a scope are grouped: next to scopes, without any scopes
+_FEW, _MANY = 12, 160      # limits above which operations without a scope are grouped: beside scopes, alone
 
 
 class Mark(str):

@@ -56,7 +56,7 @@ class Profile:
         rows: a `TimedRow` for each path, outer paths first. Operations without a scope have the path "".
         total: the row of all operations.
         step_seconds: mean seconds of a step, from its call to its last result.
-        steps: number of steps in the means. `profile` uses the faster half of the calls.
+        steps: the number of steps over which the times are averaged. `profile` uses the faster half of the calls.
         spanning: the fraction of the operations' time that is spent in fusions whose parts belong to several paths.
         operations: pairs (operation, seconds in a step), the longest first.
         chip: the chip of the roofline.

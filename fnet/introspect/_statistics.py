@@ -49,8 +49,8 @@ class Statistics:
         result: the result of the function.
         sites: a `Statistic` for each site, in the order of computation.
         parameters: a `Statistic` for each parameter.
-        arrays: the arrays for histograms, by name: "values/site", "cotangents/site", "parameters/path" or
-            "gradients/path".
+        arrays: a dict {name: array} for histograms. The names are "values/site", "cotangents/site", "parameters/path"
+            and "gradients/path", where "site" or "path" is the name of the site or parameter.
 
     >>> report = introspect.statistics(lambda w, x: ft.tag(x @ w, "product").sum(), jnp.ones((2, 3)), jnp.ones((4, 2)))
     >>> "product" in str(report)

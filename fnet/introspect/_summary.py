@@ -212,7 +212,7 @@ def _training(run):
 
 
 def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
-    """Returns (the cost of a function, the chip, {scope: seconds at the roofline}). Unknown times: {}."""
+    """Returns (the cost of a function, the chip, {scope: seconds at the roofline}), with {} if times are unknown."""
     leaves = jax.tree.leaves((params, inputs))
     if any(jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())):
         return hw.count(f, params, *inputs), hw.detect(chip), {}

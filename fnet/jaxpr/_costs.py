@@ -26,11 +26,11 @@ class Cost(NamedTuple):
 def cost(eqn: Any) -> Cost:
     """Returns the cost of an equation that contains no jaxpr.
 
-        dot_general           2 B M N K, exact
+        dot_general           2 B M N K for [B, M, K] x [B, K, N]
         conv_general_dilated  2 x outputs x window x input features / groups; products with padding are counted, but
                               not products with the zeros that a transposed convolution inserts in its input
-        elementwise           1 per output, on floating types only (index arithmetic is no FLOP)
-        reductions            1 per input
+        elementwise           1 per output element, for floating-point types only
+        reductions            1 per input element, for floating-point types only
     """
     name, kind = eqn.primitive.name, traits(eqn.primitive.name).kind
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]

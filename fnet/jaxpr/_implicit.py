@@ -74,10 +74,10 @@ class ImplicitArray:
         raise NotImplementedError
 
     def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
-        """Returns the product with x [..., *contracted] over `axes` of this array: [..., *the other axes].
+        """Returns the product of x and this array, contracted over `axes` of this array: [..., *the other axes].
 
         Args:
-            x: the other operand. Its last axes correspond to `axes`, in this order.
+            x: the other operand, [..., *contracted axes]. Its last axes correspond to `axes`, in this order.
             axes: the positions of the contracted axes of this array.
             dot: a function `dot(x, w, axes)` that computes the same product for a plain array w, with the precision of
                 the program.
@@ -184,7 +184,9 @@ class View:
         return array.transpose([split.index(part) for part in parts]).reshape(self.shape).astype(self.dtype)
 
     def dot(self, x: jax.Array, contracted: tuple[int, ...], batch: int, dot: Callable) -> Any:
-        """Returns the product with x over axes of this view, or `NotImplemented` if the base does not support it.
+        """Returns the product of x and this view, contracted over axes of this view.
+
+        Returns `NotImplemented` if the base does not support this product.
 
         Args:
             x: the other operand: [*batch axes, ..., *contracted axes].
@@ -237,7 +239,7 @@ class View:
 
 
 def plain_dot(precision: Any, preferred: Any) -> Callable:
-    """Returns the function `dot(x, w, axes)` for plain arrays: the product of x [..., *contracted] over `axes` of w."""
+    """Returns the function `dot(x, w, axes)` for plain arrays, which contracts the last axes of x with `axes` of w."""
 
     def dot(x, w, axes):
         contracted = tuple(range(x.ndim - len(axes), x.ndim))
