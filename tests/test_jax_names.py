@@ -280,6 +280,7 @@ def test_private_names_are_used_in_one_package():
     assert not found, f"move to fnet/_jax: {found}"
 
 
+@pytest.mark.exhaustive
 def test_exported_programs_contain_no_source_lines():
     from jax import export
 

@@ -22,7 +22,8 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
                               if "_build" not in path.parts and "```python\n" in path.read_text())]
 NEEDS = {"docs/getting_started/first_network.md": "sklearn", "docs/how_to/serve.md": "uvicorn"}
 PACKAGES = {"pytorch": "torch", "keras": "keras", "equinox": "equinox", "haiku": "haiku"}
-SLOW = ("docs/getting_started/", "docs/how_to/")    # their parts have quick tests elsewhere
+SLOW = ("docs/getting_started/", "docs/how_to/",    # their parts have quick tests elsewhere
+        *(f"docs/{page}.md" for page in ("compress", "introspection", "models", "parallel", "search")))
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ def test_a_plan_is_printed_and_nothing_else_happens(tmp_path, name, flags):
     assert not (tmp_path / "none").exists() and "steps of" not in said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("flag, message", [
     ("--devices=9", "error: --devices=9: this run has 8 (to emulate them on a CPU, set "
      "XLA_FLAGS=--xla_force_host_platform_device_count=9 in the environment)\n"),

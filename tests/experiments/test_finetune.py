@@ -361,6 +361,7 @@ def test_a_run_records_the_commit_of_its_weights(tiny, weights, tmp_path, monkey
         assert (expected or str(weights)) in report.write([workdir]).read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 def test_errors_are_one_line_and_exit_2(weights, tmp_path):
     cases = [
         (("classify_image.py", "--model=tiny", f"--weights={weights}", tmp_path / "no.jpg"), r"no\.jpg: No such file"),

@@ -30,6 +30,7 @@ def test_svrg_converges_where_sgd_stalls(tmp_path):
     assert (tmp_path / "svrg.png").stat().st_size > 5000 and (tmp_path / "gaps.csv").read_text().startswith("method,")
 
 
+@pytest.mark.exhaustive
 def test_svrg_names_a_wrong_flag(tmp_path):
     assert "--methods=adam: use svrg, sgd" in run("svrg.py", "--methods=adam", code=2)
     assert "--batch_size=0: expected a number in [1, 569]" in run("svrg.py", "--batch_size=0", code=2)
@@ -47,6 +48,7 @@ def test_federated_averaging_learns_digits_and_resumes(tmp_path):
     assert (tmp_path / "federated.png").stat().st_size > 5000
 
 
+@pytest.mark.exhaustive
 def test_federated_names_a_wrong_flag(tmp_path):
     assert "--sampled=20: expected at most --clients=10" in run(
         "federated.py", "--clients=10", "--sampled=20", f"--workdir={tmp_path}", code=2)

@@ -353,6 +353,7 @@ def test_many_operations_without_scopes_are_gathered():
     assert [node.name for node in drawn.root.children] == ["x", "1 to 100", "101 to 200", "result"]
 
 
+@pytest.mark.exhaustive
 def test_a_resnet_50_step_has_less_than_2_megabytes(tmp_path):
     step, state, batch = step_of(models.ResNet.preset("resnet50"), spec(8, 64, 64, 3))
     path = tmp_path / "resnet.html"

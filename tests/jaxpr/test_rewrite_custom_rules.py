@@ -94,6 +94,7 @@ def test_a_checkpointed_while_loop(name):
     close(transform(jax.grad(f))(X), jax.grad(f)(X))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled(["relu", "custom_vjp", "softmax"], ["custom_vjp"]))
 @pytest.mark.parametrize("transform", [lambda f: ft.rewrite(f, IDENTITY), lambda f: ft.autocast(f, "bfloat16"),
                                        lambda f: ft.tune(f, "cpu")], ids=["rewrite", "autocast", "tune"])

@@ -48,6 +48,7 @@ def test_the_lowered_program_is_the_same(name):
     assert lowered(ft.rewrite(batched(plain), nothing), params, *inputs) == want
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sampled([name for name, case in CASES.items() if case.eagerly],
                                          ["mlp", "custom_vmap"]))
 def test_values_are_the_same_operation_by_operation(name):

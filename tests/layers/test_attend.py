@@ -88,7 +88,7 @@ def one_sided_derivatives(attention, arrays, along, weight, options):
             "transposed twice": jax.linear_transpose(jax.vjp(attend, *arrays)[1], weight)(along)[0]}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_formula_and_its_derivatives(name):
     with jax.enable_x64(True):

@@ -25,7 +25,7 @@ def equations(jaxpr, name):
         else [])]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_around_the_gradient_and_inside_it(dtype):
     want = jax.jit(jax.grad(loss))(PARAMS, X)

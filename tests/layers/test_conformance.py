@@ -155,6 +155,7 @@ def layer(tree, i):
     return jax.tree.map(lambda a: a[i], tree)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", sampled([
     "Attention_grouped", "BatchNorm", "Conv_1d_causal", "Dense_normal", "Dropout", "MaxPool_same", "Parallel", "Stack"],
     ["Attention_grouped", "BatchNorm", "Dropout", "Stack"]))

@@ -63,6 +63,7 @@ def test_values(experts, top_k, shape, normalize, capacity):
     close(jax.jit(layer)(params, x), by_loops(layer, params, x), 1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("capacity", [None, 0.6])
 def test_padding_is_not_routed(capacity):
     layer, x = nn.MixtureOfExperts(4, 5, capacity=capacity), random(3, 8, 6)

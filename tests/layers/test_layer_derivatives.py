@@ -52,6 +52,7 @@ def flat(name):
     return f, vector
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", sampled(sorted(
     set(KINDS) - {"Attention", "BatchNorm", "Dropout"} | {"Attention_grouped", "BatchNorm_bare", "Conv_1d_causal"}),
     ["Attention_grouped", "BatchNorm_bare", "Conv_1d_causal", "Dense", "RNN"]))

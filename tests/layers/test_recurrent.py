@@ -81,7 +81,7 @@ def test_equals_flax(kind):
     close(both_passes(ours), both_passes(theirs), 1e-5)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @every
 @both
 def test_ragged_batch_is_row_by_row(kind, bidirectional):

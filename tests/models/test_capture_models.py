@@ -65,6 +65,7 @@ def of_sites(sites, values):
     return named
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled([name for name in MODELS if name != "AlexNet"],    # large at its only size
                                          ["CNN", "GPT"]))
 def test_values_and_cotangents(name, request):

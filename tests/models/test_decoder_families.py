@@ -35,7 +35,7 @@ def close(a, b, bound=1e-5):
     assert a.shape == b.shape and np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(3)
 def test_logits_and_text(loaded, tmp_path):
     name, model, params, tokens, want = loaded
     logits = jax.jit(model)(params, tokens)

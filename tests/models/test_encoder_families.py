@@ -56,6 +56,7 @@ def outputs(case):
     return [held[f"{case}/output{i}"] for i in range(9) if f"{case}/output{i}" in held]
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("case", sampled(CASES, QUICK))
 def test_outputs_and_the_way_back(case, tmp_path):
     weights, config = written(case, tmp_path)

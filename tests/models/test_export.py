@@ -56,6 +56,7 @@ def test_every_model_is_in_the_table():
     assert kinds - {"CLIP"} == set(MODELS)    # CLIPText and CLIPVision are its parts
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled(MODELS, ["CNN", "GPT", "LSTMLanguageModel"]))
 def test_equals_the_model_at_two_sizes(name):
     f, params, _, shapes = build(name)

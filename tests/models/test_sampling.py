@@ -208,7 +208,7 @@ def test_a_beam_of_all_texts_finds_the_best_ones():
     assert not np.asarray(best.tokens[0])[np.arange(3)[None] >= np.asarray(best.lengths[0])[:, None]].any()
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_beam_is_greedy(name):
     model, params = prepared(name)

@@ -32,7 +32,7 @@ def on_one_device(name):
     return initial, plain(plain(initial, batch)[0], batch)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("name", "strategy", "options"), [
     *(("gpt", strategy, {}) for strategy in ("zero1", "fsdp+pins")), ("gpt", "fsdp+pins", TENSOR),
     *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (    # parts of the others

@@ -47,6 +47,7 @@ CASES = {"gpt": (gpt, lambda f: f), "gpt, microbatch": (gpt, lambda f: ft.microb
          "flax, both": (flax, lambda f: ft.rematerialize(ft.microbatch(f, 2)))}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled(CASES, ["cnn", "flax, both"]))
 def test_the_gradient_of_one_device(name):
     make, change = CASES[name]

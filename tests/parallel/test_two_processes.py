@@ -115,6 +115,7 @@ ENDS = {    # what the first process says, and the second
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", sampled(ENDS, ["broken"]))
 def test_all_end_and_say_who(free_port, case):
     first, second = ENDS[case]

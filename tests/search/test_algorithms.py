@@ -113,7 +113,7 @@ def test_perturbation_and_resampling():
     assert 30 < (anew < 10**-1.5).sum() < 70 and len(set(anew.tolist())) == 100
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("steps", [3, 4, 6])
 @pytest.mark.parametrize("method", ["vmap", "loop"])
 def test_pbt_resumes_bit_by_bit(method, steps, tmp_path):

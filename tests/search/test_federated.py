@@ -98,7 +98,7 @@ def test_every_example_is_used_once_in_an_epoch():
     assert set(seen) <= {111.0, 11000.0} and len(set(seen)) == 2
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["one traced program", "two devices", "two devices, loop", "loop"])
 def test_rounds_do_not_depend_on_how_clients_run(kind):
     data = federated.clients(parts([4, 3, 5, 2], "float32"))

@@ -79,7 +79,7 @@ def alone():
     return ends
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("method, devices", [("auto", None), ("vmap", None), ("split", None), ("loop", None),
                                              ("vmap", 2), ("split", 2), ("loop", 2)])
 def test_members_equal_runs_alone(alone, method, devices):
@@ -143,6 +143,7 @@ def test_a_member_that_diverges_is_marked(method):
     assert np.isnan(values["w/1"]) and values["w/max"] == 16 and values["w/mean"] == 9
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("devices", [None, 2])
 def test_members_are_read_and_changed_between_the_steps_of_a_loop(devices):
     """Whether the members are read, copied or given other hyperparameters between two steps, vmap does the same."""
@@ -193,7 +194,7 @@ def evaluation():
     return init, step, batches, hyper, {"test": tr.evaluator(search.each_member(measure), data, 4)}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("method, devices", [("split", None), ("loop", None), ("loop", 2)])
 @pytest.mark.filterwarnings("ignore::fnet.training.ResumeWarning")
 def test_fit_logs_saves_and_resumes_bit_by_bit(method, devices, tmp_path, evaluation):

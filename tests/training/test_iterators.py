@@ -103,7 +103,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", SOURCES)
 def test_resumed_is_unbroken_bit_for_bit(tmp_path, name):
     make, guarantee = SOURCES[name]

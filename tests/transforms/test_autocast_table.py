@@ -86,6 +86,7 @@ def check_beside_casts_by_hand(f, case, dtype, run, want, params, *inputs):
         assert np.median(values) <= case.by_hand, (form, dtype, np.round(values, 2))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled(CASES, ["mlp", "conv and BatchNorm", "custom_vjp", "shard_map"]))
 def test_table(name):
     case = CASES[name]
@@ -121,6 +122,7 @@ def test_one_more_rounding_fails():
         check_beside_casts_by_hand(f, case, F16, run, want, params, *inputs)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sampled([name for name, case in CASES.items() if case.eagerly],
                                          ["mlp", "custom_vmap"]))
 def test_operation_by_operation(name, quickly):

@@ -29,7 +29,7 @@ IMAGES = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["CNN", "ResNet", "MobileNetV2"])
 def test_batch_norm_becomes_a_part_of_the_convolution(name):
     model, x = IMAGES[name], random(2, 33, 32, 3)

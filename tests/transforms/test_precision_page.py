@@ -14,6 +14,7 @@ from fnet.hardware import _probe
 PAGE = (Path(__file__).parents[2] / "docs" / "precision.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_the_page_runs_and_prints_what_it_shows():
     printed = io.StringIO()
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)

@@ -101,7 +101,7 @@ def test_the_same_numbers(name):
 WRAPS = [lambda step: ft.microbatch(step, 2), lambda step: ft.autocast(step, "bfloat16"), jax.jit, ft.tune]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_inside_other_transforms(wrap):
     loss, params, x = CASES["flax"](jnp.asarray(X))
