@@ -17,7 +17,7 @@ endef
 # tritonclient excludes the tested version of ml_dtypes, which it uses for bfloat16 alone.
 triton = $(1) -m pip install --quiet --disable-pip-version-check --no-deps tritonclient==2.73.0
 
-.PHONY: demo test test-all test-isa torture verify-pretrained verify-programs verify-export mutation pods lint docs dist bench clean
+.PHONY: demo test test-exhaustive test-all test-isa torture verify-pretrained verify-programs verify-export mutation pods lint docs dist bench clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -26,8 +26,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not exhaustive" $(ARGS)
 
-# The exhaustive tables as well.
-test-all: test
+test-all: test test-exhaustive
+
+# The tests that `make test` leaves out.
+test-exhaustive: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m exhaustive $(ARGS); status=$$?; [ $$status = 5 ] || exit $$status    # 5: none is marked
 
 # Numerical tests with the instructions of another CPU, so that no tolerance depends on one machine's rounding. AVX has
