@@ -10,6 +10,7 @@ from fnet import layers as nn
 from fnet import models, search
 from fnet import training as tr
 from fnet import transforms as ft
+from fnet.search import _methods
 
 N = 4
 
@@ -113,8 +114,7 @@ def test_the_choice_is_measured_explained_and_kept():
     init_n, step_n = search.population(init, step)
     state = init_n(jax.random.key(0), hyper)
     found = ft.explain(step_n, state, batches(0))
-    assert found.chosen == min(found.seconds, key=found.seconds.get) or found.seconds[found.chosen] <= 1.02 * min(
-        found.seconds.values())
+    assert found.seconds[found.chosen] <= _methods._CLOSE * min(found.seconds.values())
     assert set(found.seconds) == {"vmap", "split", "loop"} and "measured" in str(found)
     assert not jax.tree.leaves(state)[0].is_deleted()      # nothing was donated
     _, again = search.population(init, step)
