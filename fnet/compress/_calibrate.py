@@ -66,7 +66,7 @@ class InputStatistics:
         return 2.0 ** (_LOWEST + np.arange(1, _BINS + 1) / _PER_OCTAVE)
 
     def bound(self, method: str) -> np.ndarray:
-        """Returns the magnitude that the largest 8-bit code represents, [*lead].
+        """Returns the magnitudes that the largest 8-bit code represents, as an array [*lead].
 
         Args:
             method: "absmax" for the largest magnitude, "percentile" for the bound below which 99.99 % of the magnitudes

@@ -128,8 +128,10 @@ class Inspector(Interpreter):
                                                        (level,)))
 
     def _apart(self, body, level):
-        """Returns (run, collect, sites): `run` is `body`, with the leaves of the captured sites as additional outputs.
-        `collect` stores these leaves in `_found`."""
+        """Returns (run, collect, sites).
+
+        `run` computes `body`, and also returns the values that are captured inside it. `collect` stores these values in
+        `_found`. `sites` are the places at which they are captured."""
         sites = [site for site in level.sites if site in self._captured] if level else []
 
         def run(*arrays):

@@ -21,7 +21,7 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
     The layer's params are `variables["params"]`. Its state is a dict of the other collections, such as
     `{"batch_stats": {...}}`. Sown values are discarded. `init` calls `module.init` with a key derived from the layer's
     path. With `train=True`, batch statistics are updated. If the model is called with a key, the module receives two
-    rngs derived from this key: "dropout", and "params", which Flax uses for all streams that have no rng.
+    rngs derived from this key: "dropout" and "params". If a module asks for another rng, Flax uses "params" instead.
 
     Args:
         module: the module, which must not be bound. In its fields, lists become tuples and dicts become FrozenDicts, so

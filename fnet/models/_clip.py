@@ -127,7 +127,7 @@ class CLIPText(_Encoder):
         end: the id of the end token. The features of a text are computed at the first position of this token; padding
             follows it. If None, the end token is the token with the highest id in the text, as in OpenAI's vocabulary.
         dim: number of features of the projection. None: no projection.
-        activation: "quick_gelu", x sigmoid(1.702 x), or "gelu".
+        activation: "gelu", or "quick_gelu", which is x * sigmoid(1.702 x).
         epsilon: epsilon of the norms.
 
     Input: integers [batch, time]. Output: `Encoded` with the features of all tokens in `hidden`, and the features of

@@ -119,9 +119,9 @@ def described(model, name):
 
 
 def check_config(model, name, path, compared=()):
-    """Checks that the model has the field values that the names require. Fields in `compared` are not checked.
+    """Raises an error if a field of the model has another value than weights with these names (`Names.config`) need.
 
-    `compared` contains the fields that were already compared with config.json.
+    Fields in `compared` are not checked, because they were already compared with config.json.
     """
     wanted = {field: value for field, value in _differs(model, rules_of(model, name)).items() if field not in compared}
     if wanted:

@@ -93,7 +93,7 @@ class Folder:
         return text
 
     def taken(self, step: int, process: int) -> bool:
-        """Returns whether the first process has committed or abandoned the step."""
+        """Returns whether process 0 has already completed or abandoned the checkpoint of this step."""
         return not self.partial(step).exists()
 
     def _part(self, step, process):

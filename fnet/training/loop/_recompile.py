@@ -30,7 +30,7 @@ class Arguments:
     def changed(self, tree: Any) -> str | None:
         """Describes how a tree differs from the previous one, if its structure, shapes and dtypes did not occur before.
 
-        Returns None for the first tree, and after 8 reports of each leaf that differs.
+        Returns None for the first tree. A leaf is reported at most 8 times; returns None if no other leaf differs.
         """
         leaves, structure = jax.tree.flatten(tree)
         kind = structure, tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) if hasattr(x, "shape")
