@@ -19,7 +19,8 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
     """Measures the rates of matrix products and the memory bandwidth of a device.
 
     For each dtype, two matrices [size, size] are multiplied many times, in several batches. One product needs 2 size^3
-    FLOPs, and the rate of the dtype is the rate of the fastest batch. The bandwidth is measured by multiplying an array by a constant, which reads and writes each element once.
+    FLOPs, and the rate of the dtype is the rate of the fastest batch. The bandwidth is measured by multiplying an array
+    by a constant, which reads and writes each element once.
     These are the rates of XLA's code on this machine at this time, not the limits of the chip. An MFU that uses these
     rates compares a step with a plain matrix product.
 

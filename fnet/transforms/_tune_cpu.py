@@ -62,8 +62,8 @@ def products(eqn, inputs):
 
     Under vmap, a dense layer is a product w a with the result [out, ...]. If such results are added to arrays [...,
     out], XLA recomputes their inputs in every layout that is read. A product x w under vmap over the weights does
-    not change, because the weights would be transposed. Products with batch axes, as in attention, do not change either:
-    XLA's own form is as fast.
+    not change, because the weights would be transposed. Products with batch axes, as in attention, do not change,
+    because XLA's own form is as fast.
     """
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
