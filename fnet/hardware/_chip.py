@@ -1,4 +1,4 @@
-"""The description of a chip: its peak rates, memory and links, and the basis of each figure, which states how it is
+"""The description of a chip: its peak rates, memory and links. Each figure has a basis, which states how the figure is
 known."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Peak(NamedTuple):
         flops: the rate in FLOP/s.
         dtype: the catalog's name of the dtype, such as "bf16".
         basis: how the rate is known, such as "published" (see `Chip.bases`).
-        note: a remark, for example that float32 products run in bfloat16 passes, or "".
+        note: a remark, such as "float32 in 6 bfloat16 passes", or an empty string.
 
     >>> hw.chips["TPU v5e"].peaks["bf16"]
     197000000000000.0
@@ -87,13 +87,14 @@ class Price(NamedTuple):
 
 
 class Quote(NamedTuple):
-    """A published peak, and the reason why it differs from the computed peak.
+    """A published peak of a chip or system. `hardware.checks` compares it with the peak that is computed from the
+    chip's units and clock.
 
     Attributes:
         dtype: the catalog's name of the dtype, such as "bf16".
         flops: the peak in FLOP/s.
         source: where the peak was published.
-        explanation: why the peak differs from the computed peak, or "".
+        explanation: why the published peak differs from the computed peak, or an empty string.
         at_boost: whether the peak refers to the boost clock of a CPU. The catalog's own CPU peaks refer to the base
             clock.
 
@@ -118,8 +119,8 @@ class Links:
         each_way: the rate of one link in one direction, or None if unknown.
         total: the rate of all links of one chip in both directions together, or None if unknown.
         topology: how the chips are connected, or None if unknown.
-        network: the rate in one direction from one chip to chips of another slice or machine, as cloud providers
-            commonly offer it, or None if unknown.
+        network: the rate in one direction between a chip and the chips of other slices or machines, or None if unknown.
+            The rate is that of common offers of cloud providers.
         network_source: where `network` was published.
 
     >>> hw.chips["TPU v5e"].links.type
@@ -140,14 +141,14 @@ class Chip:
     """A chip of the catalog.
 
     Peaks, memory and bandwidth refer to the whole chip. `chip.per_device` returns the share of one JAX device. For
-    example, a TPU v3 chip is two JAX devices, and eight emulated CPU devices are one CPU.
+    example, JAX represents a TPU v3 chip as two devices.
 
     Attributes:
         name: the name in the catalog, or the name that the device reports.
         kind: "cpu", "gpu" or "tpu".
         vendor: "Google", "NVIDIA", "AMD", "Intel", or "unknown".
         known: whether the peaks are known, from the catalog, from the instruction set of a CPU, or from `measure`. If
-            they are unknown, `peaks` is empty, and no result uses the peaks of another chip instead.
+            they are unknown, `peaks` is empty. The peaks of a similar chip are never used instead.
         year: the year in which the chip was introduced, or None if unknown.
         device_kinds: the names that JAX reports for devices of this chip (`jax.Device.device_kind`).
         aliases: further names with which the catalog finds the chip.
@@ -157,18 +158,18 @@ class Chip:
             The rates are for dense operands and float32 accumulation.
         memory_bytes: the size of the memory in bytes, or None if unknown.
         memory_kind: the type of the memory, such as "HBM3", "GDDR6" or "DDR5", or None if unknown.
-        caches: the size of each cache, {name: bytes}. A name is, for example, "L2". The sizes of caches that belong to
-            one core are summed over the chip.
+        caches: the size of each level of cache, {name: bytes}, with names such as "L2". If each core has its own cache,
+            the size is the sum over all cores of the chip.
         bandwidth: the rate between the chip and its memory in bytes/s, or None if unknown.
         links: how chips of this kind are connected, or None.
         jax_devices_per_chip: the number of JAX devices that share the chip.
         power_watts: the published thermal design power in watts, or None if unknown.
         power_source: where `power_watts` was published.
         prices: the prices of the chip, `Price` objects.
-        quoted: peaks that others published, `Quote` objects.
-        explained: the reasons why the catalog's peak of a dtype differs from the computed peak, {dtype: reason}.
-        units: the figures from which peaks are computed, such as the numbers of multiprocessors, matrix units and
-            cores, and clocks in GHz.
+        quoted: further published peaks, `Quote` objects. They may differ from `peaks`.
+        explained: the reasons why some values of `peaks` differ from the peaks computed from `units`, {dtype: reason}.
+        units: the figures from which peaks are computed, {name: figure}: for example, the number of multiprocessors, of
+            matrix units or of cores, and the clock in GHz.
         bases: how each figure is known, {field or dtype: basis}. A basis is "exact", "measured", "published", "derived"
             (computed from the units and the clock), "estimated" or "unverified".
         sources: where the figures were published.
@@ -298,7 +299,7 @@ class Chip:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Returns the catalog's name of a dtype: "bf16" for `jnp.bfloat16`, "bfloat16" or "bf16"."""
+    """Returns the catalog's name of a dtype. For example, `jnp.bfloat16`, "bfloat16" and "bf16" all give "bf16"."""
     if isinstance(dtype, str) and dtype not in _NAMES:
         if dtype in _NAMES.values() or dtype.split("_")[0] in (*_NAMES.values(), "tf32"):
             return dtype

@@ -101,7 +101,8 @@ class _Catalog(Mapping):
         return list(dict.fromkeys(self._index[key] for key in best))[:n]
 
     def variants(self, name: str) -> list[str]:
-        """Returns the names that contain `name` as complete words. For example, four names contain "V100"."""
+        """Returns the names of the catalog in which `name` occurs as one or several complete words. For example,
+        `variants("V100")` returns four names."""
         whole = re.compile(rf"(?<!\w){re.escape(name.strip())}(?!\w)", re.IGNORECASE)
         return [each for each in self if name.strip() and whole.search(each)]
 
@@ -116,8 +117,9 @@ class _Catalog(Mapping):
 class Chips(_Catalog):
     """The catalog of chips: a mapping from names to `Chip`, in the order of the file.
 
-    `chips[name]` accepts a full name, a short name, or a device kind. `chips.find(kind)` accepts every device kind that
-    a device reports. This includes the device kinds of MIG slices, which are parts of an NVIDIA GPU.
+    `chips[name]` accepts the name of a chip, with or without the words in parentheses, an alias, or a device kind in
+    the catalog. `chips.find(kind)` also accepts device kinds that are not in the catalog but refer to one of its chips,
+    such as those of MIG slices, which are parts of an NVIDIA GPU.
     """
 
     def find(self, kind: str) -> Chip:
@@ -143,8 +145,8 @@ class Chips(_Catalog):
 
 
 def split_mig(kind: str) -> tuple[str, tuple[int, float, str] | None]:
-    """Separates the suffix of a MIG slice from a device kind. Returns two values: the device kind without the suffix,
-    and (compute slices, GiB, suffix), or None if there is no suffix."""
+    """Separates the suffix of a MIG slice from a device kind. Returns (the device kind without the suffix, slice). The
+    slice is (number of compute slices, memory in GiB, suffix), or None if there is no suffix."""
     match = re.search(r"\s+MIG\s+((?:(\d+)c\.)?(\d+)g\.(\d+)gb\S*)$", kind)
     if not match:
         return kind.strip(), None

@@ -1,4 +1,4 @@
-"""Counts the FLOPs and bytes of any JAX function for each named scope, from its jaxpr."""
+"""Counts the FLOPs and bytes of each named scope in the jaxpr of a JAX function."""
 
 from __future__ import annotations
 
@@ -152,13 +152,13 @@ def count(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
 
     The body of a scan counts once for each iteration, and the shards of a shard_map are summed. Of the branches of a
     cond, only the branch with the most FLOPs counts. The body of a while loop counts once, because its number of
-    iterations is unknown. An operation of unknown cost counts as zero. The attribute `notes` of the result lists the
-    conds, while loops and operations for which the count is therefore not exact. Unused results count, although a
+    iterations is unknown. An operation of unknown cost counts as zero. If the count is inexact because of a cond, a
+    while loop or an unknown operation, the attribute `notes` of the result lists it. Unused results count, although a
     compiler removes them.
 
-    For `layers.dot_product_attention`, the products of its formula count. As is the convention for MFU, this includes
-    the products for pairs of positions that a mask hides. The attention weights that the backward pass recomputes count
-    as `recomputed`. Only the bytes of the operands and results of the attention count.
+    The FLOPs of `layers.dot_product_attention` are those of its formula. As is the convention for MFU, they include the
+    products for pairs of positions that a mask hides. The attention weights that the backward pass recomputes count as
+    `recomputed`. Its bytes are only those of its operands and results.
 
     Args:
         f: any JAX function, for example a jitted, differentiated or sharded function.
@@ -255,8 +255,8 @@ class _Tally:
         self.add(op.scope, Cost(**kinds, recomputed=again, bytes=moved))
 
     def stand_in(self, op: Op, times: int) -> None:
-        """Adds a composite operation, which stands for several ordinary operations. Counts the FLOPs of the ordinary
-        operations, and the bytes of the operands and results of the composite operation."""
+        """Adds `times` runs of a composite operation, which represents several ordinary operations. Counts the FLOPs of
+        the ordinary operations, and the bytes of the operands and results of the composite operation."""
         inner = _Tally()
         inner.frame(read(jaxpr.description(op.eqn.primitive).plain(op.eqn), op.at), times)
         for scope in inner.scopes:
@@ -315,7 +315,7 @@ class Kept:
 
     Args:
         frame: the operations and their values.
-        by_scope: whether operations of different scopes are not fused. Default False.
+        by_scope: whether operations are fused only with operations of the same scope. Default False.
         epilogues: whether elementwise epilogues are fused with products. Default True.
 
     Attributes:
@@ -350,7 +350,8 @@ class Kept:
 
 
 def heavy(op: Op) -> bool:
-    """Whether an operation cannot be fused as elementwise operations are."""
+    """Whether an operation contains other operations or is not elementwise, so that it is not fused with its
+    neighbors."""
     return bool(op.bodies) or traits(op.eqn.primitive.name).memory == "heavy"
 
 

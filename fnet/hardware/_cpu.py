@@ -25,8 +25,9 @@ class CPU:
             may be a fraction.
         threads: the number of hardware threads in the affinity mask, or None.
         quota: CPU seconds per second that the cgroup allows, or None if there is no limit.
-        isa: the instruction set, a key of the catalog's table of FLOP per cycle, or None.
-        flags: the relevant vector and matrix extensions of the instruction set.
+        isa: the instruction set, such as "avx2", or None. It is a key of the table in chips.json that contains the FLOP
+            per cycle.
+        flags: the vector and matrix extensions of the CPU, such as "amx_bf16".
         clock_ghz: the clock that the system reports, or None.
         virtual: whether this is a virtual machine. In a virtual machine, the reported clock may be wrong by a factor of
             two.
@@ -80,8 +81,8 @@ def _blocks(text: str) -> list[dict[str, str]]:
 
 
 def _physical(blocks: list[dict[str, str]]) -> int:
-    """Returns the number of distinct cores. Hardware threads of one core count once, because they share its arithmetic
-    units."""
+    """Returns the number of physical cores in the entries of /proc/cpuinfo. Hardware threads of the same core count
+    once, because they share its arithmetic units."""
     return len({(b.get("physical id", "0"), b.get("core id", b["processor"])) for b in blocks})
 
 

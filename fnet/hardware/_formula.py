@@ -11,7 +11,7 @@ YEAR_OF_USE = 365.25 * 24 * 3600
 
 
 class Computed(NamedTuple):
-    """A computed peak: the dtype, the rate in FLOP/s, and the formula with the figures of the chip.
+    """A peak computed from the figures of a chip: the dtype, the rate in FLOP/s, and the formula as text.
 
     >>> hw.computed(hw.chips["Titan RTX"])[0].formula
     '72 SM x 64 cores x 2 x 1.77 GHz'
@@ -48,11 +48,11 @@ class Check(NamedTuple):
 
 
 class Value(NamedTuple):
-    """The number of FLOP that one dollar buys at the peak rate, for one price.
+    """The result of `hardware.flop_per_dollar` for one price of a chip or system.
 
     Attributes:
         dtype: the dtype of the peak.
-        flop_per_dollar: the number of FLOP for one dollar.
+        flop_per_dollar: the number of FLOP that one dollar buys at the peak rate.
         price: the `Price`.
         assumption: how the chip is paid for and used, such as "rented by the hour".
 
@@ -126,8 +126,8 @@ def computed(chip: Chip | System, *, boost: bool = False) -> tuple[Computed, ...
 def checks(chip: Chip | System) -> tuple[Check, ...]:
     """Compares the published peaks of a chip or system with the computed peaks.
 
-    The published peaks are the peaks of the catalog, except those that are themselves computed, estimated or measured,
-    and the peaks in `chip.quoted`.
+    Two kinds of published peaks are compared: the peaks in `chip.quoted`, and the peaks in `chip.peaks` that are not
+    themselves computed, estimated or measured.
 
     Returns:
         A `Check` for each published peak for which a peak can be computed. If the two peaks differ, the `Check`

@@ -17,7 +17,7 @@ _TITLES = {"dollar": "FLOP per dollar at the peak rate", "watt": "FLOP/s per wat
 
 
 class Point(NamedTuple):
-    """A chip or system in the picture. `value` is its FLOP per dollar, or its FLOP/s per watt, for `dtype`."""
+    """A point of the plot, for a chip or system and a dtype. `value` is the FLOP per dollar, or the FLOP/s per watt."""
 
     name: str
     kind: str
@@ -31,8 +31,9 @@ def history(per: str, dtypes: tuple[str, ...] = ("fp32", "best")) -> list[Point]
     """Returns the points that `plot` draws: the chips and systems whose price or power is known, ordered by year.
 
     Args:
-        per: "dollar" or "watt". FLOP per dollar is computed for rent by the hour, or for a purchase with three years of
-            use. FLOP/s per watt is computed with the thermal design power.
+        per: "dollar" or "watt". FLOP per dollar is computed from the first price in the catalog, which is the price of
+            an hour of rent or of a purchase. A purchased chip is assumed to be used for three years. FLOP/s per watt is
+            computed with the thermal design power.
         dtypes: the dtypes, a tuple of "fp32", "bf16", "fp16" and "best". "best" is the faster of bf16 and fp16.
             Default ("fp32", "best").
 
@@ -66,8 +67,8 @@ def plot(path: str | os.PathLike | None = None) -> Figure:
     """Draws the FLOP per dollar and the FLOP/s per watt of the catalog's chips over the years.
 
     Circles show float32, and squares show the faster of bfloat16 and float16. Filled marks show a purchase with three
-    years of use, and empty marks show rent by the hour. Prices are not adjusted for inflation. The catalog contains
-    their dates.
+    years of use, and empty marks show rent by the hour. The prices are from different dates, which the catalog
+    contains, and are not adjusted for inflation.
 
     Args:
         path: the file to write (.png, .svg or .pdf). Default None: no file is written.
@@ -103,8 +104,8 @@ def plot(path: str | os.PathLike | None = None) -> Figure:
 
 
 def _label(axis: Any, points: list[Point]) -> None:
-    """Writes the name of each chip beside its best point if there is room for the name. There is room if no named point
-    of the same or an adjacent year has a value within a factor of 1.25."""
+    """Writes the name of each chip or system beside its best point, in descending order of the points' values. A name
+    is omitted if a name in the same or an adjacent year is already at a value within a factor of 1.25."""
     taken: dict[int, list[float]] = {}
     best: dict[str, Point] = {}
     for point in points:

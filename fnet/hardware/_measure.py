@@ -24,7 +24,8 @@ def measure(device: Any = None, *, dtypes: Sequence[Any] = ("float32", "bfloat16
     These are the rates of XLA's code on this machine at this time, not the limits of the chip. An MFU that uses these
     rates compares a step with a plain matrix product.
 
-    The measurement takes about `seconds` times (number of dtypes + 1), and the time of the compilations.
+    The measurement takes about `seconds` for each dtype, and `seconds` for the bandwidth. The compilations take
+    additional time.
 
     Args:
         device: a `jax.Device`. Default None: the first local device.
@@ -86,8 +87,8 @@ def _matmul(device: Any, dtype: Any, size: int, seconds: float) -> float:
 
 
 def _copy(device: Any, nbytes: int, seconds: float) -> float:
-    """Returns the bytes/s that the product of an array and a constant reads and writes. The array is donated, so that
-    no new pages are allocated."""
+    """Returns the bytes/s that are read and written when an array is multiplied by a constant. The array is donated, so
+    that the result is stored in the same memory."""
     scale = jax.jit(lambda x: x * 1.0001, donate_argnums=0)
     held = [jax.device_put(jnp.ones(nbytes // 4, jnp.float32), device)]
 

@@ -24,17 +24,19 @@ class Policy:
 
     Attributes:
         param: the dtype in which the parameters are stored.
-        compute: the dtype of the operands of matrix products and convolutions.
-        accum: the dtype of accumulation in products and convolutions, and of reductions, norms and softmax.
+        compute: the dtype of the operands of matrix products, and of convolutions unless `convolution` is given.
+        accum: the dtype in which products and convolutions accumulate, and in which reductions, norms and softmax are
+            computed.
         output: the dtype of the function's floating-point outputs.
         loss_scale: the initial dynamic loss scale, or None if gradients fit the range of `compute`.
         rules: pairs (pattern of a scope path, dtype) that override `compute`. The first pair whose pattern matches is
             used.
         reason: why these dtypes were selected.
         convolution: the dtype of the operands of convolutions. Default: `compute`.
-        logits: the dtype in which GPUs and TPUs store large results of matrix products in the forward pass, such as the
-            logits of a large vocabulary. It applies to results of at least 2^26 elements that only float32 operations
-            read. Default: `compute`, as in PyTorch's autocast. With "float32", these results are not rounded.
+        logits: the dtype in which GPUs and TPUs store the large results of matrix products in the forward pass, such as
+            the logits of a large vocabulary. A result is large if it has at least 2^26 elements. It is stored in this
+            dtype if all operations that read it compute in float32. Default: `compute`, as in PyTorch's autocast. With
+            "float32", large results are not rounded.
 
     >>> policy = hw.policy("Tesla T4")
     >>> str(policy.compute), bool(policy.loss_scale)
@@ -139,14 +141,15 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
     """Selects the dtypes for fast and safe training or inference on a chip, and states the reason.
 
     The dtypes are taken from a table, except for the CPU of this process. For this CPU, a probe compares bfloat16 with
-    float32. A probe is a measurement of about one second, of the operations that `transforms.autocast` uses. The result
+    float32. The probe measures the operations that `transforms.autocast` uses, which takes about one second. The result
     of the probe is cached on the machine (see docs/precision.md). Dtypes with fewer than 16 bits are never selected,
     because fp8, int8 and fp4 need scales or calibration.
 
     Args:
         chip: a `Chip`, a `jax.Device`, a device kind ("NVIDIA H100 80GB HBM3", "TPU v5 lite"), or a sequence of these.
             For a sequence, a dtype is selected that all chips accelerate. None (the default) and "auto" select the chip
-            that `detect` finds. "float32", "bfloat16" and "float16" select this dtype for any chip.
+            that `detect` finds. The names "float32", "bfloat16" and "float16" select the dtype of that name for any
+            chip.
         mode: "train" (the default) or "inference". For inference, the parameters have the compute dtype.
         probe: whether the CPU of this process may be measured. Default None: yes, unless the environment variable
             FNET_PROBE is 0. The probe runs only if the CPU is JAX's default backend, there is only one process, and JAX
@@ -185,7 +188,8 @@ def policy(chip: Any = None, mode: str = "train", *, probe: bool | None = None) 
 
 
 def _here(given: Any) -> bool:
-    """Whether `given` is the CPU of this process. A CPU that is given by name is not."""
+    """Whether `given` is the CPU of this process. Returns False for the name of a CPU, even if it is the name of this
+    CPU."""
     if given is None:
         return True
     if isinstance(given, Chip):      # only the result of `detect` contains the flags of this CPU

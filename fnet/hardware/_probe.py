@@ -1,7 +1,7 @@
 """Measures whether bfloat16 is faster than float32 on this CPU, for the products and convolutions of autocast.
 
-A table cannot contain this result. A CPU with bfloat16 instructions is faster with bfloat16 only if XLA uses these
-instructions. It is slower if XLA converts to float32 and back.
+The result depends on the installed XLA. bfloat16 is faster than float32 only if XLA uses the bfloat16 instructions of
+the CPU, and slower if XLA converts the operands to float32 and the results back.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Probe(NamedTuple):
     Attributes:
         dot, conv: the ratio of the times for a matrix product and for a convolution. The ratio is infinite if XLA
             cannot compile the operation for bfloat16.
-        clock: the clock of the measurement. It is "wall" for wall-clock time, or, if the machine was busy, "processor"
-            for the time that the cores spent on this process.
+        clock: how the time was measured. "wall" means wall-clock time. "processor" means the time that the cores spent
+            on this process, which is used if the machine is busy.
         jaxlib: the jaxlib version of the measurement.
         date: the date of the measurement, such as "2026-11-21".
     """
@@ -81,9 +81,8 @@ def probe(mode: str) -> Probe | None:
     """Returns the cached measurement of this CPU for the mode "train" or "inference". If there is none, measures for
     about a second.
 
-    Measurements are cached in probe.json in $FNET_CACHE, $XDG_CACHE_HOME/fnet or ~/.cache/fnet, whichever is set first.
-    If that file cannot be written, they are cached only in this process. Returns None if no measurement is cached and
-    JAX is tracing a function.
+    Measurements are cached in the file probe.json of `cache_folder()`. If this file cannot be written, they are cached
+    only in this process. Returns None if no measurement is cached and JAX is tracing a function.
     """
     cpu = read_cpu()
     flags = hashlib.sha256(repr((cpu.flags, os.environ.get("XLA_FLAGS", ""))).encode()).hexdigest()[:12]
@@ -177,7 +176,7 @@ def timings(calls: Mapping[Any, Callable[[], Any]], clock: Callable[[], float]) 
 
 def ratios(times: Mapping[tuple[str, str], Sequence[float]]) -> tuple[float, float]:
     """Returns the ratios (dot, conv) of the time with bfloat16 to the time with float32. A ratio is the median over
-    rounds, rounded to two decimals, or infinite if there are no times."""
+    rounds, rounded to two decimals. It is infinite if no times with bfloat16 were measured."""
     def ratio(name):
         pairs = zip(times[name, "float32"], times.get((name, "bfloat16"), ()))
         return round(statistics.median([low / full for full, low in pairs if full > 0] or [math.inf]), 2)

@@ -1,5 +1,5 @@
-"""Roofline analysis: determines whether compute or memory bounds each scope of a function, and compares the measured
-time."""
+"""Roofline analysis: determines for each scope of a function whether compute or memory limits its speed, and compares
+the measured time of the function with the resulting lower bound."""
 
 from __future__ import annotations
 

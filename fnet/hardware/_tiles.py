@@ -1,4 +1,4 @@
-"""Computes how much of a chip's tiles a matrix product fills, and how many bytes padded arrays take in memory."""
+"""Computes how much of a chip's tiles a matrix product fills, and how many bytes padded arrays occupy in memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def padded_shape(shape: tuple[int, int, int, int], dtype: str, chip: Chip) -> tu
 
 
 def tile_size(chip: Chip, dtype: Any) -> int:
-    """Returns the number of columns of a matrix product that fill a tile of the chip, or 1 if its tiles are unknown.
+    """Returns the width of the tiles in which a chip computes matrix products, as a number of columns of the result.
+    The width is 1 if the chip's tiles are unknown.
 
     Args:
         chip: the `Chip` that computes the product.
@@ -138,8 +139,7 @@ def _vector_bytes(chip: Chip) -> int:
 
 
 class Stored(NamedTuple):
-    """The bytes of arrays in a chip's memory. `exact` states whether the layout of their dtypes in memory is known
-    exactly."""
+    """The number of bytes that arrays occupy in a chip's memory. `exact` is False if the number is an estimate."""
 
     bytes: int
     exact: bool
@@ -153,10 +153,12 @@ class Stored(NamedTuple):
 
 
 def stored(array: Any, chip: Chip) -> Stored:
-    """Returns the bytes that an array takes in a chip's memory. `array` is an array or a `jax.ShapeDtypeStruct`.
+    """Returns the number of bytes that an array occupies in a chip's memory. `array` is an array or a
+    `jax.ShapeDtypeStruct`.
 
     Random keys are stored as integers. The result is an estimate for dtypes smaller than one byte, because some chips
-    pack them. On TPUs, it is also an estimate for dtypes of 8 bytes, which TPUs do not have.
+    pack several elements into a byte. On TPUs, it is also an estimate for dtypes of 8 bytes, which TPUs do not support
+    natively.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.eval_shape(jax.random.key_data, array)
@@ -166,11 +168,11 @@ def stored(array: Any, chip: Chip) -> Stored:
 
 
 def stored_bytes(shape: tuple[int, ...], itemsize: int, chip: Chip) -> int:
-    """Returns the bytes that an array with elements of `itemsize` bytes takes in a chip's memory.
+    """Returns the number of bytes that an array with elements of `itemsize` bytes occupies in a chip's memory.
 
     A TPU stores two axes of an array in tiles of 128 columns and up to 8 rows. It selects the two axes that need the
-    least padding. The number of rows is a power of two, and one column of a tile has at least 4 bytes (8 bytes on v2
-    and v3). Vectors have tiles of 128 to 1,024 elements. The total is a multiple of 512 bytes (1,024 on v2 and v3).
+    least padding. The number of rows is a power of two, and each column of a tile occupies at least 4 bytes (8 bytes on
+    v2 and v3). Vectors have tiles of 128 to 1,024 elements. The total is a multiple of 512 bytes (1,024 on v2 and v3).
     Other chips do not pad.
 
     Source: argument sizes of programs compiled by libtpu 0.0.52 (tests/hardware/test_tiles.py).

@@ -24,16 +24,17 @@ class Options:
             512.
         timeout: the maximum time in seconds for a request, including its time in the queue. A request that takes longer
             gets status 504. Default 30.
-        read_timeout: the maximum time in seconds in which the head of a request must arrive, and also its body after
-            the head. Default 10.
-        drain: the time in seconds after SIGTERM during which the server still accepts connections, and asks clients
-            with open connections to close them. Default 1.
+        read_timeout: the maximum time in seconds until the head of a request has arrived. The same limit applies to the
+            time from the end of the head to the end of the body. Default 10.
+        drain: the time in seconds during which the server still accepts connections after SIGTERM. During this time,
+            its responses ask the clients to close their connections. Default 1.
         token: a secret string of at least 8 characters, or None (the default). If it is set, requests need the header
             "Authorization: Bearer TOKEN". Requests for the health of the server and for its page do not need the
             header.
-        pad: the sizes to which inputs are padded, {size variable: sizes}. An axis whose size is such a variable is
-            padded with zeros to the smallest of these sizes that is large enough. The outputs of the model must not
-            depend on the padding, which is tested when the server starts. Default: no padding.
+        pad: the sizes to which inputs are padded, {size variable: sizes}. A size variable is a name in a model's input
+            shapes, such as "t" in ["b", "t"], that represents a size which can vary. An axis whose size is this
+            variable is padded with zeros to the smallest of the sizes that is large enough. The outputs of the model
+            must not depend on the padding, which is tested when the server starts. Default: no padding.
     """
 
     host: str = "127.0.0.1"

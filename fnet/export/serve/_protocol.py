@@ -27,7 +27,7 @@ class Invalid(ValueError):
 
 
 def servable(model: Model) -> bool:
-    """Whether the protocol has types for all inputs and outputs."""
+    """Whether the protocol supports the dtypes of all inputs and outputs."""
     return all(leaf["dtype"] in _CODES for _, leaf in [*model.inputs, *model.outputs])
 
 

@@ -27,12 +27,13 @@ class Repository:
     """The served models.
 
     Attributes:
-        models: {name: {version: (model, batcher)}}. For the bundle NAME.fnet, the model of the entry point "predict" is
-            called NAME, and the models of other entry points are called NAME.ENTRY.
+        models: {name: {version: (model, batcher)}}, where the batcher combines waiting requests into batches. For the
+            bundle NAME.fnet, the model of the entry point "predict" is called NAME, and the models of other entry
+            points are called NAME.ENTRY.
         generators: the text generators, {name: {version: generator}}. There is one for each bundle with the entry
             points "prefill" and "decode".
-        ready: whether the server has compiled the programs that it compiles at its start.
-        error: the error that occurred at the start, or None.
+        ready: whether the programs of all models have been compiled.
+        error: the error that occurred when the programs were compiled, or None.
     """
 
     def __init__(self, files: Iterable[str], options: Options, metrics: Metrics):
@@ -96,7 +97,7 @@ class Repository:
         return [pair for versions in self.models.values() for pair in versions.values()]
 
     def close(self) -> None:
-        """Computes the waiting requests, and ends the threads."""
+        """Waits until all queued requests have been computed, and ends the threads of the batchers."""
         threads = [threading.Thread(target=batcher.close) for _, batcher in self.all()]
         for thread in threads:
             thread.start()

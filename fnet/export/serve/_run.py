@@ -14,9 +14,9 @@ def run(files: Iterable[str], options: Options | None = None, *,
         started: Callable[[str], None] = lambda address: None) -> None:
     """Serves bundles until SIGTERM or SIGINT, and answers every accepted request before it returns.
 
-    After the first signal, the server reports that it is not ready, and its responses close their connections. After
-    `options.drain` seconds, the server accepts no more connections, and `run` returns when all requests are answered.
-    After a second signal, `run` returns at once.
+    After the first signal, the server reports that it is not ready, and its responses ask the clients to close their
+    connections. After `options.drain` seconds, the server accepts no more connections, and `run` returns when all
+    requests are answered. After a second signal, `run` returns at once.
 
         serve.run(["digits.fnet"], serve.Options(port=8000))
 
@@ -98,7 +98,7 @@ def _protocol(seconds: float) -> type:
             super().connection_lost(error)
 
         def wait(self):
-            """Starts the timer if no request is complete, and stops it otherwise."""
+            """Starts the timer while the connection waits for the head of a request, and stops it during a request."""
             idle = self.cycle is None or self.cycle.response_complete
             if idle and self.timer is None:
                 self.timer = self.loop.call_later(seconds, self.transport.close)
