@@ -1,9 +1,9 @@
 """Tools that show what is inside a program.
 
 - `summary`: shapes, parameters, FLOPs, kept activations and time at the roofline, by path.
-- `statistics`: statistics of values and cotangents by site, and of gradients by parameter.
+- `statistics`: statistics of named values, of their cotangents, and of the gradients of parameters.
 - `check_gradient`: compares derivatives with finite differences.
-- `compare`: the first site where two programs differ.
+- `compare`: the first named value in which two programs differ.
 - `graph`: a program drawn by its scopes.
 - `profile`: measured time by path and phase.
 """

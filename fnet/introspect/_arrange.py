@@ -1,10 +1,10 @@
-"""Computes the layout of the children of each scope in layers.
+"""Arranges the children of each scope in layers, from top to bottom.
 
-The method is that of Sugiyama. The layer of an item is the length of the longest path to it. The order in each layer is
-improved by repeatedly sorting the items by the mean position of their neighbors. Each item is aligned with the median
-of its neighbors (Brandes and Köpf 2001). An edge that skips layers occupies a narrow item, called a lane, in each
-skipped layer, so that a residual connection goes around its block. Sizes are computed later, because they depend on
-which scopes are expanded.
+The method is that of Sugiyama. The layer of an item is the length of the longest path that leads to the item. The order
+in each layer is improved by repeatedly sorting the items by the mean position of their neighbors. Each item is aligned
+with the median of its neighbors (Brandes and Köpf 2001). If an edge skips layers, each skipped layer contains a narrow
+item for the edge, called a lane. Therefore, a residual connection is drawn beside its block, not across it. Sizes are
+computed later, because they depend on which scopes are expanded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Arrangement:
         children: the number of children.
         entering, leaving: for each port, the index of its value, or -1 if several values share the port.
         layers: the items of each layer, from left to right.
-        lines: for each item, the number of its vertical line. Items on the same line are exactly above each other.
+        lines: for each item, the index of the vertical line on which the item is centered.
         edges: a list of (from item, to item, the indices of the values).
-        lanes: {item: (first lane, layer of the first lane, number of lanes)} for items whose edges skip layers. There
-            is one lane in each skipped layer.
+        lanes: {item: (first lane, layer of the first lane, number of lanes)} for each item from which an edge skips
+            layers. The item has one lane in each skipped layer.
     """
 
     children: int
@@ -62,7 +62,8 @@ def chain(node: Node) -> list[Node]:
 
 
 class _Part:
-    """The edges inside a scope, {(from, to): values}. An end is a child or a port, ("in", value) or ("out", value)."""
+    """The edges inside a scope, {(from, to): values}. Each end of an edge is a child of the scope or a port. A port is
+    ("in", value) or ("out", value)."""
 
     def __init__(self):
         self.edges: dict[tuple, set[int]] = {}
@@ -72,7 +73,7 @@ class _Part:
 
 
 def _project(parts, source: Node, reader: Node, value: int) -> None:
-    """Adds an edge to each scope that the edge crosses."""
+    """Adds the edge from `source` to `reader` to the `_Part` of each scope in which a piece of the edge is drawn."""
     up, down = chain(source), chain(reader)
     inside = set(map(id, down))
     top = next(i for i, node in enumerate(up) if id(node) in inside)
@@ -179,7 +180,7 @@ def route(made: Arrangement, layer: dict[int, int], a: int, b: int) -> list[int]
 
 
 def neighbors(made: Arrangement) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """Returns ({item: its layer}, the pieces of edges between neighboring layers)."""
+    """Returns ({item: its layer}, pieces). The pieces are the pairs of items in adjacent layers that edges connect."""
     layer = {i: r for r, items in enumerate(made.layers) for i in items}
     pieces = {}
     for a, b, _ in made.edges:
@@ -220,7 +221,7 @@ def _order(made) -> None:
 
 
 def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> int:
-    """Returns the number of crossings between pieces of edges."""
+    """Returns the number of crossings between the pieces that `neighbors` returns."""
     at = {i: n for items in layers for n, i in enumerate(items)}
     layer = {i: r for r, items in enumerate(layers) for i in items}
     rows: list[list[tuple[int, int]]] = [[] for _ in layers]
@@ -245,8 +246,8 @@ def count_crossings(layers: list[list[int]], pieces: list[tuple[int, int]]) -> i
 
 
 def _align(made, count) -> None:
-    """Puts items on the same vertical line: lanes of an edge, and items that are each other's median neighbor. Lines do
-    not cross."""
+    """Puts the lanes of an edge on the same vertical line, and also two items if each is the median neighbor of the
+    other. Lines do not cross."""
     layer, pieces = neighbors(made)
     at = {i: n for items in made.layers for n, i in enumerate(items)}
     up: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Two programs compared site by site."""
+"""Compares two programs at their sites, which are named values (see `transforms.sites`)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Difference:
     """The difference between two programs at one site.
 
     Attributes:
-        name: the name of the site in the first program, or "result". In a scan, there is a row for each iteration.
+        name: the name of the site in the first program, or "result" for the result of the programs. A site in a scan
+            has one `Difference` for each iteration.
         other: the name of the site in the second program.
         error: max |a - b| / max |b|. Infinite if the shapes differ, or if an element is finite in only one program.
         tolerance: the largest error that counts as equal.
-        types: the types of the value in both programs.
+        types: the dtype and shape of the value in the first and in the second program, as text.
 
     >>> row = introspect.compare(jnp.sin, lambda x: jnp.sin(x) + 1, jnp.zeros(3)).rows[-1]
     >>> row.name, row.error
@@ -54,7 +55,7 @@ class Comparison:
     Attributes:
         rows: a `Difference` for each pair of sites, in the order in which the first program computes them, and a
             `Difference` for the result.
-        only: a pair of tuples: the names of the sites without a partner in the first program, and in the second.
+        only: the names of the sites that were not paired, a tuple for the first program and a tuple for the second.
 
     >>> f = lambda x: ft.tag(2 * x, "double").sum()
     >>> g = lambda x: ft.tag(x + x, "double").sum()
@@ -93,10 +94,10 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         print(introspect.compare(model, ft.autocast(model, "bfloat16"), params, x, tolerance=0.05))
         print(introspect.compare(partial(model, params), partial(twin.apply, variables), x))
 
-    Sites that have the same name in both programs are compared. Of the other sites, those with nearly equal values are
-    compared. Between two pairs with nearly equal values, the remaining sites with the same shape are compared in the
-    order of computation. Therefore, a model and its port to another library can be compared without a list of names.
-    `names` specifies the pairs explicitly.
+    The sites of the two programs are paired in three steps. First, sites with the same name form pairs. Then, sites
+    with nearly equal values form pairs. Finally, sites with the same shape form pairs if they are computed between the
+    same two pairs of nearly equal values. Therefore, a model and its port to another library can be compared without a
+    list of names. `names` specifies the pairs explicitly.
 
     Args:
         f: a function with named sites: see `transforms.sites`.
@@ -104,8 +105,9 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         args: the arguments. Both functions run once on these arguments, and the values of all sites are kept in memory.
         names: {regular expression: replacement}, as in `re.sub`. If an expression matches the whole name of a site in
             f, the replacement is the name of the site in g. Default: none.
-        tolerance: the largest relative error that counts as equal. Default: 1e-5 for float32. If a value has a lower
-            precision in one of the programs, its default tolerance is larger by the ratio of the precisions.
+        tolerance: the largest relative error that counts as equal. Default: 1e-5 for float32. For other dtypes, the
+            default is proportional to their machine epsilon. If the dtypes of the two values differ, the larger default
+            is used.
 
     Returns:
         A `Comparison`.
@@ -169,8 +171,8 @@ def _pairs(mine, others, runs, names) -> list[tuple[str, str]]:
 
 
 def _aligned(mine, others) -> list[tuple[int, int]]:
-    """Returns pairs of indices, in order: values that are nearly equal, and between two such pairs, values of the same
-    shape."""
+    """Returns pairs of indices in ascending order. Values form a pair if they are nearly equal, or if they have the
+    same shape and are between the same two pairs of nearly equal values."""
     shapes = [[str(jax.tree.map(jnp.shape, value)) for value in values] for values in (mine, others)]
     same = lambda i, j: shapes[0][i] == shapes[1][j] and all(
         map(lambda a, b: _error(a, b) < _SAME, *(jax.tree.leaves(values[k]) for values, k in ((mine, i), (others, j)))))

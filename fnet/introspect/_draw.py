@@ -91,7 +91,8 @@ class Drawing:
             + text("b" if node.children else "", 20, name) + (text("l", 36, escape(line)) if line else "") + "</g>")
 
     def _inside(self, node, x, y, top, bottom, flip=False) -> None:
-        """Draws the children of a scope, from (x, y) on. The scope's box extends from `top` to `bottom`."""
+        """Draws the children of a scope. The upper left corner of their area is (x, y), and the scope's box extends
+        from `top` to `bottom`."""
         made, placed = self.made[node], self.placed[node]
         layer, _ = neighbors(made)
         turn = (lambda v: y + placed.height - v) if flip else (lambda v: y + v)

@@ -25,8 +25,9 @@ class Node:
 
     Attributes:
         name: the last segment of the path, or the name of the primitive.
-        kind: "scope", "operation", "scan", "while", "cond", "shard_map", "body" (of a loop or branch), "phase" (of a
-            program with a backward pass), "input" or "result".
+        kind: "scope", "operation", "scan", "while", "cond", "shard_map", "input" or "result". A branch, and the
+            condition and the body of a while loop, have the kind "body". The forward pass, backward pass and update of
+            a training step have the kind "phase".
         path: the named scopes.
         phase: "forward", "backward", "recomputed" or "update".
         badge: a label, such as "× 12" for the body of a scan over 12 layers.
@@ -70,7 +71,8 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """An output of an operation, or an argument. `type` is what readers receive; in a scan, the type per iteration."""
+    """An output of an operation, or an argument. `type` is the dtype and shape that its readers receive. In a scan, it
+    is the type in one iteration."""
 
     source: Node
     output: int
@@ -87,9 +89,11 @@ class Flow:
         nodes: all nodes; a node precedes the nodes that it contains.
         edges: the pairs (value, node that reads the value), in order.
         two_passes: whether the program contains a backward pass.
-        counted: the `Count` of the program. Its scopes begin with the index of an operation in `ops`.
+        counted: the `Count` of the program. The path of each of its scopes begins with the index of an operation in
+            `ops`.
         ops: all operations.
-        hidden: {name: (type, first node that reads the array, or None)} for arrays that are parameters, not inputs.
+        hidden: the parameters and constants, which are not drawn as inputs, {name: (type, reader)}. The reader is the
+            first node that reads the array, or None.
         notes: the reasons why some costs are not exact.
     """
 
@@ -172,7 +176,7 @@ def _notes(notes, ops) -> tuple[str, ...]:
 
 
 def _group(name, nodes):
-    """Puts arguments or results into groups by name if there are more than four."""
+    """Groups arguments or results by the segments of their names if there are more than four."""
     if len(nodes) <= 4:
         return nodes
     group = Node(name, "scope")
@@ -182,7 +186,8 @@ def _group(name, nodes):
 
 
 def _name_parts(node) -> None:
-    """If a scope is entered several times, names each part after its content: "stem/pool" instead of "stem (2)"."""
+    """Renames the parts of a scope that is entered several times after their contents: "stem/pool" instead of "stem
+    (2)"."""
     paths, names = [child.path for child in node.children], {child.name for child in node.children}
     for i, child in enumerate(node.children):
         if child.kind == "scope" and paths.count(child.path) > 1 and len(child.children) == 1:
@@ -231,7 +236,7 @@ class _Reader:
 
     Attributes:
         ops: all operations; an operation's index is the scope under which its cost is counted.
-        values: {(source, output, type): `Value`}.
+        values: {(node that computes the value, index of its output, type): `Value`}.
     """
 
     def __init__(self):
@@ -254,11 +259,12 @@ class _Reader:
         """Reads a frame into the children of `owner`, which is at the path `base`.
 
         Args:
-            env: {id of a value: (sources, names of hidden arrays)}. The values of the frame are added.
+            env: {id of a value: (sources, names of hidden arrays)}. A source is a pair (node, index of its output). The
+                values that the frame computes are added to `env`.
             outermost: the names of the results, if this is the whole program.
 
         Returns:
-            (the frame with the indices of operations as scopes, whether it has a backward pass).
+            (copy of the frame, whether it has a backward pass). In the copy, the scope of each operation is its index.
         """
         of_op = phases(frame, outermost, {i: names for i, (_, names) in env.items() if names})
         mixed = any(phase == BACKWARD for phase, _ in of_op) and any(phase != BACKWARD for phase, _ in of_op)

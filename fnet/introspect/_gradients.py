@@ -23,8 +23,8 @@ class Slope:
         derivative: the derivative that JAX computes.
         difference: the finite difference.
         uncertainty: the estimated error of the finite difference, caused by rounding and curvature.
-        smallest: the smallest derivative that exceeds rounding errors. The denominator of the relative error is at
-            least this value.
+        smallest: the value below which rounding errors dominate a derivative. The denominator of the relative error is
+            at least this value.
 
     >>> rows = introspect.check_gradient(lambda w: jnp.sum(w["a"] ** 2), {"a": jnp.arange(3.0)}).rows
     >>> rows[0].path, bool(abs(rows[0].derivative - rows[0].difference) < 1e-3)
@@ -39,7 +39,7 @@ class Slope:
 
     @property
     def error(self) -> float:
-        """The amount by which |derivative - difference| exceeds four times the uncertainty, as a relative error.
+        """The relative error, max(0, |derivative - difference| - 4 uncertainty) / denominator.
 
         The denominator is the largest of |derivative|, |difference| and `smallest`.
         """
@@ -91,9 +91,9 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
         report = introspect.check_gradient(loss, params, batch)
         assert report.equal, report
 
-    Each leaf is moved along a random direction d of norm 1, and (f(x + h d) - f(x - h d)) / 2h is computed for several
-    h. The h at which this quotient changes least is used. If the function can run in float64, it is evaluated in
-    float64.
+    For each leaf x, a random direction d of norm 1 is selected, and (f(x + h d) - f(x - h d)) / 2h is computed for
+    several h. The h at which this quotient changes least is used. If the function can run in float64, it is evaluated
+    in float64.
 
     Args:
         f: a function with floating-point results. If the result is not a scalar, a random linear combination of the

@@ -111,8 +111,8 @@ def graph(f: Callable, *args: Any, depth: int | None = None, color: str = "flops
     further arguments.
 
     Args:
-        f: a layer, a `flax.nnx.Module`, or a function, for example of Flax, Equinox or Haiku, or with
-          `jax.named_scope`s.
+        f: a layer, a `flax.nnx.Module`, or a function. Scopes in a function come from models of fnet, Flax, Equinox or
+            Haiku, or from `jax.named_scope`.
         args: the arguments of f, arrays or `jax.ShapeDtypeStruct`s. The last argument may be the name of a file to
             write, which ends in .html, .svg or .dot.
         depth: the number of levels of scopes that are expanded at first. Default: the largest number for which at most
@@ -218,7 +218,8 @@ def _results(traced, of_layer) -> list[str]:
 
 
 def _add_parameters(flow: Flow) -> None:
-    """Counts each parameter in the scope that the parameter's path names, or else in the first scope that reads it."""
+    """Counts each parameter in the scope whose path is a part of the parameter's path. If there is no such scope,
+    counts it in the first node that reads it."""
     by_path: dict[str, Node] = {}
     for node in flow.nodes:
         if node.children and node.path:
@@ -334,7 +335,8 @@ def _main(node: Node) -> str:
 
 
 def first_view(root: Node, depth: int | None) -> set[Node]:
-    """Returns the scopes that are expanded at first: down to `depth`, or as many as the first view can show."""
+    """Returns the scopes that are expanded at first: all scopes down to the level `depth`. If `depth` is None, the
+    number of levels is limited by the maximum number of boxes."""
     expanded, level, visible = {root}, [root], len(root.children)
     for _ in range(200 if depth is None else depth):
         level = [child for node in level for child in node.children if child.children]

@@ -176,7 +176,7 @@ def _phases(computations, every, entry) -> None:
 
 
 def _only_read_by(instructions, phase: str) -> None:
-    """Assigns the phase to operations without a phase whose results are read only by operations of this phase."""
+    """Sets the phase of an operation that has none to `phase` if only operations of this phase read its result."""
     users: dict[int, list[_Instruction]] = {}
     for each in instructions:
         for i in each.operands:

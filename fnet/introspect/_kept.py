@@ -25,7 +25,7 @@ class Kept(NamedTuple):
 
 
 def kept_activations(f: Callable, params: Any, *inputs: Any) -> list[Kept]:
-    """Returns the values that `f` stores for the derivative with respect to `params`, without arguments and constants.
+    """Returns the values that `f` computes and stores for its derivative with respect to `params`.
 
     These are the values that `jax.ad_checkpoint.print_saved_residuals` lists as outputs of operations.
     """

@@ -27,9 +27,9 @@ class Item:
 def nest(items: list[Item], owner: Any, base: str, *, scope: Callable[[str, str], Any]) -> None:
     """Puts items into groups below `owner`, in their order.
 
-    A scope that is entered several times, for example because parameters are shared, is one group. But if an operation
-    between two entries depends on the first entry, and the second entry depends on this operation, there are two
-    groups, "embed" and "embed (2)".
+    A scope that is entered several times, for example because parameters are shared, is one group. There is one
+    exception: if an operation outside the scope depends on the first entry, and the second entry depends on this
+    operation, the entries become two groups, such as "embed" and "embed (2)".
 
     Args:
         base: the path of `owner`.
@@ -68,7 +68,8 @@ def _nest(items, members, level, owner, base, scope):
 
 
 def _merged(items, runs):
-    """Joins runs of the same name, unless this creates a cycle. Returns a list of (name, indices of items)."""
+    """Joins the groups in `runs` that have the same name, unless this creates a cycle. Returns a list of (name, indices
+    of items), like `runs`."""
     run_of = {i: r for r, (_, group) in enumerate(runs) for i in group}
     after: list[set[int]] = [set() for _ in runs]
     for i, r in run_of.items():

@@ -14,7 +14,7 @@ from typing import Any
 def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
     """Returns an HTML page.
 
-    Its content security policy allows only this style, this script, and images within the page.
+    The page's content security policy allows only this style, this script, and images that the page contains.
 
     Args:
         title: plain text.

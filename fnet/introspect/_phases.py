@@ -11,11 +11,12 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Sequence[str]]
            ) -> list[tuple[str, tuple[str, ...] | None]]:
-    """Returns (phase, path segments that replace those of the scope, or None) for each operation of a frame.
+    """Returns (phase, segments) for each operation of a frame. The segments replace those of the path of the
+    operation's scope, unless they are None.
 
-    The update consists of the operations after the backward pass that depend on it, and of operations whose results are
-    read only by the update, such as the computation of a learning rate. Operations of the update that contribute to
-    only one parameter are grouped by this parameter.
+    The update consists of the operations after the backward pass that depend on it. An operation outside any scope,
+    such as the computation of a learning rate, also belongs to the update if only the update reads its result.
+    Operations of the update that contribute to only one parameter are grouped by this parameter.
 
     Args:
         results: the names of the frame's results; None for the body of a loop.
@@ -62,12 +63,14 @@ def phases(frame: Frame, results: Sequence[str] | None, hidden: Mapping[int, Seq
 
 
 def _from_scope(name, scopes) -> str | None:
-    """Returns the part of a parameter's name, such as "params/block/kernel", that begins with the outermost scope."""
+    """Returns the part of a parameter's name that begins with an outermost scope, such as "block/kernel" of
+    "params/block/kernel", or None."""
     parts = name.split("/")
     return next(("/".join(parts[n:]) for n, part in enumerate(parts) if part in scopes), None)
 
 
 def _end(name, ends) -> str | None:
-    """Returns the parameter's name with which the name of a result, such as "0/momentum/block/kernel", ends."""
+    """Returns the name of a parameter at the end of the name of a result, such as "block/kernel" of
+    "0/momentum/block/kernel", or None."""
     parts = name.split("/")
     return next((end for n in range(len(parts)) if (end := "/".join(parts[n:])) in ends), None)

@@ -28,7 +28,7 @@ def short(name: str) -> str:
 
 
 def box(node: Node, line: str) -> tuple[int, int]:
-    """Returns (width, height) of a node that is not expanded and has this second line of text."""
+    """Returns (width, height) of a node that is not expanded. `line` is the second line of text in its box, or ""."""
     badge = 6.2 * len(node.badge) + 14 if node.badge else 0
     wide = max(7.6 * len(short(node.name)) + badge + (18 if node.children else 0), 5.9 * len(line)) + 26
     wide = max(wide, 5.7 * len(node.type) + 8 if node.kind == "operation" else 0)
@@ -48,8 +48,8 @@ class Placed:
 
 
 def place(made: Arrangement, sizes: list[tuple[float, float]]) -> Placed:
-    """Returns positions for items of these sizes. Items of a line have the same x, neighbors do not overlap, and edges
-    are short."""
+    """Returns the positions of items with the given sizes (width, height). Items on the same vertical line have the
+    same x, neighbors do not overlap, and edges are kept short."""
     layers, line = made.layers, made.lines
     count = max(line, default=-1) + 1
     left: list[dict[int, float]] = [{} for _ in range(count)]

@@ -56,7 +56,8 @@ class Profile:
         rows: a `TimedRow` for each path, outer paths first. Operations without a scope have the path "".
         total: the row of all operations.
         step_seconds: mean seconds of a step, from its call to its last result.
-        steps: the number of steps over which the times are averaged. `profile` uses the faster half of the calls.
+        steps: the number of steps over which the times are averaged. In the result of `profile`, these are the faster
+            half of the calls.
         spanning: the fraction of the operations' time that is spent in fusions whose parts belong to several paths.
         operations: pairs (operation, seconds in a step), the longest first.
         chip: the chip of the roofline.
@@ -143,9 +144,9 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
 
     JAX's profiler measures the time of each operation of the compiled program. The path and the phase of an operation
     are read from the program, which is a part of the trace. The time of a fusion is assigned to the path of its root
-    operation. If several operations run at the same time, on threads of a CPU or streams of a GPU, this time is divided
-    equally among them. The times of all operations therefore sum to the time in which at least one operation ran. If
-    there are several devices, the mean of their times is used.
+    operation. While several operations run at the same time, on threads of a CPU or streams of a GPU, the elapsed time
+    is divided equally among them. The times of all operations therefore sum to the time in which at least one operation
+    ran. If there are several devices, the mean of their times is used.
 
     The phases are forward, backward, recomputed (by `jax.checkpoint`), optimizer (operations that follow the backward
     pass), and other (operations that precede the forward pass).
@@ -162,7 +163,7 @@ def profile(step: Callable, *args: Any, chip: Any = None, depth: int | None = No
             no file is written.
 
     Returns:
-        A `Profile`: a table as text, Markdown, HTML or data.
+        A `Profile`, which can be shown as text, Markdown or HTML, or returned as data.
 
     Raises:
         TypeError: the function cannot be compiled, or an argument has no values.
@@ -208,8 +209,8 @@ def of_trace(trace: Trace, bounds: Iterable[Bound], chip: hw.Chip, *, steps: int
     """Returns the profile of a recorded trace.
 
     Args:
-        bounds: the cost of each path.
-        steps: the number of steps in each annotated interval. None: one step.
+        bounds: a `Bound` for each path, which contains its cost.
+        steps: the number of steps in each interval of `trace.steps`. None: one step.
     """
     windows = trace.steps or ((min(event.start for event in trace.events), max(event.end for event in trace.events)),)
     count = len(windows) * (steps or 1)
@@ -255,10 +256,10 @@ def _faster_half(trace: Trace) -> Trace:
 
 
 def attributed(events: Iterable[_trace.Event], windows: Iterable[tuple[float, float]]) -> dict[Operation, float]:
-    """Returns the nanoseconds of each operation within the windows.
+    """Returns for each operation the time in nanoseconds that it ran within the windows.
 
-    Operations that run at the same time share this time equally. An operation that contains other operations, such as a
-    loop, counts only while none of these runs.
+    While several operations run at the same time, the elapsed time is divided equally among them. An operation that
+    contains other operations, such as a loop, counts only while none of these runs.
     """
     marks = []
     for start, end in windows:

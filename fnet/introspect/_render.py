@@ -1,4 +1,4 @@
-"""Tables as text, Markdown and HTML, and a summary as such a table and as data."""
+"""Formats tables as text, Markdown and HTML, and returns a summary as a table or as data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Table(NamedTuple):
     Attributes:
         titles: the titles of the columns.
         left: the number of columns that are aligned to the left.
-        rows: (depth of the path, cells). The depth is 0 for rows whose first cell is shown completely.
+        rows: (depth, cells). A depth greater than 0 is the depth of the path in the first cell: text shows only the
+            last segment of the path, indented. If the depth is 0, text shows the first cell unchanged.
         footer: the lines below the table.
     """
 

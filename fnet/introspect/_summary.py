@@ -25,8 +25,8 @@ class Row:
 
     Attributes:
         path: the path of the scope; "" for the whole function.
-        output: the types of the scope's results, one tree for each call. In a scan, they have a leading axis of
-            iterations.
+        output: the shapes and dtypes of the scope's results: a tuple with one tree for each call of the scope. In a
+            scan, the shapes have a leading axis of iterations.
         parameters, parameter_bytes: number of parameters of the scope, and their bytes.
         forward, backward: the cost of the forward pass, and the additional cost of the derivative with respect to the
           parameters.
@@ -128,8 +128,8 @@ def summary(f: Callable, *args: Any, depth: int | None = None, chip: Any = None,
     Returns:
         A `Summary`. FLOPs are exact (see `hardware.count`). The kept activations are the values that
         `jax.ad_checkpoint.print_saved_residuals` lists for the derivative with respect to the parameters. If this
-        derivative does not exist (for a while loop, or for integers), `notes` states this, and the table describes only
-        the forward pass.
+        derivative does not exist, for example because f contains a while loop, `notes` states the reason, and the table
+        describes only the forward pass.
 
     >>> print(summary(nn.Sequential(hidden=nn.Dense(4), head=nn.Dense(2)), jnp.ones((3, 5))).total.parameters)
     34
@@ -212,7 +212,8 @@ def _training(run):
 
 
 def _cost(f, params, inputs, chip) -> tuple[hw.Count, hw.Chip, dict[str, float]]:
-    """Returns (the cost of a function, the chip, {scope: seconds at the roofline}), with {} if times are unknown."""
+    """Returns (the `Count` of a function, the chip, {scope: seconds at the roofline}). The dictionary is empty if the
+    times are unknown."""
     leaves = jax.tree.leaves((params, inputs))
     if any(jax.export.is_symbolic_dim(size) for leaf in leaves for size in getattr(leaf, "shape", ())):
         return hw.count(f, params, *inputs), hw.detect(chip), {}

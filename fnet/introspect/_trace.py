@@ -75,7 +75,7 @@ def recording(folder: str | os.PathLike) -> Iterator[None]:
 
 
 def start(folder: str | os.PathLike) -> None:
-    """Starts JAX's profiler, with the operations of all devices and without Python's calls."""
+    """Starts JAX's profiler. The profiler records the operations of all devices, but no calls of Python functions."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 2
     try:
@@ -117,8 +117,8 @@ def read(folder: str | os.PathLike) -> Trace:
 def _line(plane, line, programs, events, steps, started, ended) -> None:
     """Adds the operations and steps of one thread or stream to `events` and `steps`.
 
-    For operations that continue on other threads, adds {id of the operation: index of its event} to `started`, and
-    (id, end time) to `ended`.
+    An operation can continue on another thread. Adds {id of the operation: index of its event} to `started` for its
+    first thread, and (id, end time) to `ended` for the other thread.
     """
     device = plane.startswith("/device:")
     for event in line.events:
