@@ -186,8 +186,7 @@ def _group(name, nodes):
 
 
 def _name_parts(node) -> None:
-    """Renames the parts of a scope that is entered several times after their contents: "stem/pool" instead of "stem
-    (2)"."""
+    """Names the parts of a scope that is entered several times after their contents: "stem/pool", not "stem (2)"."""
     paths, names = [child.path for child in node.children], {child.name for child in node.children}
     for i, child in enumerate(node.children):
         if child.kind == "scope" and paths.count(child.path) > 1 and len(child.children) == 1:

@@ -117,8 +117,8 @@ def read(folder: str | os.PathLike) -> Trace:
 def _line(plane, line, programs, events, steps, started, ended) -> None:
     """Adds the operations and steps of one thread or stream to `events` and `steps`.
 
-    An operation can continue on another thread. Adds {id of the operation: index of its event} to `started` for its
-    first thread, and (id, end time) to `ended` for the other thread.
+    An operation can start on one thread and end on another. At its start, {id of the operation: index of its event} is
+    added to `started`. At its end, (id, end time) is added to `ended`.
     """
     device = plane.startswith("/device:")
     for event in line.events:

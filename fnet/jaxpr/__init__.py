@@ -6,8 +6,8 @@
 - `rewrite`, `Interpreter`: evaluation of a jaxpr in which a rule can replace equations.
 - `ImplicitArray`, `Convolution`, `ImplicitInterpreter`: parameters that are computed from several arrays.
 - `tag`, `find_sites`, `Inspector`: named values of a program, which can be captured or replaced.
-- `flatten`, `stable`: a program written with few primitives, and such a program as plain data.
-- `TiedProgram`: a program from whose axes indices can be removed.
+- `flatten`, `stable`: a program rewritten with few primitives, and the representation of such a program as plain data.
+- `TiedProgram`: removal of indices from the axes of a program, such as those of hidden units.
 - `read`: a jaxpr as a flat list of operations, in which calls are inlined.
 - `cost`, `touched`, `nbytes`: the FLOPs and bytes of an equation.
 - `batch_axes`: the batch axes of an equation's outputs.

@@ -1,4 +1,4 @@
-"""Factors of axes whose sizes must stay equal, in a union-find structure."""
+"""The factors of axes, and a union-find structure of the factors whose sizes must stay equal."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class Atoms:
         return self._frozen.get(self.root(atom))
 
     def tie(self, x: Axis, y: Axis) -> None:
-        """Ties two axes of the same size, so that they share their atoms. Atoms that do not match are frozen."""
+        """Ties two axes of the same size, so that they share their atoms. Atoms are frozen if neither size is a
+        multiple of the other."""
         left, right = list(self.expand(x)), list(self.expand(y))
         while left and right:
             a, b = left[-1], right[-1]
@@ -80,7 +81,7 @@ class Atoms:
         return parts
 
     def _join(self, a: int, b: int) -> None:
-        """Joins two atoms. The older atom remains the root."""
+        """Joins two atoms. From then on, the older atom represents both."""
         a, b = sorted((a, b))
         if a != b:
             self._up[b] = a

@@ -26,7 +26,7 @@ class Frame:
         jaxpr: the open jaxpr.
         axes: {variable: its axes}.
         inner: {id of an equation: the frames of its bodies}.
-        groups: {id of the equation of a convolution: the axis of its feature groups}.
+        groups: {id of a convolution equation: the axis of its feature groups}.
     """
 
     jaxpr: Any
@@ -78,7 +78,8 @@ def _results(inner, eqn, atoms):
 
 
 def _pointwise(eqn, ins, atoms):
-    """Ties corresponding axes of the operands. Scalars, and axes of size 1 that are broadcast, are not tied."""
+    """Ties corresponding axes of the operands. Scalars are not tied, and neither are axes of size 1 that are
+    broadcast."""
     out = []
     for i, n in enumerate(_shape(eqn.outvars[0])):
         alike = [axes[i] for axes, v in zip(ins, eqn.invars) if len(axes) > i and _shape(v)[i] == n]

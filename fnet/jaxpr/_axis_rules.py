@@ -1,8 +1,8 @@
 """Rules that state for each primitive which axes of its inputs and outputs must have equal sizes.
 
-A rule takes (frame, equation, axes of the inputs, atoms) and returns the axes of the outputs. An axis is a tuple of
-atoms, which are its factors. The rule ties atoms whose sizes must stay equal, and freezes atoms whose size cannot
-change (see `Atoms`).
+A rule is a function of (frame, equation, axes of the inputs, atoms) that returns the axes of the outputs. An axis is a
+tuple of atoms, which are its factors. The rule ties atoms whose sizes must stay equal, and freezes atoms whose size
+cannot change (see `Atoms`).
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _reshape(frame, eqn, ins, atoms):
 
 
 def _reduced(over):
-    """Returns the rule of a reduction. `over` is the reason why the reduced axes cannot change. It is None for a sum,
-    where this depends on the summands (see `freeze_nonzero_sums`)."""
+    """Returns the rule of a reduction. `over` is the reason why the sizes of the reduced axes cannot change. It is None
+    for a sum: whether these sizes can change depends on the summands (see `freeze_nonzero_sums`)."""
     def rule(frame, eqn, ins, atoms):
         reduced = eqn.params["axes"]
         for axes in ins[:len(eqn.outvars)]:
@@ -118,8 +118,9 @@ def _reduced(over):
 
 
 def _along(parameter, why):
-    """Returns the rule of an operation along one or several axes that keeps the shape, such as a cumulative sum. `why`
-    is the reason why these axes cannot change."""
+    """Returns the rule of an operation, such as a cumulative sum, that computes along certain axes and does not change
+    the shape. The parameter of the equation named `parameter` contains these axes, and `why` is the reason why their
+    sizes cannot change."""
     def rule(frame, eqn, ins, atoms):
         where = eqn.params[parameter]
         for i in where if isinstance(where, (tuple, list)) else (where,):

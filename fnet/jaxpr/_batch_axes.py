@@ -11,8 +11,8 @@ from fnet.jaxpr._primitives import description, traits
 
 
 def batch_axes(eqn, notes: list) -> list:
-    """Returns the batch axis of each output, given the batch axis of each input (`notes`). None means that a value has
-    no batch axis, or that this axis is unknown."""
+    """Returns the batch axis of each output. `notes` contains the batch axis of each input. None means that a value has
+    no batch axis, or that its batch axis is unknown."""
     if all(note is None for note in notes):
         return [None] * len(eqn.outvars)
     name = eqn.primitive.name
@@ -133,7 +133,8 @@ def _scattered(eqn, notes):
 
 
 def before(note):
-    """Returns the index in x[0] of an axis of the array x, or None for axis 0."""
+    """Returns the axis of x[0] that corresponds to an axis of the array x. Returns None for axis 0, which x[0] does not
+    have."""
     return note - 1 if note else None
 
 

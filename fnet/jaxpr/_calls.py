@@ -26,14 +26,14 @@ class Body(NamedTuple):
     """A jaxpr inside an equation.
 
     Attributes:
-        kind: "call" (runs once on the equation's inputs: jit, remat, custom_jvp, ...), "scan", "while_cond",
-            "while_body", "branch" (of a cond), "shard_map", "solve" (the forward solve of a custom_linear_solve), or
-            "other" (inside a primitive that fnet does not know).
+        kind: "call" for a body that runs once on the equation's inputs (jit, remat, custom_jvp, ...), "scan",
+            "while_cond", "while_body", "branch" for a branch of a cond, "shard_map", "solve" for the forward solve of a
+            custom_linear_solve, or "other" for a body of a primitive that fnet does not know.
         closed: the closed jaxpr.
         times: how often the body runs: the length of a scan, the number of shards of a shard_map, None for a loop of
             unknown length, and 1 otherwise.
-        inputs: for each input of the jaxpr, the index of the equation's input whose value or slice it receives; None if
-            these indices are unknown.
+        inputs: for each input of the jaxpr, the index of the equation's input that it receives. A scan or shard_map
+            passes slices of this input. None if the indices are unknown.
     """
 
     kind: str
@@ -105,7 +105,8 @@ def donated(eqn: Any) -> tuple[bool, ...]:
 
 
 def opened(closed: Any) -> Any:
-    """Returns the jaxpr inside the calls of `jax.jit` that enclose a whole jaxpr, if they have no shardings."""
+    """Removes the calls of `jax.jit` that enclose a whole jaxpr, and returns the jaxpr inside them. Calls with
+    shardings are not removed."""
     while len(closed.jaxpr.eqns) == 1 and closed.jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
         jaxpr, eqn = closed.jaxpr, closed.jaxpr.eqns[0]
         if jaxpr.constvars or eqn.invars != jaxpr.invars or eqn.outvars != jaxpr.outvars or has_shardings(eqn):

@@ -1,7 +1,8 @@
 """Evaluates calls, loops and branches with rewritten bodies. The other properties of these equations are preserved.
 
-Each function takes (interpreter, equation, scope, inputs, requirements on the outputs) and returns the outputs. The
-traced dtype of a value is the dtype that the value had when JAX traced the program; rewriting may change the dtype.
+Each function has the arguments (interpreter, equation, scope, inputs, requirements on the outputs) and returns the
+outputs. The traced dtype of a value is the dtype that the value had when JAX traced the program; rewriting may change
+the dtype.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def _shard_map(self, eqn, scope, inputs, wanted):
 
 
 def _custom_jvp(self, eqn, scope, inputs, wanted):
-    """Rewrites the function and its JVP rule separately. Both return outputs of the rewritten function's dtypes. As
-    without rewriting, the JVP rule is traced only for tangents that are not symbolic zeros."""
+    """Rewrites the function and its JVP rule separately. The dtypes of the outputs are those that the rewritten
+    function returns. The JVP rule is still traced only for tangents that are not symbolic zeros."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomJvp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -127,8 +128,8 @@ def _custom_jvp(self, eqn, scope, inputs, wanted):
 
 def _custom_vjp(self, eqn, scope, inputs, wanted):
     """Rewrites the forward and the backward function separately. The inputs of the backward function have their traced
-    dtypes, which the user's rule expects. As without rewriting, the rule receives symbolic zeros and the information
-    which inputs are differentiated."""
+    dtypes, which the user's rule expects. The user's rule still receives symbolic zeros, and the information which
+    inputs are differentiated."""
     notes, types = [value.note for value in inputs], [jax.typeof(value.x) for value in inputs]
     rule = _jax.CustomVjp(eqn.params)
     free = [False] * len(eqn.outvars)
@@ -167,7 +168,8 @@ def _custom_vjp(self, eqn, scope, inputs, wanted):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Perturbed:
-    """For each input of a custom_vjp, whether it is differentiated. A part of the residuals' tree structure."""
+    """States for each input of a custom_vjp whether it is differentiated. JAX treats this object as a part of the tree
+    structure of the residuals."""
 
     inputs: tuple[bool, ...]
 

@@ -1,4 +1,5 @@
-"""Typed access to the parameters of equations. No other package depends on JAX's names for them."""
+"""Typed access to the parameters of equations. Other packages of fnet use these functions, so that they do not depend
+on JAX's names of the parameters."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ class Product:
 
     @property
     def dimensions(self) -> Any:
-        """The `dimension_numbers` of `op`. For a dot, ((contracted axes, contracted axes), (batch axes, batch axes)) of
-        the two operands; for a convolution, its `ConvDimensionNumbers`."""
+        """The `dimension_numbers` of `op`. For a dot, this is ((contracted axes of the left operand, of the right
+        operand), (batch axes of the left operand, of the right operand)). For a convolution, it is its
+        `ConvDimensionNumbers`."""
         return self.options["dimension_numbers"]
 
     @property
@@ -105,7 +107,8 @@ def random_bits(eqn: Any) -> tuple[int, int]:
 
 
 def pooling_window(eqn: Any) -> tuple[int, ...] | None:
-    """Returns the window of a pooling, one size for each axis, or None if the windows do not tile the array."""
+    """Returns the size of a pooling's windows along each axis. Returns None if the windows overlap, have gaps between
+    them, or contain padding."""
     params, window = eqn.params, tuple(eqn.params["window_dimensions"])
     tiles = (window == tuple(params["window_strides"]) and not any(low or high for low, high in params["padding"])
              and all(d == 1 for name in ("base_dilation", "window_dilation") for d in params.get(name, ())))
@@ -118,11 +121,11 @@ def selects_largest(eqn: Any) -> bool:
 
 
 def lookup_mode(eqn: Any) -> str | None:
-    """Returns how a gather that takes one element of each row treats indices that are out of range.
+    """Returns the mode of a gather that selects one element of each row: what it returns for an index out of range.
 
-    The result is "fill", "clip", or "promised" if the program promises that no index is out of range. A row is a slice
-    along the last axis, and the indices are [..., 1, 1]. The transpose of this gather is treated in the same way. For
-    all other equations, the result is None.
+    A row is a slice along the last axis, and the indices are an array [..., 1, 1]. The mode is "fill", "clip", or
+    "promised" if the program promises that no index is out of range. The mode of a scatter that is the transpose of
+    such a gather is determined in the same way. For all other equations, the result is None.
     """
     params, (x, indices) = eqn.params, (v.aval for v in eqn.invars[:2])
     numbers, rows, last = params["dimension_numbers"], tuple(range(x.ndim - 1)), (x.ndim - 1,)

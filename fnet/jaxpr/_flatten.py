@@ -104,7 +104,8 @@ def _reshape(params, outvars, x):
 
 
 def _dimensions(params, outvars, x):
-    """Replaces a reshape. Its parameter `dimensions` may permute the axes of the operand first."""
+    """Replaces a reshape. If the reshape has the parameter `dimensions`, the axes of the operand are first permuted to
+    this order."""
     order = params.get("dimensions")
     return _reshape(params, outvars, x if order is None else lax.transpose(x, order))
 

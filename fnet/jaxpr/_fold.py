@@ -52,7 +52,8 @@ class _Known:
 class _Pending:
     """A value that is not yet computed: the result of a product with a known kernel, times `scale`, plus `shift`.
 
-    `scale` and `shift` are None, or arrays of the result's rank. They have length 1 on all axes except the kernel's.
+    `scale` and `shift` are None, or arrays of the result's rank. They have length 1 on all axes except those that come
+    from the kernel.
     """
 
     eqn: Any
@@ -75,7 +76,7 @@ class _Pending:
         return y + jnp.broadcast_to(self.shift, y.shape)
 
     def _in_kernel(self, kernel):
-        """Returns `scale` with the axes of the kernel."""
+        """Returns `scale` in a shape in which it can be multiplied with the kernel."""
         shape = [1] * kernel.ndim
         for axis, ours in self.axes.items():
             shape[ours] = self.scale.shape[axis]
@@ -168,7 +169,8 @@ def _evaluated(eqn, inputs):
 
 
 def _pending(eqn, at, inputs):
-    """Returns a pending product if an equation is a product in float32 or float64 with one known operand, or None."""
+    """Returns a pending product for a product in float32 or float64 that has exactly one known operand. Returns None
+    for other equations."""
     made = product(eqn)
     if made is None or made.op is not eqn.primitive or len(eqn.outvars) != 1:
         return None
@@ -192,8 +194,8 @@ def _pending(eqn, at, inputs):
 
 
 def _absorbed(eqn, inputs):
-    """Merges an elementwise operation with a pending and a known operand, and returns the new pending product. Returns
-    None if this is not possible."""
+    """Merges an elementwise operation into the pending product that is one of its operands, and returns the new pending
+    product. Returns None if this is not possible, for example because the other operand is not known."""
     name = eqn.primitive.name
     which = [i for i, x in enumerate(inputs) if isinstance(x, _Pending)]
     if len(which) != 1 or eqn.outvars[0].aval.dtype != inputs[which[0]].eqn.outvars[0].aval.dtype:
@@ -226,7 +228,8 @@ def _absorbed(eqn, inputs):
 
 
 def _along(known, pending, rank):
-    """Returns a known operand with length 1 on all axes except the kernel's, or None if it varies along other axes."""
+    """Returns a known operand with length 1 on all axes except those that come from the kernel. Returns None if the
+    operand varies along other axes."""
     small = known.small if known.small.ndim == rank else jnp.reshape(known.small, (1,) * rank)
     if any(n != 1 and axis not in pending.axes for axis, n in enumerate(small.shape)):
         return None

@@ -1,4 +1,5 @@
-"""Implicit arrays: parameters that are computed from several arrays, and their layout in a program."""
+"""Implicit arrays, which are parameters that are computed from several arrays, and their views after casts, transposes
+and reshapes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Convolution:
 
 
 class ImplicitArray:
-    """A parameter that is computed from several arrays, such as a quantized matrix, computed from codes and scales.
+    """A parameter that is computed from several arrays. For example, a quantized matrix is computed from codes and
+    scales.
 
     A subclass must be a registered pytree whose leaves are plain arrays, and must have the properties `shape` and
     `dtype`. Its constructor must not validate the leaves, because JAX also calls the constructor with placeholders.
@@ -44,8 +46,8 @@ class ImplicitArray:
 
     Attributes:
         shape, dtype: the shape and dtype of the array that the object represents.
-        beside: {field: another field}. The first field, such as scales, contains one element for each block of elements
-            of the other field. `parallel.plan` splits both fields along the same axes.
+        beside: {field: another field}. The first field contains one element for each block of elements of the other
+            field, such as the scale of each block of codes. `parallel.plan` splits both fields along the same axes.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> isinstance(params["kernel"], compress.ImplicitArray), params["kernel"].materialize().shape
@@ -74,10 +76,12 @@ class ImplicitArray:
         raise NotImplementedError
 
     def dot(self, x: jax.Array, axes: tuple[int, ...], dot: Callable) -> Any:
-        """Returns the product of x and this array, contracted over `axes` of this array: [..., *the other axes].
+        """Returns the product of x and this array, contracted over `axes` of this array.
+
+        The result is an array [..., *the other axes of this array].
 
         Args:
-            x: the other operand, [..., *contracted axes]. Its last axes correspond to `axes`, in this order.
+            x: the other operand, an array [..., *contracted axes]. Its last axes correspond to `axes`, in this order.
             axes: the positions of the contracted axes of this array.
             dot: a function `dot(x, w, axes)` that computes the same product for a plain array w, with the precision of
                 the program.
@@ -115,7 +119,7 @@ class View:
 
     Attributes:
         base: the implicit array.
-        groups: for each axis of the view, the parts of the base's axes that form it, from major to minor.
+        groups: for each axis of the view, the parts of axes of `base` of which it consists, from major to minor.
         dtype: the dtype after casts.
     """
 
@@ -189,13 +193,13 @@ class View:
         Returns `NotImplemented` if the base does not support this product.
 
         Args:
-            x: the other operand: [*batch axes, ..., *contracted axes].
+            x: the other operand, an array [*batch axes, ..., *contracted axes].
             contracted: axes of this view.
             batch: the number of leading axes of this view and of x that are batch axes.
             dot: the same as for `ImplicitArray.dot`.
 
         Returns:
-            [*batch axes, ..., *the other axes of this view].
+            An array [*batch axes, ..., *the other axes of this view].
         """
         if batch:
             return self._batched(x, contracted, batch, dot)

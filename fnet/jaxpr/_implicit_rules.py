@@ -39,7 +39,8 @@ class Use:
 
 
 class ImplicitInterpreter(Interpreter):
-    """Evaluates programs whose values may be `View`s of implicit arrays. The note of a view is the array's path."""
+    """Evaluates programs whose values may be `View`s of implicit arrays. The `note` of a view's `Value` is the path of
+    the implicit array among the arguments."""
 
     def __init__(self):
         super().__init__()
@@ -240,7 +241,8 @@ def _remat(self, eqn, at, inputs):
 
 
 def _scan(self, eqn, at, inputs):
-    """Evaluates a scan. Slices of an implicit array are implicit arrays if each leaf has the axis of the scan."""
+    """Evaluates a scan. If the scan iterates over an implicit array, its slices are implicit arrays if axis 0 of the
+    array is also axis 0 of every leaf."""
     parts = scan(eqn)
     consts, carry, slices = parts.split(inputs)
     carry = [self.materialized(eqn, at, value, "it is the carry of a scan") for value in carry]

@@ -25,11 +25,13 @@ class Inspector(Interpreter):
     Args:
         level: the sites of the whole program, from `find_sites`.
         captured: the sites whose values are captured.
-        selected: {site: for each scan around it, the index of the captured iteration, or None for all}.
-        changes: {site: change}, functions `change(leaves, indices) -> leaves` that compute new values of sites. The
-            argument `indices` contains the current iteration of each scan around the site.
-        offsets: {site: offsets}, an additional argument of a site's change: `change(leaves, indices, offsets)`. The
-            offsets are an array, or None, for each leaf. Each array has a leading axis for each scan.
+        selected: {site: tuple}. The tuple has an element for each scan around the site: the index of the captured
+            iteration, or None if all iterations are captured.
+        changes: {site: change}. A change is a function `change(leaves, indices) -> leaves` that computes the new value
+            of the site. The argument `indices` contains the current iteration of each scan around the site.
+        offsets: {site: offsets}. The change of such a site has a third argument: `change(leaves, indices, offsets)`.
+            The offsets are a list with an array or None for each leaf. Each array has a leading axis for each scan
+            around the site.
     """
 
     def __init__(self, level: Level, captured: Sequence[Site] = (), changes: Mapping[Site, Callable] | None = None,
@@ -85,7 +87,8 @@ class Inspector(Interpreter):
         return outputs
 
     def _within(self, eqn, at, inputs, sites):
-        """Evaluates an equation that has sites inside its primitive."""
+        """Evaluates an equation whose primitive has sites that are not its outputs, such as the weights of an
+        attention."""
         arrays, outputs = arrays_of(inputs), None
         for site in sites:
             values = {0: Value(site.compute(eqn, arrays))}
@@ -131,7 +134,7 @@ class Inspector(Interpreter):
         """Returns (run, collect, sites).
 
         `run` computes `body`, and also returns the values that are captured inside it. `collect` stores these values in
-        `_found`. `sites` are the places at which they are captured."""
+        `_found`. `sites` are the captured sites."""
         sites = [site for site in level.sites if site in self._captured] if level else []
 
         def run(*arrays):
@@ -161,8 +164,8 @@ class Inspector(Interpreter):
         return outputs[:len(eqn.outvars)]
 
     def _scan(self, eqn, at, inputs, level):
-        """Evaluates a scan. Two stacked outputs that are the same array, separated only by tags, are stacked once. If
-        only one iteration of a site is requested, the value is carried instead of stacked."""
+        """Evaluates a scan. If two stacked outputs are the same array with different tags, the array is stacked only
+        once. If only one iteration of a site is requested, its value is carried instead of stacked."""
         parts, depth = scan(eqn), self._depth
         consts, carry, slices = map(arrays_of, parts.split(inputs))
         run, collect, sites = self._apart(self._body(parts.closed, at, level), level)
@@ -201,7 +204,8 @@ class Inspector(Interpreter):
         return [*map(Value, carried), *map(Value, stacked[:count - parts.carry])]
 
     def _pick(self, site, depth):
-        """Returns the only iteration of the scan at this depth that is requested for a site, or None for all."""
+        """Returns the iteration that is requested for a site in the scan at this depth. Returns None if all iterations
+        are requested."""
         return self._selected.get(site, (None,) * (depth + 1))[depth]
 
     def _within_scan(self, site, depth):

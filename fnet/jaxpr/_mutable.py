@@ -15,7 +15,7 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """A placeholder for the module with this number."""
+    """A placeholder for a module. `number` is the index of the module among the modules of the call."""
 
     number: int
 
@@ -44,9 +44,10 @@ def _kinds() -> tuple:
 
 
 def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
-    """Returns (the tree with nnx modules replaced by placeholders, the arrays of the modules, the modules).
+    """Returns (the tree with nnx modules replaced by placeholders, the `Modules`, a tuple of the modules).
 
-    Without modules, the second element is None. Modules that share variables still share them after `insert`.
+    If the tree contains no modules, the second element is None. Modules that share variables still share them after
+    `insert`.
     """
     kinds, found = _kinds(), []
     if not kinds:
@@ -66,7 +67,8 @@ def extract(tree: Any) -> tuple[Any, Modules | None, tuple]:
 
 
 def insert(tree: Any, modules: Modules | None) -> tuple[Any, Any]:
-    """Returns (the tree with placeholders replaced by new modules with these arrays, the new modules)."""
+    """Creates new modules from the arrays in `modules`. Returns (the tree with placeholders replaced by the new
+    modules, the new modules)."""
     if modules is None:
         return tree, None
     new = sys.modules["flax.nnx"].merge(modules.graph, jax.tree.unflatten(modules.structure, modules.arrays))

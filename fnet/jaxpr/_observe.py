@@ -1,4 +1,5 @@
-"""Mean squares of the values that a program multiplies with its parameters, for each index of the contracted axes."""
+"""Computes the mean squares of the data that a program multiplies with its parameters, for each index of the contracted
+axes."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ _WEIGHTS = "weights"    # the note on values that are computed only from paramet
 
 
 def observe(program: TiedProgram, arrays: list) -> list:
-    """Evaluates a program, and tags the mean squares of the data in each product of data and parameters.
+    """Evaluates a program. For each product of data and parameters, computes and tags the mean squares of the data.
 
-    For each atom of the contracted axes, the tag is `NAME` with the number of the atom, and the value has one element
-    for each index of the atom.
+    Each atom of the contracted axes has its own tag. The name of the tag is `NAME` with the number of the atom, and the
+    tagged value contains one mean square for each index of the atom.
     """
     values = [Value(x, _WEIGHTS if masked else None) for x, masked in zip(arrays, program.parameters)]
     return _Observer(program.atoms, {}).whole(program.closed, program.frame, values)
