@@ -13,8 +13,8 @@ def cpu_allocator() -> bool:
 
     XLA allocates the temporary memory of a CPU program anew for each call, and the C library returns large blocks to
     the operating system immediately. Therefore, each step causes a page fault for every 4 kB of its temporary memory.
-    After a call of this function, the process keeps freed memory. The size of the process stays at its maximum, which
-    includes the temporary memory of every step that JAX has queued.
+    After a call of this function, the process keeps freed memory. Therefore, the process does not become smaller than
+    its maximum size, which includes the temporary memory of every step that JAX has queued.
 
         from fnet import hardware as hw
         hw.cpu_allocator()      # at the start of a script, before any large array

@@ -28,8 +28,9 @@ class Difference:
         name: the name of the site in the first program, or "result" for the result of the programs. A site in a scan
             has one `Difference` for each iteration.
         other: the name of the site in the second program.
-        error: max |a - b| / max |b|. Infinite if the shapes differ, or if an element is finite in only one program.
-        tolerance: the largest error that counts as equal.
+        error: max |a - b| / max |b|, where a and b are the values in the first and second program. Infinite if the
+            shapes differ, or if an element is finite in only one program.
+        tolerance: the largest error with which the values count as equal.
         types: the dtype and shape of the value in the first and in the second program, as text.
 
     >>> row = introspect.compare(jnp.sin, lambda x: jnp.sin(x) + 1, jnp.zeros(3)).rows[-1]
@@ -105,9 +106,9 @@ def compare(f: Callable, g: Callable, *args: Any, names: Mapping[str, str] | Non
         args: the arguments. Both functions run once on these arguments, and the values of all sites are kept in memory.
         names: {regular expression: replacement}, as in `re.sub`. If an expression matches the whole name of a site in
             f, the replacement is the name of the site in g. Default: none.
-        tolerance: the largest relative error that counts as equal. Default: 1e-5 for float32. For other dtypes, the
-            default is proportional to their machine epsilon. If the dtypes of the two values differ, the larger default
-            is used.
+        tolerance: the largest relative error with which values count as equal. Default: 1e-5 for float32. For other
+            floating-point dtypes, the default is proportional to their machine epsilon. For integers, it is 0. If the
+            dtypes of the two values differ, the larger default is used.
 
     Returns:
         A `Comparison`.

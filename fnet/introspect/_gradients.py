@@ -55,7 +55,7 @@ class GradientCheck:
 
     Attributes:
         rows: a `Slope` for each leaf, the worst first.
-        tolerance: the largest error that counts as equal.
+        tolerance: the largest error with which a derivative and a finite difference count as equal.
         dtype: the dtype in which the function was evaluated.
 
     >>> introspect.check_gradient(lambda w: jnp.sum(w ** 2), jnp.arange(3.0)).equal
@@ -99,7 +99,8 @@ def check_gradient(f: Callable, *args: Any, tolerance: float = 1e-3, seed: int =
         f: a function with floating-point results. If the result is not a scalar, a random linear combination of the
           results is differentiated.
         args: the arguments of f. The floating-point leaves of the first argument are checked.
-        tolerance: the largest relative error that counts as equal. Default 1e-3.
+        tolerance: the largest relative error with which a derivative and a finite difference count as equal. Default
+            1e-3.
         seed: the seed of the random directions. Default 0.
 
     Returns:

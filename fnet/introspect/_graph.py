@@ -33,8 +33,8 @@ class Graph:
     """The result of `graph`. Jupyter shows the graph as SVG.
 
     Attributes:
-        root: the whole program, a tree of nodes: scopes, operations, loops and branches, arguments and results. A node
-            has `name`, `path`, `kind`, `children`, `cost`, `parameters`, `kept_bytes` and `seconds`.
+        root: the whole program as a tree. Its nodes are scopes, operations, loops, branches, arguments and results. A
+            node has `name`, `path`, `kind`, `children`, `cost`, `parameters`, `kept_bytes` and `seconds`.
         nodes: all nodes; a node precedes the nodes that it contains.
         edges: pairs (value, node that reads the value). `value.source` is the node that computes the value.
         chip: the chip of the roofline.

@@ -20,7 +20,7 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
         title: plain text.
         body: HTML, in which every text is escaped.
         style, script: names of files, separated by spaces, such as "fnet.introspect/page.css fnet.report/report.css".
-        data: JSON types, which the script reads from the element "data".
+        data: a value of JSON types, which the script reads from the element "data".
     """
     css, js = ("\n".join(_asset(name) for name in names.split()) for names in (style, script))
     allowed = base64.b64encode(hashlib.sha256(js.encode()).digest()).decode()
@@ -36,7 +36,7 @@ def page(title: str, body: str, *, style: str, script: str, data: Any) -> str:
 
 
 def fill(name: str, **parts: str) -> str:
-    """Returns the contents of an HTML file with each {{part}} replaced."""
+    """Returns the contents of an HTML file in which each {{name}} is replaced by the argument of this name."""
     return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], _asset(name))
 
 

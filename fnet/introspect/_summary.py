@@ -201,7 +201,7 @@ def as_function(f, args, train, options, caller="summary") -> tuple[Callable, An
 
 
 def _training(run):
-    """Returns a function that runs the forward pass and the derivative with respect to the first argument."""
+    """Returns a function that computes the forward pass and the derivative with respect to the first argument."""
     def training(params, *inputs):
         y, pull = jax.vjp(lambda params: _inexact(run(params, *inputs)), params)
         if not y:

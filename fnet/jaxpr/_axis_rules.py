@@ -80,7 +80,8 @@ def _divides(m, n) -> bool:
 
 
 def _reshape(frame, eqn, ins, atoms):
-    """Splits and joins axes. Adjacent input axes correspond to adjacent output axes with the same product of sizes."""
+    """Splits and joins axes. A group of adjacent input axes corresponds to a group of adjacent output axes if the
+    products of their sizes are equal."""
     before, after, axes = list(_shape(eqn.invars[0])), list(_shape(eqn.outvars[0])), ins[0]
     if order := eqn.params["dimensions"]:
         before, axes = [before[i] for i in order], [axes[i] for i in order]

@@ -84,8 +84,9 @@ def _squeezed(eqn, notes):
 
 
 def _product(contract, batched, ranks, notes):
-    """Returns the batch axis of the output of a dot_general. The axes of the output are first the axes in `batched`,
-    then the other axes of the left operand, then those of the right operand, without the contracted axes."""
+    """Returns the batch axis of the output of a dot_general. The axes of the output are the axes in `batched`, followed
+    by the remaining axes of the left operand and the remaining axes of the right operand. Contracted axes are
+    omitted."""
     for side, note in enumerate(notes[:2]):
         if note is None:
             continue

@@ -89,7 +89,7 @@ class ImplicitArray:
         return NotImplemented
 
     def convolve(self, x: jax.Array, convolution: Convolution) -> Any:
-        """Returns the convolution of x with this kernel: `convolution(x, kernel)` for a plain kernel."""
+        """Returns the convolution of x with this kernel. For a plain kernel, it would be `convolution(x, kernel)`."""
         return NotImplemented
 
     def lookup(self, take: Callable) -> Any:

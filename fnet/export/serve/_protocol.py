@@ -1,8 +1,8 @@
 """Reads requests and writes responses of the Open Inference Protocol, version 2 (REST), with tensors as JSON or as
 bytes.
 
-The protocol is defined in https://github.com/kserve/open-inference-protocol. Tensors as bytes are Triton's extension
-"binary_tensor_data".
+The protocol is defined in https://github.com/kserve/open-inference-protocol. Triton's extension "binary_tensor_data"
+defines tensors as bytes.
 """
 
 from __future__ import annotations
