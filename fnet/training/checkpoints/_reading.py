@@ -27,7 +27,7 @@ class CheckpointWarning(UserWarning):
 
 
 class Reading:
-    """The part of `Checkpoints` that reads. It writes to the folder only to rename damaged checkpoints."""
+    """The methods of `Checkpoints` that read. They change the folder only to rename damaged checkpoints."""
 
     folder: Path | StorePath
     _where: Folder | Objects
@@ -53,7 +53,7 @@ class Reading:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step with the best value of the metric `best`, or None."""
+        """The step with the best value of the metric that the argument `best` names, or None."""
         if self._best is None:
             return None
         values = {step: self._value(step) for step in self.steps()}
@@ -76,13 +76,13 @@ class Reading:
     def restore(self, target: Any, step: int | None = None, *, cast: bool = False, part: str = "") -> Any:
         """Returns the tree that was saved at `step`, with the structure, shardings and leaf types of `target`.
 
-        If `step` is None, the newest undamaged checkpoint is used. Newer checkpoints, which are damaged, are renamed to
-        STEP.damaged, with a `CheckpointWarning`. They are never deleted.
+        If `step` is None, the newest undamaged checkpoint is used. All checkpoints newer than this one are damaged:
+        they are renamed to STEP.damaged, and a `CheckpointWarning` is issued. Damaged checkpoints are never deleted.
 
         Args:
-          target: a tree with the structure of the saved tree. Its arrays may be jax.ShapeDtypeStruct. The arrays are
-            placed with the shardings of `target`. The run may have been saved with any number of devices and
-            processes. With several processes, each process reads and verifies the shards that its devices need.
+          target: a tree with the structure of the saved tree. Its arrays may be jax.ShapeDtypeStruct. The restored
+            arrays get the shardings of `target`. The numbers of devices and processes may differ from those at the time
+            of saving. With several processes, each process reads and verifies only the shards that its devices need.
           step: the step of the checkpoint. Default None: the newest undamaged checkpoint.
           cast: whether to convert a leaf of another dtype to the dtype in `target`. Default False.
           part: the path of the subtree to restore, which has the structure of `target`, such as "state". Default "":
@@ -108,8 +108,8 @@ class Reading:
         return self._newest(step, self._plain)
 
     def _newest(self, step: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
-        """Returns `read(step)()` for `step`, or for the newest undamaged step. `read` reads and verifies the files, and
-        returns a function that builds the tree."""
+        """Returns the tree of `step`, or of the newest undamaged step if `step` is None. `read(step)` reads and
+        verifies the files, and returns a function without arguments that builds the tree."""
         if jax.process_count() > 1:
             return self._together(step, read)
         if step is not None:
@@ -129,7 +129,8 @@ class Reading:
         raise self._none_good(failed)
 
     def _together(self, wanted: int | None, read: Callable[[int], Callable[[], Any]]) -> Any:
-        """`_newest` for several processes: the first process selects the step, and all must read it successfully."""
+        """`_newest` for several processes. Process 0 selects the step, and every process must read its shards
+        successfully."""
         me, failed, tried = jax.process_index(), [], []
         while True:
             step = self._there(wanted) if wanted is not None else self._candidate(tried)
@@ -156,7 +157,7 @@ class Reading:
             failed.append(self._set_aside(step, why) if me == 0 else f"step {step} is damaged ({why})")
 
     def _candidate(self, tried: list[int]) -> int:
-        """Returns the newest step that the first process finds and that has not been tried, or -1."""
+        """Returns the newest step that is not in `tried`, or -1. Process 0 lists the steps for all processes."""
         if jax.process_index() > 0:
             if (step := _shards.first_says(0)) == -2:
                 raise CheckpointError(f"{self.folder}: the first process could not list the checkpoints; its own "

@@ -18,7 +18,8 @@ Box = tuple[tuple[int, int], ...]      # (begin, end) along each axis
 
 
 class Shards:
-    """The parts of an array that this process needs. They are indexed like the complete array."""
+    """The parts of an array that this process needs. `shards[index]` returns one part, where `index` is the position of
+    the part in the complete array."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, parts: Mapping[Box, np.ndarray]):
         self.shape, self.dtype, self._parts = shape, dtype, parts
@@ -35,7 +36,8 @@ def _box(index, shape) -> Box:
 
 
 def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
-    """Returns the parts of a leaf that are on the devices of this process, or None for the complete leaf."""
+    """Returns the parts of a leaf that are on the devices of this process, or None if this process needs the complete
+    leaf."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.is_fully_addressable or _leaves.is_key(leaf):
         return None
@@ -43,7 +45,8 @@ def needed(leaf: Any, shape: tuple[int, ...]) -> set[Box] | None:
 
 
 def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the leaves that `target` names: an array, or `Shards` if this process needs only a part of the leaf.
+    """Reads the leaves that `target` names. Returns a dict of leaves by path: an array, or `Shards` if this process
+    needs only a part of the leaf.
 
     A shard is read only if it contains a needed part. It is then read completely, because its checksum covers all of
     its bytes.
@@ -51,7 +54,7 @@ def read(folder: Path | StorePath, content: Mapping[str, Any], target: Mapping[s
     Args:
       folder: the folder of one checkpoint.
       content: the manifest of the checkpoint.
-      target: the target's leaves, by their paths in the manifest.
+      target: a dict of the target's leaves. The keys are the paths of the leaves in the manifest.
 
     Raises:
       Damaged: a file or a leaf is damaged; the message names it.
@@ -123,8 +126,8 @@ def _inside(common: Box, box: Box) -> tuple[slice, ...]:
 
 
 def together(problem: BaseException | None) -> np.ndarray:
-    """Returns the results of reading in all processes: 0 for success, 1 for damage, 2 for another error. Every process
-    must call this function."""
+    """Returns one code for each process: 0 if it read its shards, 1 if they are damaged, 2 after another error.
+    `problem` is the error of this process, or None. Every process must call this function."""
     from jax.experimental import multihost_utils
 
     code = 0 if problem is None else 1 if isinstance(problem, Damaged) else 2
@@ -132,7 +135,7 @@ def together(problem: BaseException | None) -> np.ndarray:
 
 
 def first_says(value: int) -> int:
-    """Returns, in every process, the `value` of the first process."""
+    """Returns the `value` that process 0 has passed. Every process must call this function."""
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

@@ -13,7 +13,8 @@ from fnet.training.checkpoints import _leaves
 
 
 class Piece(NamedTuple):
-    """An array to write: a complete leaf, or the part of a leaf that `index` states."""
+    """An array to write: a complete leaf, or one part of a leaf. `index` is (begin, end) of the part along each axis,
+    or None for a complete leaf."""
 
     path: str
     name: str
@@ -54,9 +55,11 @@ def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pieces(copies: Mapping[str, Any]) -> list[Piece]:
-    """Returns what this process writes: every leaf, or with several processes the parts on its devices.
+    """Returns the arrays that this process writes. A single process writes every leaf. One of several processes writes
+    the parts on its devices.
 
-    A part of which several devices have replicas is written only once, from the first replica.
+    If several devices have replicas of a part, only the first replica is written. Leaves that are not distributed are
+    written by process 0.
     """
     made = []
     for path, copy in copies.items():

@@ -1,8 +1,8 @@
 """Storage of runs: a local folder (`pathlib.Path`), or objects under a prefix of S3, GCS or Azure (`StorePath`).
 
 `location` converts a path or a URL to one of these two types. A `StorePath` has the methods of `Path` that fnet uses,
-and three methods that only an object store needs: `create` and `replace` (conditional writes) and `keys`. An object is
-written completely or not at all.
+and methods that only an object store needs, such as the conditional writes `create` and `replace`. An object is written
+completely or not at all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def location(where: str | os.PathLike) -> Path | StorePath:
 
     Args:
       where: a local path, or a URL: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, or
-        memory://name/prefix, which lasts as long as the process.
+        memory://name/prefix. Objects in memory:// are lost when the process ends.
 
     Raises:
       ValueError: the URL has another scheme, no bucket, or "." or ".." in its path.
@@ -104,7 +104,8 @@ class Meta:
 
     Fields:
       size: the size in bytes.
-      version: a dict with "e_tag" and "version", as far as the store has them. `replace` compares this dict.
+      version: a dict that identifies the version, with the keys "e_tag" and "version" if the store provides them.
+        `replace` writes only if the object still has this version.
       modified: the time of the last write in seconds, by the clock of the store.
     """
 
@@ -117,9 +118,9 @@ class StorePath:
     """A prefix or an object of a store, with the methods of `pathlib.Path` that fnet uses.
 
     Args:
-      store: a store of obstore for one bucket.
+      store: an obstore store object, which gives access to one bucket.
       root: the URL of the bucket.
-      names: the parts of the key, a tuple of strings.
+      names: the components of the key between slashes, a tuple of strings.
     """
 
     def __init__(self, store: Any, root: str, names: tuple[str, ...]):
@@ -172,7 +173,7 @@ class StorePath:
         return self.versioned()[0]
 
     def versioned(self) -> tuple[bytes, Meta]:
-        """Returns the content of the object, and the metadata of this version."""
+        """Returns the content of the object, and the metadata of the version that was read."""
         def whole():
             answer = self._store.get(self.key)
             return bytes(answer.bytes()), answer.meta
@@ -188,7 +189,7 @@ class StorePath:
         return memoryview(self._do(self._store.get_range, self.key, start=begin, end=end)) if end > begin else b""
 
     def keys(self) -> list[str]:
-        """Returns the names of all objects below this prefix, relative to the prefix."""
+        """Returns the keys of all objects below this prefix, relative to the prefix."""
         def listed():
             prefix = f"{self.key}/" if self._names else None
             return [known["path"] for batch in self._store.list(prefix) for known in batch]
@@ -215,16 +216,18 @@ class StorePath:
         self._do(lambda: self._store.put(self.key, pieces(), chunk_size=chunk, max_concurrency=4))
 
     def create(self, data: bytes) -> Meta | None:
-        """Writes the object if it does not exist. Returns None if it exists."""
+        """Writes the object if it does not exist, and returns its metadata. Returns None if it exists."""
         return self._conditional(data, "create")
 
     def replace(self, data: bytes, before: Meta) -> Meta | None:
-        """Writes the object if it still has the version of `before`. Returns None if it has another version."""
+        """Writes the object if it still has the version of `before`, and returns its metadata. Returns None if it has
+        another version."""
         return self._conditional(data, before.version)
 
     def _conditional(self, data: bytes, mode: Any) -> Meta | None:
-        """Writes the object conditionally. If the response to a successful request is lost, the repeated request is
-        refused. Therefore, after a refusal, the content of the object is compared with `data`."""
+        """Writes the object under the condition `mode`. If the response to a successful write is lost, the write is
+        repeated, and the store refuses the repeated write. Therefore, after a refusal, the content of the object is
+        compared with `data`."""
         from obstore import exceptions as refusals
 
         try:
@@ -295,7 +298,8 @@ def _version(known: Any) -> dict[str, str]:
 
 
 def _brief(error: Exception) -> str:
-    """Returns one line about an error of obstore, whose full text contains XML and its configuration."""
+    """Returns one line that describes an error of obstore. The error's own text is long: it contains XML and the
+    client's configuration."""
     text = str(error).split("\n\nDebug source:")[0]
     code = re.search(r"status code: (\d{3}[^:<\n]*)", text)
     if code:

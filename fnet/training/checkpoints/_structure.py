@@ -11,7 +11,8 @@ _LEAF = 1      # None is null; a dict {"dict": {...}}, a list {"list": [...]}, a
 
 
 def describe(tree: Any) -> Any:
-    """Returns the structure of `tree`. Other containers (named tuples, dataclasses) become dicts of their fields."""
+    """Returns the structure of `tree`. Containers other than dicts, lists and tuples, such as dataclasses, become dicts
+    of their fields."""
     if tree is None:
         return None
     if jax.tree_util.all_leaves([tree]):
@@ -27,7 +28,7 @@ def _name(path):
 
 
 def build(structure: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
-    """Builds the tree with this structure from its leaves by path.
+    """Builds the tree with this structure. `leaves` is a dict of the leaves, with their paths as keys.
 
     Raises:
       ValueError: the structure does not have the format of `describe`.
@@ -49,7 +50,7 @@ def build(structure: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
 
 
 def nested(leaves: Mapping[str, Any]) -> Any:
-    """Converts leaves by path to nested dicts, for checkpoints without a structure."""
+    """Converts a dict {path: leaf} to nested dicts, for checkpoints whose manifest does not contain the structure."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         if not path:

@@ -20,18 +20,18 @@ _PATIENCE = 600.0      # seconds to wait until the other processes of a run have
 
 def write(steps: Folder | Objects, head: Mapping[str, Any], entries: Mapping[str, Any], copies: Mapping[str, Any],
           hurry: threading.Event) -> dict[str, Any] | None:
-    """Writes the shards of this process. The first process also waits for the shards of the other processes.
+    """Writes the shards of this process. Process 0 also waits for the shards of the other processes.
 
     Args:
       steps: the folder or object store of the checkpoints.
       head: the first fields of the manifest: step, metrics, notes.
-      entries: the entries of the leaves in the manifest, without the locations of their bytes.
+      entries: for each leaf, its entry in the manifest without the locations of its bytes.
       copies: the result of `snapshot`.
       hurry: an event that is set if the run has failed, to shorten the wait.
 
     Returns:
-      The manifest to commit in the first process. The other processes wait until the manifest has been committed, and
-      return None.
+      In process 0, the manifest, which the caller must commit. The other processes wait until it has been committed,
+      and return None.
     """
     processes, me, step = jax.process_count(), jax.process_index(), head["step"]
     partial = steps.partial(step)

@@ -1,1 +1,1 @@
-"""Data: readers, batches, augmentation and adapters of iterables."""
+"""Data: readers of files, batches, augmentations, and the conversion of iterables to batches."""

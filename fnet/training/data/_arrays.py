@@ -97,7 +97,7 @@ def _column(series: Any, what: str, name: str) -> np.ndarray:
 
 
 def numbers_of(array: np.ndarray, what: str, name: str) -> np.ndarray:
-    """Returns the array. Raises TypeError if a JAX array cannot represent its values."""
+    """Returns `array`. Raises TypeError if a JAX array cannot represent the values of `array`."""
     if array.dtype.names:
         raise TypeError(f"{what}: '{name}' is an array of records: pass its fields as a dict, "
                         "{name: array[name] for name in array.dtype.names}")

@@ -101,12 +101,14 @@ def random_affine(
     scale: float = 0.1,
     shift: float = 0.1,
 ) -> jax.Array:
-    """Rotates, scales and shifts each image by random amounts, with linear interpolation and zeros outside.
+    """Rotates, scales and shifts each image by random amounts. Pixels are interpolated linearly, and pixels from
+    outside the image are zero.
 
     Args:
       key: a PRNG key.
       images: [batch, height, width, channels], floating.
-      degrees: the largest angle. The angle is uniform in [-degrees, degrees]. Default 10.
+      degrees: the largest rotation in either direction, in degrees. The angle is uniform in [-degrees, degrees].
+        Default 10.
       scale: the largest change of size. The scale factor is uniform in [1 - scale, 1 + scale]. Default 0.1.
       shift: the largest translation along each axis, as a fraction of the image size. The translation is uniform in
         [-shift, shift] times the size of the image. Default 0.1.
@@ -138,8 +140,8 @@ def random_affine(
 
 
 def _bilinear(images: jax.Array, y: jax.Array, x: jax.Array) -> jax.Array:
-    """Interpolates the images at the real coordinates (y, x), each [batch, height, width]. Values outside the image are
-    0."""
+    """Interpolates the images at the coordinates y and x, arrays [batch, height, width] in pixels. Values outside the
+    image are 0."""
     n, height, width, channels = images.shape
     top, left = jnp.floor(y), jnp.floor(x)
     flat = images.reshape(n, height * width, channels)

@@ -52,7 +52,7 @@ class Batches:
         return jax.tree.map(lambda array: array[index], self.data)
 
     def index(self, step: int) -> np.ndarray:
-        """Returns the indices of the examples in batch `step`: [batch_size], int."""
+        """Returns the indices of the examples in batch `step`, an integer array [batch_size]."""
         first = step * self.batch_size
         parts, missing = [], self.batch_size
         while missing:
@@ -64,11 +64,12 @@ class Batches:
         return np.concatenate(parts)
 
     def identity(self) -> dict[str, Any]:
-        """The values that must be equal when a run is resumed, in addition to a digest of one batch."""
+        """The values that identify this data source, a dict. A run is resumed only if these values and a digest of one
+        batch have not changed."""
         return {"examples": self.length, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
 
     def steps(self, epochs: float) -> int:
-        """Returns the number of batches after which every example has occurred `epochs` times."""
+        """Returns the smallest number of batches that contain at least `epochs` times the number of examples."""
         return -int(-epochs * self.length // self.batch_size)
 
     def _permutation(self, epoch: int) -> np.ndarray:

@@ -15,10 +15,10 @@ _CHUNK = 8 << 20
 
 
 def local(where: str | os.PathLike) -> Path:
-    """Returns a local path unchanged, and for a URL the path of a copy in FNET_DATA or ~/.cache/fnet.
+    """Returns a local path unchanged. For a URL, returns the path of a local copy in FNET_DATA or ~/.cache/fnet.
 
-    An existing copy is used if the object still has the same version and the copy has the checksum with which it was
-    written. Otherwise, the object is downloaded again, under a temporary name until the download is complete.
+    An existing copy is used if the object still has the same version and the checksum of the copy is correct.
+    Otherwise, the object is downloaded again. The download has a temporary name until it is complete.
 
     Raises:
       FileNotFoundError: the object or the home directory does not exist.

@@ -18,7 +18,7 @@ _BOOLS = {"true": True, "false": False}
 
 def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter: str = ",",
              missing: Any = None) -> dict[str, np.ndarray]:
-    """Reads a CSV file. Returns a dict of its columns by name, for `Batches`.
+    """Reads a CSV file. Returns a dict {name of a column: array}, which can be passed to `Batches`.
 
     A column of integers gets the dtype int32, or int64 if int32 is too small. A column of other numbers gets float32,
     and a column of the values true and false gets bool. Any other column is text, in NumPy's str dtype. The file must
@@ -29,12 +29,14 @@ def read_csv(path: str | Path, *, names: Sequence[str] | None = None, delimiter:
       path: the path of the file, or its URL as for `read_tokens`. The first line contains the names of the columns.
       names: the names of the columns, for a file whose first line is data. Default None: the first line has the names.
       delimiter: the character between cells, such as ";" or a tab. Default ",".
-      missing: how missing values are handled. A missing value is a cell that is empty or contains NA, N/A, NaN, null,
-        none or ? in a column of numbers or bools. None raises an error, "drop" omits the row, and a number or {column:
-        number} replaces the cell. Cells in a column of text are not changed. Default None.
+      missing: how missing values are handled. In a column of numbers or bools, a cell is missing if it is empty or
+        contains NA, N/A, NaN, null, none or ?. With None, a missing value raises an error. With "drop", its row is
+        omitted. A number, or a dict {column: number}, is the replacement for missing values. Cells in a column of text
+        are not changed. Default None.
 
     Raises:
-      ValueError: the file is not a table of this form, or a value is missing. The message names the file and the line.
+      ValueError: the file is not a CSV table with one cell per column in each row, or a value is missing. The message
+        names the file and the line.
       FileNotFoundError: the file does not exist.
 
     Example:

@@ -132,8 +132,8 @@ def load(
 
     Args:
         name: "digits", "mnist", "fashion_mnist" or "cifar10".
-        data_dir: the folder of the files. The data set digits needs none. Default None: the folder in the environment
-            variable FNET_DATA, or ~/.cache/fnet.
+        data_dir: the folder of the files. It is not used for "digits", which scikit-learn contains. Default None: the
+            folder in the environment variable FNET_DATA, or ~/.cache/fnet.
         split: how to split the 1,797 images of digits (see `load_digits`): "random" is a fixed, stratified 80/20 split.
             "last20" uses the last 20 % as the test set, as is conventional. The other data sets have the split of their
             authors. Default "random".
@@ -266,7 +266,8 @@ def _load_idx(name, found):
 
 
 def _find_cifar10(name, folder):
-    """Returns the unpacked files or the archive, {name: path}, and the names of missing files."""
+    """Returns a dict {name: path} of the unpacked files, or of the archive if there are none, and the names of missing
+    files."""
     for place in (folder / CIFAR_FOLDER, folder):
         files = {n: place / n for n in (*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES)}
         found = {n: path for n, path in files.items() if path.is_file()}
@@ -327,7 +328,8 @@ def _download(name, file, folder, *, base_url, announce):
 
 
 def _copy(reply, out, limit):
-    """Copies at most `limit` + 1 bytes, and returns their number and their MD5."""
+    """Copies `reply` to `out`, and returns the number of bytes and their MD5. Stops after `limit` + 1 bytes, which
+    shows that the file is too large."""
     size, md5 = 0, hashlib.md5(usedforsecurity=False)
     while size <= limit and (chunk := reply.read(min(_CHUNK, limit + 1 - size))):
         size += len(chunk)

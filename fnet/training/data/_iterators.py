@@ -34,8 +34,8 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
                   resume: str | None = None) -> Callable[[int], Any]:
     """Converts an iterable source to batches for `fit`: `batches(i)` is the batch of step i.
 
-    After the last batch of an epoch, the first batch of the next epoch follows. The attribute `batches.resume` states
-    which batches a resumed run gets. `fit` logs this attribute. The attribute has one of three values:
+    After the last batch of an epoch, the first batch of the next epoch follows. The attribute `batches.resume` is the
+    guarantee about the batches of a resumed run. `fit` logs it. It has one of three values:
 
     - "exact": the resumed run gets the batches of an uninterrupted run. A sequence, a Grain MapDataset and a Hugging
       Face Dataset are read by index. The state of an iterable or iterator with state_dict and load_state_dict, or with
@@ -43,12 +43,12 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
       StatefulDataLoader and a Grain IterDataset.
     - "epoch": the interrupted epoch is read again, and the batches before the interruption are skipped. The resumed run
       gets the batches of an uninterrupted run if the source yields the same batches each time an epoch is read.
-      Examples are functions of the epoch, a torch DataLoader in fixed order, and a Hugging Face IterableDataset after
-      `shuffle(buffer_size=)`, whose state does not contain the buffer.
+      Examples are functions of the epoch, and a torch DataLoader in fixed order. A Hugging Face IterableDataset after
+      `shuffle(buffer_size=)` also has this guarantee, because its state does not contain the shuffle buffer.
     - "none": the resumed run starts with the first batch of the data, and a `ResumeWarning` is issued. An example is a
       shuffled DataLoader, whose order cannot be repeated.
 
-    Arrays of torch and TensorFlow are converted to NumPy arrays. For this, fnet does not import torch, TensorFlow,
+    Tensors of torch and TensorFlow are converted to NumPy arrays. The conversion does not import torch, TensorFlow,
     datasets, torchdata or grain.
 
     Args:
@@ -56,16 +56,16 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
         function takes no argument, or the number of the epoch. The items of the iterable are batches: trees of arrays.
       batch_size: the number of examples in a batch, if the items of the source are examples. Default None: the items of
         the source are batches.
-      seed, shuffle: the order of the examples, as in `Batches`. These arguments are used only if `batch_size` is given
-        and the source is read by index. Default 0 and True.
+      seed, shuffle: the seed of the permutations (default 0), and whether to permute the examples (default True), as in
+        `Batches`. These arguments are used only if `batch_size` is given and the source is read by index.
       resume: "epoch" or "none", to select a weaker guarantee than the source supports, for example because it takes too
         long to read an epoch again. Default None: the strongest guarantee.
 
     Raises:
-      TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be iterated. When a batch
-        is read: its items are not numbers.
-      ValueError: the source has no batches. When a batch is read: its structure differs from that of the previous
-        batch.
+      TypeError: `source` is an iterator, which can be iterated only once, or `source` cannot be iterated. Reading a
+        batch raises this error if the batch contains values that are not numbers.
+      ValueError: the source has no batches. Reading a batch raises this error if its structure differs from that of the
+        previous batch.
 
     Example:
       >>> batches = from_iterator(lambda epoch: ({"x": np.full(2, 10 * epoch + i)} for i in range(3)))
@@ -119,11 +119,11 @@ class _Indexed:
         return self._structure.checked(batch, step)
 
     def steps(self, epochs: float) -> int:
-        """Returns the number of batches in this number of epochs."""
+        """Returns the number of batches in `epochs` epochs, rounded up."""
         return math.ceil(epochs * len(self._items)) if self._rows is None else self._rows.steps(epochs)
 
     def identity(self) -> dict[str, Any]:
-        """Returns the values that must be equal when a run is resumed, as `Batches.identity` does."""
+        """Returns the values that identify this data source, as `Batches.identity` does."""
         return {"items": len(self._items)} if self._rows is None else self._rows.identity()
 
 
@@ -131,8 +131,8 @@ class _Stream:
     """Batches of an iterable, in order.
 
     Attributes:
-      resume: the guarantee, as documented in `from_iterator`.
-      why: the reason if the guarantee is "none".
+      resume: the guarantee for a resumed run: "exact", "epoch" or "none" (see `from_iterator`).
+      why: why the guarantee is "none", or None.
     """
 
     def __init__(self, source: Any, factory: bool, batch_size: int | None, resume: str | None):
@@ -158,9 +158,7 @@ class _Stream:
             return self._last
 
     def steps(self, epochs: float) -> int:
-        """Returns the number of batches in this number of epochs.
-
-        Raises:
+        """Returns the number of batches in `epochs` epochs, rounded up. Raises:
           TypeError: the source has no length.
         """
         if not hasattr(self._opened, "__len__"):
@@ -168,8 +166,8 @@ class _Stream:
         return math.ceil(epochs * math.ceil(len(self._opened) / (self._batch_size or 1)))
 
     def position(self, step: int) -> dict[str, Any]:
-        """Returns the position of batch `step` in the source, in JSON types. `step` may be at most a few steps before
-        the last batch that was read."""
+        """Returns the position of batch `step` in the source, a dict of JSON types: the epoch, its first step and the
+        state of the source. Only the states before the last few batches are kept, so `step` must be recent."""
         self._saved[step] = None
         if len(self._saved) > _SAVED:
             self._saved.pop(old := next(iter(self._saved)))
@@ -190,7 +188,8 @@ class _Stream:
                 self._saved[step] = None
 
     def _go(self, step: int) -> None:
-        """Goes to batch `step`: reads the batches after the nearest known position."""
+        """Moves the iterator to batch `step`: opens the source at the nearest position whose epoch or state is known,
+        and skips the batches between this position and `step`."""
         if step != self._at and self.resume != "none":
             start = max(at for at in (*self._epochs, *self._states) if at <= step)
             if not start <= self._at < step:
@@ -200,7 +199,7 @@ class _Stream:
         self._at = step
 
     def _open(self, at: int) -> None:
-        """Goes to a step whose position is known."""
+        """Opens the source at step `at`, whose epoch or state must be known."""
         self._at, self._first = at, max(first for first in self._epochs if first <= at)
         self._opened = self._make(self._epochs[self._first])
         state, of_source = self._states.get(at), _state_methods(self._opened)
@@ -231,7 +230,7 @@ class _Stream:
         return _state_methods(self._opened) or _state_methods(self._iterator)
 
     def _next(self) -> Any:
-        """Returns the next batch, which belongs to this epoch or is the first of the next epoch."""
+        """Returns the next batch. At the end of an epoch, this is the first batch of the next epoch."""
         epoch = self._epochs[self._first]
         item = next(self._items, _END)
         if item is _END and self._at > self._first:
@@ -280,8 +279,8 @@ class _Structure:
 
 
 def _array(leaf: Any) -> np.ndarray | jax.Array:
-    """Converts a leaf (an array, a list, a tensor of torch or TensorFlow) to a NumPy array. NumPy cannot read every
-    torch tensor."""
+    """Converts a leaf (an array, a list, a tensor of torch or TensorFlow) to a NumPy array. Arrays of JAX are returned
+    unchanged."""
     if hasattr(leaf, "detach"):
         leaf = leaf.detach().cpu()
         return leaf.float().numpy().astype(jnp.bfloat16) if "bfloat16" in str(leaf.dtype) else leaf.numpy()
@@ -322,8 +321,9 @@ def _takes_epoch(function: Callable) -> bool:
 
 
 def _unrepeatable(source: Any, fresh: bool) -> str | None:
-    """Returns why the order of a DataLoader cannot be repeated, or None. The reason is a random sampler whose generator
-    is not created again for each epoch."""
+    """Returns why the order of a DataLoader cannot be repeated, or None if it can. The order cannot be repeated if the
+    sampler is random and its generator is not created anew for each epoch. `fresh` states whether the user passed a
+    function that creates the DataLoader for each epoch."""
     sampler = getattr(getattr(source, "batch_sampler", None), "sampler", None) or getattr(source, "sampler", None)
     if hasattr(sampler, "generator") and (sampler.generator is None or not fresh):
         return ("a shuffled DataLoader has another order in each process: pass a function of the epoch, lambda epoch: "

@@ -15,15 +15,17 @@ from fnet.training.data._arrays import is_leaf, take
 def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify: Any = None) -> tuple[Any, ...]:
     """Divides the examples of a data set at random into disjoint parts.
 
-    The parts depend only on the number of examples, the sizes and the seed. The examples in a part keep their order.
+    The parts depend only on the number of examples, the sizes, the seed and the classes in `stratify`. In each part,
+    the examples have the same order as in `data`.
 
     Args:
       data: a tree of arrays or a pandas DataFrame, as in `Batches`. Columns may also be text.
       sizes: for two parts, the size of the second (validation): a fraction such as 0.2, or a number of examples. For
         any number of parts, a sequence of the sizes of all parts: fractions with the sum 1, or numbers of examples.
       seed: the seed of the random assignment of examples to parts. Default 0.
-      stratify: the class of each example, integers [n]. If given, the number of examples of each class in a part
-        differs by at most one from the exact share. Default None.
+      stratify: the class of each example, integers [n]. If given, every part has nearly the same proportions of classes
+        as `data`: the number of examples of a class in a part differs by at most one from the exact proportion. Default
+        None.
 
     Returns:
       The parts, each with the structure of `data`.
@@ -61,7 +63,7 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
 
 
 def _counts(sizes: float | Sequence[float], n: int) -> list[int]:
-    """The numbers of examples of all parts."""
+    """Returns the number of examples in each part."""
     wanted = [sizes] if isinstance(sizes, numbers.Real) else list(sizes)
     whole = all(isinstance(size, numbers.Integral) and not isinstance(size, bool) for size in wanted)
     total = n if whole else 1.0

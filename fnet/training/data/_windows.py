@@ -24,8 +24,9 @@ class Windows:
         are not checked.
 
     Raises:
-      ValueError: `tokens` is not longer than `length` or is not an integer array, or a size is less than 1. When a
-        batch is read: a token is negative or not less than `vocab_size`.
+      ValueError: `tokens` is not longer than `length` or is not an integer array, or `length` or `batch_size` is less
+        than 1. With `vocab_size`, reading a batch raises this error if a token is negative or not less than
+        `vocab_size`.
 
     Example:
       >>> windows = Windows(np.arange(100), length=4, batch_size=2, seed=0)
@@ -50,7 +51,7 @@ class Windows:
         self.seed, self.vocab_size = seed, vocab_size
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        """The batch of step `step`, counted from 0: {"tokens": [batch, length + 1]}, int32."""
+        """Returns the batch of step `step`, counted from 0: a dict {"tokens": int32 array [batch, length + 1]}."""
         starts = self.starts(step)
         tokens = np.stack([self.tokens[start : start + self.length + 1] for start in starts]).astype(np.int32)
         if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
@@ -59,11 +60,12 @@ class Windows:
         return {"tokens": tokens}
 
     def identity(self) -> dict[str, Any]:
-        """The values that must be equal when a run is resumed, in addition to a digest of one batch."""
+        """The values that identify this data source, a dict. A run is resumed only if these values and a digest of one
+        batch have not changed."""
         return {"tokens": len(self.tokens), "length": self.length, "batch_size": self.batch_size, "seed": self.seed}
 
     def starts(self, step: int) -> np.ndarray:
-        """Returns the first position of each window in batch `step`: [batch_size]."""
+        """Returns the first position of each window in batch `step`, an array [batch_size]."""
         generator = np.random.Generator(np.random.PCG64([self.seed, step]))
         return generator.integers(0, len(self.tokens) - self.length, self.batch_size)
 

@@ -1,1 +1,1 @@
-"""The function `fit`: the training loop, its checks, progress and signals, and the end and the resumption of a run."""
+"""The training loop `fit`, with checks of its arguments, display of progress, handling of signals, and resumption."""

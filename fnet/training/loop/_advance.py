@@ -21,11 +21,10 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
 
     Args:
       step: the step function, as in `fit`.
-      state: the state before the first step. Every later state keeps its sharding.
+      state: the state before the first step. The states after each step get the same shardings.
       keeps: whether a step with NaN or Inf leaves the state unchanged.
       exempt: paths of leaves that may be infinite.
-      metrics: whether to return the metrics of this step, too, in addition to the sums. If False, the fourth result is
-        None.
+      metrics: whether the fourth result is the metrics of this step. If False, it is None.
     """
     places = jax.tree.map(_place, state)
     if getattr(step, "separate", False):
@@ -48,7 +47,8 @@ def function(step: Callable, state: Any, *, keeps: bool, exempt: Collection[str]
 
 
 def _after(step, *, keeps, exempt, metrics):
-    """Like `function`, for a step that runs several compiled programs, such as one for each member of a population."""
+    """Like `function`, but for a step that runs several compiled programs, such as one for each member of a population.
+    The results are checked and summed in a separate program."""
     def check(new, old, total, watch, measured):
         measured = _metrics.as_metrics(measured)
         before = new.replace(step=new.step - 1) if old is None else old
@@ -73,7 +73,8 @@ def _after(step, *, keeps, exempt, metrics):
 
 
 def _place(x: jax.Array) -> NamedSharding | None:
-    """Returns the sharding that an array must keep, or None if the array is on one device or JAX keeps the sharding."""
+    """Returns the sharding that the step must preserve. Returns None if the array is on one device, or if JAX preserves
+    the sharding itself (explicit mesh axes)."""
     place = x.sharding
     if not isinstance(place, NamedSharding) or place.num_devices == 1 or AxisType.Explicit in place.mesh.axis_types:
         return None

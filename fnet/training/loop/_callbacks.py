@@ -71,8 +71,8 @@ class StepEnd:
 def call(run: Run, metrics: Any) -> None:
     """Calls the user's functions after a step.
 
-    If a function raises an error or is ended by a signal, the state is saved first, with a note of what is still to be
-    done at this step."""
+    If a function raises an error or is ended by a signal, the state is saved first. The checkpoint records whether the
+    log and the evaluation of this step are pending."""
     def write(values):
         if run.logger is not None:
             run.logger.write(run.at, values)

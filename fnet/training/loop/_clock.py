@@ -30,7 +30,7 @@ class Clock:
         self._lap_began += time.perf_counter() - began
 
     def lap(self, at: int) -> float | None:
-        """Returns the steps per second since the last lap. The caller must have waited for the device."""
+        """Returns the steps per second since the last call. The caller must have waited for the device."""
         now = time.perf_counter()
         if at > self._lap_at and now > self._lap_began:    # a coarse clock may not have moved
             self.rate = (at - self._lap_at) / (now - self._lap_began)

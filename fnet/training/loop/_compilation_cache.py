@@ -77,7 +77,7 @@ class Store:
         self.path = path
 
     def open(self) -> bool:
-        """Creates the folder. Returns whether it exists and only this user can write to it."""
+        """Creates the folder if necessary. Returns whether the folder exists and only this user can write to it."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self.path.stat()
@@ -121,7 +121,8 @@ class Store:
 
 @functools.cache
 def _cpu() -> str:
-    """Identifies the CPU by its instruction set and number of cores, which JAX's keys do not contain."""
+    """Returns the instruction set and the number of cores of the CPU. They are added to JAX's keys, which do not
+    contain them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:

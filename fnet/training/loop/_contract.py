@@ -15,8 +15,8 @@ from fnet.training.checkpoints import _leaves
 
 
 def traced(step: Callable) -> Callable:
-    """Returns the step with its metrics converted by `as_metrics`. JAX traces the returned function only once, even if
-    several functions call it.
+    """Returns a function that runs the step and converts its metrics with `as_metrics`. JAX traces this function only
+    once, even if several functions call it.
 
     Raises:
       TypeError: the step does not return (state, metrics). The returned function raises this error when it is called.
@@ -55,7 +55,7 @@ def metrics_of(step: Callable, state: Any, batch: Any) -> Any:
 def check_state(state: Any, new: Any) -> None:
     """Raises an error if a step changes the structure, a shape or a dtype of the state.
 
-    This function is called whenever the step is traced, which includes batches of other shapes.
+    This function is called whenever the step is traced, for example for a batch of another shape.
 
     Raises:
       TypeError: the structure, a shape or a dtype differs, so the run could not be resumed.
@@ -92,14 +92,14 @@ def evaluated(name: str, metrics: Any) -> Mapping[str, Any]:
 
 def check_watched(watched: Collection[str], evaluate: Mapping[str, Callable], *, state: Any = None,
                   values: Mapping[str, Any] | None = None) -> None:
-    """Checks that the evaluations return the metrics of `best` and of early stopping.
+    """Checks that the evaluations return the metrics that `best` and `early_stop` name.
 
     Args:
       watched: the names of these metrics.
       evaluate: the evaluation functions. An `evaluator` knows the names of its metrics before it runs.
-      state: the state, from which an `evaluator` determines the names of its metrics before the first evaluation.
-        Default None.
-      values: the results of the evaluations. Default None: there has been no evaluation.
+      state: the state. An `evaluator` needs it to determine the names of its metrics. Default None, which is sufficient
+        if `values` is given.
+      values: the results of the evaluations. Default None: no evaluation has been run yet.
 
     Raises:
       ValueError: the metric or the evaluation does not exist, or the metric is not a single number.

@@ -21,7 +21,7 @@ class Interrupted(Exception):
 
 
 def put_off(run: Run) -> None:
-    """Marks the log and the evaluation of this step as pending, for the resumed run."""
+    """Records whether this step must be logged and evaluated, so that the resumed run does both."""
     logs, measures = run.left()
     run.unlogged = logs
     run.loop["due"] = np.array(measures and bool(run.evaluate))
@@ -38,8 +38,8 @@ def rescue(run: Run) -> None:
 
 
 def interruption(run: Run, *, boundary: bool) -> None:
-    """Saves and ends the run if a signal has arrived. With several processes, the processes agree on this only at a
-    boundary, which is a step with a log, an evaluation or a save."""
+    """Saves and ends the run if a signal has arrived. With several processes, this happens only at a boundary (a step
+    with a log, an evaluation or a save), where the processes tell each other about signals."""
     if not run.alone:
         if not boundary:
             return

@@ -73,9 +73,9 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], config: Any, wher
     If this call or the checkpoint has no config, a `ResumeWarning` says that the configurations cannot be compared.
 
     Args:
-      before: {"config", "data", "steps"} of the checkpoint that is resumed.
-      now: {"config", "data", "steps"} of this call.
-      config: the argument of `fit`. A field that the checkpoint lacks may have its default.
+      before: a dict with the keys "config", "data" and "steps", from the checkpoint.
+      now: the same dict for this call of `fit`.
+      config: the argument `config` of `fit`. A field that is not in the checkpoint must have its default value.
       where: the run's folder, for messages.
 
     Raises:

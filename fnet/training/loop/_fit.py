@@ -67,9 +67,9 @@ def fit(
         state = fit(step, state, Batches(data, 128), steps=1000, workdir="runs/digits",           # can be resumed
                     evaluate={"validation": evaluator(metrics, data)}, every=100, best="validation/accuracy")
 
-    Resuming is exact. A run that is interrupted and resumed has, bit for bit, the same parameters, optimizer state,
-    moving average and metrics as an uninterrupted run, and the same order of the data. Metrics are accumulated on the
-    device, and fetched every `log_every` steps. Between two fetches, the host runs at most two steps ahead of the
+    Resuming is exact. A run that is interrupted and resumed reads the data in the same order as an uninterrupted run,
+    and has the same parameters, optimizer state, moving average and metrics, bit for bit. Metrics are accumulated on
+    the device, and fetched every `log_every` steps. Between two fetches, the host runs at most two steps ahead of the
     device.
 
     A run starts from the last complete checkpoint in `workdir`. If there are no checkpoints, it starts from `state`. If
@@ -88,8 +88,9 @@ def fit(
 
     Args:
       step: a pure function, `step(state, batch) -> (state, metrics)`. The step must increase `state.step` by 1 and keep
-        the structure, shapes and dtypes of the state. `metrics` is a dict. A scalar is averaged over the steps between
-        two logs, and a result of `mean(values, weight)` is averaged over the examples.
+        the structure, shapes and dtypes of the state. `metrics` is a dict. If a metric is a scalar, the log contains
+        its mean over the steps since the last log. If it is a result of `mean(values, weight)`, the log contains its
+        mean over the examples of these steps.
       state: a `TrainState`, or any pytree with an integer array `step`. `fit` copies the state and donates the copy, so
         `state` stays valid.
       batches: a function, such as an instance of `Batches`: `batches(i)` returns the batch of step i. A background
@@ -112,8 +113,8 @@ def fit(
       best: the name of a metric, such as "validation/accuracy". The state with the best value of this metric is saved
         and kept. Default None.
       best_mode: "max" if the largest value is the best, "min" if the smallest value is the best. Default "max".
-      early_stop: an `EarlyStop`, the condition for ending the run before `steps`. Unless `best` is given, the metric of
-        `early_stop` is also used as `best`. Default None.
+      early_stop: an `EarlyStop`, the condition for ending the run before `steps`. If `best` is None, `best` and
+        `best_mode` are the metric and mode of `early_stop`. Default None.
       restore_best: whether to return the best state (by `best` or `early_stop`) instead of the last state. Default
         False.
       save_every: the number of steps between two checkpoints. The last step is always saved. Default None: the same as
@@ -130,7 +131,7 @@ def fit(
       notes: other data of JSON types to store in each checkpoint, such as {"policy": str(policy)}. Default None.
       nonfinite: what to do after a step with a NaN or infinite metric or state. "stop" raises `Diverged`. "skip"
         discards the update of this step: only the counter `step` increases. "rollback" returns to the last checkpoint
-        and continues with the batches after the batch of this step. Default "stop".
+        and omits the batches up to and including that of this step. Default "stop".
       debug: whether to replay the step for which `Diverged` is raised, and to name the first layer with a non-finite
         value in the message. Default False.
       log_every: the number of steps between two fetches of the training metrics. Default 100.
@@ -140,17 +141,17 @@ def fit(
         exception, the state is saved and `fit` raises the exception. Default (): no functions.
       jit: whether to compile the step. False runs each operation separately, for a debugger. Default True.
       tune: whether to rewrite the step with `transforms.tune` into faster code for this chip, with equal results up to
-        rounding. For a run on a CPU that would take at least ten minutes even at the CPU's peak rate, the rules are
-        selected by timing. The step then runs with and without each rule, on copies of the state. A resumed run keeps
-        its rules. Default True.
+        rounding. For a long run on a CPU, the rewrite rules are selected by timing: the step runs with and without each
+        rule, on copies of the state. A run is long if it takes at least ten minutes at the CPU's peak rate. A resumed
+        run uses the rules that were selected when it was started. Default True.
       profile_steps: a range of consecutive steps to profile, such as range(100, 105). The time of these steps by path
         and phase (see `introspect.profile`) is written to workdir/profile/100-105, as profile.txt, profile.html and
-        profile.json, and trace.json.gz for ui.perfetto.dev. The first step of a process is not profiled, because it
-        compiles. Default None.
+        profile.json, and trace.json.gz for ui.perfetto.dev. The first step of a process is not profiled, because its
+        time includes compilation. Default None.
 
     Returns:
-      The state after the last step, or the best state if `restore_best` is True. `load` and `restore` read both states
-      from `workdir`.
+      The state after the last step, or the best state if `restore_best` is True. With a `workdir`, this state is also
+      saved, and can be read with `load` or `restore`.
 
     Raises:
       Interrupted: a SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 arrived; the last complete step has been saved. A
@@ -158,8 +159,8 @@ def fit(
         in the main thread.
       Diverged: the state or a metric is NaN or infinite; the message names the step and the leaf. With "skip" and
         "rollback", `Diverged` is raised only if the run cannot recover.
-      CheckpointError: no checkpoint can be read, the checkpoints belong to another model or optimizer, a checkpoint
-        cannot be written, or another run uses or has replaced the workdir.
+      CheckpointError: no checkpoint can be read, a checkpoint cannot be written, the checkpoints belong to another
+        model or optimizer, or another run uses the workdir or has replaced it.
       ConfigError: `config` is given, and the run in `workdir` has another config, other data or more steps.
       OutOfMemory: the device has too little memory; the message lists the largest arrays and estimates the largest
         batch.
@@ -167,8 +168,8 @@ def fit(
       TypeError: step or batches is not a function, the state has no `step`, or the step changes the structure, a shape
         or a dtype of the state.
       ValueError: an interval such as `every` is not an integer >= 1, no evaluation returns the metric of `best` or
-        `early_stop`, or the step does not increase `state.step` by 1. It is also raised if the plan is for another
-        state or for devices that are not attached.
+        `early_stop`, or the step does not increase `state.step` by 1. It is also raised if the state does not have the
+        structure for which the plan was made, or if the devices of the plan are not attached.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -267,7 +268,8 @@ def _check_functions(step, batches, state, evaluate):
 
 
 def _counts(state, **counts):
-    """Returns the values of the keyword arguments as int, in their order. Raises ValueError for an invalid value."""
+    """Returns the values of `counts` as a list of int, in the order of the arguments. Raises ValueError for an invalid
+    value."""
     most = jnp.iinfo(jnp.result_type(state.step)).max
     checked = []
     for name, value in counts.items():

@@ -56,8 +56,8 @@ def error(reason: BaseException, run: Run) -> OutOfMemory:
 
 
 def _needs(step, state, batch, plan, memory, largest) -> list[str]:
-    """Returns the lines of the message about the peak and the largest batch, and appends the activations at the peak to
-    `largest`."""
+    """Returns the lines of the message that state the peak memory and the largest batch that fits. Appends the
+    activations at the peak to `largest`."""
     rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), default=0)
     unit = 1 if plan is None else plan.options.microbatches * math.prod(plan.mesh.shape[name] for name in plan.axes)
     estimated = lambda rows_: _estimated(step, state, _resized(batch, rows, rows_), plan)

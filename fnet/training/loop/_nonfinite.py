@@ -1,4 +1,5 @@
-"""Metrics and states that are not finite: detected on the device, and in a replay attributed to a layer."""
+"""Detects metrics and states that are not finite, on the device. Finds the layer that caused them by replaying the
+step."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Diverged(ArithmeticError):
 
 
 def start(skipped: Any) -> dict[str, Any]:
-    """Returns the initial watch: the first bad step (-1: none), its first bad leaf, and the number of skipped steps."""
+    """Returns the initial watch. It contains the first step that was not finite, the index of the first non-finite leaf
+    of this step (both -1 if there is none), and the number of skipped steps."""
     return {"bad": np.array(-1, np.int32), "leaf": np.array(-1, np.int32), "skipped": np.asarray(skipped, np.int32)}
 
 
@@ -58,7 +60,7 @@ def exempt(state: Any) -> set[str]:
 
 def look(watch: Mapping[str, Any], old: Any, new: Any, metrics: Mapping[str, Any], *, skip: bool,
          exempt: Collection[str] = ()) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns, on the device, whether the step from `old` to `new` was finite, and the updated watch."""
+    """Returns whether the step from `old` to `new` was finite (a bool on the device), and the updated watch."""
     leaf = _first([leaf for _, leaf in watched(metrics, new, exempt)])
     sound = leaf < 0
     first = ~sound & (watch["bad"] < 0)
@@ -73,8 +75,8 @@ def _first(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns the index of the first array that contains NaN or infinity, or -1.
 
     If the sum of squares of an array is finite, all elements are finite. On a CPU, this sum is computed four times as
-    fast as `isfinite(x).all()`. If a sum is not finite, each element is checked, because only the squares may have
-    overflowed.
+    fast as `isfinite(x).all()`. If a sum is not finite, each element is checked, because the square of a finite element
+    may overflow.
     """
     if not arrays:
         return jnp.int32(-1)
@@ -116,7 +118,8 @@ def sound(watch: Mapping[str, Any], skip: bool) -> Any:
 def first_layer(step: Callable, inputs: tuple[Any, Any], before: tuple[Any, Any] | None) -> str:
     """Names the first operation of a step that produces NaN or infinity from finite inputs.
 
-    Operations that also produce such values in the previous, finite step are omitted, because these are intended.
+    Operations that also produced such values in the previous step are omitted, because the result of that step was
+    finite.
 
     Args:
       step: the step function, as in `fit`.

@@ -32,8 +32,8 @@ def gathered(position: Mapping[str, Any]) -> Mapping[str, Any]:
 def own(saved: Mapping[str, Any] | None, step: int) -> Mapping[str, Any] | None:
     """Returns the position of this process from a checkpoint.
 
-    If the run had another number of processes, the position of the first process is returned, without the state of the
-    source, and a `ResumeWarning` is issued."""
+    If the number of processes has changed, a `ResumeWarning` is issued. Every process then gets the position of process
+    0, but not the state of its source."""
     if saved is None:
         return None
     every, count = saved.get("processes", [saved]), jax.process_count()

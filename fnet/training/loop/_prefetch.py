@@ -22,9 +22,10 @@ class Prefetch:
     Args:
       batches: a function; `batches(i)` is the batch of step i. Its NumPy arrays are copied, so a source may reuse its
         buffers.
-      start, stop: the first step, and the step after the last.
+      start, stop: the range of the steps, as in `range(start, stop)`.
       depth: the number of batches that are kept ready. Default 2.
-      seen: the signals of the run. A signal ends the wait for a batch. Default None: signals are not checked.
+      seen: the `Signals` of the run. After a signal, waiting for a batch raises `Stopping`. Default None: signals are
+        not checked.
       move: whether to move NumPy arrays to the device. If False, batches are returned unchanged. Default True.
 
     Attributes:

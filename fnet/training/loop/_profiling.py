@@ -33,7 +33,8 @@ def check(steps: Any, *, total: int, workdir: Any, jit: bool) -> None:
 
 
 class Profiling:
-    """Runs JAX's profiler during some steps. The first step of a process is not profiled, because it compiles.
+    """Runs JAX's profiler during some steps. The first step of a process is not profiled, because its time includes
+    compilation.
 
     Args:
       run: the run.
@@ -47,7 +48,7 @@ class Profiling:
         self.done = False
 
     def __call__(self, advance: Callable) -> Callable:
-        """Returns the function for one step, with profiling."""
+        """Returns a function that runs `advance`, and starts and stops the profiler at the selected steps."""
         def profiled(*args):
             at = self.run.at
             if self.begun is None and not self.done and at in self.steps and self.run.clock.compiled is not None:
@@ -71,7 +72,7 @@ class Profiling:
         self.mark.__enter__()
 
     def finish(self, advance: Callable, result: Any, at: int) -> None:
-        """Writes the profile of the steps since `start`."""
+        """Stops the profiler, and writes the profile of the steps since the call of `start`."""
         from fnet import hardware as hw
         from fnet.introspect import _profile, _trace
 

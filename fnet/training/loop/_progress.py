@@ -87,7 +87,7 @@ class Progress:
             self._written(lambda: print(text, file=self._stream, flush=True))
 
     def _encodable(self, text: str) -> str:
-        """Escapes the characters that the encoding of the stream does not contain."""
+        """Escapes the characters that cannot be represented in the encoding of the stream."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
 

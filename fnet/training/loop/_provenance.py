@@ -24,7 +24,7 @@ def facts(state: Any) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describes changes of the environment that affect the results by rounding. Returns "" if there are none."""
+    """Describes changes of the environment that may change how results are rounded. Returns "" if there are none."""
     words = {"chip": "the chip", "devices": "the number of devices", "processes": "the number of processes",
              "plan": "the plan", "jaxlib": "jaxlib"}
     changed = [f"{what} was {before[name]}, is {now[name]}" for name, what in words.items()
@@ -38,8 +38,8 @@ def chosen(tuned: Callable) -> list[str]:
 
 
 def rules(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Returns the rules of `tune` with which the run was started, or None for another kind of chip or without
-    `tune`."""
+    """Returns the rules of `tune` with which the run was started, a dict {name: whether the rule is used}. Returns None
+    if the run was started on another kind of chip or without `tune`."""
     kept = before.get("tune")
     if before.get("kind") != now["kind"] or not isinstance(kept, list):
         return None

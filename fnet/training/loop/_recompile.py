@@ -18,7 +18,7 @@ class Arguments:
     """Detects new shapes, dtypes and structures of an argument of the step, for which XLA compiles the step again.
 
     Args:
-      name: the first component of the paths, such as "batch".
+      name: the name of the argument, such as "batch". Messages use it as the first component of a leaf's path.
     """
 
     def __init__(self, name: str):
@@ -28,9 +28,10 @@ class Arguments:
         self._reports: dict[str, int] = {}
 
     def changed(self, tree: Any) -> str | None:
-        """Describes how a tree differs from the previous one, if its structure, shapes and dtypes did not occur before.
+        """Describes how a tree differs from the previous one. Returns None if the structure, shapes and dtypes of the
+        tree have occurred before.
 
-        Returns None for the first tree. A leaf is reported at most 8 times; returns None if no other leaf differs.
+        Also returns None for the first tree, and if every leaf that differs has already been reported 8 times.
         """
         leaves, structure = jax.tree.flatten(tree)
         kind = structure, tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) if hasattr(x, "shape")

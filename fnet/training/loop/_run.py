@@ -205,7 +205,7 @@ class Run:
         return self.spread.batch(self.batches(at), at)
 
     def fresh(self) -> Any:
-        """Returns metrics with all sums zero."""
+        """Returns the initial sums of the metrics, which are zero."""
         return self.spread.whole(jax.tree.map(jnp.zeros_like if self.alone else np.copy, self.zeros))
 
     def feed(self) -> None:
@@ -260,7 +260,7 @@ class Run:
             self.progress.tick(self.at, clock.rate, clock.left(self.at, self.steps))
 
     def left(self) -> tuple[bool, bool]:
-        """Returns whether the current step must be logged, and whether it must be evaluated."""
+        """Returns two bools: whether this step must be logged, and whether it must be evaluated."""
         last = self.at == self.steps or bool(self.loop["stopped"])
         return self.at % self.log_every == 0 or last, self.at % self.every == 0 or last
 
@@ -354,7 +354,7 @@ class Run:
         return values
 
     def judge(self, values: Mapping[str, Any]) -> bool:
-        """Returns whether these values are the best so far, and updates the counter of early stopping."""
+        """Returns whether the monitored metric has its best value so far, and updates the counter of early stopping."""
         improved = False
         if self.best is not None:
             name, mode = self.best
@@ -370,7 +370,7 @@ class Run:
         return improved
 
     def criteria(self) -> dict[str, list[str] | None]:
-        """Returns the metric and mode of the best state and of early stopping, for the notes of a checkpoint."""
+        """Returns [metric, mode] of the best state and of early stopping, which are stored in each checkpoint."""
         rule = self.early_stop
         return {"best": self.best and list(self.best), "early_stop": rule and [rule.metric, rule.mode]}
 

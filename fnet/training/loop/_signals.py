@@ -43,8 +43,8 @@ class Signals:
 
         Args:
           allowed: whether a signal raises `Stopping`. Default True.
-          grace: the number of seconds after which `Stopping` is raised if a signal arrived before the context was
-            entered. Default 0.
+          grace: the number of seconds for which the body may still run if a signal arrived before the context was
+            entered. `Stopping` is raised after this time. Default 0.
         """
         alarm = None
         try:
@@ -86,10 +86,11 @@ def poll() -> None:
 def signals() -> Iterator[Signals]:
     """Records the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 in the body of a with statement.
 
-    A later signal ends the process. In an interactive session, a later signal raises KeyboardInterrupt instead. Signals
-    within one second of the first count as one, so the old handlers are restored no earlier than one second after the
-    first signal. Signals that the process ignores (`nohup`) stay ignored, and a SIGUSR1 handler of the user stays
-    installed. No handlers are installed outside of the main thread. Forked children have the old handlers.
+    A later signal ends the process. In an interactive session, a later signal raises KeyboardInterrupt instead. All
+    signals within one second of the first are treated as one signal. Therefore, the old handlers are restored no
+    earlier than one second after the first signal. Signals that the process ignores (`nohup`) stay ignored, and a
+    SIGUSR1 handler of the user stays installed. No handlers are installed outside of the main thread. In forked child
+    processes, the old handlers are restored.
     """
     seen = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -154,8 +155,8 @@ if hasattr(os, "register_at_fork"):
 def _later_ends(numbers) -> Iterator[None]:
     """Ends the process at a signal that arrives more than one second after the first signal.
 
-    This works even while the main thread compiles, when no Python handler runs: Python immediately writes the number of
-    each signal to a pipe, and a thread reads the pipe."""
+    Python runs signal handlers only in the main thread, and not while it compiles. But Python immediately writes the
+    number of each signal to a pipe, which a second thread reads here."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -64,11 +64,12 @@ class Spread:
         return jax.block_until_ready(placed)               # the source may reuse the arrays of the batch
 
     def shapes(self, batch: Callable[[], Any]) -> Any:
-        """Returns a batch, or with a plan the shapes of a batch."""
+        """Returns a tree with the shapes of a batch: the result of `batch()`, or with a plan the shapes in the plan."""
         return batch() if self.plan is None else self.plan.shapes
 
     def whole(self, tree: Any) -> Any:
-        """Replicates small arrays on all devices, as the step returns them, so that the step is compiled only once."""
+        """Replicates small arrays on all devices of the plan. The step returns them with this sharding, so it is not
+        compiled a second time."""
         if self.plan is None:
             return tree
         place = NamedSharding(self.plan.mesh, P())

@@ -26,7 +26,7 @@ def tuned(run: Any, advance: Callable) -> Callable:
 
 
 def _is_long(run) -> bool:
-    """Whether the run takes at least `_LONG` seconds on a CPU, even if every step ran at the chip's peak rate."""
+    """Whether the run is on a CPU and takes at least `_LONG` seconds at the CPU's peak rate."""
     if run.use is None or run.facts["kind"] != "cpu" or run.spread.plan is not None or not run.alone:
         return False
     share = run.use(1e-6).value    # share of the peak rate if a step took a million seconds

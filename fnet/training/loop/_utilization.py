@@ -11,7 +11,7 @@ from fnet import hardware as hw
 
 
 def utilization(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[float], hw.MFU]:
-    """Counts the FLOPs of one step, without running it, and looks up the chip.
+    """Returns a function that computes the model FLOPs utilization (MFU) of a step. The step is counted, but not run.
 
     Args:
       step: the training step.
@@ -19,7 +19,7 @@ def utilization(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[f
       batch: the second argument of the step.
 
     Returns:
-      A function from steps per second to `hardware.MFU`.
+      A function that takes the measured steps per second and returns a `hardware.MFU`.
     """
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
     devices = {device for leaf in arrays for device in leaf.devices()}
