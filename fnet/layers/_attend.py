@@ -1,9 +1,9 @@
 """Dot-product attention as a primitive whose implementation is selected when the program is compiled.
 
 There are three primitives. `attention` computes the output. `attention_tangent` computes the tangent of the output, and
-is used by the JVP of `attention`. It is linear in the tangents of query, key and value. `attention_backward` is its
-transpose, which a backward pass runs. The derivatives of the last two primitives are computed from equivalent
-operations of `jax.lax`.
+is used by the JVP of `attention`. It is linear in the tangents of query, key and value. Its transpose is
+`attention_backward`, which computes the cotangents in a backward pass. `attention_tangent` and `attention_backward` are
+differentiated by JAX: their derivatives are those of equivalent operations of `jax.lax`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
         key, value: [b, s, g, d] in the query's dtype. Each key/value head serves h / g query heads (Ainslie et al.,
             2023).
         mask: boolean, True if a query may attend to a key: [t, s], [b, t, s] or [b, h, t, s]. Any axis may have length
-            1. In the formula, True stands for 0, and False for minus infinity. Default None: no mask.
+            1. In the formula, mask[t, s] is 0 where this array is True, and minus infinity where it is False. Default
+            None: no mask.
         lengths: integers [b], the number of valid keys in each example. The keys after them are ignored. Default None:
             all keys are valid.
         starts: integers [b], the position of each example's first query among its keys, used by `causal` and
@@ -59,9 +60,9 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
             Default None: no bound.
 
     Returns:
-        [b, t, h, d] in the query's dtype. The output is 0 for a query that attends to no key. The softmax is computed
-        in float32, or in float64 for float64 inputs. A NaN in a key or value makes the outputs of the queries that
-        attend to this key NaN; whether it affects other queries depends on the implementation.
+        An array [b, t, h, d] in the query's dtype. The output is 0 for a query that attends to no key. The softmax is
+        computed in float32, or in float64 for float64 inputs. If a key or value contains NaN, the outputs of all
+        queries that attend to this key are NaN. Other queries may be affected too, depending on the implementation.
 
     Raises:
         ValueError: the shapes do not match, `window` is less than 1, or `softcap` is not positive.
@@ -248,17 +249,17 @@ def _weights(eqn, arrays):
 
 
 def _reweighted(eqn, arrays, weights):
-    """Returns the outputs that result from other attention weights."""
+    """Returns the outputs of an attention equation whose attention weights are replaced by `weights`."""
     form, compute = _form(**eqn.params)
     y = xla.mixed(Products(compute, xla.widened(compute), form.precision), weights, arrays[2])
     return [y.astype(eqn.outvars[0].aval.dtype)]
 
 
 def _axes(eqn):
-    """Returns (sizes of axes by letter, letters of the heads, axes of the operands, axes of the results).
+    """Describes the axes of an attention equation, as documented for `jaxpr.Description.axes`.
 
-    Each axis is described by letters, for example t for time. The h heads are described by "gr", because there are r
-    query heads for each of the g key/value heads.
+    The letters are those of `dot_product_attention`, and "o" for axes of length 1. The axis of the h query heads is
+    written "gr", because each of the g key/value heads serves r query heads. Only the sizes of g and r may change.
     """
     (b, t, h, d), (_, s, g, _) = (v.aval.shape for v in eqn.invars[:2])
     sizes = {"b": b, "t": t, "s": s, "g": g, "r": h // g, "d": d, "o": 1}
@@ -281,7 +282,7 @@ def _lower(params, compute, out) -> dict | None:
 
 @functools.lru_cache(1024)
 def _types(f, types, params):
-    """Returns the types of the results, including shardings and varying mesh axes, which the operations propagate."""
+    """Returns the types of the results, including their shardings and varying mesh axes."""
     return jax.make_jaxpr(functools.partial(_whole, f, **dict(params)))(*types).out_avals
 
 
@@ -372,7 +373,8 @@ def _backward_transpose(cotangents, *args, form, compute, outs):
 
 
 def _backward_by_definition(blocks, products, *args, form, compute, outs):
-    """Computes the results of `_backward` with `jax.vjp` of the forward pass. Out, peak and total are recomputed."""
+    """Computes the results of `_backward` with `jax.vjp` of the forward pass, without the stored out, peak and
+    total."""
     where = args[3:3 + len(form.given)]
     pull = jax.vjp(lambda q, k, v: xla.forward(form, products, blocks, q, k, v, *where)[0], *args[:3])[1]
     return [x.astype(dtype) for x, dtype in zip(pull(args[-1].astype(products.wide)), outs)]

@@ -88,7 +88,8 @@ def _splash(form, compute, t, s, d):
 
 @functools.cache
 def _nvidia() -> tuple[float, int]:
-    """Returns (compute capability, cuDNN version), or without a GPU, the values of an Ampere GPU with cuDNN 9.5."""
+    """Returns (compute capability, cuDNN version). If there is no GPU, these are the values of an Ampere GPU and cuDNN
+    9.5."""
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -122,8 +123,8 @@ def backward(platform: str, form: Form, compute, partitioning: str, q, k, v, *re
 def _operands(form, compute, q, k, v, where):
     """Returns (the operands of a kernel, the axes of each operand, (mask, lengths)).
 
-    Mask and lengths are None if they were not passed. If both were passed, the mask includes the lengths, and lengths
-    is None.
+    Mask and lengths are those that the kernel uses, or None. If the caller passed both, they are combined into one
+    mask.
     """
     given = dict(zip(form.given, where))
     mask, lengths = given.get("mask"), given.get("lengths")
@@ -224,9 +225,9 @@ def _split(kernel, form, operands, results, partitioning):
     first.
 
     Args:
-        operands, results: the axes of each array: b is the batch, h and g are the heads. An axis with a capital letter
-            has length 1.
-        partitioning: "whole" if nothing is partitioned.
+        operands, results: the axes of each array as a string of letters, such as "bthd". The letters are b for batch, t
+            and s for time, h and g for heads, and d for head_dim. A capital letter is an axis of length 1.
+        partitioning: as in `refusal`. If it is "whole", XLA does not partition the program.
     """
     whole = partitioning == "whole"
     return functools.partial(kernel, form, operands, results) if whole else _splitting(kernel, form, operands, results)

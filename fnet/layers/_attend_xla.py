@@ -23,7 +23,8 @@ class Form:
 
     Attributes:
         causal, window, scale, softcap: as in `dot_product_attention`.
-        given: the names of the arrays that follow query, key and value: "mask", "lengths", "starts", in this order.
+        given: the names of the optional arrays that were passed, in the order "mask", "lengths", "starts". These arrays
+            follow query, key and value in the operands.
         precision: the precision of the products, as in `jax.default_matmul_precision`. None: the platform's default.
     """
 
@@ -35,7 +36,8 @@ class Form:
     softcap: float | None = None
 
     def blind(self, t: int, s: int) -> bool:
-        """Whether there may be queries that attend to no key. A symbolic t may be larger than s."""
+        """Whether there may be queries that attend to no key. If t or s is symbolic, t is assumed to be larger unless
+        both are equal."""
         more = t > s if sized(t, s) else t != s
         return bool(self.given) or (self.window is not None and more)
 
@@ -79,9 +81,9 @@ def widened(dtype):
 
 
 class Products(NamedTuple):
-    """Matrix products [b, g, m, k] x [b, g, k, n]. Operands are rounded to the dtype `compute` and then converted to
-    the dtype `operand`; sums have the dtype `wide`. If `barred` is True, optimization barriers prevent XLA:CPU from
-    changing the form of the products."""
+    """Matrix products [b, g, m, k] x [b, g, k, n]. Operands are rounded to the dtype `compute`, then converted to the
+    dtype `operand`, in which they are multiplied. Sums have the dtype `wide`. If `barred` is True, optimization
+    barriers prevent XLA:CPU from changing the form of the products."""
 
     compute: Any
     operand: Any
@@ -224,7 +226,8 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
 
 
 def tangent(form: Form, products: Products, blocks: list[Span], moving, q, k, v, *rest):
-    """Returns the tangent of out. `rest` ends with the tangents of those of q, k and v for which `moving` is True."""
+    """Returns the tangent of out. `moving` contains one boolean each for q, k and v: whether it has a tangent. These
+    tangents are at the end of `rest`."""
     tangents = iter(rest[len(form.given):])
     return jax.jvp(lambda q, k, v: forward(form, products, blocks, q, k, v, *rest[:len(form.given)])[0], (q, k, v),
                    tuple(_cast(next(tangents), x.dtype) if moves else jnp.zeros_like(x)

@@ -31,12 +31,12 @@ class Rotary:
     The result has the shape and dtype of x. Angles are computed in float32.
 
     Models whose context was extended after training use other angles. The function `scaling`, for example
-    `models.Llama3Scaling`, computes them. The function receives the angle of each pair per position, a float32 NumPy
-    array [head_dim / 2], and returns the new angles per position. It may have two attributes. `amplitude` is a factor
-    by which the rotated features are multiplied. If `by_length` is True, the function has a second argument, the number
-    of tokens of each example [batch], and returns [batch, head_dim / 2]. An `Attention` then caches keys before
-    rotation, and rotates all cached keys according to the current length. (Cached keys and values of deeper layers
-    still depend on the angles that were in use when these keys and values were computed.)
+    `models.Llama3Scaling`, computes them. The function receives a float32 NumPy array [head_dim / 2], which contains
+    for each pair the angle between two successive positions. It returns new angles in the same form. It may have two
+    attributes. `amplitude` is a factor by which the rotated features are multiplied. If `by_length` is True, the
+    function has a second argument, the number of tokens of each example [batch], and returns [batch, head_dim / 2]. An
+    `Attention` then caches keys before rotation, and rotates all cached keys according to the current length. Caches of
+    deeper layers are not updated if the angles change: their keys and values were computed with earlier angles.
 
     Args:
         base: the base of the powers in the formula. The slowest pair completes one rotation in about 2 pi base
@@ -131,8 +131,8 @@ class Attention(Layer):
             no mask.
         lengths: integers [b], the number of valid keys in each example. The keys after them are ignored. Default: all
             keys are valid.
-        positions: integers [b, t] or [t], the positions for the rotary embedding. Default: 0, 1, ..., or with a cache,
-            the positions that follow the cached ones.
+        positions: integers [b, t] or [t], the positions for the rotary embedding. Default: 0, 1, .... If a cache is
+            passed, the default positions follow those of the cached keys.
 
     Output: [b, t, f] in the dtype of x. For a query that attends to no key, the input of the output projection is 0.
     The softmax is computed in float32, or in float64 for float64 inputs.
@@ -290,7 +290,7 @@ class Attention(Layer):
                 index + new <= keys.shape[2])
 
     def _dropped(self, scope, q, k, v, where):
-        """Computes attention with dropout on the weights: [b, t, h, d]."""
+        """Returns the attention output, an array [b, t, h, d], with dropout applied to the attention weights."""
         b, t, heads, dim = q.shape
         groups, s = k.shape[2], k.shape[1]
         where = {name: x for name, x in where.items() if x is not None}

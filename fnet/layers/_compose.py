@@ -41,7 +41,7 @@ class _Children(Layer):
             yield shown if name == str(number) else f"{name}={shown}"
 
     def _each(self, scope):
-        """Yields each child, in order, as a function of its inputs."""
+        """Yields, for each child in order, a function that applies the child to inputs."""
         for name, child in zip(self.names, self.layers):
             yield functools.partial(child, scope[name]) if isinstance(child, Layer) else child
 
@@ -154,8 +154,9 @@ class Stack(Layer):
     """Applies `depth` copies of a block one after another, as one `lax.scan` over stacked parameters.
 
     The time for tracing and compilation does not grow with the depth. Every array of the block gets a leading axis of
-    length depth, whose logical name (a hint for sharding) is "layers". Copy i is initialized like the child str(i) of
-    `Sequential(*[block] * depth)`. The paths of the arrays are those of the block, because `Stack` adds no name.
+    length depth. The logical name of this axis, a hint for sharding, is "layers". The initial values are those of
+    `Sequential(*[block] * depth)`, stacked. The paths of the arrays are those of the block, because `Stack` adds no
+    name.
 
     Args:
         block: the layer that is copied. Its output must have the shape and dtype of its first input.

@@ -26,9 +26,10 @@ class Conv(Layer):
         features: number of output channels.
         kernel_size: size of the window, one number for all dimensions or one for each dimension.
         strides: step of the window, one number for all dimensions or one for each dimension. Default 1.
-        padding: "SAME" (default; output size = input size / stride, rounded up), "VALID" (no padding), "CAUSAL" (one
-            dimension: no output depends on later positions), or explicit: one number, one number for each dimension,
-            or one (before, after) pair for each dimension.
+        padding: "SAME" (default) adds zeros so that the output size is the input size / stride, rounded up. "VALID"
+            adds no padding. "CAUSAL", for one dimension only, adds zeros before the first position so that no output
+            depends on later positions. Explicit padding is one number for all dimensions, one number for each
+            dimension, or one (before, after) pair for each dimension.
         dilation: spacing of the window's elements. Default 1.
         groups: number of channel groups, each with its own convolution. If `groups` is the number of input channels,
             the convolution is depthwise; see `DepthwiseConv`. Default 1.
@@ -113,11 +114,12 @@ class DepthwiseConv(Layer):
 
 
 class ConvTranspose(Layer):
-    """Transposed convolution: maps arrays with the shape of a `Conv`'s output to arrays with the shape of its input.
+    """Transposed convolution, for example to increase the resolution of images by the factor `strides`.
 
-    As in PyTorch and Keras, the layer computes the gradient of a `Conv(in, ...)` with respect to the input of this
-    `Conv`, which has the same window, strides, padding and dilation. With "SAME", the output size is the input size
-    times the stride. With "VALID", it is (size - 1) * stride + window. Explicit padding is the padding of the `Conv`.
+    As in PyTorch and Keras, the layer is the transpose of a `Conv` with the same window, strides, padding and dilation:
+    it maps cotangents of the output of this `Conv` to cotangents of its input. With "SAME", the output size is the
+    input size times the stride. With "VALID", it is (size - 1) * stride + window. Explicit padding is cut off from the
+    output, because it is the padding that the `Conv` would add to its input.
 
     Args:
         features: number of output channels.

@@ -85,8 +85,8 @@ class Layer:
         Args:
             where: inside a model, the Scope of the layer; outside, the dict of the model's parameters.
             inputs, options: the positional and keyword inputs of `forward`. Calls outside a model also accept:
-            state: the dict of the model's state. If a dict is passed (even an empty one), the new state is returned
-                as well, with the structure, shapes and dtypes of the old state. Default None: it is not returned.
+            state: the dict of the model's state. If a dict is passed (even an empty one), the new state is returned as
+                well, with the structure, shapes and dtypes of the old state. Default None: no state is returned.
             key: a `jax.random.key` for layers that use random numbers, such as Dropout. Default None.
             train: whether this is a training step, for layers such as Dropout and BatchNorm. Default False.
 
@@ -336,7 +336,7 @@ def _options(layer):
 
 
 class _Public(typing.NamedTuple):
-    """The public name of a JAX function, such as `jax.nn.relu`. Pickle stores it instead of the function."""
+    """The public name of a JAX function, such as `jax.nn.relu`. Pickled layers contain it instead of the function."""
 
     module: str
     name: str

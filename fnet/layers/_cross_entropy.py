@@ -21,9 +21,9 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
     The logits [batch, time, vocab_size] are the largest array in a training step of a language model: 6.6 GB for 32
     texts of 1,024 tokens and GPT-2's 50,257 classes. Their gradient needs the same amount. Up to 2^29 logits (2 GiB in
     float32, enough for 10 such texts) are computed at once. If there are more, this function splits the time axis into
-    chunks. The logits of a chunk are computed, reduced and discarded. They are recomputed for the gradient, which
-    requires four instead of three matrix products with the kernel. Sums over the vocabulary are computed in float32 for
-    every input dtype. Derivatives of any order, forward or reverse, are supported.
+    chunks. The logits of a chunk are computed, reduced and discarded. They are recomputed for the gradient, so a
+    training step computes four matrix products of the size of x @ kernel instead of three. Sums over the vocabulary are
+    computed in float32 for every input dtype. Derivatives of any order, forward or reverse, are supported.
 
     Args:
         x: [..., time, features], floating point. The leading axes are not split, so they can be sharded.
@@ -33,8 +33,8 @@ def linear_cross_entropy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, 
         softcap: a bound on the logits. The logits are replaced by softcap * tanh(logits / softcap), as in Gemma 2.
             Default None: no bound.
         chunk_size: maximum number of positions of the time axis in a chunk. Default: the number for which a chunk has
-            2^29 logits, but at least 64. If one chunk contains all positions, no logits are recomputed. While
-            `jax.export` traces symbolic sizes, the default is the whole axis, so set chunk_size for a large vocabulary.
+            2^29 logits, but at least 64. If one chunk contains all positions, no logits are recomputed. If a size is
+            symbolic (see `jax.export`), the default is one chunk, so set chunk_size for a large vocabulary.
 
     Returns:
         Losses [..., time] in nats, float32. Padded positions have losses too; multiply their losses by 0.
@@ -89,8 +89,8 @@ def _losses(x, kernel, labels, bias, softcap):
 
 
 def _count(time, chunk_size):
-    """Returns the number of chunks: the smallest possible number, or a number that is up to 1.5 times as large and
-    needs no padding."""
+    """Returns the number of chunks. A number that divides the time axis without padding is preferred if it is at most
+    1.5 times the smallest possible number. Otherwise the smallest number is returned."""
     fewest = -(-time // chunk_size)
     return next((count for count in range(fewest, min(fewest + fewest // 2, time) + 1) if time % count == 0), fewest)
 

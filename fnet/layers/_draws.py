@@ -1,9 +1,9 @@
 """Random initialization without a long compilation for every shape.
 
 Most of the compile time of `he_normal(key, (3, 3, 64, 64))` is spent on the random bits. In JAX's threefry, a random
-bit depends on the key and on the index of the bit, not on the number of bits. Therefore one program draws the bits for
-many shapes, and only the conversion from bits to values is compiled for each shape. The values are bit-identical to
-those of the initializer.
+bit depends on the key and on the index of the bit, not on the number of bits. Therefore the same compiled program draws
+the bits for many shapes. Only the conversion of these bits to values is compiled separately for each shape. The values
+are bit-identical to those of the initializer.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def compiled(init, key, shape, dtype):
 
 @functools.lru_cache(1024)
 def _size(init, shape, dtype, x64):
-    """Returns the smallest number of words in `_SIZES` that suffices for this initializer.
+    """Returns the smallest of the `_SIZES` that is at least the number of words that the initializer draws.
 
-    Returns None if no size suffices, or if the initializer does not use its key, or uses it for other operations than
+    Returns None if no size suffices, if the initializer does not use its key, or if it uses the key for anything except
     drawing 32-bit words.
     """
     uses = list(_uses(jax.make_jaxpr(init, static_argnums=(1, 2))(jax.random.key(0), shape, dtype)))
@@ -62,7 +62,8 @@ def _numbers(init, shape, dtype, bits):
 
 @functools.cache
 def _drawn(size):
-    """Returns a PRNG implementation. Its keys contain random bits, and drawing from such a key returns these bits."""
+    """Returns a PRNG implementation for random bits that are already drawn. Each of its keys contains such bits, and
+    drawing from the key returns them."""
     def draw(bits, width, shape):
         return bits[:math.prod(shape)].reshape(shape)
 

@@ -23,7 +23,7 @@ class Embed(Layer):
         vocab_size: number of tokens.
         features: length of each vector.
         embedding_init: initializer of the table. Default: normal with standard deviation 0.02 (Radford et al., 2018),
-            which also suits tied logits.
+            which is also suitable if `attend` computes logits with the same table.
 
     Input: integers [...] in 0 .. vocab_size - 1. For other values the output is NaN. Output: [..., features], in the
     dtype of the table.
@@ -60,13 +60,14 @@ class Embed(Layer):
 
     @method
     def first(self, scope: Scope, count: int) -> jax.Array:
-        """Returns the first `count` vectors, [count, features], for example the learned embeddings of `count`
-        positions."""
+        """Returns the first `count` vectors as an array [count, features], for example the learned embeddings of
+        `count` positions."""
         return lax.slice_in_dim(jnp.asarray(self._table(scope)), 0, count, axis=0)
 
     @method
     def attend(self, scope: Scope, x: jax.Array) -> jax.Array:
-        """Computes tied logits `x @ embedding.T`: [..., features] to [..., vocab_size] (Press and Wolf, 2017)."""
+        """Computes logits `x @ embedding.T` with the table itself (tied embeddings; Press and Wolf, 2017). The shape of
+        x is [..., features]; the shape of the logits is [..., vocab_size]."""
         x = floating(x, scope, "Embed.attend")
         if x.shape[-1] != self.features:
             raise ValueError(f"Embed.attend at {scope}: expected [..., {self.features}]; got shape {x.shape}")
@@ -76,7 +77,7 @@ class Embed(Layer):
     def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
         """Computes the cross-entropy loss of the logits that `attend` returns, by `nn.linear_cross_entropy`.
 
-        The shapes are x [..., time, features] and labels [..., time]. The losses are [..., time], in nats.
+        The shape of x is [..., time, features]. Labels and losses have the shape [..., time]. The losses are in nats.
         """
         x = floating(x, scope, "Embed.cross_entropy")
         return linear_cross_entropy(x, self._table(scope).T, labels, softcap=softcap)

@@ -34,11 +34,11 @@ class MixtureOfExperts(Layer):
         top_k: number of experts for each token. Default 2.
         normalize: whether the weights of the selected experts are divided by their sum, as in Mixtral. Default True.
         capacity: the maximum load of an expert, as a multiple of the mean load. An expert processes at most
-            ceil(capacity * tokens * top_k / experts) tokens of the batch: first the tokens that have the expert as
-            their first choice, then the tokens that have it as their second choice, and so on. Within each choice, the
-            order is that of the batch. For the remaining tokens, the expert's output is 0. The work is then equal for
-            all experts, so that they can be placed on different devices: `parallel.rules(spec, {"expert": "tensor"})`.
-            Default None: no maximum (dropless).
+            ceil(capacity * tokens * top_k / experts) tokens of the batch. Tokens for which the expert is the first
+            choice have priority, then those for which it is the second choice, and so on. Among tokens of equal
+            priority, those that are earlier in the batch are processed first. For all other tokens, the expert's output
+            is 0. All experts then do equal work, so they can be placed on different devices:
+            `parallel.rules(spec, {"expert": "tensor"})`. Default None: no maximum (dropless).
         activation: the function that is applied to the outputs of `gate`. Default: `jax.nn.silu`.
         kernel_init: initializer of the arrays gate, up and down, each [E, in, out].
 
@@ -46,7 +46,7 @@ class MixtureOfExperts(Layer):
         x: [..., f], floating point.
         valid: booleans [...], False for padding, which no expert processes. Default: all True.
 
-    Output: [..., f], in x's dtype. The weights p are computed in float32.
+    Output: [..., f], in x's dtype. The weights p in the formula are computed in float32.
 
     Parameters: router/kernel [f, E]; gate, up [E, f, h]; down [E, h, f].
 
@@ -148,7 +148,8 @@ def load_balancing_loss(logits: jax.Array, top_k: int, *, valid: jax.Array | Non
 
 
 def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
-    """Computes mean(logsumexp(logits)^2). This loss keeps the logits of a router and their rounding errors small.
+    """Computes mean(logsumexp(logits)^2). This loss keeps the logits of a router small, and therefore also their
+    rounding errors.
 
     Args:
         logits: [..., E], the outputs of the scope `router` of one or several `MixtureOfExperts`.
@@ -167,7 +168,7 @@ def router_z_loss(logits: jax.Array, *, valid: jax.Array | None = None) -> jax.A
 
 
 def _masked_mean(valid, shape):
-    """Returns a function that computes the mean of an array [*shape, n] over the valid tokens: [n]."""
+    """Returns a function that maps an array [*shape, n] to its mean over the valid tokens, an array [n]."""
     if valid is None:
         return lambda x: x.reshape(-1, x.shape[-1]).mean(0)
     valid = jnp.broadcast_to(valid, shape).reshape(-1, 1)
@@ -189,8 +190,9 @@ def _tiles(starts, sizes, pairs):
         pairs: the total number of pairs.
 
     Returns:
-        (expert, index). `expert` [tiles] is the expert of each tile. `index` [tiles, rows] is the index of each row's
-        pair among the sorted pairs, or `pairs` if the row is empty. The number of tiles is sufficient for all sizes.
+        (expert, index). `expert`, an array [tiles], contains the expert of each tile. `index`, an array [tiles, rows],
+        contains for each row the index of its pair among the sorted pairs, or `pairs` if the row is empty. There are
+        enough tiles for any distribution of the pairs among the experts.
     """
     experts = sizes.shape[0]
     if isinstance(pairs, int):

@@ -26,10 +26,10 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
     Args:
         module: the module, which must not be bound. In its fields, lists become tuples and dicts become FrozenDicts, so
             that the module can be hashed.
-        train: the name of the module's argument that selects training mode, such as "is_training". If the argument
-            selects inference mode, write "not" before its name, for example "not frozen". "" means that there is no
-            such argument. Default None: the argument is found by its name in the signature of `__call__` (train,
-            training or is_training; deterministic, use_running_average or inference).
+        train: the name of the module's argument that selects training mode, such as "is_training". If True selects
+            inference mode, the name must begin with "not ", for example "not frozen". "" means that there is no such
+            argument. Default None: `from_linen` searches the signature of `__call__` for train, training or
+            is_training, and for deterministic, use_running_average or inference.
 
     Returns:
         A layer that takes the inputs of the module.
@@ -101,11 +101,12 @@ def linen_variables(variables: Mapping) -> tuple[dict, dict]:
 def from_nnx(constructor: Callable[..., nnx.Module], *args: Any, **kwargs: Any) -> Layer:
     """Converts a flax.nnx module to a layer. For `CNN(features=32, rngs=...)`, write `from_nnx(CNN, features=32)`.
 
-    The layer's params are the module's `nnx.Param`s, as nested dicts that follow the paths of the variables (the name
-    of a list item is its index). The layer's state consists of all other variables, for example batch statistics.
-    `init` constructs the module with `rngs=nnx.Rngs(key)`. Each call of the layer creates a module with the arrays that
-    were passed, sets train or eval mode, and runs the module. The module's random streams start from the model's key.
-    The key is needed whenever the module uses a stream (nnx.RNN uses one for its first carry, even in eval mode).
+    The layer's params are nested dicts that contain the module's `nnx.Param`s. Their names are those of the module's
+    attributes; the name of a list item is its index. The layer's state consists of all other variables, for example
+    batch statistics. `init` constructs the module with `rngs=nnx.Rngs(key)`. Each call of the layer creates a module
+    with the arrays that were passed, sets train or eval mode, and runs the module. The module's random streams are
+    derived from the key that was passed to the model. The key is needed whenever the module uses a stream. For example,
+    nnx.RNN uses one for its first carry, even in eval mode.
 
     Args:
         constructor: the module's class, or a function that returns a module. `rngs=` is passed if the constructor has

@@ -117,7 +117,7 @@ class FnetLayer(linen.Module):
 
 
 def mode(module, how, inputs, options, train) -> dict[str, bool]:
-    """Returns the keyword arguments with which a Flax module is called to select training or inference mode."""
+    """Returns the keyword arguments that select training or inference mode in a call of a Flax module."""
     if how is not None:
         name = how.removeprefix("not ")
         return {name: train == (name == how)} if name and name not in options else {}
@@ -135,7 +135,7 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
 
     Args:
         params, state: trees of shapes, which may be in Flax's boxes with logical axes.
-        whole: the function of a random key that creates all arrays at once and returns (params, state).
+        whole: a function of a random key that creates all arrays and returns them as (params, state).
         path: the beginning of paths in error messages.
     """
 
@@ -158,7 +158,8 @@ def record_of(params, state, whole, path) -> dict[str, dict]:
 
 
 def hold(scope, record, params, state, owner):
-    """Raises the error of `Scope.param` or `Scope.state` if an array of `record` is missing or has another shape."""
+    """Checks that params and state contain all arrays of `record` with the right shapes. The errors are those of
+    `Scope.param` and `Scope.state`."""
     for kind, tree in (("params", params), ("state", state)):
         for names, leaf in _spec.leaves(record[kind]):
             path = (*scope._place.path, *names)

@@ -54,7 +54,7 @@ class Dense(Layer):
     def cross_entropy(self, scope: Scope, x: jax.Array, labels: jax.Array, softcap: float | None = None) -> jax.Array:
         """Computes the cross-entropy loss with this layer's outputs as logits, by `nn.linear_cross_entropy`.
 
-        The shapes are x [..., time, in] and labels [..., time]. The losses are [..., time], in nats.
+        The shape of x is [..., time, in]. Labels and losses have the shape [..., time]. The losses are in nats.
         """
         x = floating(x, scope, "Dense.cross_entropy")
         kernel, bias = self._params(scope, x)

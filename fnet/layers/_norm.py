@@ -144,14 +144,14 @@ class BatchNorm(Layer):
         use_scale: whether to multiply by scale. Default True.
         use_bias: whether to add bias. Default True.
         axis_name: the name of a mapped axis (of `pmap`, `vmap` or `shard_map`), or several names. The statistics are
-            then also computed over these axes. Under `jit` over a mesh, they are always those of the complete batch.
-            Default None.
+            then computed over the batch and these axes together. With `jit` and sharded arrays, no name is needed: the
+            statistics are always those of the complete batch. Default None.
         scale_init: initializer of scale. Default: ones.
 
     Inputs:
         x: [batch, ..., channels], floating point.
-        weight: the weights of the examples [batch], or of their positions, such as [batch, time]. Weight 0 excludes
-            padding from the statistics. Default: 1.
+        weight: an array [batch] with a weight for each example, or an array such as [batch, time] with a weight for
+            each position. Weight 0 excludes padding from the statistics. Default: 1.
 
     Output: the shape and dtype of x.
 
@@ -241,10 +241,10 @@ def _moments(x):
 def _own(x):
     """Returns a copy of `x`, in float32 if its dtype is narrower.
 
-    The gradients of the copy are summed first, and then added to the other gradients of `x`. The gradient of a norm
-    contains the broadcast of a mean. If this broadcast were added last to the gradient of a residual stream, XLA:CPU
-    would recompute the sum for every use, together with the sums of all later blocks. This would double the time of a
-    ViT's training step.
+    The copy determines the order in which gradients are added: the gradients of all uses of the copy are summed before
+    they are added to the other gradients of `x`. One of them is the broadcast of a mean. If it were added last to the
+    gradient of a residual stream, XLA:CPU would recompute this gradient wherever it is used, together with the
+    gradients of all later blocks. This would double the time of a ViT's training step.
     """
     return jnp.copy(wide(x))
 

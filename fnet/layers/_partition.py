@@ -1,4 +1,4 @@
-"""Splits a tree of parameters by path into two parts: the parameters to be trained, and all others."""
+"""Splits a tree of parameters into trainable and frozen parameters, which are selected by their paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_map_with_path
 
 
 def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
-    """Splits parameters into trainable ones, whose paths match a pattern, and frozen ones, which are all others.
+    """Splits parameters into trainable and frozen ones. The trainable parameters are those whose paths match a pattern.
 
         trainable, frozen = nn.partition(params, "head")
         grads = jax.grad(lambda trainable: loss(nn.combine(trainable, frozen)))(trainable)
@@ -29,7 +29,8 @@ def partition(params: Any, pattern: str | Sequence[str]) -> tuple[Any, Any]:
         a Stack have the same path, so a pattern selects all of them or none.
 
     Returns:
-      (trainable, frozen). Leaves without a gradient (integers, bools, keys) are always frozen.
+      (trainable, frozen). Leaves that cannot have a gradient, such as integers, bools and random keys, are always
+      frozen.
 
     Raises:
       ValueError: a pattern is not a regular expression, or matches no leaf with a gradient.

@@ -108,7 +108,7 @@ class Flatten(Layer):
 
 
 def _windows(pool, scope, x, start, reduce):
-    """Returns (the reduced windows, the size of the window, whether anything was padded)."""
+    """Returns (the result of reducing each window, the size of the window, whether there is padding)."""
     who = type(pool).__name__
     strides = pool.window if pool.strides is None else pool.strides
     window, strides, _ = geometry(who, scope, x, pool.window, strides)

@@ -22,7 +22,7 @@ _orthogonal = initializers.orthogonal()
 
 
 def orthogonal_gates(key, shape, dtype=jnp.float32):
-    """An initializer that concatenates one orthogonal matrix for each gate: [features, gates * features].
+    """An initializer of arrays [features, gates * features]. It concatenates one orthogonal matrix for each gate.
 
     Source: Saxe, McClelland and Ganguli (2014), Exact solutions to the nonlinear dynamics of learning in deep linear
     neural networks.
@@ -45,8 +45,8 @@ def open_forget_gate(key, shape, dtype=jnp.float32):
 class _Recurrent(Layer):
     """The common base of RNN, LSTM and GRU: a projection of all inputs, then a scan with one matrix product per step.
 
-    The projected inputs of each gate are a separate array. If the gates were slices of one array, XLA:CPU would not
-    vectorize the elementwise operations of a step.
+    There is a separate array of projected inputs for each gate. If the gates were slices of one array, XLA:CPU would
+    not vectorize the elementwise operations of a step.
     """
 
     gates: typing.ClassVar[int] = 1
@@ -78,7 +78,8 @@ class _Recurrent(Layer):
 
         Returns:
             `(outputs, carry)`: the outputs of the layer, and the carry after the last valid step of each example, in
-            float32 or float64. In the backward direction, the first step is computed last, and the carry is its result.
+            float32 or float64. The backward direction ends at the first step, so its carry is the carry after this
+            step.
         """
         x = floating(x, scope, type(self).__name__)
         if x.ndim != 3:
@@ -127,7 +128,7 @@ class _Recurrent(Layer):
         return _scan(self, arrays, x, carry, valid, reverse)
 
     def _more(self, scope):
-        """Returns additional parameters of one direction."""
+        """Returns the parameters of one direction that only this kind of layer has."""
         return {}
 
 
@@ -151,7 +152,7 @@ class RNN(_Recurrent):
             its last valid step. Default False.
         activation: the activation function. Default tanh.
         use_bias: whether to add a bias. Default True.
-        kernel_init: initializer of the kernel. Default: LeCun normal (its variance 1 / i is the same for all gates).
+        kernel_init: initializer of the kernel. Default: LeCun normal, with variance 1 / i for every gate.
         recurrent_init: initializer of the recurrent kernel. Default: an orthogonal matrix for each gate, which
             preserves norms over time.
         bias_init: initializer of the bias. Default: zeros.
@@ -168,8 +169,8 @@ class RNN(_Recurrent):
     For 16-bit inputs, the operands of matrix products are 16-bit too. The gates and the carry are float32, because
     small changes would be lost if the carry were rounded to 16 bits in each step.
 
-    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. If bidirectional, they are under "forward" and
-    "backward".
+    Parameters: kernel [i, f], recurrent_kernel [f, f], bias [f]. A bidirectional layer has these arrays for each
+    direction, at the paths "forward" and "backward".
 
     Source: Elman (1990), Finding Structure in Time.
 
@@ -200,8 +201,8 @@ class LSTM(_Recurrent):
     Args:
         features, bidirectional, use_bias, kernel_init, recurrent_init, unroll: as in `RNN`.
         bias_init: initializer of the bias. Default: 1 for the forget gate and 0 elsewhere, as in Keras. With 0, half of
-            the cell state would be lost in each step at the start of training. (Flax uses 0, and PyTorch random values
-            around 0.)
+            the cell state would be lost in each step at the start of training. Flax uses 0; PyTorch uses random values
+            around 0.
 
     Inputs and output: as in `RNN`. The carry is `(hidden, cell)`.
 
@@ -250,8 +251,9 @@ class GRU(_Recurrent):
     Inputs and output: as in `RNN`. The carry is the hidden state.
 
     Parameters: kernel [i, 3 f], recurrent_kernel [f, 3 f], bias [3 f], recurrent_bias [f]. The gates have PyTorch's
-    order: reset, update, new. recurrent_bias is the bias of the new gate's recurrent product. For the gates r and z,
-    bias is the sum of PyTorch's two biases.
+    order: reset, update, new. For the reset and update gates, bias is the sum of PyTorch's two biases. For the new
+    gate, the two biases are separate: recurrent_bias is added to the recurrent product, and bias to the projected
+    input.
 
     Source: Cho et al. (2014), Learning Phrase Representations using RNN Encoder-Decoder. This form: Chung et al.
     (2014), Empirical Evaluation of Gated Recurrent Neural Networks on Sequence Modeling.
@@ -307,7 +309,7 @@ def _scan(layer, arrays, x, carry, valid, reverse):
 
 
 def _valid(lengths, x, layer, scope):
-    """Returns booleans that are True for valid steps: [time, batch, 1]."""
+    """Returns a boolean array [time, batch, 1] that is True for valid steps."""
     lengths = jnp.asarray(lengths)
     if lengths.shape != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"{type(layer).__name__} at {scope}: lengths must be integers [batch] {x.shape[:1]}; got "

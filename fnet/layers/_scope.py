@@ -56,7 +56,7 @@ class Place:
         return found
 
     def key(self):
-        """Returns the run's key with the path folded in, or None if the run has no key."""
+        """Returns the key of this node, derived from the run's key and the path, or None if the run has no key."""
         if self._key is None and self.run.key is not None:
             self._key = self.run.key if self.parent is None else _spec.fold(self.parent.key(), self.path[-1])
         return self._key
@@ -93,7 +93,7 @@ class Place:
         }
 
     def misfit(self, kind, name, needed, held) -> ValueError:
-        """Returns the error for a missing array, or for an array whose shape differs from the one that is needed."""
+        """Returns the error for an array that is missing or does not have the shape `needed`."""
         path = (*self.path, name)
         expected = f"{quote(path)}: expected shape {needed} for this input"
         if held is not None:
@@ -139,7 +139,7 @@ class Scope:
         return quote(self._place.path)
 
     def __getitem__(self, name: str) -> Scope:
-        """Returns the scope of the child `name`. Each name may be used once in a call."""
+        """Returns the scope of the child `name`. During one call of a layer, each name may be used only once."""
         self._use(name, "scope")
         return Scope(self._place.child(name), self._owner)
 
@@ -192,8 +192,8 @@ class Scope:
             shape: the shape of the array.
             init: the initializer, `init(key, shape, dtype)` as in `jax.nn.initializers`.
             kind: "stats" (default): `Layer.init` creates the array, and the caller must pass it. "cache": `Layer.cache`
-                creates the array, and the caller may omit it. This method then returns None. The shape of a cache is
-                not checked.
+                creates the array, and the caller may omit it. This method returns None if it is omitted, and does not
+                check its shape.
             dtype: the dtype with which the array is created. Default float32.
 
         Raises:
@@ -239,11 +239,12 @@ class Scope:
         place.written[name] = _like(held, value, (*place.path, name))
 
     def key(self) -> jax.Array:
-        """Returns a new random key in each call, derived from the caller's `key=`, this scope's path and a counter.
+        """Returns a random key, which is different in each call. It is derived from the caller's `key=`, the path of
+        this scope, and a counter.
 
         Raises:
-            RuntimeError: the call is inside a JAX transform that `forward` applies, so every call of the transformed
-                function would return the same key.
+            RuntimeError: the call is inside a JAX transform that `forward` applies, such as `lax.scan`. All iterations
+                would then use the same key.
             ValueError: the caller passed no key.
         """
         place = self._place
@@ -269,7 +270,8 @@ class Scope:
             layer: the layer. Its arrays are stored at the path of this scope.
             inputs: example inputs of one copy. Only the shapes and dtypes of arrays are used.
             copies: the number of stacked copies of the layer. Every array of params, state and key then has a leading
-                axis of this length, and copy `i` is initialized like a child named `str(i)`. Default None: no copies.
+                axis of this length. The initial values of copy `i` are those of a child named `str(i)`. Default None:
+                no copies.
             options: example keyword inputs of one copy.
 
         Returns:
@@ -359,9 +361,9 @@ def _like(held, value, path):
 
 
 def written(place: Place):
-    """Returns the state of a node: the caller's state, with all values that were updated at this node and below.
+    """Returns the state of a node and of all nodes below: the caller's state, with the values that this call updated.
 
-    Returns None if the caller passed no state, and {} if the caller's state has nothing at this node.
+    Returns None if the caller passed no state, and {} if the caller's state does not contain this node.
     """
     if not place.run.stateful:
         return None

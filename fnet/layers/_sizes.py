@@ -1,4 +1,4 @@
-"""Sizes of arrays that `jax.export` traces. A size is an int or a symbolic size."""
+"""Checks of array sizes, which are integers, or symbolic sizes while `jax.export` traces a function."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class ParamSpec:
         return math.prod(self.shape)
 
     def make(self, keys: Any, path: tuple[str, ...], making: Making) -> jax.Array:
-        """Creates the array. `keys[i]` is the random key of the node at `path[:i]`."""
+        """Creates the array at `path`. `keys[i]` is the random key of its ancestor at `path[:i]`; the last key is that
+        of the array."""
         # A compiled initializer rounds in the same way inside a larger program: init == jit(init), bit for bit.
         if making.staged:
             return jax.jit(self.init, static_argnums=(1, 2))(keys[-1], self.shape, self.dtype)
@@ -55,8 +56,9 @@ class ParamSpec:
 class Copies(ParamSpec):
     """The spec of `shape[0]` stacked copies of an array that has the spec `each`.
 
-    The copies are initialized like children "0", "1", ... of the node that is `depth` levels above the array in the
-    tree. Therefore the parameters of a stacked layer are the stacked parameters of the unrolled layers.
+    The root of the copied layer is the node that is `depth` levels above the array. The initial values are those of
+    children "0", "1", ... of this node. Therefore stacking the parameters of unrolled layers gives the parameters of
+    the stacked layer.
     """
 
     each: ParamSpec = None
@@ -76,7 +78,7 @@ class Copies(ParamSpec):
 
 @dataclasses.dataclass(frozen=True)
 class Part(ParamSpec):
-    """The spec of a leaf of a tree whose arrays `whole(key)` creates all at once.
+    """The spec of one leaf of a tree. The function `whole(key)` creates all arrays of this tree at once.
 
     The root of this tree is `depth` levels above the leaf.
     """
@@ -93,7 +95,8 @@ class Part(ParamSpec):
 
 
 class Making(NamedTuple):
-    """The data of one `init`: whether it is traced inside a larger program, and the results of each `Part.whole`."""
+    """The data of one `init`: whether it is traced inside a larger program, and a cache of the trees that the functions
+    `Part.whole` have created."""
 
     staged: bool
     wholes: dict
@@ -132,7 +135,7 @@ def digest(name: str) -> np.uint32:
 
 
 def numbers(count: int) -> np.ndarray:
-    """Returns the digests of the names "0", "1", ... of `count` copies of a layer: [count]."""
+    """Returns an array [count] with the digests of "0", "1", ..., the names of `count` copies of a layer."""
     return np.array([digest(str(i)) for i in range(count)], np.uint32)
 
 
@@ -187,7 +190,7 @@ def leaves(tree, path=()):
 
 
 def partition(tree):
-    """Returns the arrays among a tree's leaves, and a function that rebuilds the tree from such arrays.
+    """Returns a list of those leaves of a tree that are arrays, and a function that rebuilds the tree from such a list.
 
     Other leaves (None, bools, strings, functions) stay Python values, so that layers can branch on them.
     """

@@ -2,9 +2,9 @@
 
 The rows of each expert (one row for each of its tokens) are divided into tiles. The primitive `tile_dot` multiplies
 each tile by the kernel of its expert. It is a scan over the tiles, and each iteration reads one kernel without copying
-it. JAX's transpose of this scan would add an array of the size of all kernels in each iteration. The primitive
-`tile_outer` updates one array instead. `lax.ragged_dot` computes the same results, but on CPUs it multiplies all rows
-by all kernels.
+it. If JAX transposed this scan, each iteration would add an array of the size of all kernels to the gradient. The
+primitive `tile_outer` adds only the gradient of one kernel in each iteration. `lax.ragged_dot` computes the same
+results, but on CPUs it multiplies all rows by all kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def tile_dot(x: jax.Array, kernel: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 def _dot(x, kernel, expert, *, axis, out):
-    """Computes `tile_dot`. `axis` is the axis of the kernels that is summed over: 1, or 2 for transposed kernels."""
+    """Computes `tile_dot`. The products sum over the axis `axis` of the kernels: 1, or 2 to multiply by the transposed
+    kernels."""
     dtype = max(x.dtype, kernel.dtype, key=_bits)
 
     def one(_, operands):
@@ -52,7 +53,7 @@ def _dot(x, kernel, expert, *, axis, out):
 def _outer(x, y, expert, *, experts, out):
     """Sums `x[t].T @ y[t]` over the tiles t of each expert, in float32 or wider.
 
-    The shapes are x [tiles, rows, a] and y [tiles, rows, b]. The result is [experts, a, b].
+    The shape of x is [tiles, rows, a], that of y is [tiles, rows, b], and that of the result is [experts, a, b].
     """
     dtype = max(x.dtype, y.dtype, key=_bits)
     total = jnp.zeros((experts, x.shape[-1], y.shape[-1]), max(dtype, jnp.dtype("float32"), key=_bits))
@@ -102,8 +103,8 @@ def _outer_transpose(cotangent, x, y, expert, *, experts, out):
 
 
 def _batch(primitive, f, args, axes, **params):
-    """Batching rule. If the primitive is `tile_dot` and all examples have the same kernels, their tiles are
-    concatenated. Otherwise `f` is mapped with vmap."""
+    """The batching rule of both primitives. For `tile_dot` with kernels that have no batch axis, the tiles of all
+    examples are concatenated. In all other cases, `f` is mapped with vmap."""
     x, kernel, expert = args
     if primitive is not dot_p or axes[1] is not None:
         return jax.vmap(functools.partial(f, **params), axes)(*args), 0

@@ -31,8 +31,8 @@ class Encoded(NamedTuple):
 
     Attributes:
         hidden: [batch, time, width], the features of each token.
-        pooled: [batch, width], the features of each example, which `Bert` computes from the first token with its
-            pooler. None if the model does not compute them.
+        pooled: [batch, width], the features of each example. `Bert` computes them from the first token with its pooler.
+            None if the model does not compute them.
 
     >>> model = models.Bert(vocab_size=8, depth=1, heads=2, width=4, hidden=8, context=8)
     >>> params, _ = model.init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))
@@ -83,11 +83,11 @@ ALIASES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.b
 
 
 def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tuple:
-    """Returns the rules for the heads.
+    """Returns the rules that map the keys of Hugging Face's files to the parameters of the heads.
 
     Args:
-        dense, norm, logits, bias: the keys of the masked LM's layers.
-        others: prefixes of further keys that files may contain although a model does not need them.
+        dense, norm, logits, bias: the keys of the layers of the masked LM head in a file.
+        others: the names of other layers that a file may contain although the model does not need them.
     """
     words = (torch.dense("masked_lm/dense", dense), torch.norm("masked_lm/norm", norm), Rule("masked_lm/bias", bias),
              Tied(f"{logits}.weight", "embed/words/embedding"), Tied(f"{logits}.bias", "masked_lm/bias"))
@@ -98,9 +98,9 @@ def heads_of(dense: str, norm: str, logits: str, bias: str, *others: str) -> tup
 
 
 def architectures(prefix: str, without: str = "Model") -> dict:
-    """Returns {class of transformers: {field of the model: value}}.
+    """Returns {name of a class of the library transformers: {field of the model: value}}.
 
-    The value `...` means that another field of config.json determines the value.
+    The class in config.json determines these fields. For the value `...`, another field of config.json does.
     """
     return {
         f"{prefix}{without}": dict(head=None), f"{prefix}ForMaskedLM": dict(head="masked_lm"),
@@ -111,7 +111,8 @@ def architectures(prefix: str, without: str = "Model") -> dict:
 
 
 def tied(value, config):
-    """Checks `tie_word_embeddings`, which affects only models with the masked LM."""
+    """Checks the field `tie_word_embeddings` of config.json: it must be True for models with a masked LM head, and has
+    no effect on others."""
     names, heads = config.get("architectures"), ("ForMaskedLM", "ForPreTraining")
     if value is not True and isinstance(names, list) and any(str(name).endswith(heads) for name in names):
         raise ValueError("expected True for a masked LM")
@@ -149,9 +150,8 @@ class Bert(Model):
         head: the layers after the encoder. None: no layers. "masked_lm": logits of the vocabulary for each token,
             computed with the embedding table. "sequence": logits of the classes of a text, computed from the pooler's
             output. "tokens": logits of the classes of each token. "questions": logits for the start and the end of an
-            answer. "next_sentence": two logits, the first for a second segment that continues the first segment, the
-            second for a random second segment.
-            "pretraining": both "masked_lm" and "next_sentence". Default: None.
+            answer. "next_sentence": two logits for a pair of segments: that the second segment continues the first, and
+            that it is a random text. "pretraining": both "masked_lm" and "next_sentence". Default: None.
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
         dropout: dropout rate of embeddings, attention weights and residual branches, and before the head.
@@ -163,9 +163,9 @@ class Bert(Model):
         lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all tokens.
         segment: the segment of each token, integers [batch, time], less than `segments`. Default: 0.
 
-    Output: `Encoded` without a head. With a head, logits: [batch, time, vocab_size] for "masked_lm", [batch, classes]
-    for "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions", [batch, 2] for
-    "next_sentence", and for "pretraining" the pair of the logits of "masked_lm" and "next_sentence".
+    Output: without a head, an `Encoded`. With a head, logits of the shape [batch, time, vocab_size] for "masked_lm",
+    [batch, classes] for "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions", [batch, 2]
+    for "next_sentence", and for "pretraining" a pair: the logits of "masked_lm" and those of "next_sentence".
 
         tokenizer = models.WordPiece.read("vocab.txt")
         tokens, lengths = models.padded([tokenizer.encode("A cat."), tokenizer.encode("Dogs and cats.")])
@@ -242,7 +242,7 @@ class Bert(Model):
         return self._logits(scope, x)
 
     def _words(self, scope, x, table, words):
-        """The logits of the masked LM, computed with the embedding table."""
+        """Returns the logits of the masked LM, computed with the embedding table."""
         x = gelu(nn.Dense(self.width)(scope["dense"], x))
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], x)
         x = table.attend(words, x)                                                        # [batch, time, vocab_size]
@@ -250,7 +250,7 @@ class Bert(Model):
         return x + bias.astype(x.dtype)[None, None]
 
     def _logits(self, scope, x):
-        """The logits of the heads other than the masked LM."""
+        """Returns the logits of the head, for all heads other than the masked LM."""
         if self.head in ("sequence", "next_sentence", "pretraining"):
             x = self._pooled(scope, x)
         x = nn.Dropout(self.dropout)(scope["head_drop"], x)
@@ -271,7 +271,7 @@ class Bert(Model):
         return jnp.tanh(nn.Dense(self.width)(scope["pooler"], x[:, 0]))
 
     def _places(self, scope, tokens, segment):
-        """The embeddings of segments and positions, which are added to the embeddings of tokens."""
+        """Returns the sum of the embeddings of segments and positions."""
         who = type(self).__name__
         if tokens.ndim != 2 or not at_most(who, tokens.shape[1], self.context):
             raise ValueError(f"{who}: expected tokens [batch, time] with time <= context={self.context}; got shape "

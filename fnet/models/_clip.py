@@ -70,7 +70,7 @@ def _end(value, config):
 
 
 def _tower(prefix, width, heads, hidden, fields):
-    """Returns the `Config` for one encoder, which defines how the fields of its config.json are treated."""
+    """Returns the `Config` that defines the meaning of the fields of config.json for one encoder."""
     projected = f"{prefix}WithProjection"
 
     def dim(value, config):
@@ -217,7 +217,8 @@ class CLIPVision(_Encoder):
 
 
 def _part(field: str, table: Config, kind: str, architecture: str) -> Fields:
-    """Returns the `Fields` for the field of CLIP's config.json that contains the configuration of one encoder."""
+    """Returns the `Fields` for "text_config" or "vision_config", the fields of CLIP's config.json that contain the
+    configurations of the encoders."""
     cls = {"text": CLIPText, "vision": CLIPVision}[field]
 
     def read(value, config):
@@ -262,9 +263,9 @@ class CLIP(Model):
         images: [images, size, size, 3].
         tokens: integers [texts, time]; each text has an end token.
 
-    Output: logits [images, texts]: the cosine similarity between the features of each image and each text, multiplied
-    by exp(`logit_scale`), where `logit_scale` is a parameter. A softmax over texts classifies images without training.
-    To find the image that matches a text, use a softmax over images.
+    Output: logits [images, texts], which are cosine similarities between the features of images and texts, multiplied
+    by exp(`logit_scale`). `logit_scale` is a parameter. To classify an image without training, pass one text for each
+    class and use a softmax over texts. To find the image that matches a text, use a softmax over images.
 
         images, texts = (f(params, x) for f, x in ((model.image_features, x), (model.text_features, tokens)))
 
@@ -309,12 +310,12 @@ class CLIP(Model):
 
     @nn.method
     def image_features(self, scope: nn.Scope, images: jax.Array) -> jax.Array:
-        """Computes the features of images [images, size, size, 3]: [images, dim], not normalized."""
+        """Returns the features of images [images, size, size, 3] as an array [images, dim], not normalized."""
         return self.vision(scope["vision"], images).pooled
 
     @nn.method
     def text_features(self, scope: nn.Scope, tokens: jax.Array) -> jax.Array:
-        """Computes the features of texts [texts, time]: [texts, dim], not normalized."""
+        """Returns the features of texts [texts, time] as an array [texts, dim], not normalized."""
         return self.text(scope["text"], tokens).pooled
 
     def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:
