@@ -1,4 +1,5 @@
-"""Compiles a step for the devices of a plan, and reads memory and transfers from the compiled program."""
+"""Compiles a step for the devices of a plan, and reads from the compiled program how much memory it needs and which
+transfers between chips it contains."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class Compiled(NamedTuple):
     Attributes:
         arguments: bytes of the program's arguments on each chip.
         peak: bytes that the program needs on each chip, or None if the program does not fit into memory.
-        ledger: the transfers of the program, or None if the compiler does not return the text of the program.
-        said: the compiler's message if the program does not fit into memory, otherwise "".
+        ledger: the transfers between chips, or None if the compiler does not return the text of the program.
+        said: the compiler's error message if the program does not fit into memory, otherwise "".
     """
 
     arguments: int
@@ -29,7 +30,7 @@ class Compiled(NamedTuple):
 
 
 def compiled(step, state, batch) -> Compiled:
-    """Compiles a step of `Plan.jit`."""
+    """Compiles a step that `Plan.jit` returned, and returns the properties of the program."""
     lowered = step.lower(state, batch)
     try:
         program = lowered.compile()
@@ -46,8 +47,8 @@ def compiled(step, state, batch) -> Compiled:
 
 
 def _sent(program) -> Ledger | None:
-    """Returns the ledger of a program, or None if the compiler does not return the text of the program (as libtpu for
-    some large programs)."""
+    """Returns the ledger of a program, or None if the compiler does not return the text of the program. libtpu does not
+    return it for some large programs."""
     try:
         text = program.as_text()
     except jax.errors.JaxRuntimeError:

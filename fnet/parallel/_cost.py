@@ -15,8 +15,9 @@ from fnet.parallel._targets import Target
 
 
 class Time(NamedTuple):
-    """The seconds that a step needs for compute, memory and links at the chips' peak rates. A time is None if it is
-    unknown. Perfect overlap is assumed, so the longest of the three times is the minimum time of the step."""
+    """Three times of a step, in seconds, at the chips' peak rates: the time for computation, for memory traffic, and
+    for transfers over the links between chips. A time is None if it is unknown. Perfect overlap is assumed, so the
+    longest of the three times is the minimum time of the step."""
 
     compute: float | None
     memory: float | None
@@ -40,10 +41,11 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
     Args:
         counted: FLOPs and bytes of the whole step.
         target: the devices.
-        state: bytes of the whole state.
-        persistent: bytes of the state on each chip. Each chip reads and writes its part of the state.
+        state: bytes of the state of one copy of the model.
+        persistent: bytes of the state in each chip's memory. Each chip is assumed to read and write them once in a
+            step.
         sent, between: bytes that a chip sends within its group (a slice or a machine), and between groups.
-        alike: the number of devices that do the same work, because no rule names their axis of the mesh.
+        alike: the number of devices that repeat the same work, because no rule uses the mesh axis along which they lie.
     """
     chip, share = target.chip, target.chip.chips_of(target.count)
     by_scope = compute_seconds(counted, chip, share / alike, None)
@@ -59,15 +61,16 @@ def time(counted: Count, target: Target, state: int, persistent: int, sent: floa
 
 
 class Units(NamedTuple):
-    """The size of a batch as a unit and the number of units: ("tokens", n), ("images", n) or ("rows", n)."""
+    """The size of a batch: the unit in which it is counted, and the number of units. For example, ("tokens", 4096),
+    ("images", 32) or ("rows", 32)."""
 
     name: str
     count: int
 
 
 def units(batch: Any) -> Units:
-    """Counts tokens if a leaf contains integers [rows, time], images if a leaf is [rows, height, width, channels], and
-    otherwise rows."""
+    """Returns the size of a batch. It is counted in tokens if a leaf is an integer array [rows, time], otherwise in
+    images if a leaf is an array [rows, height, width, channels], and otherwise in rows."""
     leaves = jax.tree.leaves(batch)
     rows = max((x.shape[0] for x in leaves if x.ndim), default=1)
     tokens = max((x.size for x in leaves if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)), default=0)

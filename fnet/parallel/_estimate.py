@@ -1,9 +1,9 @@
 """Estimates the memory and the transfers of a step on each chip from its jaxpr. This takes seconds and needs no
 compiler.
 
-The batch axis of each value, and the axes along which weights are split, are propagated from operation to operation.
-A value that a compiler writes to memory is live from the operation that produces it to the last operation that reads
-it.
+The estimate determines for each operation how its outputs are split over the chips, from how its inputs are split. A
+value is live from the operation that produces it to the last operation that reads it. Values that a compiler would fuse
+into the operations that read them are not counted.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Estimate(NamedTuple):
     """The estimated memory and transfers of a step on each chip.
 
     Attributes:
-        peak: the maximum number of bytes in use, including the arguments.
-        ledger: transfers within a slice or machine.
-        between: transfers between slices or machines.
+        peak: the maximum number of bytes in use on a chip, including the arguments of the step.
+        ledger: the transfers within a slice or machine.
+        between: the transfers between slices or machines.
         largest: the largest arrays at the peak, largest first.
     """
 
@@ -47,8 +47,9 @@ class Estimate(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The axes along which a value is split: `rows`, the batch axis; `data`, the axis that is split over the chips that
-    share a state; and `more`, the axes that are split over other axes of the mesh, as ((axis, mesh axis), ...)."""
+    """How an array is split over the mesh. `rows` is the batch axis, which is split over the mesh axes "slice" and
+    "data". For arrays of the state, `data` is the axis that is split over the mesh axis "data". `more` contains a pair
+    (axis, mesh axis) for each axis that is split over another mesh axis."""
 
     rows: int | None = None
     data: int | None = None
@@ -64,7 +65,7 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
 
     Args:
         closed: the jaxpr of the step.
-        arguments: how each input of the jaxpr is split. The state's leaves are first.
+        arguments: how each input of the jaxpr is split. The first inputs are the leaves of the state.
         mesh: sizes of the mesh's axes: "data", "slice" if there are several slices, and the axes named by rules.
         whole: whether parameters are replicated between steps although the optimizer's state is split (ZeRO-1). Default
             False.
@@ -99,9 +100,9 @@ def estimate(closed, arguments: list[Split], mesh: dict[str, int], *, whole: boo
 
 
 class _Loop(NamedTuple):
-    """Properties of a loop: `once`, how often a step runs the loop; `same`, the inputs of its body that are equal in
-    all iterations; `summed`, the sizes of its carries; and `fused`, whether elementwise results may overwrite the
-    products that they read."""
+    """Properties of a loop. `once` is the number of times that a step runs the loop. `same` contains the indices of the
+    inputs of the body that are equal in all iterations. `summed` contains the sizes of the loop's carries. `fused`
+    states whether the result of an elementwise operation may overwrite a product that the operation reads."""
 
     once: int
     same: frozenset[int] = frozenset()
@@ -129,8 +130,8 @@ class _Walk:
         return math.ceil(nbytes(aval) / self.chips(split))
 
     def frame(self, frame: Frame, given: dict[int, tuple[Any, Split]], times: int, loop: _Loop, *, outermost=False):
-        """Returns the peak bytes of a frame (the operations of one jaxpr) without its inputs, and the arrays that are
-        live at this peak."""
+        """Estimates the memory of a frame, the operations of one jaxpr. Returns the peak number of bytes, without the
+        inputs of the frame, and the arrays that are live at this peak."""
         kept, values, same = Kept(frame, epilogues=loop.fused), dict(given), set(loop.same)
         inner: dict[int, tuple[int, list]] = {}
         extra: dict[int, int] = {}
@@ -154,7 +155,7 @@ class _Walk:
     # Live arrays.
 
     def liveness(self, frame, kept, values, given, inner, extra, outermost):
-        """Returns the largest number of bytes that are live during one operation, and the arrays that are live then."""
+        """Finds the operation during which most bytes are live. Returns this number of bytes, and the live arrays."""
         order = {id(op): at for at, op in enumerate(frame.ops)}
         last: dict[int, int] = {}
         for op in reversed(kept.real):
@@ -201,7 +202,8 @@ class _Walk:
         return peak, [*live, *deeper]
 
     def bodies(self, op, splits, found, times):
-        """Returns the largest number of bytes that a body of an operation needs, and the arrays that are live then."""
+        """Finds the body of an operation, such as a branch, that needs most memory. Returns its number of bytes, and
+        the arrays that are live at its peak."""
         worst = 0, []
         for sub, frame in op.bodies:
             jaxpr, inputs = sub.jaxpr, list(splits)
@@ -226,8 +228,7 @@ class _Walk:
         return worst
 
     def cast(self, frame, eqn, splits, ahead) -> int:
-        """Returns the bytes of the casts of all values that a scan slices and that its products read in a narrower
-        dtype."""
+        """Returns the bytes of the weights that a scan slices, after their cast to a narrower dtype for products."""
         first, found = scan(eqn).consts + scan(eqn).carry, {}
         for op in frame.ops:
             if (multiplied := product(op.eqn)) is not None:
@@ -290,7 +291,8 @@ class _Walk:
         return found, temporary
 
     def reduced(self, aval, split, scope, times):
-        """Records the transfer that adds the partial sums of the chips, for a sum over the batch."""
+        """Records the transfer for a sum over the batch: each chip has a partial sum, and the partial sums are
+        added."""
         local = self.bytes(aval, split)
         if self.data > 1:
             collective, size = ("reduce-scatter", local) if split.data is not None else ("all-reduce", local)
@@ -299,8 +301,9 @@ class _Walk:
             self.between.append(Transfer("all-reduce", scope, local, self.slices, times))
 
     def further(self, eqn, splits, out_rows, scope, times):
-        """Returns how outputs are split over the mesh axes that rules name. If the contracted axis of a product is
-        split, records the sum over the chips that the product needs."""
+        """Returns how the outputs of an equation are split over the mesh axes that the user's rules name. If the
+        contracted axis of a product is split, the partial products must be summed over the chips, and this transfer is
+        recorded."""
         names = {name for split in splits for _, name in split.more}
         found = [[] for _ in eqn.outvars]
         for name in sorted(names):
@@ -320,14 +323,15 @@ class _Walk:
 
 
 def _inside(split: Split) -> Split:
-    """Returns the split of a slice that an iteration takes along the first axis."""
+    """Returns how x[i] is split, if x is split as `split` describes."""
     before = lambda axis: axis - 1 if axis else None
     return Split(before(split.rows), before(split.data), tuple((axis - 1, name) for axis, name in split.more if axis))
 
 
 def _reshaped(eqn, axis, chips) -> int | None:
-    """Returns the index that a split axis has after a reshape, or None. The new axis must have the same product of axis
-    sizes before it, and its size must be a multiple of the number of chips."""
+    """Returns the axis of a reshape's result that is split if `axis` of its input is split, or None if there is no such
+    axis. The sizes of the axes before it must have the same product as in the input, and its own size must be a
+    multiple of the number of chips."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     ahead = math.prod(old[:axis])
     places = [i for i in range(len(new)) if math.prod(new[:i]) == ahead and new[i] % chips == 0 and new[i] > 1]

@@ -57,8 +57,8 @@ def _rows(plan) -> list[str]:
 
 
 def _sent(plan) -> list[str]:
-    """Returns one line for each candidate that fits: the bytes that it sends with each kind of collective. The selected
-    candidate is first."""
+    """Returns one line for each candidate that fits, with the number of bytes that each kind of collective sends. The
+    selected candidate is first."""
     each = plan.chosen
     lines = []
     for one in sorted(plan.candidates, key=lambda one: one.options != plan.options):

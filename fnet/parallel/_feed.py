@@ -1,5 +1,5 @@
-"""feed: distributes the batches of each process to its devices. All batches have one shape, and all processes end
-together."""
+"""feed: transfers the batches of each process to its devices. All batches have the same shape, and all processes run
+the same number of steps."""
 
 from __future__ import annotations
 
@@ -20,45 +20,47 @@ _AHEAD = 2      # batches that are prepared in advance
 
 
 def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, timeout: float = 300.0) -> Iterator[Any]:
-    """Yields batches for a step that runs on many devices. Each process provides its own rows.
+    """Yields batches for a step that runs on many devices. If several processes take part, each of them provides some
+    of the rows of each batch.
 
         for batch in parallel.feed(batches, plan):
             state, metrics = step(state, batch)
 
-    Every batch has the plan's shape, so the step is compiled only once. The share of a process is the part of the
-    batch's rows that are on its own devices. The share does not change. A short batch, such as the last batch of an
-    epoch, is padded with copies of its last row. `batch["weight"]`, float32 [rows], is 0 for these copies. `feed` adds
-    this leaf if the plan's batch has it and the given batch does not. A loss that is a weighted mean is then the mean
-    over the valid rows.
+    Every batch has the shape for which the plan was created, so the step is compiled only once. The share of a process,
+    the number of rows that its own devices hold, is therefore the same for every batch. A short batch, such as the last
+    batch of an epoch, is padded with copies of its last row. `batch["weight"]`, a float32 array [rows], is 0 for these
+    copies, so a mean with these weights ignores them. If the plan's batch has this leaf and a given batch does not,
+    `feed` adds it, with 1 for the valid rows.
 
-    Several processes agree before each step whether all have a batch. They do this while the previous step runs. If
-    batches have weights, a process without further batches provides rows of weight 0 until all processes have finished.
-    With one process, the calling thread transfers the next batch while the device runs the previous step.
+    Several processes tell each other, while a step runs, whether they have a batch for the next step. If batches have
+    weights, a process without further batches provides rows of weight 0 until all processes have finished. With one
+    process, the calling thread transfers the next batch while the device runs the previous step.
 
     Args:
-        batches: trees of NumPy arrays with the structure of the plan's batch and the rows of this process. For
-            reproducible results, yield them in the same order in each run. Leaves without rows, such as a key, must be
-            equal in all processes. The arrays may be overwritten after the next batch is requested.
-        plan: the result of `parallel.plan`, for attached devices.
-        drop_remainder: whether to omit short batches, and to end as soon as one of the processes has no more batches.
-            Set it to True for steps that do not read `batch["weight"]`. Default False.
-        timeout: the number of seconds that a process may be behind the others, including the time to compile. Default
-            300.
+        batches: an iterable of batches, each a tree of NumPy arrays with the structure of the plan's batch and with the
+            rows of this process. For reproducible results, every run must yield the batches in the same order. Leaves
+            without axes, such as a PRNG key, must be equal in all processes. The arrays may be overwritten after the
+            next batch is requested.
+        plan: the result of `parallel.plan`. Its devices must be attached.
+        drop_remainder: if True, short batches are omitted, and the iteration ends as soon as one process has no more
+            batches. Set it to True for steps that do not read `batch["weight"]`. Default False.
+        timeout: the number of seconds that the other processes wait for a process. It includes the time that this
+            process needs to compile the step. Default 300.
 
     Yields:
         Trees of `jax.Array`s with the structure of the plan's batch and with the plan's shardings.
 
     Raises:
         ValueError: a batch has more rows than the share of the process, its leaves, shapes or dtypes differ from the
-            plan's, or a batch must be padded but the step does not read `batch["weight"]`. The message names leaf,
-            shape and share.
+            plan's, or a batch must be padded but the step does not read `batch["weight"]`. The message names the leaf,
+            its shape and the share.
         PeersGone: another process is late, has ended or has left the loop. The message names this other process. The
-            remaining processes can exit without waiting for it. A process that is blocked in a step exits with a line
-            on stderr.
+            remaining processes can exit without waiting for it. A process that cannot raise the error, because it is
+            blocked in a step, prints one line to stderr and exits.
         TypeError: `batches` is not iterable.
 
-    Source: jax.make_array_from_process_local_data. PyTorch has two methods for unequal numbers of rows:
-    DistributedSampler repeats or drops examples, and with Join, a rank without data still takes part in collectives.
+    Source: jax.make_array_from_process_local_data. For unequal numbers of rows, PyTorch's DistributedSampler repeats or
+    drops examples, and its Join context lets a rank without data take part in collectives.
 
     >>> step = lambda state, batch: (state, {"mean": batch.mean()})
     >>> plan = parallel.plan(step, lambda key: {"w": jnp.ones(3)}, jnp.ones((8, 3)), devices=jax.devices()[:1])
@@ -111,8 +113,8 @@ def _together(batches, rows, processes, timeout):
 
 
 class _Peers:
-    """The batches of this process in a run of several processes. A thread prepares each batch, and agrees with the
-    other processes whether to run it.
+    """Provides the batches of this process in a run of several processes. A thread prepares each batch, and asks the
+    other processes whether they have a batch for the same step.
     """
 
     def __init__(self, batches, rows, processes, timeout):
@@ -164,7 +166,8 @@ class _Peers:
                     return
 
     def agreed(self, batch, error):
-        """Returns two values: the batch to run, or None at the end; and the error to raise, or None."""
+        """Decides together with the other processes whether to run a step. Returns (batch on the devices, None) to run
+        it, (None, error) to raise an error, or (None, None) at the end."""
         said = (BATCH if batch is not None else OUT) if error is None else (
             FAILED + f"{type(error).__name__}: {error}".split("\n")[0][:300])
         try:

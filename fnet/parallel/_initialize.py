@@ -30,8 +30,8 @@ def initialize(coordinator_address: str | None = None, num_processes: int | None
         process_id: index of this process, from 0.
         local_device_ids: indices of this machine's devices that this process uses. Default None: JAX selects them.
         initialization_timeout: seconds within which all processes must have started and connected. Default 600.
-        heartbeat_timeout: seconds without a heartbeat of a process, after which JAX considers this process dead and
-            ends the other processes. Default 100.
+        heartbeat_timeout: if a process sends no heartbeat for this number of seconds, JAX assumes that it has ended,
+            and ends the other processes. Default 100.
         shutdown_timeout: seconds that a finished process waits for the other processes. Default 300.
 
     Raises:

@@ -29,8 +29,8 @@ class Transfer(NamedTuple):
 
     Attributes:
         collective: the kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", ...
-        scope: the path of named scopes, or "" if XLA does not state the path. An operation and its backward pass have
-            the same path.
+        scope: the path of the named scopes (`jax.named_scope`) that contain the operation, or "" if XLA does not state
+            the path. Operations of the backward pass have the path of the forward operation.
         bytes: size of the collective's result on one chip.
         group: number of chips that take part in the collective.
         times: the number of times that one step runs this collective.
@@ -73,7 +73,7 @@ class Ledger(NamedTuple):
 
     @property
     def bytes(self) -> dict[str, int]:
-        """{kind of collective: bytes of the results of all these collectives in a step, on one chip}."""
+        """For each kind of collective, the bytes of the results on one chip, summed over a step."""
         found = collections.Counter()
         for transfer in self.transfers:
             found[transfer.collective] += transfer.bytes * transfer.times
@@ -103,7 +103,8 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
 
     Args:
         program: a compiled program, or its HLO text after partitioning. If XLA does not know the number of iterations
-            of a loop, the collectives in the loop count once. The collectives in all branches of a conditional count.
+            of a loop, the collectives of one iteration are counted. For a conditional, the collectives of all branches
+            are counted.
 
     Returns:
         A `Ledger`. `print` shows it as a table.
@@ -157,8 +158,8 @@ def ledger(program: jax.stages.Compiled | str) -> Ledger:
 
 
 def _trips(line, bodies) -> int:
-    """Returns the number of iterations of a loop from XLA's annotation, or else from the constant in the loop's
-    condition.
+    """Returns the number of iterations of a loop. It is read from XLA's annotation or, without an annotation, from the
+    constant in the loop's condition. If neither exists, returns 1.
     """
     if found := _TRIPS.search(line):
         return int(found[1])

@@ -18,9 +18,10 @@ class LocalBatches:
     """The part of a plan's batch that is on this process's devices.
 
     Attributes:
-        weighted: whether the step reads `batch["weight"]`, so that short batches can be padded.
+        weighted: whether the step reads `batch["weight"]`. Only then can short batches be padded.
         drop: whether short batches are omitted instead of padded.
-        why, choices: parts of error messages: the reason why batches cannot be padded, and what the user can do.
+        why: the reason why batches cannot be padded, a part of error messages.
+        choices: what the user can do then, a part of error messages.
     """
 
     def __init__(self, plan: Any, drop: bool):
@@ -54,8 +55,8 @@ class LocalBatches:
         Args:
             batch: the batch.
             at: the number of the batch, for error messages.
-            whole: whether the batch may also contain the rows of all processes. This process then selects its own rows.
-                Default False.
+            whole: whether the batch may contain the rows of all processes instead of only those of this process. If it
+                does, the rows of this process are selected. Default False.
 
         Raises:
             ValueError: the batch does not match the plan's batch, or the batch is short and cannot be padded.
@@ -119,7 +120,8 @@ class LocalBatches:
         return jax.tree.unflatten(self.structure, placed)
 
     def _leaves(self, batch):
-        """Returns the leaves of a batch in the plan's order. A weight that must be added is None."""
+        """Returns the leaves of a batch in the plan's order. If the batch has no "weight" and `fill` must add it, this
+        leaf is None."""
         leaves, structure = jax.tree.flatten(batch)
         if structure == self.structure:
             return leaves
@@ -149,7 +151,7 @@ class LocalBatches:
 
 
 def _parts(leaf, place) -> list[tuple[int, int]] | None:
-    """Returns the ranges (begin, end) of a leaf's rows on this process's devices, or None if the leaf has no rows."""
+    """Returns the ranges (begin, end) of a leaf's rows on this process's devices, or None if the leaf has no axes."""
     if not leaf.shape:
         return None
     indices = place.addressable_devices_indices_map(leaf.shape).values()
@@ -162,7 +164,8 @@ def _dtype(x):
 
 
 def _own(x, wanted, place):
-    """Copies an aligned array, because a CPU device may share its memory and the user may overwrite the array."""
+    """Copies an array if it is aligned. Without a copy, a CPU device may use the memory of an aligned array, which the
+    user may overwrite."""
     if not isinstance(x, np.ndarray) or not x.size:
         return x
     part = math.prod(place.shard_shape(wanted.shape)) * x.itemsize
@@ -170,7 +173,7 @@ def _own(x, wanted, place):
 
 
 def _everywhere(x, place):
-    """Transfers a leaf without rows to every device. The leaf must be equal in all processes."""
+    """Transfers a leaf without axes to every device. The leaf must be equal in all processes."""
     if jax.dtypes.issubdtype(_dtype(x), jax.dtypes.prng_key):
         wrap = lambda data: jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         return jax.jit(wrap, out_shardings=place)(np.asarray(jax.random.key_data(x)))

@@ -1,8 +1,8 @@
 """Activation pins: sharding constraints that keep the activations of a step split over the batch.
 
 If parameters are sharded and activations are unconstrained, XLA may gather activations and sum them over all chips,
-although gathering the weights would send far less. This module determines the batch axis of each value in the jaxpr,
-and constrains the results of products, convolutions and gathers. The model's code does not change.
+although gathering the weights would send far less. This module determines the batch axis of each value in the jaxpr. It
+adds sharding constraints to the results of products, convolutions and gathers. The model's code does not change.
 
 In a loop, XLA also reduces a sum over the batch in every iteration, for example the gradient of a weight that all
 iterations use. This module accumulates such sums on each chip, and reduces them over the chips once, after the loop.
@@ -54,8 +54,8 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
             constrained as well.
         mesh: a mesh with axes of type Auto.
         axis: the mesh axis or axes over which the batch is split. Default "data".
-        batch: the index of the positional argument that is the batch. The first axis of each of its leaves is split.
-            Default 1.
+        batch: the index of the positional argument that is the batch. The first axis of each leaf of the batch is
+            split. Default 1.
         activations: whether activations are constrained. Default True.
     """
     interpreter = _Pins(mesh, axis, activations)
@@ -70,7 +70,8 @@ def pin(step: Callable, mesh: Mesh, axis: str | tuple[str, ...] = "data", *, bat
 
 
 class _Pins(Interpreter):
-    """Evaluates a jaxpr and determines a note for each value: its batch axis, `PARTIAL` for a partial sum, or None."""
+    """Evaluates a jaxpr and adds a note to each value. The note is the index of the batch axis, `PARTIAL` if the value
+    is a partial sum, or None."""
 
     def __init__(self, mesh, axis, activations):
         super().__init__()
@@ -130,7 +131,7 @@ class _Pins(Interpreter):
         return [Value(y, 0) for y in mapped(*arrays)]
 
     def scan(self, eqn, at, inputs, notes):
-        """Constrains the sharding of the carry, before the loop and at the end of each iteration.
+        """Evaluates a scan. The sharding of its carry is constrained before the loop and at the end of each iteration.
 
         Partial sums over the batch are reduced once, after the loop.
         """
@@ -161,7 +162,7 @@ class _Pins(Interpreter):
         return [Value(y, note) for y, note in zip([*carried, *stacked], notes)]
 
     def ready(self, x, note, jaxpr, i):
-        """Gathers a weight before the loop if all iterations use it."""
+        """Returns a constant of a scan, gathered on all chips before the loop if it is a weight for a product."""
         if note is not None or not self.activations or not self.alone or x.ndim < 2 or self.chips == 1:
             return x
         if not _taken(jaxpr, jaxpr.invars[i]):
@@ -172,8 +173,8 @@ class _Pins(Interpreter):
     # Partial sums.
 
     def body(self, closed, scope, wanted, notes, summed=frozenset(), *, pin=None):
-        """Returns a function that evaluates the body of a loop or call. It reduces partial sums, except outputs in
-        `summed` and inputs that are returned unchanged."""
+        """Returns a function that evaluates the body of a loop or call. Partial sums among its outputs are reduced over
+        the chips. Exceptions are outputs with an index in `summed`, and inputs that the body returns unchanged."""
 
         def call(*arrays):
             values = [Value(x, note) for x, note in zip(arrays, notes)]
@@ -191,7 +192,7 @@ class _Pins(Interpreter):
         return Value(value.x.sum(0)) if value.note == PARTIAL else value
 
     def zeros(self, x):
-        """Returns the initial value of a partial sum: an array of zeros for each chip."""
+        """Returns the initial value of a partial sum, an array of zeros [chips, ...], with one row on each chip."""
         return self.spread(jnp.zeros((self.chips, *x.shape), x.dtype))
 
     def spread(self, x):
@@ -199,7 +200,8 @@ class _Pins(Interpreter):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def summed(self, parts, at, inside) -> frozenset[int]:
-        """Returns the indices of the carries of a scan to which each iteration only adds a sum over the batch."""
+        """Returns the indices of those carries of a scan that accumulate sums over the batch and are used for nothing
+        else."""
         if self.chips == 1:
             return frozenset()
         consts, carry, closed, jaxpr = parts.consts, parts.carry, parts.closed, parts.jaxpr
@@ -220,8 +222,8 @@ class _Pins(Interpreter):
         return found
 
     def partial(self, eqn, inputs) -> Value | None:
-        """Returns the output of an equation that creates a partial sum or that is linear in a partial sum; otherwise
-        None."""
+        """Evaluates an equation that creates a partial sum, or that is linear in partial sums, and returns its output.
+        Returns None for other equations."""
         name, notes = eqn.primitive.name, [value.note for value in inputs]
         if name in ("add", "add_any") and notes == [PARTIAL, PARTIAL]:
             return Value(inputs[0].x + inputs[1].x, PARTIAL)
@@ -235,8 +237,8 @@ class _Pins(Interpreter):
         return None
 
     def product(self, found, inputs) -> Value | None:
-        """Computes a product that contracts the batch axis: each chip computes the product of its own rows. Returns
-        None for other products."""
+        """Computes a product that contracts the batch axis as a partial sum: each chip contracts only its own rows.
+        Returns None for other products."""
         eqn, ((left, right), (left_batch, right_batch)) = found.eqn, found.dimensions
         rows = [value.note for value in inputs[:2]]
         if None in rows or PARTIAL in rows or rows[0] not in left or left.index(rows[0]) != _index(right, rows[1]):
@@ -255,7 +257,7 @@ class _Pins(Interpreter):
         return Value(self.spread(out), PARTIAL)
 
     def cut(self, x, row):
-        """Reshapes [..., rows, ...] to [..., chips, rows / chips, ...]."""
+        """Reshapes x from [..., rows, ...] to [..., chips, rows / chips, ...]."""
         x = self.held(x, row)
         x = x.reshape(*x.shape[:row], self.chips, x.shape[row] // self.chips, *x.shape[row + 1:])
         return self.held(x, row)
@@ -268,7 +270,7 @@ def _index(axes, axis):
 def _linear(eqn) -> bool:
     """Whether the cast of a sum equals the sum of the casts, up to rounding.
 
-    This does not hold for casts to 16 bits, nor for casts from floating point to integers.
+    The two differ for casts to 16 bits and for casts from floating point to integers.
     """
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return after.itemsize >= 4 and (jnp.issubdtype(after, jnp.inexact) or jnp.issubdtype(before, jnp.integer))

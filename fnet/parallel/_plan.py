@@ -27,8 +27,8 @@ class Candidate:
     Attributes:
         options: the strategy, a `Strategy` object. The property `strategy` is its name.
         persistent: bytes of the state in each chip's memory, including padding.
-        arguments: bytes of the state and of the chip's part of the batch.
-        exact: whether `persistent` and `arguments` are exact. If False, they are estimated.
+        arguments: bytes of the state and of the batch in each chip's memory.
+        exact: True if `persistent` and `arguments` are exact, False if they are estimated.
         estimate: estimated peak memory and transfers.
         compiled: peak memory and transfers of the compiled program, or None if the candidate was not compiled.
         time: the minimum time of a step.
@@ -72,12 +72,12 @@ class Plan:
 
     Attributes:
         target: the devices.
-        mesh: the mesh of the devices. It is an `AbstractMesh` if programs cannot be compiled for the devices, otherwise
-            a `Mesh`.
+        mesh: the mesh of the devices, a `Mesh`, or an `AbstractMesh` if there are no devices to compile for.
         options: the selected strategy, a `Strategy` object. The property `strategy` is its name.
         state, batch: the shardings of the state and of the batch, trees of `NamedSharding`s.
         candidates: the compared strategies.
-        replicated: (path, shape, reason) of each leaf that is replicated although the strategy splits the state.
+        replicated: a tuple (path, shape, reason) for each leaf of the state that cannot be split, although the strategy
+            splits the state. Each chip has a complete copy of such a leaf.
         shapes: the tree of shapes and dtypes of the batch.
         axes: the mesh axes over which the rows of the batch are split.
         unused: paths of the batch's leaves that the step does not read.
@@ -125,9 +125,9 @@ class Plan:
 
     @property
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """Estimates of the largest batch that fits on one chip, as (strategy, number of rows) for several strategies.
+        """The estimated largest batches that fit on one chip: a tuple of pairs (strategy, number of rows).
 
-        The tuple is empty if the plan is for several chips.
+        It is empty if the plan is for several chips.
         """
         return self._find_largest() if self._find_largest else ()
 
@@ -142,7 +142,7 @@ class Plan:
 
     def place(self, state: Any) -> Any:
         """Copies an existing state, for example a state read from a file, to the devices, with the plan's shardings.
-        The copy keeps `state` valid, because the step donates its argument."""
+        The original arrays remain valid after a step, which donates only the copy."""
         self._check_attached("place")
         if jax.tree.structure(state) != jax.tree.structure(self.state):
             raise ValueError(f"plan.place: the state has another structure than in the plan: "
@@ -191,7 +191,7 @@ class Plan:
         return Compiled(step, explained(compiled), explained(compiled.lower), explained(compiled.trace))
 
     def objection(self, state: Any, batch: Any) -> str | None:
-        """Returns the reason why the step cannot take this state and batch, or None."""
+        """Returns the reason why the step cannot be called with this state and batch, or None if it can."""
         return _check.call(self, state, batch)
 
     def explain(self) -> str:

@@ -40,20 +40,22 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
         state = plan.init(jax.random.key(0))
         step = plan.jit(step)
 
-    The memory and transfers of each strategy are estimated from the step's jaxpr. If the step can be compiled for the
-    devices, memory and transfers are read from the compiled program. The devices need not be attached. Of the
-    strategies that fit into memory, those that send at most 5 % more bytes than the minimum are kept. Of these, those
-    whose estimated time is at most 5 % above the minimum are kept. Of these, the simplest strategy that leaves half of
-    the memory free is selected, or, if no strategy does, the strategy with the most free memory. No arrays are
-    allocated.
+    The memory that each strategy needs, and the bytes that the chips send to each other, are estimated from the step's
+    jaxpr. If the step can be compiled for the devices, they are read from the compiled program instead. The devices
+    need not be attached, and no arrays are allocated.
+
+    Of the strategies that fit into memory, `plan` keeps those that send at most 5 % more bytes than the strategy that
+    sends the fewest. Of these, it keeps those whose estimated time is at most 5 % longer than the shortest. Of the
+    remaining strategies, it selects the simplest one that leaves half of the memory free. If none does, it selects the
+    one that leaves most memory free.
 
     Strategies: "data" is data parallelism. "zero1" also splits the optimizer's state (Rajbhandari et al., 2020, ZeRO,
     stage 1). "fsdp" also splits the parameters and gathers them for each use (stage 3; Zhao et al., 2023, PyTorch
     FSDP). "fsdp+pins" also keeps the activations split over the batch. Without these constraints, XLA may sum
-    activations over all chips instead of gathering weights. "fsdp" and "fsdp+pins" are both compiled, because the model
-    determines which of them sends fewer bytes. If no strategy fits, each strategy is tried with "+remat":
-    `ft.rematerialize` recomputes activations in the backward pass. If none of these fits, "+microbatches=2", 4, ... are
-    also tried. For this, the step must have a keyword argument `microbatches` and pass it to `ft.microbatch`.
+    activations over all chips instead of gathering weights. Which of "fsdp" and "fsdp+pins" sends fewer bytes depends
+    on the model, so both are compiled. If no strategy fits, each strategy is tried with "+remat": `ft.rematerialize`
+    recomputes activations in the backward pass. If none of these fits, "+microbatches=2", 4, ... are also tried.
+    Microbatches require that the step has a keyword argument `microbatches` and passes it to `ft.microbatch`.
 
     Args:
         step: a function `step(state, batch) -> (state, metrics)`, written for one device.
@@ -63,15 +65,16 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
             examples of the batch.
         devices: "local" (all devices of this run; default), a list of devices, or the name of devices that need not be
             attached: a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8": four machines
-            with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). libtpu compiles for TPUs (install it with
-            `pip install 'fnet[tpu-plan]'`), and JAX's CUDA plugin for some GPUs. Without them, the plan is an estimate,
-            and its table states this.
-        strategy: one of `parallel.STRATEGIES`, optionally with "+remat" and "+microbatches=N". "fsdp" includes
-            "fsdp+pins". Default "auto".
+            with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). To compile for TPUs that are not
+            attached, install libtpu (`pip install 'fnet[tpu-plan]'`). JAX's CUDA plugin can compile for some GPUs. If
+            the step cannot be compiled, the plan is an estimate, and its table states this.
+        strategy: "auto", or one of `parallel.STRATEGIES`, optionally followed by "+remat" and "+microbatches=N". With
+            "fsdp", "fsdp+pins" is also compared. Default "auto".
         mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. One length may be -1, which means all
             remaining devices. If "data" is omitted, its length is -1. By default, all devices of a TPU slice or GPU
-            machine are along "data", and the slices or machines are along "slice". The state is split within a slice,
-            and only gradients are summed over all slices.
+            machine are along "data", and the slices or machines are along "slice". The state is split over the devices
+            of a slice, and each slice has a complete state. Between slices, only sums over the batch, such as
+            gradients, are sent.
         rules: rules for tensor parallelism. A key is a regular expression that matches the complete path of a
             parameter, such as "blocks/fc/kernel". A value is a tuple that contains, for each axis of the parameter, the
             mesh axis over which it is split, or None. `parallel.rules` creates these rules from the logical axis names
@@ -199,8 +202,8 @@ class Drafts:
                                                          between, alike=self.alike))
 
     def compared(self, rung: list[Strategy], compile: bool) -> list[Candidate]:
-        """Returns a candidate for each strategy of a rung, one of the lists that `ladder` returns. A candidate that may
-        be selected has the verdict ""."""
+        """Returns a candidate for each strategy of `rung`, one of the lists that `ladder` returns. The verdict of a
+        candidate is "" if it may be selected."""
         estimated = [self.candidate(option) for option in rung]
         if not compile or self.chips.devices is None:
             free = lambda option: option.state == "fsdp" and not option.pins
@@ -239,8 +242,8 @@ class Drafts:
 
     @functools.lru_cache(None)    # noqa: B019
     def largest_batches(self) -> tuple[tuple[Strategy, int], ...]:
-        """Returns the largest number of rows that fits on one chip, for up to three variants of the step: unchanged,
-        with recomputed activations, and also with eight microbatches."""
+        """Returns pairs (strategy, largest number of rows that fits on one chip). The strategies are "data",
+        "data+remat" and, if the step supports microbatches, "data+remat+microbatches=8"."""
         if not self.memory:
             return ()
         options = [Strategy("data"), Strategy("data", remat=True)]
@@ -248,7 +251,8 @@ class Drafts:
         return tuple((option, self.rows(option)) for option in options)
 
     def rows(self, option: Strategy) -> int:
-        """Returns the largest total number of rows that fits into the memory of the devices with a variant of "data".
+        """Returns the largest number of rows of a batch with which the given strategy fits into the memory of the
+        devices.
 
         Peak memory is roughly linear in the number of rows, so each guess interpolates linearly between the two nearest
         results.
@@ -293,7 +297,8 @@ def _unpadded(tree, shardings) -> int:
 
 
 def needs(plan: Plan, step: Callable, state: Any, batch: Any) -> Estimate:
-    """Estimates the memory and transfers of a plan's step on each device for a batch of another size.
+    """Estimates the memory and transfers of a plan's step on each device, for a batch that may have another number of
+    rows than the plan's batch.
 
     Args:
         plan: the plan.
@@ -326,9 +331,7 @@ def _split(spec) -> Split:
 
 def _best(judged: list[Candidate], memory: float | None) -> Candidate | None:
     """Selects a candidate that fits into memory, or returns None. If candidates were compiled, only these are
-    considered. Of the candidates that send about the fewest bytes, the fastest are kept. Of these, the simplest
-    candidate that leaves half of the memory free is selected, or, if no candidate does, the candidate with the most
-    free memory."""
+    considered. The rules are those of `plan`."""
     fit = [each for each in judged if not each.verdict]
     fit = [each for each in fit if each.compiled] or fit
     if not fit:

@@ -19,12 +19,12 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
 
     Args:
         spec: a tree of `ParamSpec`s, the first result of `model.spec(x)`.
-        axes: {logical axis name: mesh axis}. If several axes of a parameter have such a name, only the first one is
-            split.
+        axes: {logical axis name: mesh axis}. If several axes of a parameter would be split over the same mesh axis,
+            only the first of them is split.
 
     Returns:
-        {path of a parameter: its spec}, for each parameter that has an axis with one of these names. A spec is a tuple
-        that contains, for each axis, a mesh axis or None.
+        A dict {path of a parameter: its spec} of the parameters that have an axis with one of these names. A spec is a
+        tuple that contains, for each axis of the parameter, a mesh axis or None.
 
     Raises:
         ValueError: no parameter has an axis with one of these names.

@@ -17,7 +17,8 @@ _KEEPS = frozenset(("convert_element_type", "copy", "optimization_barrier", "sha
 
 
 class Layout(NamedTuple):
-    """The partition specs of a state, and `whole`, a list of (path, shape, reason) for the replicated leaves."""
+    """`specs` is the tree of the partition specs of a state. `whole` is a list with a tuple (path, shape, reason) for
+    each leaf that is replicated because it cannot be split."""
 
     specs: Any
     whole: list
@@ -25,19 +26,21 @@ class Layout(NamedTuple):
 
 def layout(state, kind: str, chips: int, scanned: frozenset[str], ruled: dict[str, tuple] | None = None) -> Layout:
     """Returns the partition specs of a state. For the kind "data", no leaf is split. For "zero1", all leaves except
-    parameters are split. For "fsdp", all leaves are split.
+    parameters are split. For "fsdp", all leaves are split. Small leaves and leaves without a suitable axis are
+    replicated.
 
-    An array is split along the largest axis whose size is a multiple of `chips`, or the last such axis if several have
-    the same size. Axes over which a scan runs are excluded, because every iteration would gather them. Axes that a rule
-    splits are also excluded. Leaves with the path and shape of a parameter, such as an optimizer's moments, are split
-    like the parameter. An implicit array, such as a quantized array, consists of values and scales. The scales are
-    split along the same axis as the values if their size along this axis is a multiple of `chips`.
+    An array is split along the largest axis whose size is a multiple of `chips`. If several axes have this size, it is
+    split along the last of them. Two kinds of axes are excluded: axes that a rule already splits, and axes over which a
+    scan runs, because each iteration would need a transfer. Leaves of the optimizer's state that belong to a parameter,
+    such as its moments, are split like this parameter. An implicit array, such as a quantized array, consists of values
+    and scales. The scales are split along the same axis as the values if their size along this axis is a multiple of
+    `chips`.
 
     Args:
         state: a tree of shapes.
         kind: "data", "zero1" or "fsdp".
         chips: number of chips that share the state.
-        scanned: paths of the leaves over whose first axis a scan runs.
+        scanned: paths of the leaves that a scan slices along their first axis.
         ruled: {path of a parameter: its spec}, from the user's rules. Default None.
     """
     leaves, structure = jax.tree.flatten_with_path(state)
@@ -102,7 +105,7 @@ def _head(key):
 
 
 def scanned_leaves(jaxpr, paths: list) -> frozenset[str]:
-    """Returns the paths of the inputs of a jaxpr over whose first axis a scan runs."""
+    """Returns the paths of those inputs of a jaxpr that a scan slices along their first axis."""
     marks = _scanned(jaxpr, [{i} for i in range(len(jaxpr.invars))])
     return frozenset(jax.tree_util.keystr(paths[i]) for i in marks if i < len(paths))
 

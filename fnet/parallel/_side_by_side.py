@@ -31,21 +31,21 @@ class Figure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnChips:
-    """The estimated properties of a training step on the chips that one name of `compare` specifies.
+    """The estimated properties of a training step on the chips of one column of `compare`.
 
     Attributes:
         name: the name that was passed to `compare`.
         target: the chips.
-        policy: the dtypes of the step on these chips.
+        policy: the dtype policy for these chips, a `hardware.Policy`.
         count: FLOPs and bytes of the step.
         time: the minimum time of the step at the chips' peaks.
         peak: estimated number of bytes that the step needs on each JAX device.
         memory: bytes of memory of each JAX device, or None if unknown.
         rows: two estimates of the largest number of rows of a batch: for the unchanged step, and for the step with
             `ft.rematerialize`. None if the memory is unknown.
-        units: the size of a batch as a unit and the number of units, such as ("images", 32).
+        units: the unit in which a batch is counted, and the number of units in a batch, such as ("images", 32).
         watts: power of all chips together, or None if unknown.
-        values: a `Value`, which contains FLOP per dollar, for each known price.
+        values: for each known price of the chips, a `hardware.Value`, which contains the FLOP per dollar at this price.
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -73,13 +73,15 @@ class OnChips:
         return None if self.memory is None else self.peak <= ROOM * self.memory
 
     def watt_hours(self, steps: float) -> float | None:
-        """Energy of `steps` steps at the minimum time and at the chips' power."""
+        """Energy of `steps` steps in watt-hours, if each step takes the minimum time and the chips use their full
+        power. None if the power or the time is unknown."""
         if self.watts is None or not self.time.seconds:
             return None
         return self.watts * self.time.seconds * steps / 3600
 
     def dollars(self, steps: float) -> float | None:
-        """The price of `steps` steps at the minimum time, if the chips are rented by the hour."""
+        """Rent for `steps` steps in dollars, if each step takes the minimum time. None if no price per hour or no time
+        is known."""
         hourly = next((value.price.usd for value in self.values if value.price.per == "hour"), None)
         if hourly is None or not self.time.seconds:
             return None
@@ -87,13 +89,14 @@ class OnChips:
 
     @property
     def _priced(self) -> float:
-        """The number of units to which a price applies: complete systems if a system has its own price, otherwise
-        chips."""
+        """The number by which a price is multiplied: 1 if the name is a system with its own price, otherwise the number
+        of chips."""
         return 1 if self.name in hw.systems and hw.systems[self.name].prices else self.target.chip.chips_of(
             self.target.count)
 
     def figures(self, steps: float, period: str) -> dict[str, Figure]:
-        """Returns the column of the table as {quantity: figure}. `period` is the name of the number of steps."""
+        """Returns a column of the table as a dict {quantity: `Figure`}. Energy and rent are stated for `steps` steps,
+        and `period` is the text for this number."""
         chip, time = self.target.chip, self.time
         peak = chip.peak(self.count.dtype) if self.count.dtype else None
         names = ("as written", "recomputed")
@@ -130,7 +133,7 @@ class SideBySide:
     Attributes:
         columns: one `OnChips` for each name.
         steps: the number of steps for which energy and rent are stated.
-        period: the name of that number of steps, "1,000 steps" or "epoch".
+        period: the text for this number of steps in the table, "1,000 steps" or "epoch".
 
     >>> def step(w, batch):
     ...     return w - jax.grad(lambda w: ((batch @ w) ** 2).mean())(w), {}
@@ -145,7 +148,8 @@ class SideBySide:
     period: str
 
     def table(self) -> list[list[str]]:
-        """Rows of the table: the quantity, its basis, and its value for each name. The first row is the heading."""
+        """Rows of the table. A row contains a quantity, its basis, and its values on the chips of each name. The first
+        row is the heading."""
         figures = [column.figures(self.steps, self.period) for column in self.columns]
         rows = [["", "basis", *(column.name for column in self.columns)]]
         quantities = list(dict.fromkeys(name for each in figures for name in each))

@@ -52,8 +52,8 @@ class Strategy(NamedTuple):
         return STRATEGIES[f"{self.state}{'+pins' * self.pins}"] + "".join(more)
 
     def applied(self, step: Callable, mesh: Mesh | None = None, axes: Sequence[str] = ()) -> Callable:
-        """Returns the step that is rewritten for this strategy. Without a mesh, activations are not constrained, and
-        sums over the batch in loops are not moved."""
+        """Returns `step`, rewritten for this strategy. Without a mesh, `pin` is not applied: activations are not
+        constrained, and sums over the batch are not moved out of loops."""
         if self.microbatches > 1:
             step = functools.partial(step, microbatches=self.microbatches)
         step = rematerialize(step) if self.remat else step
@@ -80,8 +80,8 @@ def parse(strategy: str) -> Strategy | None:
 
 
 def ladder(strategy: str, step: Callable, rows: int, chips: int) -> list[list[Strategy]]:
-    """Returns the strategies to try, as a list of rungs. A rung is a list of strategies. It is used only if no strategy
-    of the earlier rungs fits into memory."""
+    """Returns the strategies to try, as a list of lists, the rungs. The strategies of a rung are tried only if no
+    strategy of the earlier rungs fits into memory."""
     option = parse(strategy)
     if option is not None and option.microbatches > 1:
         slices(step, option.microbatches, rows, chips)

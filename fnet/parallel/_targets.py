@@ -1,4 +1,5 @@
-"""The devices of a plan: the devices of this run, or devices that are given by name and not attached."""
+"""The devices of a plan: the devices of this run, or devices that the user specifies by name and that need not be
+attached."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class Target(NamedTuple):
         devices: devices to compile for, or None if programs cannot be compiled for them here.
         attached: whether the devices are attached, so that a program can run.
         why: the reason why `devices` is None, or "".
-        sent, sent_between: bytes/s that a device sends to other devices of its group, and to other groups, or None if
-            unknown.
+        sent: bytes/s that a device can send to the devices of its own slice or machine, or None if unknown.
+        sent_between: bytes/s that a device can send to other slices or machines, or None if unknown.
     """
 
     name: str
