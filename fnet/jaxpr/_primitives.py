@@ -124,8 +124,9 @@ def unsupported() -> tuple[str, ...]:
 # Descriptions of fnet's own primitives.
 
 class Inside(NamedTuple):
-    """An intermediate value of a primitive. `compute(eqn, arrays)` returns this value. `replace(eqn, arrays, value)`
-    returns the outputs of the primitive for another value."""
+    """An intermediate value of a primitive. `compute(eqn, arrays)` returns this value for the inputs `arrays` of an
+    equation. `replace(eqn, arrays, value)` returns the outputs of the equation with the intermediate value replaced by
+    `value`."""
 
     compute: Callable
     replace: Callable
@@ -136,20 +137,22 @@ class Description:
     """The properties of one of fnet's own primitives.
 
     Attributes:
-        traits: kind, precision and memory behavior.
-        lower: `lower(params, compute, out)` returns the parameters that must change so that operands are rounded to
-            `compute` and results have the dtype `out`, or None if the user has set the precision.
+        traits: the `Traits` of the primitive.
+        lower: `lower(params, compute, out)` returns the new values of those parameters that autocast must change. With
+            them, operands are rounded to the dtype `compute`, and results have the dtype `out`. The result is None if
+            autocast must not change the equation, for example because the user has set its precision.
         explain: `explain(*avals, **params)` returns a description of the implementation on this machine.
-        plain: `plain(eqn)` returns an open jaxpr of ordinary operations with the same value.
+        plain: `plain(eqn)` returns an open jaxpr that computes the outputs of the equation with JAX's primitives.
         refusal: `refusal(platform, eqn)` returns the reason why "cuda" or "tpu" has no kernel for the equation, or None
             if the platform has one.
-        stands_for: `stands_for(params)` returns (the bilinear primitive of JAX that is computed, its parameters, the
-            dtype to which its operands are rounded).
+        stands_for: for a primitive that computes the same as a bilinear primitive of JAX, such as dot_general.
+            `stands_for(params)` returns (JAX's primitive, its parameters, the dtype to which the operands are rounded).
         batch_first: whether the first axis of all operands and results is the batch axis.
-        inside: {name: `Inside`}, intermediate values of the primitive that are sites for `transforms.capture`.
-        axes: `axes(eqn)` returns ({name of a factor of axes: its size}, the names of the factors whose size may change,
-            the axes of each operand, the axes of each result). The name of a factor is one letter. Axes are written
-            like "b gr": an axis with the factor b, and an axis with the factors g and r.
+        inside: {name: `Inside`} for the intermediate values of the primitive that `transforms.capture` can return.
+        axes: a function of an equation that describes its axes. Each axis is a product of factors, and each factor is
+            named by a letter. For example, the string "b gr" describes two axes: the first has the factor b, the second
+            has the factors g and r. `axes(eqn)` returns ({letter: size of the factor}, the letters of the factors whose
+            size may change, a list with a string for each operand, a list with a string for each result).
     """
 
     traits: Traits

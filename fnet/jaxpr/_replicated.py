@@ -20,7 +20,7 @@ def may_differ(jaxpr: Any, inputs: Sequence[bool], axis: Any) -> list[bool]:
 
     Args:
         jaxpr: the body of the mapped function.
-        inputs: for each input of the jaxpr, whether its value differs between devices. Constants do not differ.
+        inputs: for each input of the jaxpr, whether its value may differ between devices. Constants do not differ.
         axis: the name of the mapped axis.
     """
     differs = dict(zip(jaxpr.invars, inputs))
@@ -58,8 +58,8 @@ def _outputs(eqn, inputs, axis) -> list[bool]:
 
 
 def _loop(jaxpr, consts, carry, slices, axis) -> list[bool]:
-    """Returns whether the carry and the other outputs of a loop differ. The body is analyzed again until no further
-    element of the carry differs."""
+    """Returns, for each element of the carry and each other output of a loop, whether it may differ between devices.
+    The body is analyzed again until no further element of the carry differs."""
     while True:
         outputs = may_differ(jaxpr, [*consts, *carry, *slices], axis)
         after = [before or now for before, now in zip(carry, outputs)]

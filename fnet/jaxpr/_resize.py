@@ -1,4 +1,4 @@
-"""Evaluation of a program from which indices along some axes are removed."""
+"""Evaluates a program at reduced sizes, after some indices along some axes of its inputs were removed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from fnet.jaxpr._zero_axes import freeze_nonzero_sums
 
 
 class TiedProgram:
-    """A closed jaxpr in which axes whose sizes must be equal are tied (see `Atoms`).
+    """A closed jaxpr from which indices can be removed. Axes whose sizes must stay equal are tied (see `Atoms`).
 
     Args:
         closed: the program.
         changing: for each input, whether its axes may change. This is True for parameters and state.
-        parameters: for each input, whether it is a parameter. The program without some indices computes the same as the
-            original program in which these indices of all parameters are set to zero.
-        returned: {output: input} for the state, which has the same axes as input and as output.
-        factors: {input: for each axis, the sizes of its factors} for inputs whose factors are already known.
+        parameters: for each input, whether it is a parameter. Removing indices from the program has the same effect as
+            setting all parameters to zero at these indices.
+        returned: {index of an output: index of an input} for the state: the new state has the same axes as the old
+            state.
+        factors: {index of an input: the sizes of the factors of each axis} for inputs whose axes are known to be
+            products of factors.
 
     Attributes:
-        closed, parameters: the arguments.
+        closed, parameters: the arguments with these names.
         inputs: the axes of each input.
-        frame: the axes of all values.
+        frame: the axes of all values of the program, as a `Frame`.
     """
 
     def __init__(self, closed: Any, changing: Sequence[bool], parameters: Sequence[bool],
@@ -63,8 +65,8 @@ class TiedProgram:
         return tuple(map(self.atoms.expand, self.inputs[i]))
 
     def evaluate(self, arrays: Sequence, kept: Mapping[int, np.ndarray]) -> list:
-        """Returns the outputs for arrays without the removed indices. `kept` contains the remaining indices of each
-        changed atom."""
+        """Returns the outputs for input arrays from which the indices were removed. `kept` contains the remaining
+        indices for each atom whose size has changed."""
         return Resizer(self.atoms, kept).whole(self.closed, self.frame, list(map(Value, arrays)))
 
     def shape(self, i: int, kept: Mapping[int, np.ndarray]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The jaxpr interpreter: a function is traced, then evaluated equation by equation, and a rule may replace equations.
 
-`rewrite(f, rule)` is the public form. The other transforms (autocast, tune, ...) use subclasses of `Interpreter`. These
-can also attach notes to values, analyze each jaxpr before its evaluation, and change the dtypes of values.
+`rewrite(f, rule)` is the public form. The other transforms (autocast, tune, ...) use subclasses of `Interpreter`. A
+subclass can also attach a note (any hashable information) to each value, analyze each jaxpr before its evaluation, and
+change the dtypes of values.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def rewrite(f: Callable, rule: Rule) -> Callable:
 
 
 class Interpreter:
-    """Evaluates jaxprs equation by equation. Subclasses control this by overriding the methods above `run`.
+    """Evaluates jaxprs equation by equation. Subclasses override `equation`, and other methods where they need to.
 
     An instance caches rewritten jaxprs, so that a jitted function that is called 60 times is rewritten only once.
     """
@@ -81,34 +82,38 @@ class Interpreter:
     def equation(self, eqn, at: Scope, inputs: list[Value], plan) -> Any:
         """Returns the outputs of an equation, a list of `Value`s, or NotImplemented.
 
-        After NotImplemented, the bodies of the equation are rewritten. An equation without bodies is bound unchanged.
+        If the result is NotImplemented, the equation is evaluated with rewritten bodies. If it has no bodies, it is
+        evaluated unchanged.
         """
         return NotImplemented
 
     def plan(self, jaxpr, wanted: tuple) -> Any:
         """Analyzes a jaxpr before its evaluation, and returns the result as the `plan` for the other methods.
 
-        `wanted` contains a requirement for each output. The subclass defines requirements; None means no requirement.
+        `wanted` contains for each output a requirement of the code that uses it, for example whether it needs float32.
+        Each subclass defines the form of its requirements. None means no requirement.
         """
         return None
 
     def wanted(self, plan, eqn) -> tuple:
-        """Returns the requirements on an equation's outputs, for the plan of the jaxpr inside the equation."""
+        """Returns the requirements on an equation's outputs. They are passed to `plan` for the body of the equation."""
         return (None,) * len(eqn.outvars)
 
     def literal(self, atom) -> Value:
         return Value(atom.val)
 
     def tangent(self, note) -> Any:
-        """Returns the note for the tangent of a value, in the derivative of a custom_jvp."""
+        """Returns the note of a tangent in the derivative of a custom_jvp, for the note of the primal value."""
         return None
 
     def depends(self, at: Scope) -> Any:
-        """Returns the part of a scope on which the rewriting depends. It is a part of the key of cached bodies."""
+        """Returns the part of a scope that affects the rewriting. A rewritten body is reused only where this part is
+        equal."""
         return at
 
     def saveable(self, policy):
-        """Returns the policy of a remat equation, adapted to the rewritten body."""
+        """Returns the policy of jax.checkpoint for the rewritten body of a remat equation, given the policy of the
+        equation."""
         return policy
 
     def run(self, f, args, kwargs):
@@ -171,7 +176,8 @@ class Interpreter:
     def body(self, closed, at, wanted, notes, *, pin=None):
         """Returns a rewritten closed jaxpr as a function of arrays.
 
-        `pin` states for each output whether it is converted back to its traced dtype. None: all outputs are converted.
+        `pin` states for each output whether it is converted back to its traced dtype. If `pin` is None, all outputs
+        are.
         """
 
         def call(*arrays):
@@ -185,8 +191,8 @@ class Interpreter:
         return call
 
     def kept(self, jaxpr, at, wanted, inputs: list[Value]):
-        """Returns (the rewritten closed jaxpr, the notes of its outputs) for inputs of these types, from the cache if
-        possible."""
+        """Returns (the rewritten closed jaxpr, the notes of its outputs) for inputs with the same types and notes as
+        `inputs`. The result is read from the cache if possible."""
         notes = tuple(value.note for value in inputs)
         types = tuple(jax.typeof(value.x) for value in inputs)
         key = self.depends(at), types, notes, wanted
@@ -222,7 +228,7 @@ class _Rewriter(Interpreter):
 
 class Evaluator(Interpreter):
     """Evaluates jaxprs on arrays of any dtype, with a rule `rule(eqn, arrays) -> arrays or NotImplemented`. The rule is
-    not called for equations in bodies."""
+    not called for equations inside loops, branches and calls."""
 
     def __init__(self, rule):
         super().__init__()

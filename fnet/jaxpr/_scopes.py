@@ -2,7 +2,7 @@
 
 JAX records the named scopes of an operation together with marks of the transformations that created it, such as
 "transpose(jvp(block))/fc". The path without the marks, "block/fc", is the same in the forward and backward pass. The
-marks determine the phase. This module parses such texts, both from jaxprs and from compiled HLO.
+marks determine the phase. This module parses these strings, which jaxprs and compiled HLO contain.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Scope(NamedTuple):
     Attributes:
         path: the named scopes, joined by "/"; "" outside of all scopes.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
-        transposes: how often the operation was transposed, counted from the innermost differentiated jax.checkpoint
-            around it. In loops, calls and branches, JAX may write the scopes of a jax.checkpoint twice for each
-            transposition.
+        transposes: how often the operation was transposed. Inside a differentiated jax.checkpoint, only transpositions
+            within the innermost one are counted. The number is needed because JAX may repeat the scopes of a
+            jax.checkpoint once for each transposition, if it is in a loop, call or branch.
     """
 
     path: str = ""
@@ -72,16 +72,18 @@ def in_jaxpr(jaxpr: Any, outer: Scope = TOP) -> Callable[..., Scope]:
 
 
 def _differentiates(eqn) -> bool:
-    """Whether an equation is a differentiated jax.checkpoint. In its body, JAX writes the scopes only once."""
+    """Whether an equation is a differentiated jax.checkpoint. JAX does not repeat scopes in the body of such an
+    equation."""
     return eqn.primitive.name in _REMATS and bool(eqn.params.get("differentiated"))
 
 
 @functools.lru_cache(1 << 14)
 def _doubled(stack: str, differentiated: bool, transposes: int) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Returns {names as JAX wrote them: names in the program} if JAX wrote the names of a jax.checkpoint repeatedly.
+    """Returns {names with repetitions: names without them} if JAX has repeated the names of a jax.checkpoint.
 
     Otherwise returns {}. `transposes` is the number of transpositions of the enclosing equations. The result is a guess
-    if the program itself repeats names, for nested checkpoints in a loop, and for second derivatives.
+    in three cases: the program itself repeats names, a loop contains nested checkpoints, or the derivative is of second
+    order.
     """
     tokens = _tokens(stack)
     names = tuple(name for name, mark in tokens if not mark)
@@ -182,7 +184,7 @@ def _once(tokens):
     """Removes repetitions from tokens.
 
     JAX writes the name stack of a differentiated jax.checkpoint twice, as A followed by B, where A is B with another
-    "transpose" mark. Higher derivatives repeat this. Only A is kept.
+    "transpose" mark. In higher derivatives, A and B may contain further repetitions. Only A is kept.
     """
     marks = [token == ("transpose", True) for token in tokens]
     for end in range(1, len(tokens) if any(marks) else 0):

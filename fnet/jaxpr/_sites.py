@@ -31,15 +31,15 @@ class Site:
     Attributes:
         path: the named scopes around the value, followed by the value's own name if it has one.
         structure: the tree structure of the value.
-        types: the types of the leaves, for one iteration of all scans around the site; None for a leaf that the program
-            no longer contains.
+        types: the types of the leaves, without the leading axes that stacking over scans would add. The type is None
+            for a leaf that the program no longer contains.
         scans: (path, length) of the scans around the site, outermost first.
         obstacle: the enclosing operation, such as a while loop, that prevents capturing the value, or None.
         differentiated: whether the site is in a part of the program that is differentiated.
         custom: whether the site is inside a function with a custom derivative.
         compute: a function `compute(eqn, arrays)` that returns the value if it is inside a primitive; otherwise None.
-        replace: a function `replace(eqn, arrays, value)` that returns the outputs of this primitive for another value;
-            otherwise None.
+        replace: a function `replace(eqn, arrays, value)` that returns the outputs of this primitive with the inner
+            value replaced by `value`; otherwise None.
         name: the path, followed by "#0", "#1", ... if several sites have the same path.
     """
 
@@ -71,8 +71,9 @@ class Level:
     """The sites of one jaxpr. If several calls share a jaxpr, each call has its own level.
 
     Attributes:
-        made: {id of an equation: [(output, site, leaf)]}: which outputs are leaves of which sites.
-        complete: {id of an equation: [site]}: the sites whose last leaf the equation computes.
+        made: {id of an equation: [(index of an output, site, index of a leaf)]} for the outputs that are leaves of
+            sites.
+        complete: {id of an equation: [site]} for the sites whose last leaf this equation computes.
         inner: {id of an equation: the level of its body}.
         sites: all sites in this jaxpr and in its bodies, in the order in which they are computed.
     """
@@ -167,7 +168,7 @@ def _below(path, name):
 
 @dataclasses.dataclass
 class _Run:
-    """Consecutive equations in a named scope, between one entry into the scope and its exit."""
+    """The equations that were traced during one use of a named scope."""
 
     key: tuple
     path: str
@@ -176,7 +177,8 @@ class _Run:
 
 
 def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int, list[Site]]:
-    """Does the same as `_tagged` for scopes without a tag. Their sites are the values computed inside and read outside.
+    """Does the same as `_tagged` for scopes without a tag. The site of such a scope contains the values that are
+    computed inside the scope and used outside of it.
     """
     runs, open_runs = [], []
     for i in forward:

@@ -89,7 +89,7 @@ def _inside(path) -> bool:
 
 
 def _field(path) -> tuple:
-    """Returns the end of a path, beginning with the attribute of the innermost object."""
+    """Returns the part of a path from the attribute of the innermost object to the leaf."""
     return path[max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=0):]
 
 

@@ -49,8 +49,8 @@ def tag(value: Any, name: str | None = None) -> Any:
 
     Args:
         value: a tree of arrays.
-        name: the last name of the site, after the path of the named scopes. Default None: the site has the path of the
-            scopes.
+        name: the name of the value. It is appended to the path of the named scopes. Default None: the value is
+            addressed by the path of the scopes alone.
 
     >>> def f(x):
     ...     return jnp.sin(tag(x * 2, "doubled"))
@@ -68,7 +68,8 @@ def tag(value: Any, name: str | None = None) -> Any:
 
 
 def tag_of(eqn: Any) -> tuple[Tagged, int] | None:
-    """Returns (the call of `tag`, the index of the array) for an equation that is a tag, and None for others."""
+    """Returns (the `Tagged`, the index of the array in this call of `tag`) for an equation that is a tag. Returns None
+    for other equations."""
     return (eqn.params["call"], eqn.params["index"]) if is_tag(eqn) else None
 
 

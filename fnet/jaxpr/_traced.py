@@ -1,4 +1,4 @@
-"""A call of any Python function as a jaxpr: arrays are traced, everything else is passed through unchanged."""
+"""Traces one call of a Python function. Arrays are traced; all other values are passed through unchanged."""
 
 from __future__ import annotations
 

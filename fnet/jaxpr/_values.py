@@ -15,8 +15,8 @@ class Value:
     Attributes:
         x: the array. Its dtype may differ from the dtype with which the value was traced.
         note: hashable information about the value, set by the interpreter. Default None.
-        restored: the array in its traced dtype, or None before `restore` has created it. All equations that need this
-            array share it, so that their gradients are summed in the traced dtype.
+        restored: the array in its traced dtype, or None before `restore` has created it. All equations that need the
+            traced dtype use this one array. The gradients of its uses are therefore summed in the traced dtype.
     """
 
     __slots__ = ("note", "restored", "x")

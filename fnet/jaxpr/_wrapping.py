@@ -13,8 +13,8 @@ _NAMES = ("__module__", "__name__", "__qualname__", "__doc__", "__type_params__"
 def wraps(f: Callable, *, signature: bool = True) -> Callable:
     """Like `functools.wraps(f)`, but copies no other attribute of `f`.
 
-    `functools.wraps` copies the whole `__dict__`. Attributes such as `lower` and `trace` of a compiled `f` would then
-    compile `f` in place of the transformed function.
+    `functools.wraps` copies the whole `__dict__`. If this contained the methods `lower` and `trace` of a compiled `f`,
+    the copied methods would compile `f` and not the transformed function.
 
     Args:
         f: the original function, or any callable. For a `functools.partial`, the names are those of its function.
@@ -41,7 +41,7 @@ class Compiled:
     """A compiled function with its own methods `lower` and `trace`, like those of `jax.jit`.
 
     `lower` and `trace` are stored in slots, not in `__dict__`. `jax.jit` and `functools.wraps` copy the `__dict__` of
-    the function that they wrap, so attributes in `__dict__` would replace those of the outer function.
+    the function that they wrap. If it contained these methods, the copies would replace the wrapper's own methods.
 
     Args:
         f: the original function, from which the names and the signature are copied.

@@ -1,9 +1,9 @@
-"""Determines where values are zero if parameters are zero.
+"""Determines at which indices the values of a program are zero if its parameters are zero at some indices.
 
 Indices may be removed from a program if this has the same effect as setting the parameters to zero at these indices. An
 atom is a factor of an axis (see `Atoms`). A value is *zero on* an atom if it is zero at all indices of the atom at
-which the parameters are zero. The program may sum over an atom, or contract it, if the summands are zero on this atom,
-because the removed summands are then zero.
+which the parameters are zero. The program may sum over an atom only if the summands are zero on this atom: all removed
+summands are then zero.
 """
 
 from __future__ import annotations

@@ -242,9 +242,9 @@ def _own(x):
     """Returns a copy of `x`, in float32 if its dtype is narrower.
 
     The copy determines the order in which gradients are added: the gradients of all uses of the copy are summed before
-    they are added to the other gradients of `x`. One of them is the broadcast of a mean. If it were added last to the
-    gradient of a residual stream, XLA:CPU would recompute this gradient wherever it is used, together with the
-    gradients of all later blocks. This would double the time of a ViT's training step.
+    they are added to the other gradients of `x`. One gradient of the copy is the broadcast of a mean. If it were added
+    last to the gradient of a residual stream, XLA:CPU would recompute this gradient wherever it is used, together with
+    the gradients of all later blocks. This would double the time of a ViT's training step.
     """
     return jnp.copy(wide(x))
 
