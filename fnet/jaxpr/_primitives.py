@@ -1,4 +1,5 @@
-"""Properties of primitives: one table for all transforms and analyses, and descriptions of fnet's own primitives."""
+"""Properties of primitives: a table that all transforms and analyses read, and descriptions of fnet's own
+primitives."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The properties of a jaxpr's sites that depend on the equations around the jaxpr (see `Site`)."""
+    """The properties that the sites of a jaxpr inherit from the equations around the jaxpr (see `Site`)."""
 
     at: Scope = TOP
     scans: tuple[tuple[str, int], ...] = ()
@@ -213,7 +213,8 @@ def _untagged(level, jaxpr, place, scopes, forward, readers, tagged) -> dict[int
 
 
 def _entries(eqn, path, outer) -> list[tuple[str, tuple]]:
-    """Returns (path, key of the entry into the scope) for the named scopes around an equation, outermost first."""
+    """Returns (path, key) for each named scope around an equation, outermost first. Equations that were traced during
+    the same use of a scope have equal keys."""
     relative = path[len(outer):].lstrip("/") if outer else path
     if not relative:
         return []

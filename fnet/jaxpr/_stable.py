@@ -137,8 +137,8 @@ def _gather(self, eqn, at):
 
 
 def _filling(eqn, fill):
-    """Returns the value for indices that are out of bounds. JAX's default is NaN, the smallest signed integer, the
-    largest unsigned integer, or True, depending on the dtype."""
+    """Returns the value that a gather returns for indices that are out of bounds. JAX's default is NaN, the smallest
+    signed integer, the largest unsigned integer, or True, depending on the dtype."""
     dtype = eqn.outvars[0].aval.dtype
     if fill is not None:
         return _number(fill)

@@ -1,7 +1,7 @@
-"""Tags: identity operations that mark values for inspection, in programs that are traced only for inspection.
+"""Tags: identity operations that mark values for inspection. Only programs that are traced for inspection contain them.
 
 `tag` creates tags only while `tagging` is True. This setting is a part of the key of JAX's caches of traced functions.
-Other programs contain no tags, so tags do not affect their speed.
+Tags therefore do not affect the speed of other programs.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _bounded(eqn, name, ins) -> Zero:
 
 
 def _multiplied(frame, eqn, found, ins, atoms) -> Zero:
-    """A product or convolution is zero where either operand is zero, on the atoms that are in the result."""
+    """A product or convolution is zero on an atom of the result if either operand is zero on this atom."""
     lhs, rhs = (frame.of(v) for v in eqn.invars[:2])
     if found.op.name == "dot_general":
         summed = [lhs[i] for i in found.dimensions[0][0]]

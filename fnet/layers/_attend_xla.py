@@ -180,8 +180,8 @@ def backward(form: Form, products: Products, blocks: list[Span], q, k, v, *rest)
         v' = w^T y',  w' = y' v^T,  logits' = w (w' - sum(w w')),  q' = logits' k,  k' = logits'^T q
 
     sum(w w') equals sum(y y'), which is faster to compute (Dao et al., 2022, FlashAttention, appendix B.4). But in
-    16-bit dtypes y is rounded, so the cotangents of the logits would not sum to exactly 0. Therefore sum(w w') is
-    computed here.
+    16-bit dtypes y is rounded. With sum(y y'), the cotangents of a row of logits would not sum to exactly 0, as they
+    should. Therefore sum(w w') is computed here.
     """
     *where, _, peak, total, y = rest
     b, t, h, d = q.shape

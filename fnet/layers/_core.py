@@ -77,7 +77,7 @@ class Layer:
         raise NotImplementedError(f"{type(self).__name__} has no forward(self, scope, ...)")
 
     def __call__(self, where: Any, *inputs: Any, **options: Any) -> Any:
-        """Computes the outputs: `layer(scope, *inputs)` inside a model, `model(params, *inputs)` outside.
+        """Computes the outputs. Inside a model, write `layer(scope, *inputs)`; outside, write `model(params, *inputs)`.
 
             logits = model(params, x)                                             # inference
             logits, state = model(params, x, state=state, key=key, train=True)    # training
@@ -100,7 +100,7 @@ class Layer:
         return _call(self, type(self).forward, where, inputs, options)
 
     def spec(self, *inputs: Any, train: bool = False, **options: Any) -> Spec:
-        """Returns shapes and initializers of all arrays: `(params, state)`, two trees of `ParamSpec`.
+        """Returns `(params, state)`, two trees of `ParamSpec` with the shapes and initializers of all arrays.
 
         Traces `forward` once, without computing anything. The arguments are the same as for `init`, without `key`.
         """
@@ -193,7 +193,7 @@ _METHODS = {name for name in vars(Layer) if not name.startswith("__")}
 
 
 def method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a method of a layer so that it is called like the layer, with a scope inside a model or params outside.
+    """Decorates a method so that it is called like its layer: with a scope inside a model, and with params outside.
 
     >>> class Twice(nn.Layer):
     ...     def forward(self, scope, x):

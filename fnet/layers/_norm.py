@@ -87,7 +87,7 @@ class RMSNorm(Layer):
 
 
 class GroupNorm(Layer):
-    """Normalizes each example to mean 0 and variance 1 over space and a group of channels, then scales and shifts.
+    """Normalizes each group of channels of each example to mean 0 and variance 1 over space, then scales and shifts.
 
     `GroupNorm(1)` normalizes over all channels. `GroupNorm(channels)` is instance normalization.
 

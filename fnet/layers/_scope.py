@@ -110,7 +110,8 @@ class Place:
 
 
 class Scope:
-    """The node of the parameter tree that holds a layer's arrays: an argument of `forward`, valid for one call.
+    """Gives a layer access to its arrays, which are one node of the parameter tree. A Scope is an argument of `forward`
+    and is valid for one call.
 
     The complete interface is: `scope["name"]` (the scope of a child), `param`, `state`, `update`, `key`, `train` and
     `pure`. A Scope uses no global state. To share the arrays of a child, keep its scope in a variable:
@@ -259,7 +260,8 @@ class Scope:
 
     def pure(self, layer: Any, *inputs: Any, copies: int | None = None,
              **options: Any) -> tuple[Callable, dict, Any, Any]:
-        """Returns `layer`, with this scope's parameters, as a pure function for use with JAX's own transforms.
+        """Returns `layer` as a pure function, to which JAX's own transforms can be applied, and its arrays in this
+        scope.
 
             f, params, state, key = scope.pure(self.block, x)
             y, state = jax.checkpoint(f)(params, x, state=state, key=key)

@@ -154,7 +154,7 @@ class Bert(Model):
             that it is a random text. "pretraining": both "masked_lm" and "next_sentence". Default: None.
         classes: number of logits of the heads "sequence" and "tokens".
         pooler: whether a model without a head has a pooler.
-        dropout: dropout rate of embeddings, attention weights and residual branches, and before the head.
+        dropout: dropout rate of the embeddings, the attention weights, the residual branches and the input of the head.
         epsilon: epsilon of the norms.
         stacked: whether the blocks are one `nn.Stack`; see `models.unstack`.
 

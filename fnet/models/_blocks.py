@@ -99,7 +99,8 @@ def periods(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def unstack(model: nn.Layer, params: Mapping) -> tuple[nn.Layer, dict]:
-    """Converts a model and its parameters to `stacked=False`, with which text generation is fastest on a CPU.
+    """Converts a model with stacked blocks, and its parameters, to `stacked=False`. This makes text generation faster
+    on a CPU.
 
         model, params = models.unstack(model, params)
 

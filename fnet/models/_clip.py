@@ -130,8 +130,8 @@ class CLIPText(_Encoder):
         activation: "gelu", or "quick_gelu", which is x * sigmoid(1.702 x).
         epsilon: epsilon of the norms.
 
-    Input: integers [batch, time]. Output: `Encoded` with the features of all tokens in `hidden`, and the features of
-    each text in `pooled`: [batch, dim], or [batch, width] without a projection.
+    Input: integers [batch, time]. Output: an `Encoded`. `hidden` contains the features of all tokens, and `pooled` the
+    features of each text. The shape of `pooled` is [batch, dim], or [batch, width] without a projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
 
@@ -178,8 +178,8 @@ class CLIPVision(_Encoder):
         patch: height and width of a patch in pixels.
         size: height and width of the images in pixels.
 
-    Input: [batch, size, size, 3]. Output: `Encoded` with the features of all tokens in `hidden`, and the features of
-    each image in `pooled`: [batch, dim], or [batch, width] without a projection.
+    Input: [batch, size, size, 3]. Output: an `Encoded`. `hidden` contains the features of all tokens, and `pooled` the
+    features of each image. The shape of `pooled` is [batch, dim], or [batch, width] without a projection.
 
     Source: Radford et al. (2021), Learning Transferable Visual Models From Natural Language Supervision.
 
