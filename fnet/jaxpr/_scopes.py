@@ -30,8 +30,8 @@ class Scope(NamedTuple):
         path: the named scopes, joined by "/"; "" outside of all scopes.
         phase: "forward", "backward", or "recomputed" (computed again for the backward pass).
         transposes: how often the operation was transposed. Inside a differentiated jax.checkpoint, only transpositions
-            within the innermost one are counted. The number is needed because JAX may repeat the scopes of a
-            jax.checkpoint once for each transposition, if it is in a loop, call or branch.
+            within the innermost one are counted. The number is needed because for each transposition, JAX may write the
+            scopes of a jax.checkpoint twice if it is in a loop, call or branch.
     """
 
     path: str = ""

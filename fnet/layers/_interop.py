@@ -26,9 +26,9 @@ def from_linen(module: linen.Module, *, train: str | None = None) -> Layer:
     Args:
         module: the module, which must not be bound. In its fields, lists become tuples and dicts become FrozenDicts, so
             that the module can be hashed.
-        train: the name of the module's argument that selects training mode, such as "is_training". If True selects
-            inference mode, the name must begin with "not ", for example "not frozen". "" means that there is no such
-            argument. Default None: `from_linen` searches the signature of `__call__` for train, training or
+        train: the name of the module's argument that selects training mode, such as "is_training". For an argument that
+            selects inference mode, write "not " before its name, for example "not frozen". "" means that there is no
+            such argument. Default None: `from_linen` searches the signature of `__call__` for train, training or
             is_training, and for deterministic, use_running_average or inference.
 
     Returns:
