@@ -60,10 +60,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def training(name: str, rows: int | None = None) -> tuple:
-    """Returns a training step of a published configuration: (step, init, batch, whether it classifies images).
+    """Returns (step, init, batch, images) for a published configuration of a model. `images` is whether the model
+    classifies images.
 
     Raises:
-        ValueError: there is no such configuration, or it is neither an image classifier nor a language model.
+        ValueError: no image classifier or language model has a configuration of this name.
     """
     import difflib
 

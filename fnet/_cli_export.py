@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sizes(text: str) -> dict[str, int]:
-    """Parses sizes: for "b=1,t=64", returns {"b": 1, "t": 64}."""
+    """Converts the value of --sizes, such as "b=1,t=64", to a dict, such as {"b": 1, "t": 64}."""
     try:
         return {name.strip(): int(size) for name, size in (pair.split("=") for pair in text.split(","))}
     except ValueError:

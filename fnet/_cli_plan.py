@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def found(name: str) -> tuple:
-    """Calls the function `module:function` and returns its result, (step, init, batch)."""
+    """Imports the function with the name `module:function`, calls it, and returns its result, (step, init, batch)."""
     where, _, function = name.rpartition(":")
     if not where or not function:
         raise ValueError(f"{name!r}: expected module:function or file.py:function")

@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def separate(argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """Returns (the arguments of `fnet sweep`, the flags of the script, which follow after --)."""
+    """Splits a command line at --. Returns the arguments before it, which are those of `fnet sweep`, and the arguments
+    after it, which are the flags of the script."""
     if "sweep" not in argv or "--" not in argv:
         return argv, []
     at = list(argv).index("--")

@@ -233,7 +233,8 @@ def _row(name: str) -> int:
 
 
 def _comparison(item: Any) -> list[tuple[str, str]]:
-    """Returns rows (dtype, text): a formula with the computed peak, the published peaks, and why they differ."""
+    """Returns rows (dtype, text). The text states the formula, the computed peak, the published peaks, and why they
+    differ."""
     from fnet import hardware as hw
 
     formulas = {(c.dtype, c.formula): c.flops for c in hw.computed(item)}

@@ -1,8 +1,8 @@
-"""All of fnet's uses of JAX names that are not documented as public.
+"""The only package of fnet that uses undocumented names of JAX.
 
-`_features` imports these names. A name that JAX lacks disables one feature of fnet, and `disabled` lists such features.
-`compilation`, `kernels` and `processes` are imported on first use. Each name has a test in tests/test_jax_names.py that
-fails with a clear message if JAX moves it. `fnet.jaxpr` reads the parameters of equations.
+`_features` imports these names. If the installed version of JAX lacks a name, the feature of fnet that needs the name
+is disabled. `disabled` lists such features. `compilation`, `kernels` and `processes` are imported on first use. For
+each name, tests/test_jax_names.py contains a test that fails if a version of JAX no longer has the name.
 """
 
 import importlib
@@ -43,7 +43,8 @@ def __getattr__(name):
 
 
 def prng_impl(**options):
-    """Returns an implementation of random keys, for `jax.random.wrap_key_data(..., impl=...)`."""
+    """Defines a random number generator with `jax.extend.random.define_prng_impl`, and returns it. The result can be
+    passed to `jax.random.wrap_key_data` as `impl`."""
     from jax.extend import random
 
     return random.define_prng_impl(**options)

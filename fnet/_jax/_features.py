@@ -1,7 +1,7 @@
 """Access to JAX names that are not public.
 
-A name that this version of JAX lacks disables only the feature that needs the name. `private` then returns a `Missing`,
-which raises an error when it is used. `disabled` lists the features whose names are missing.
+If this version of JAX lacks a name, only the feature that needs the name is disabled: `private` then returns a
+`Missing`, which raises an error when it is used. `disabled` lists the features whose names are missing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Missing:
 
 
 def private(path: str, feature: str) -> Any:
-    """Returns the object at a dotted path, such as "jax._src.core.typeof". If there is none, returns a `Missing` that
-    names `feature`."""
+    """Returns the object at a dotted path, such as "jax._src.core.typeof". If there is none, returns a `Missing`, whose
+    error message contains `feature`."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)

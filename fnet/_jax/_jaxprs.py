@@ -1,4 +1,4 @@
-"""Converts open jaxprs to closed jaxprs, and the constants of a jaxpr to inputs."""
+"""Converts open jaxprs to closed jaxprs, and converts the constants of a jaxpr to inputs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ UNSPECIFIED = private("jax._src.sharding_impls.UNSPECIFIED", "calls with shardin
 
 
 def close(jaxpr: Any) -> Any:
-    """Returns a closed jaxpr. The constants of an open jaxpr become its first inputs."""
+    """Converts an open jaxpr to a closed jaxpr, whose first inputs are the constants of the open jaxpr. A closed jaxpr
+    is returned unchanged."""
     if hasattr(jaxpr, "consts"):
         return jaxpr
     return ClosedJaxpr(_without_constants(jaxpr) if jaxpr.constvars else jaxpr, ())
 
 
 def consts_as_inputs(closed: Any) -> Any:
-    """Returns the open jaxpr of a closed jaxpr, with the constants as its first inputs."""
+    """Converts a closed jaxpr to an open jaxpr without constants. Its first inputs are the former constants."""
     return _without_constants(closed.jaxpr)
 
 
@@ -37,8 +38,8 @@ def unplaced(params: dict) -> bool:
 
 
 def hoisted(params: dict, closed: Any) -> tuple[dict, list]:
-    """Returns the parameters of a jit equation that evaluates `closed` with its constants as the first inputs, and the
-    values of these constants."""
+    """Changes the parameters of a jit equation so that it evaluates `closed`, whose constants become the first inputs.
+    Returns the new parameters, and the values of the constants."""
     count = len(closed.consts)
     first = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
     changes = {name: (value,) * count + tuple(params[name]) for name, value in first.items()}
@@ -46,8 +47,8 @@ def hoisted(params: dict, closed: Any) -> tuple[dict, list]:
 
 
 def widened(params: dict, closed: Any, outputs: int) -> tuple[dict, list]:
-    """Does the same as `hoisted`, for a jaxpr that has `outputs` more outputs than the equation with these
-    parameters."""
+    """Does the same as `hoisted`. In addition, `closed` has more outputs than the equation with the parameters
+    `params`. `outputs` is the number of additional outputs."""
     changes, consts = hoisted(params, closed)
     more = {"out_shardings": UNSPECIFIED, "out_layouts": None}
     return {**changes, **{name: (*params[name], *(value,) * outputs) for name, value in more.items()}}, consts

@@ -1,4 +1,4 @@
-"""Returns the rules of custom_jvp, custom_vjp and custom_vmap equations as jaxprs."""
+"""Traces the differentiation and batching rules of custom_jvp, custom_vjp and custom_vmap equations to jaxprs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class CustomJvp:
         self.symbolic_zeros = params["symbolic_zeros"]
 
     def jaxpr(self, zeros: list[bool]) -> tuple[Any, list[bool]]:
-        """Returns the jaxpr of the rule, and a list of which output tangents are zero. The jaxpr maps primals and
-        nonzero tangents to outputs and their nonzero tangents.
+        """Returns the jaxpr of the rule, and for each output whether its tangent is zero. The inputs of the jaxpr are
+        the primals and the nonzero tangents. Its outputs are the primal outputs and their nonzero tangents.
 
         Args:
-            zeros: for each input, whether its tangent is zero. Closed-over constants are first. Their tangents are
-                zero.
+            zeros: for each input, whether its tangent is zero. The first inputs are the closed-over constants, whose
+                tangents are zero.
         """
         jaxpr, consts, zeros_out = self._fun.call_wrapped(*zeros[self.consts:])
         return ClosedJaxpr(jaxpr, consts), list(zeros_out)
@@ -39,7 +39,8 @@ class Forward(NamedTuple):
     Attributes:
         closed: the closed jaxpr from the inputs to residuals and outputs.
         residuals: the number of residuals that the jaxpr returns.
-        forwarded: for each residual of the backward function, the index of the input that is equal to it, or None.
+        forwarded: for each residual that the backward function needs, the index of the input that is this residual, or
+            None if the jaxpr returns the residual.
     """
 
     closed: Any
@@ -68,11 +69,12 @@ class CustomVjp:
         return self._forward[perturbed]
 
     def backward(self, forward: Forward, zeros: list[bool]) -> tuple[Any, list[bool]]:
-        """Returns the jaxpr of the backward function, and a list of which inputs have a cotangent. The jaxpr maps
-        inputs, residuals and output cotangents to input cotangents.
+        """Returns the jaxpr of the backward function, and for each input of the equation whether it has a cotangent.
+        The jaxpr maps the inputs and residuals of the equation, and the cotangents of its outputs, to the cotangents of
+        its inputs.
 
-        The backward function is traced with the original types, which the user's function expects. A residual that is a
-        Python number in the forward function remains a Python number.
+        The backward function is traced with the types of the equation's inputs, which the user's function expects. A
+        residual that is a Python number in the forward function remains a Python number.
 
         Args:
             forward: the forward function.
@@ -98,8 +100,8 @@ class CustomVjp:
 
 
 def custom_vmap_rule(params: dict, size: int, batched: list, types: list) -> tuple[Any, list[bool]]:
-    """Returns the jaxpr of a custom_vmap equation's batching rule for inputs of these types, and a list of which
-    outputs are batched."""
+    """Traces the batching rule of a custom_vmap equation for inputs of these types. Returns its jaxpr, and for each
+    output whether it is batched."""
     flags, tree = [], params["in_tree"]
 
     def rule(*arrays):
@@ -120,8 +122,8 @@ def _inexact(v) -> bool:
 
 
 def _cotangents(outputs, zeros, nonzero):
-    """Returns the cotangents of all outputs. They are symbolic zeros, float0 zeros for integers, and the cotangents in
-    `nonzero`."""
+    """Returns the cotangents of all outputs, in order. Where `zeros` is True, the cotangent is a symbolic zero. The
+    other cotangents are those in `nonzero`, and float0 zeros for outputs with an integer dtype."""
     rest = iter(nonzero)
     return [SymbolicZero(v.aval.to_tangent_aval()) if zero else next(rest) if _inexact(v)
             else np.zeros(v.aval.shape, jax.dtypes.float0) for v, zero in zip(outputs, zeros)]

@@ -1,4 +1,5 @@
-"""The active trace, name stacks and source lines of equations, and evaluation of primitives."""
+"""Functions for the active trace, for the name stacks and source lines of equations, and for the evaluation of
+primitives."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def outermost() -> bool:
 
 
 def vary_alike(*arrays):
-    """Returns the arrays, converted so that all vary over the same mesh axes. shard_map requires this of the operands
-    of an operation."""
+    """Converts arrays so that all of them vary over the same mesh axes, as shard_map requires for the operands of an
+    operation."""
     return _reshard(*arrays)
 
 
@@ -64,8 +65,8 @@ def name_stack(eqn: Any) -> str:
 
 
 def scope_entries(eqn: Any) -> tuple[tuple[str, int], ...]:
-    """Returns (name, identity) for each named scope of an equation, the outermost first. Each time a named scope is
-    entered, it has a new identity, which all equations inside share."""
+    """Returns (name, identity) for each named scope of an equation, the outermost first. Each time the program enters a
+    named scope, the scope gets a new identity, which is the same for all equations inside."""
     return tuple((entry.name, id(entry)) for entry in eqn.source_info.name_stack.stack if isinstance(entry, _Scope))
 
 
@@ -90,8 +91,8 @@ def current_names() -> Any:
 
 @contextlib.contextmanager
 def equation_context(eqn: Any, outer: Any):
-    """A context whose operations have the source line and JAX context of the equation. Their names are the equation's
-    names, below the name stack `outer`."""
+    """Returns a context in which new equations get the source line and the JAX context of `eqn`. Their name stack is
+    `outer`, followed by the name stack of `eqn`."""
     names = outer + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
@@ -99,8 +100,8 @@ def equation_context(eqn: Any, outer: Any):
 
 @contextlib.contextmanager
 def names_context(outer: Any, name: str):
-    """A context whose operations have the name `name`, below the name stack `outer` instead of the active name
-    stack."""
+    """Returns a context in which the name stack of new equations is `outer`, followed by `name`. The active name stack
+    is ignored."""
     with _source_info.set_name_stack(outer.extend(name)):
         yield
 
@@ -110,8 +111,8 @@ def names_context(outer: Any, name: str):
 def bind_again(eqn: Any, arrays: list) -> list:
     """Returns the outputs of an equation, evaluated on these arrays.
 
-    If JAX only records equations and the arrays have the types of the equation's inputs, the equation is recorded
-    unchanged. Its output types are not inferred again. This takes half the time of `bind`.
+    If JAX is tracing to a jaxpr, and the arrays have the types of the equation's inputs, the equation is added to the
+    jaxpr unchanged. This takes half the time of `bind`, because the output types are not inferred again.
     """
     primitive = eqn.primitive
     if (_DynamicJaxprTrace and type(trace := _core.trace_ctx.trace) is _DynamicJaxprTrace and not eqn.effects
@@ -127,16 +128,17 @@ def bind_again(eqn: Any, arrays: list) -> list:
 
 
 def _high(eqn: Any) -> bool:
-    """Whether JAX must expand this equation before compilation. From jax 0.12 on, the equations of jnp.nonzero and
-    jnp.unique are such equations. JAX must be informed that a program contains them."""
+    """Whether JAX must expand this equation before compilation, as for the equations of jnp.nonzero and jnp.unique
+    since jax 0.12. `bind_again` does not record such equations unchanged, because JAX must be informed that a program
+    contains them."""
     return eqn.primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params)
 
 
 def bind(primitive: Any, arrays: list, params: dict) -> list:
     """Evaluates a primitive and returns its outputs as a list.
 
-    During linearization, JAX linearizes every primitive again, but caches the linearization of a jit. Therefore, the
-    primitive is then evaluated in an inlined jit. This saves two thirds of the time and does not change the program.
+    While JAX linearizes a program, the primitive is evaluated in an inlined jit, because JAX caches the linearization
+    of a jit, but not that of a primitive. This saves two thirds of the time and does not change the program.
     """
     outputs = None
     if _LinearizeTrace and type(_core.trace_ctx.trace) is _LinearizeTrace and primitive.name not in _REFS:

@@ -1,4 +1,4 @@
-"""JAX's attention kernels, without the functions of JAX that differentiate them. Imported on first use."""
+"""Calls JAX's attention kernels directly, without JAX's differentiable functions for them. Imported on first use."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def unavailable(platform: str) -> str | None:
 
 
 def tell_devices(*primitives: Any) -> None:
-    """Makes JAX pass the devices of a program to the lowering rules of these primitives. JAX does so for its own
-    primitives that XLA cannot partition. Only kernels for several GPUs need the devices, and JAX then requires one mesh
-    for the whole program. Therefore, this function has no effect without JAX's CUDA plugin.
+    """Makes JAX pass the devices of a program to the lowering rules of these primitives, as for its own primitives that
+    XLA cannot partition. JAX then requires that the whole program uses one mesh. Only kernels for several GPUs need the
+    devices, so this function has no effect without JAX's CUDA plugin.
     """
     if _cuda_versions():
         _dispatch.prim_requires_devices_during_lowering.update(primitives)
@@ -59,12 +59,13 @@ CUSTOM_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__cudnn$f
 
 
 def partitioning(ctx: Any) -> str:
-    """Returns how the equation will run whose lowering rule received `ctx`.
+    """Returns how XLA distributes the equation that is being lowered, as a string. `ctx` is the argument of its
+    lowering rule.
 
     Returns:
-        "portable": the program is exported or lowered for several platforms, and may run on any of these. "whole": the
-        equation runs on one device, or on the shards of a shard_map. "split": XLA partitions the equation. "unknown":
-        XLA partitions the equation, but the devices are not known yet.
+        "portable": the program is exported, or lowered for several platforms, so the platform is not known. "whole":
+        the equation runs on one device, or on the shards of a shard_map. "split": XLA partitions the equation.
+        "unknown": XLA partitions the equation, but the devices are not known yet.
     """
     for_export = ctx.module_context.lowering_parameters.for_export and not kernels_in_exports.value
     if for_export or len(ctx.module_context.platforms) > 1:
@@ -84,10 +85,11 @@ def cudnn_version() -> int | None:
 
 
 def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residuals=True) -> list:
-    """Computes cuDNN's flash attention of 16-bit q [b, t, h, d] and k, v [b, s, g, d].
+    """Computes cuDNN's flash attention. The inputs q [b, t, h, d] and k, v [b, s, g, d] have a 16-bit dtype.
 
-    Without `rest`, returns the output and, with `residuals`, the logarithm of the sum of exponentials [b, h, t]. If
-    `rest` is this logarithm, the output and the gradient of the output, returns the gradients of q, k and v.
+    Without `rest`, this is the forward pass. It returns the output and, if `residuals` is true, the logarithm of the
+    sum of exponentials, [b, h, t]. With `rest`, this is the backward pass. It returns the gradients of q, k and v.
+    `rest` is then the logarithm, the output and the gradient of the output, in this order.
     """
     fused = _cudnn()
     name = "dot_product_attention_bwd" if rest else "dot_product_attention_fwd"
@@ -110,10 +112,11 @@ def cudnn_attention(q, k, v, bias, lengths, *rest, scale, causal, window, residu
 
 def splash_attention(q, k, v, lengths, *rest, causal, window, block, residuals=True, interpret=False) -> Any:
     """Computes splash attention on TPUs with its Pallas kernels, for one row of a batch: q [h, t, d] and k, v [g, s,
-    d]. The products of queries and keys are not scaled.
+    d]. The products of queries and keys are not multiplied by a scale, so q must be scaled.
 
-    Without `rest`, returns the output and, with `residuals`, the logarithm of the sum of exponentials [h, t]. If `rest`
-    is the output, this logarithm and the gradient of the output, returns the gradients of q, k and v.
+    Without `rest`, this is the forward pass. It returns the output and, if `residuals` is true, the logarithm of the
+    sum of exponentials, [h, t]. With `rest`, this is the backward pass. It returns the gradients of q, k and v. `rest`
+    is then the output, the logarithm and the gradient of the output, in this order.
     """
     splash, kernels, check_vma = _splash()
     shape = q.shape[1], k.shape[1]

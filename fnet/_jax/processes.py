@@ -1,4 +1,5 @@
-"""Runs of several processes: their number, their key-value store, and the exit of a process after others have ended.
+"""Functions for runs of several processes: the number of processes, their key-value store, and the exit of a process
+after other processes have ended.
 
 Imported on first use.
 """
@@ -27,20 +28,22 @@ def cluster_size() -> int | None:
 
 
 def backend_is_up() -> bool:
-    """Whether JAX has initialized its devices. After this, a process can no longer connect with other processes."""
+    """Whether JAX has initialized its devices. If so, this process can no longer join a run of several processes."""
     return _xla_bridge.backends_are_initialized()
 
 
 def notes():
-    """Returns JAX's key-value store, through which processes exchange short texts. The first process runs it."""
+    """Returns the client of JAX's key-value store, through which processes exchange short texts. Process 0 runs the
+    store."""
     return _distributed.global_state.client
 
 
 def leave() -> None:
     """Lets this process exit without waiting for processes that have ended.
 
-    Otherwise, JAX waits at a barrier on exit until the timeout, and then aborts the process. The objects of the
-    connection are never freed, because freeing them also waits for the other processes.
+    Without this function, JAX waits on exit for the other processes until a timeout, and then aborts the process.
+    `leave` removes JAX's functions that run on exit. It also keeps the objects of the connection alive, because freeing
+    them would also wait for the other processes.
     """
     atexit.unregister(_api.clean_up)
     atexit.unregister(_dispatch.wait_for_tokens)
