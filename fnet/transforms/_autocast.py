@@ -33,7 +33,7 @@ _FULL = "__full_precision__"
 
 
 def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, Any] | None = None) -> Callable:
-    """Converts `f` to mixed precision: products and convolutions use the policy's dtype, and most others use float32.
+    """Converts `f` to mixed precision: products and convolutions use the policy's dtype, most other operations float32.
 
         step = ft.autocast(ft.value_and_grad(loss))                 # the dtype depends on the chip
         step = ft.autocast(ft.value_and_grad(loss), "bfloat16", rules={"head": "float32"})
@@ -114,10 +114,10 @@ def _resolve(policy, rules) -> tuple[Policy, tuple]:
 
 
 class _Autocast(Interpreter):
-    """The interpreter of autocast, which evaluates a jaxpr equation by equation. The interpreter may attach one of
-    three notes to a value. A `Size` is the magnitude of a scalar constant, or of a value computed only from such
-    constants. The constant gets the dtype of the other operands if this dtype can represent it. "vector" marks an array
-    that repeats a smaller array. "product" marks the result of a low-precision product."""
+    """The interpreter of autocast, which evaluates a jaxpr equation by equation. The note of a value is None, a `Size`,
+    "vector" or "product". A `Size` is the magnitude of a scalar constant, or of a value computed only from scalar
+    constants. Such a value gets the dtype of the other operands if it fits this dtype. "vector" marks an array that
+    repeats a smaller array. "product" marks the result of a low-precision product."""
 
     def __init__(self, policy, rules, rows=None):
         super().__init__()
@@ -134,7 +134,7 @@ class _Autocast(Interpreter):
         return policy if policy is None or isinstance(policy, Saveable) else Saveable(policy)
 
     def compute(self, scope) -> np.dtype:
-        """Returns the dtype of the operands of products at this path."""
+        """Returns the dtype of the operands of products in this named scope."""
         if scope not in self.scopes:
             self.scopes[scope] = self.policy.compute
             parts = scope.split("/")
@@ -168,9 +168,9 @@ class _Autocast(Interpreter):
         return (True,) * len(program.outvars)
 
     def plan(self, jaxpr, wanted):
-        """Returns two dicts: {variable: whether all of its uses need float32} and {id of an equation: (its kind,
-        whether all uses of its outputs need float32, whether its outputs are only used as operands of low-precision
-        products)}. The equations are visited from the last to the first."""
+        """Returns a dict for variables and equations, which is filled from the last equation to the first. The value of
+        a variable is whether all of its uses need float32. The value of id(equation) is (kind, whether all uses of the
+        outputs need float32, whether the outputs are only operands of low-precision products)."""
         kept = self.demands.setdefault(jaxpr, {})
         if wanted not in kept:
             kept[wanted] = self._demand(jaxpr, wanted)
@@ -374,9 +374,10 @@ def _to(x, dtype):
 class Row(NamedTuple):
     """The result of autocast for one equation: scope, primitive, kind, dtype and reason.
 
-    The kind states how the equation is evaluated: "lower" with low-precision operands and float32 sums, "follow" in the
-    dtype of its inputs, "cast" as a mask that is exact in any dtype, "float32" in the dtype in which it was traced,
-    "convolution" in float32 because of the policy, or "author" unchanged because of a rule or `full_precision`."""
+    The kind states how the equation is evaluated. "lower": with low-precision operands and float32 sums. "follow": in
+    the dtype of its inputs. "cast": as a mask, which is exact in any dtype. "float32": in the dtype in which it was
+    traced. "convolution": in float32, because of the policy. "author": unchanged, because of a rule or
+    `full_precision`."""
 
     scope: str
     primitive: str

@@ -1,4 +1,4 @@
-"""The sites of a function: list, capture and replace their values, and capture their cotangents."""
+"""Lists the sites of a function, captures and replaces their values, and captures their cotangents."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def sites(f: Callable) -> Callable:
 
         print(ft.sites(model)(params, x))
 
-    A site is the output of a layer, which is named by the path of the layer, the output of any other named scope, a
-    value named with `tag`, or the weights of an attention. Flax, Haiku and Equinox also name scopes. (For flax.nnx,
-    apply `name_scopes` first. Equinox names scopes by types, such as `eqx.nn.Linear#1`.) If a path is used several
-    times, the names of its sites are `path#0`, `path#1`, ... In a scan, such as the scan of `layers.Stack`, a value has
-    a leading axis of iterations. `path[:]` is the output of each block of the stack at `path`.
+    A site is the output of a layer, the output of any other named scope, a value named with `tag`, or the weights of an
+    attention. The name of a layer's output is the path of the layer. Flax, Haiku and Equinox also name scopes; Equinox
+    names them by types, such as `eqx.nn.Linear#1`. For flax.nnx, apply `name_scopes` first. If a path is used several
+    times, the names of its sites are `path#0`, `path#1` and so on. The value of a site inside a scan has a leading
+    axis, whose length is the number of iterations. `layers.Stack` is such a scan: the site `path[:]` contains the
+    outputs of all blocks of the stack at `path`.
 
     Args:
         f: any function.
@@ -100,7 +101,7 @@ def capture(f: Callable, pattern: str | Sequence[str]) -> Callable:
     Args:
         f: any function: a model, a loss, a gradient, a training step.
         pattern: the name of a site, a regular expression that matches whole names, or a sequence of these.
-            "blocks[3]/mlp" is the value in one layer of a stack. (Sites: see `sites`.)
+            "blocks[3]/mlp" is the value in one layer of a stack. `sites` lists all names.
 
     Returns:
         A function with f's arguments that returns (f's result, {name: value}). The value of a layer is exactly what the
@@ -142,7 +143,7 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
     `intervene(vmap(f), ...)`, it receives the value of the whole batch.
 
     Args:
-        f: any function. To differentiate it, differentiate the result: `grad(intervene(f, ...))`.
+        f: any function. For its gradient, use `grad(intervene(f, changes))`, not `intervene(grad(f), changes)`.
         changes: {pattern: change}, with patterns as in `capture`. `change(value, index)` returns a tree with the
             structure, shapes and dtypes of `value`. `index` is a tuple with the index of the iteration for each scan
             around the site, outermost first: (), or (layer,) in a stack. Several changes of a site are applied in
@@ -226,7 +227,7 @@ def capture_cotangents(f: Callable, pattern: str | Sequence[str], *, has_aux: bo
 
 
 class _Program:
-    """A function traced with tags."""
+    """A traced function whose jaxpr contains the tags of its sites."""
 
     def __init__(self, f, args, kwargs):
         with tagging(True):
@@ -255,7 +256,7 @@ def _patterns(who, pattern) -> list[str]:
 
 
 def _value(match, leaves, indices) -> Any:
-    """Returns the tree of a site's leaves at the iterations `indices`."""
+    """Returns the value of a site as a tree. `indices` selects iterations of the scans around the site."""
     site, rest = match.site, iter(leaves)
     where = tuple(slice(None) if i is None else i for i in indices)
     whole = all(i is None for i in indices)
@@ -264,7 +265,8 @@ def _value(match, leaves, indices) -> Any:
 
 
 def _numbers(site) -> bool:
-    """Whether a site has no PRNG keys. A traced iteration index cannot select an element of an array of PRNG keys."""
+    """Whether the value of a site contains no PRNG keys. If it contains keys, one iteration cannot be selected in the
+    scan."""
     return not any(t is not None and jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in site.types)
 
 
@@ -292,8 +294,8 @@ def _check_original(who, site) -> None:
 
 
 def _changed(site, steps) -> Callable:
-    """Returns a function of a site's leaves and the indices of the scans, which applies all changes of the site in
-    order."""
+    """Returns the function `change(leaves, indices)`. It applies all changes of a site, in order, to the leaves of its
+    value at the iterations `indices`, and returns the new leaves."""
 
     def change(leaves, indices):
         rest = iter(leaves)
@@ -326,7 +328,7 @@ def _check_same(match, old, new) -> None:
 
 @jax.custom_jvp
 def _shifted(x, offset):
-    """Returns x. The derivative with respect to `offset` is that of x + offset, at an offset of 0."""
+    """Returns x, but has the derivatives of x + offset. `offset` is zero."""
     return x
 
 

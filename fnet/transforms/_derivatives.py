@@ -47,10 +47,10 @@ def hvp(f: Callable) -> Callable:
 def per_example(f: Callable, *, argnums: int | tuple[int, ...] | None = None) -> Callable:
     """Applies `f` to each example: `per_example(grad(loss))(params, batch)` returns one gradient for each row.
 
-    Row i of the result is the output of `f` for row i of every batched argument. This row is passed as a batch of one,
-    so that a loss written for batches can be used unchanged. If a batched argument is a scalar `jax.random.key`, the
-    index of the row is folded into the key, so that each row gets different random numbers. Other scalars, and leaves
-    that are not arrays, are passed to every row unchanged.
+    Row i of the result is the output of `f` for row i of every batched argument. `f` receives each row as a batch of
+    length 1, so that a loss written for batches can be used unchanged. If a batched argument is a scalar
+    `jax.random.key`, the index of the row is folded into the key, so that each row gets different random numbers. Other
+    scalars, and leaves that are not arrays, are passed to every row unchanged.
 
     Args:
         f: a function of parameters and batched arguments.

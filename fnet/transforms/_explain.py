@@ -1,4 +1,4 @@
-"""explain: what autocast or tune does in a function, by scope, with reasons."""
+"""explain: lists what a transform, such as autocast or tune, changes in a function, by scope and with reasons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Explanation:
         policy: the policy of autocast.
         rows: one `Row` for each floating-point equation. A `Row` has the fields scope, primitive, kind ("lower",
             "follow", "cast", "convolution", "float32" or "author"), dtype and reason.
-        disabled: messages about the rules and kernels of fnet that this version of JAX does not support.
+        disabled: one message (str) for each rule or kernel of fnet that this version of JAX does not support.
     """
 
     policy: Policy
@@ -55,7 +55,7 @@ class Tuning:
         rows: one `Fired` for each equation that a rule changed, with the fields scope, primitive, rule and reason.
         rules: the enabled rules.
         options: the compiler options.
-        measured: the measured times by which the rules were selected, or None without `tune(measure=True)`.
+        measured: the times by which `tune(measure=True)` selected the rules, or None with `measure=False`.
     """
 
     chip: Chip
@@ -83,10 +83,12 @@ class Tuning:
 
 
 def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Uses:
-    """Explains what autocast, tune, fold or use_implicit_arrays does in a function. Nothing is computed.
+    """Explains what autocast, tune, fold or use_implicit_arrays does in a function. The function is traced, but not
+    run.
 
-    For a step of `search.population`, the explanation states how the members are run. To select the fastest method, the
-    step may be run and timed.
+    There are two exceptions. With `tune(measure=True)`, and for a step of `search.population`, the step may be run on
+    copies of its arguments, to select the fastest form by timing. The explanation of a population states how its
+    members are run.
 
         step = ft.jit(ft.autocast(ft.value_and_grad(loss)))
         print(ft.explain(step, params, batch))

@@ -1,4 +1,4 @@
-"""fold: fixes the parameters of a function, and computes values that depend only on the parameters once."""
+"""fold: fixes the parameters of a function. Values that depend only on the parameters are computed once."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Folded:
         return self._f(self._params, *args, state=self._state, **kwargs)[0]
 
     def _compiled(self, leaves, structure):
-        """Returns (the compiled program of weights and arrays, the weights, a function that converts the program's
-        results to the results of f)."""
+        """Returns (run, weights, restore). `run(weights, arrays)` is the compiled program, and `restore` converts its
+        result to the result of f."""
         args, kwargs = jax.tree.unflatten(structure, leaves)
         traced = Traced(self._applied, args, kwargs)
         closed = jax.make_jaxpr(lambda *arrays: Folder()(traced.closed, list(arrays)))(*traced.arrays)
@@ -59,10 +59,12 @@ class Folded:
 
 @dataclasses.dataclass(frozen=True)
 class Folds:
-    """The products into which `fold` moved affine maps, for `ft.explain`. `str()` returns a table.
+    """The result of `ft.explain` for a folded function: the products into which affine maps were folded. `str()`
+    returns a table.
 
     Attributes:
-        rows: one `Fold` for each product, with the fields scope, primitive and the operations that were folded.
+        rows: one `Fold` for each product, with the fields path (the product's scope), primitive, and folded (the
+            primitives of the affine map).
     """
 
     rows: tuple[jaxpr.Fold, ...]
@@ -75,20 +77,20 @@ class Folds:
 
 
 def fold(f: Callable, params: Any, state: Any = None) -> Callable:
-    """Fixes the parameters of f: values that depend only on the parameters are computed once, and affine maps become
-    part of products.
+    """Fixes the parameters of f. Values that depend only on the parameters are computed once, and affine maps after
+    products are folded into the products' kernels.
 
         predict = ft.fold(model, params, state)
         logits = predict(x)                         # model(params, x, state=state)[0]
 
     A product or convolution with a fixed kernel is often followed by additions and multiplications with fixed values
-    for each output feature. Examples are biases, scales, and BatchNorm with its running statistics. All of these
-    together become one product with another kernel and one addition:
+    for each output feature. Examples are biases, scales, and BatchNorm with its running statistics. The product and
+    these operations become one product with a new kernel, and one addition:
 
         ((x * kernel) - mean) * rate + bias  =  x * (kernel rate) + (bias - mean rate)
 
-    `ft.explain(predict, x)` lists these products. Products in less than float32 do not change, because their kernels
-    would be rounded again. Operations inside loops do not change either. Results are equal up to rounding, about 1e-6.
+    `ft.explain(predict, x)` lists these products. Products in 16-bit dtypes do not change, because the new kernels
+    would have to be rounded. Products inside loops do not change either. Results are equal up to rounding, about 1e-6.
 
     Args:
         f: any function `f(params, *args, **kwargs)`, such as a model of any library.
@@ -97,7 +99,7 @@ def fold(f: Callable, params: Any, state: Any = None) -> Callable:
             `f(params, *args, state=state, **kwargs)`. Default None.
 
     Returns:
-        A function of the other arguments that returns the output. This function compiles itself. It can be
+        A function of the other arguments that returns the output. This function is already jitted. It can be
         differentiated with respect to its arguments, batched, and called inside other functions.
 
     Source: Jacob et al. (2018), Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only

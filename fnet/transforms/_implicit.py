@@ -18,9 +18,10 @@ def use_implicit_arrays(f: Callable) -> Callable:
         params = compress.quantize(params, {".*": compress.Int8()})
         logits = ft.use_implicit_arrays(model)(params, x)
 
-    f itself is traced with plain arrays. Products, convolutions and lookups that read an implicit array are evaluated
-    in the form of that array, for example with its 8-bit codes. This also works through transposes, reshapes, casts,
-    jit, scans, remat, branches and loops. Any other operation materializes the array. `ft.explain` lists all uses:
+    f itself is traced with plain arrays. Products, convolutions and lookups that read an implicit array are computed
+    directly from its components, for example from 8-bit codes and scales. This also works through transposes, reshapes,
+    casts, jit, scans, remat, branches and loops. For any other operation, the implicit array is first converted to a
+    plain array (materialized). `ft.explain` lists all uses:
 
         print(ft.explain(ft.use_implicit_arrays(model), params, x))
 
@@ -31,7 +32,7 @@ def use_implicit_arrays(f: Callable) -> Callable:
         A function with the arguments of f, any leaf of which may be an implicit array. The function can be compiled,
         batched, and differentiated with respect to the floating-point leaves of implicit arrays, which `nn.partition`
         separates from the others. If f returns an implicit array unchanged, the function returns it too. If no argument
-        contains an implicit array, the function calls f.
+        contains an implicit array, f is called unchanged.
 
     >>> import jax.numpy as jnp
     >>> from fnet import compress
@@ -72,7 +73,7 @@ class Uses:
     """The uses of implicit arrays in a function. `str()` returns a table.
 
     Attributes:
-        uses: one `Use` for each implicit array and equation that reads the array.
+        uses: one `Use` for each pair of an implicit array and an equation that reads it.
     """
 
     uses: tuple[Use, ...]

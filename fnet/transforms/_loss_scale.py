@@ -43,11 +43,11 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
                axis_name: str | tuple[str, ...] | None = None) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer for gradients of a loss that is multiplied by a dynamic scale.
 
-    The gradients are divided by their scale. If all are finite, `inner` updates the parameters, and after `interval`
-    such steps in a row the scale grows. Otherwise, the update is zero, the state of `inner` does not change, the
-    skipped step is counted, and the scale is reduced. Transformations that need unscaled gradients (clipping, weight
-    decay, all groups of `optax.multi_transform`) must be part of `inner`. Keep parameters in float32: an unscaled
-    gradient has the dtype of its parameter, and in float16 small gradients would underflow again.
+    The gradients are divided by the scale. If all gradients are finite, `inner` updates the parameters. Otherwise, the
+    update is zero, the state of `inner` does not change, the skipped step is counted, and the scale is reduced. After
+    `interval` consecutive steps with finite gradients, the scale grows. Transformations that need unscaled gradients
+    (clipping, weight decay, all groups of `optax.multi_transform`) must be part of `inner`. Keep parameters in float32:
+    an unscaled gradient has the dtype of its parameter, and in float16 small gradients would underflow again.
 
         policy = hw.policy()
         tx = ft.loss_scale(optax.adamw(1e-3), policy)            # optax.adamw itself where the policy needs no scale
@@ -59,9 +59,9 @@ def loss_scale(inner: optax.GradientTransformation, policy: Policy | None = None
 
     Args:
         inner: an Optax transformation.
-        policy: a `hardware.Policy`. If the policy has no `loss_scale`, `inner` is returned unchanged. Default None: the
-            loss is scaled.
-        initial: the first scale. Default: the scale of the policy, or 2^15.
+        policy: a `hardware.Policy`. If its `loss_scale` is None, `inner` is returned unchanged. Default None: the
+            optimizer is wrapped with the default scale.
+        initial: the first scale. Default None: the `loss_scale` of the policy, or 2^15 without a policy.
         growth: the factor by which the scale is multiplied after `interval` steps with finite gradients. Default 2.
         interval: the number of consecutive steps with finite gradients after which the scale grows. Default 2,000.
         backoff: the factor by which the scale is multiplied after a step whose gradients are not finite. Default 0.5.
@@ -171,7 +171,7 @@ def scaled_value_and_grad(loss: Callable, argnums: int | tuple[int, ...] = 0, *,
         A function of (opt_state, *args).
 
     Raises:
-        TypeError: the loss is not a floating-point scalar, or not a pair with `has_aux`.
+        TypeError: the loss is not a floating-point scalar, or with `has_aux`, the result is not a pair.
         ValueError: `opt_state` contains several scales.
 
     >>> tx = ft.loss_scale(optax.sgd(0.1), hw.policy("Tesla T4"))

@@ -1,9 +1,10 @@
 """A primitive for bilinear operations in low precision. Its derivatives of every order also use low precision.
 
-In JAX, the backward pass of a dot_general of bfloat16 operands with a float32 result multiplies float32 by bfloat16.
-With a bfloat16 result, weight gradients are rounded to bfloat16. The primitive `lowered` casts its operands itself. The
-operands and the result may have any floating-point dtype. The products use the low dtype, and the sums use float32.
-Each gradient has the dtype of its operand, so a float32 weight has a float32 gradient with float32 sums.
+A dot_general of JAX with bfloat16 operands has one of two disadvantages. If its result is float32, the products in its
+backward pass have one float32 operand. If its result is bfloat16, weight gradients are rounded to bfloat16. The
+primitive `lowered` casts its operands itself, so the operands and the result may have any floating-point dtype. The
+products use the low dtype, and the sums use float32. Each gradient has the dtype of its operand: the gradient of a
+float32 weight is float32 and is summed in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def lowered(op, x, y, params: dict, *, compute, out, stored=None) -> jax.Array:
     """Computes `op(x, y)` with operands cast to the dtype `compute`, sums in float32, and a result of dtype `out`.
 
     Args:
-        op: a bilinear primitive with `preferred_element_type`: dot_general, conv_general_dilated, ...
+        op: a bilinear primitive that has the parameter `preferred_element_type`, such as dot_general.
         x, y: floating-point arrays.
         params: the primitive's parameters.
         compute, out: the dtype of the operands, and the dtype of the result.
@@ -152,8 +153,8 @@ def as_matrices(x, y, dimension_numbers, out) -> jax.Array:
 
 
 def _matrices(x, axes):
-    """Casts x to bfloat16 and merges its axes, given in three groups, to three axes. The cast runs once for all
-    products that read x."""
+    """Casts x to bfloat16 and reshapes it to three axes. `axes` is three groups of axes of x, and each group becomes
+    one axis. The cast runs once for all products that read x."""
     order, shape = [i for group in axes for i in group], [math.prod(x.shape[i] for i in group) for group in axes]
     x = lax.optimization_barrier(lax.convert_element_type(x, jnp.bfloat16))
     if order == list(range(x.ndim)):
@@ -167,7 +168,7 @@ mlir.register_lowering(lowered_p, mlir.lower_fun(_on_cuda, multiple_results=Fals
 
 
 def _evaluated(closed, x, y, compute, dtype, stored=None):
-    """Evaluates a jaxpr of two arrays, with its bilinear operation in low precision."""
+    """Evaluates a jaxpr that has two inputs and one bilinear operation, which is computed in low precision."""
     def rule(eqn, arrays):
         if eqn.primitive.name not in BILINEAR:
             return NotImplemented
@@ -199,7 +200,8 @@ def _batched(op, params, like, axes):
 
 
 def _like(*avals):
-    """Returns these abstract values in float32. Explicit shardings (`AxisType.Explicit`) do not change."""
+    """Returns a float32 `jax.ShapeDtypeStruct` for each abstract value, with the same shape. Explicit shardings
+    (`AxisType.Explicit`) are kept."""
     return tuple(jax.ShapeDtypeStruct(aval.shape, jnp.float32, sharding=aval.sharding if explicit(aval) else None)
                  for aval in avals)
 

@@ -27,9 +27,9 @@ def microbatch(f: Callable, n: int, *, argnums: int | tuple[int, ...] | None = N
         step = ft.microbatch(ft.value_and_grad(loss), 8, weight=lambda params, batch: batch["weight"].sum())
 
     Weights may be negative and may depend on the parameters. A slice whose weight is exactly 0 has no effect on any
-    value, count or derivative of any order, even if f or a derivative of f is NaN or infinite on this slice. This also
-    applies if weights with opposite signs add up to 0 in one slice, because the weighted mean of its rows does not
-    exist. If the sum of all weights is 0, the result is that of a division by 0.
+    value, count or derivative of any order, even if f or a derivative of f is NaN or infinite on this slice. A slice in
+    which positive and negative weights add up to 0 is omitted, too: the weighted mean of its rows does not exist. If
+    the weights of all slices add up to 0, floating-point results are NaN or infinite.
 
     Slice i contains rows i, i + n, i + 2n, ..., so that no row is moved to another device if the batch is sharded. If a
     batched argument is a scalar `jax.random.key`, the index of the slice is folded into the key, so that slices have
@@ -113,8 +113,9 @@ def _traced(f, first):
     """Traces `f(i, slice)` once.
 
     Returns:
-        A function `run(i, slice, gate)`, the shapes of its outputs, its side effects, and the values that `gate` is
-        applied to. These are all floating-point values that f reads, including values in the closure of f.
+        (run, shapes, effects, values). `run(i, slice, gate)` evaluates f after applying the function `gate` to every
+        floating-point value that f reads, including values in the closure of f. `shapes` are the shapes of the outputs,
+        `effects` the side effects, and `values` the values to which `gate` is applied.
     """
     traced, closed = jax.closure_convert(f, jnp.int32(0), first)
     program, shapes = jax.make_jaxpr(traced, return_shape=True)(jnp.int32(0), first, *closed)
@@ -129,7 +130,7 @@ def _traced(f, first):
 
 
 def _varying(x) -> frozenset:
-    """Returns the mesh axes of a shard_map over which an array, or an array of this type, varies."""
+    """Returns the mesh axes of a shard_map over which an array varies. `x` is an array or a `jax.ShapeDtypeStruct`."""
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return frozenset(getattr(getattr(kind, "manual_axis_type", None), "varying", ()))
 
@@ -144,13 +145,14 @@ def _differentiable(x) -> bool:
 
 
 def _gate(live, x):
-    """Returns x, with derivative 0 unless `live`. In reverse mode, a cotangent of 0 may become NaN, for example in a
-    division by 0. Selecting among the outputs cannot remove this NaN; the gate on the inputs does."""
+    """Returns x. If `live` is False, its derivative is 0. Selecting among the outputs of f would not be sufficient: in
+    reverse mode, a cotangent of 0 may become NaN inside f, for example in a division by 0."""
     return jnp.where(live, x, lax.stop_gradient(x))
 
 
 def _scalar(share):
-    """Returns the weight of a slice, in at least float32."""
+    """Returns a slice's weight as an array with a dtype of at least float32. Raises an error if it is not a real
+    scalar."""
     share = jnp.asarray(share)
     if share.shape or jnp.issubdtype(share.dtype, jnp.complexfloating) or not (
             share.dtype == jnp.bool_ or jnp.issubdtype(share.dtype, jnp.number)):
@@ -188,7 +190,8 @@ def batch_rows(who: str, args, where) -> int:
 
 
 def _slices(args, where, n):
-    """Returns the batched leaves as [n, rows / n, ...], and a function that rebuilds the arguments with slice i."""
+    """Returns the batched leaves as arrays [n, rows / n, ...], and a function that returns the arguments with slice i
+    in place of the batch."""
     leaves, structure = jax.tree.flatten([args[i] for i in where])
 
     def split(a):
@@ -229,7 +232,8 @@ def _wide(y):
 
 
 def _strong(y):
-    """Returns an output as an array without weak type. Checks the dtype of the output, as with several slices."""
+    """Returns an output as an array without weak type. Raises an error if its dtype is not supported, so that n = 1 has
+    the same requirements as n > 1."""
     y = jnp.asarray(y, jnp.result_type(y))
     _wide(y)
     return y

@@ -19,7 +19,7 @@ def name_scopes(module: Any) -> Any:
 
     All functions of fnet that use paths (`capture`, rules of `autocast`, counts, ...) then work on nnx modules. The
     path of the submodule `module.blocks[0].attention` is "blocks/0/attention", as in the module's state. If several
-    attributes have the same submodule as their value, its name is the path of the first attribute.
+    attributes refer to the same submodule, its name is the path of the first of these attributes.
 
     Args:
         module: a `flax.nnx.Module`. Equinox, Haiku and Flax Linen name their scopes themselves.
@@ -43,8 +43,8 @@ def name_scopes(module: Any) -> Any:
 
 
 def _copied(value, name, kind, copies):
-    """Returns a copy of the value, in which all modules are copied. `name` is the path of the value below the innermost
-    callable module."""
+    """Returns a copy of the value, in which all modules are copied. `name` is the path of the value, relative to the
+    innermost callable module that contains it."""
     if type(value) in (list, tuple):
         return type(value)(_copied(item, _below(name, str(i)), kind, copies) for i, item in enumerate(value))
     if type(value) is dict:

@@ -17,7 +17,7 @@ class Match(NamedTuple):
 
     Attributes:
         site: the site.
-        name: the name of the site, with the indices of the pattern.
+        name: the name of the site. If the pattern contains indices, such as [3], the name contains them, too.
         indices: for each scan around the site, the index of the selected iteration, or None for all iterations.
     """
 
@@ -36,8 +36,8 @@ def matches(who: str, pattern: str, sites: Iterable[Site]) -> list[Match]:
 
     Raises:
         TypeError: the pattern is not a string.
-        ValueError: the pattern matches nothing, is ambiguous, or matches a site inside a while loop or a branch of
-            cond.
+        ValueError: the pattern matches nothing, matches a site inside a while loop or a branch of cond, or is
+            ambiguous: its brackets can be read as an index and as a regular expression.
     """
     if not isinstance(pattern, str):
         raise TypeError(f"{who}: a pattern must be a string, such as 'blocks/attention'; got a "
@@ -96,7 +96,8 @@ def _indexed(who, pattern, sites) -> list[Match]:
 
 
 def _assigned(given, site) -> tuple | None:
-    """Returns the index for each scan around a site, or None if an index of the pattern belongs to no scan."""
+    """Assigns the indices in a pattern to the scans around a site. Returns one index, or None, for each scan. Returns
+    None instead of a tuple if an index cannot be assigned."""
     indices: list[int | None] = [None] * len(site.scans)
     for before, index in given:
         depth = before.count("/") + 1
@@ -111,8 +112,8 @@ def _assigned(given, site) -> tuple | None:
 
 
 def _written(name, site, indices) -> str:
-    """Returns the name of a site with the indices. Each index follows the path of its scan, or is at the end of the
-    name."""
+    """Returns the name of a site with the indices inserted. An index is inserted after the path of its scan if the name
+    contains this path, otherwise at the end."""
     parts, rest = name.split("/"), ""
     behind = [""] * len(parts)
     for (path, _), index in zip(site.scans, indices):

@@ -39,9 +39,9 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
             whole argument. A tuple has one entry for each argument, which is an integer, None or a tree of integers and
             None. Negative axes count from the end, as in `jax.vmap`. Keyword arguments are split along axis 0. Default
             0.
-        out_axes: the axis along which each result is stacked, in the same form. Negative axes count from the end of
-            the stacked result. None: the result is equal on every device, such as the result of `psum` or `all_gather`,
-            and is returned once. Default 0.
+        out_axes: the axis along which each result is stacked: an integer, None or a tree of them, as in `in_axes`.
+            Negative axes count from the end of the stacked result. None is for results that are equal on every device,
+            such as those of `psum` and `all_gather`: they are returned once. Default 0.
         static_argnums: the positions of arguments that are hashable values instead of arrays. Default ().
         donate_argnums: the positions of arguments whose memory may be reused for the results. Default ().
         devices: the devices. Default None: all devices.
@@ -150,7 +150,7 @@ class _Mapped:
         self.name = getattr(f, "__name__", type(f).__name__)
 
     def run(self, *args, **kwargs):
-        """Runs f under shard_map; this function is compiled. Results are stacked along a new first axis, which is then
+        """Runs f under shard_map. `pmap` jits this method. Results are stacked along a new first axis, which is then
         moved to the position in out_axes."""
         axes = [axis for i, arg in enumerate(args) if i not in self.static for axis in self.axes(i, args)]
         axes += [0] * len(jax.tree.leaves(kwargs))
@@ -191,7 +191,7 @@ class _Mapped:
         return _broadcast(axes, args[i], f"pmap: in_axes={self.in_axes!r} is not a tree prefix of argument {i}")
 
     def over(self, g, results):
-        """Returns g(leaf, out axis of the leaf) for every leaf of the results."""
+        """Applies g to every leaf of the results. The second argument of g is the leaf's axis in out_axes."""
         leaves, structure = jax.tree.flatten(results)
         return jax.tree.unflatten(structure, [g(y, axis) for y, axis in zip(leaves, self.out_axes_of(results))])
 
@@ -247,7 +247,8 @@ def _positions(name, positions) -> tuple[int, ...]:
 
 
 def _broadcast(prefix, tree, message) -> list:
-    """Returns the axis of each leaf of a tree, given a tree of axes that is a prefix of the tree."""
+    """Returns the axis of each leaf of `tree`. `prefix` is a tree of axes, whose structure is a prefix of that of
+    `tree`."""
     count = len(jax.tree.leaves(tree))
     if prefix is None or isinstance(prefix, int):
         return [prefix] * count
@@ -260,7 +261,7 @@ def _broadcast(prefix, tree, message) -> list:
 
 
 class _Box:
-    """Wraps an axis, or None, as a leaf of a tree."""
+    """A container for an axis or None. Unlike None, it is a leaf of a tree."""
 
     def __init__(self, axis):
         self.axis = axis
@@ -278,7 +279,7 @@ def _elsewhere(x, mesh) -> bool:
 
 
 def _put(mesh, tree, axes, name):
-    """Transfers leaves to the mesh's devices, as new arrays, which may be donated."""
+    """Copies the leaves of a tree to the mesh's devices. The results are new arrays, so that they can be donated."""
     leaves, structure = jax.tree.flatten(tree)
     moved = []
     for x, axis in zip(leaves, axes):

@@ -28,9 +28,9 @@ def rematerialize(step: Callable) -> Callable:
 
     The results do not change; the time grows by up to a third. A scan over layers stores the inputs of each layer, and
     no values inside the layers. Other code, such as a ResNet, is split into pieces at points where few activations are
-    live. Only the activations at these points are stored; the activations inside a piece need about the same number of
-    bytes as all stored activations together. Each piece is recomputed when the backward pass reaches it. If little
-    memory would be saved, nothing changes.
+    live. Only the activations at these points are stored. The pieces are chosen so that the recomputed activations of
+    one piece need about as much memory as all stored activations together. Each piece is recomputed when the backward
+    pass reaches it. If little memory would be saved, nothing changes.
 
     Args:
         step: a function that computes derivatives, such as a training step. (For a function that is differentiated
@@ -110,7 +110,8 @@ class _Rematerialize(Interpreter):
         return piece.made[v]
 
     def source(self, eqn, at, inputs, plan):
-        """Evaluates the scan of a forward pass so that it stores the inputs of its iterations."""
+        """Evaluates the scan of a forward pass. It is changed to store the inputs of its iterations instead of inner
+        values."""
         pair, parts = plan.sources[eqn], scan(eqn)
         consts, carry = parts.consts, parts.carry
         plan.seen(eqn, inputs)
@@ -129,7 +130,8 @@ class _Rematerialize(Interpreter):
         return [*map(Value, carried), *(Value(outputs.get(i)) for i in range(len(eqn.outvars) - carry))]
 
     def sink(self, eqn, at, inputs, plan):
-        """Evaluates the scan of a backward pass so that it recomputes values that the forward pass did not store."""
+        """Evaluates the scan of a backward pass. It is changed to recompute the values that the forward pass did not
+        store."""
         pair, parts = plan.pairs[eqn], scan(eqn)
         consts, carry, source = parts.consts, parts.carry, scan(pair.source)
         its_consts, its_carry, inner = source.consts, source.carry, source.jaxpr
@@ -182,8 +184,8 @@ class _Piece:
 class _Pair:
     """A scan of the forward pass, and the scan of the backward pass that reads its stacked outputs.
 
-    `dropped` are the stacked outputs to recompute. `places` are their positions among the inputs of the backward scan.
-    `saved` are the carries that are stacked instead.
+    `dropped` are the indices of the stacked outputs that are recomputed instead of stored. `places` are their positions
+    among the scanned inputs of the backward scan. `saved` are the indices of the carries that are stored instead.
     """
 
     def __init__(self, source, dropped, places, saved):
@@ -198,8 +200,8 @@ class _Plan:
         pairs: {equation of a backward scan: _Pair}.
         sources: {equation of a forward scan: _Pair}.
         cut: {variable: the `_Piece` that recomputes it}.
-        env: the values that the pieces need, added when they are computed.
-        latest: the last array that the backward pass computed.
+        env: {variable: its value} for the inputs of the pieces. A value is None until it is computed.
+        latest: the last array that the backward pass computed. The next piece is not recomputed before this array.
     """
 
     def __init__(self, jaxpr, names):
@@ -247,7 +249,8 @@ def _forward(eqn) -> bool:
 
 
 def _uses(jaxpr) -> dict:
-    """Returns {variable: the equations that read it}. None in place of an equation marks an output of the jaxpr."""
+    """Returns {variable: the list of equations that read it}. For an output of the jaxpr, the list also contains
+    None."""
     found: dict[Any, list] = {}
     for eqn in jaxpr.eqns:
         for v in eqn.invars:
@@ -313,7 +316,7 @@ class _Cut(NamedTuple):
 
 
 def _cuts(jaxpr, plan, uses) -> dict:
-    """Splits code without loops into pieces: {variable: the piece that recomputes it}."""
+    """Splits code without loops into pieces. Returns {variable: the piece that recomputes it}."""
     backward = plan._backward
     # The forward equations between the scans above, of one forward pass. If a step has several forward passes, the next
     # one uses results of the previous backward pass.
@@ -368,8 +371,8 @@ def _cut_run(jaxpr, eqns, uses, backward) -> dict:
 
 
 def _spread(weight, crossing, size) -> _Cut:
-    """Returns the positions of cuts about every `size` bytes, where the fewest bytes are live, and an upper bound of
-    the stored bytes."""
+    """Returns cuts such that about `size` bytes of activations lie between two cuts, at positions where few bytes are
+    live. Also returns an upper bound of the memory that is needed."""
     ends, inside, cheapest, largest, kept = [], 0, None, 0, 0
     total = 0
     for i, bytes_ in enumerate(weight[:-1]):

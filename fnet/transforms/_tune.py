@@ -42,40 +42,51 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
         step = ft.tune(jax.jit(step, donate_argnums=0))
 
-    On a CPU: operands of matrix products are computed before the product reads them. Transposes introduced by vmap are
-    undone. Weight gradients are products of two matrices, with the smaller one as the first operand. bfloat16 products
-    get float32 sums and a form for which XLA has fast kernels, also if the user wrote the casts. Poolings whose windows
-    do not overlap, and their gradients, become elementwise operations. Weight gradients of convolutions have the layout
-    of a forward convolution. Depthwise convolutions and their gradients become sums of products with shifted arrays.
-    Convolutions with up to 32 groups become one convolution for each group. Gradients of transposed convolutions have
-    the form of gradients of strided convolutions. If most of the FLOPs are in convolutions, compiler options select the
-    library that computes them: oneDNN for bfloat16, from jaxlib 0.12 on CPUs with AMX. NaN and Inf occur at the same
-    positions. The gradient of a max pooling goes to the same element as in XLA, also for ties. Dtypes and named scopes
-    do not change.
+    On a CPU:
 
-    On a GPU or TPU: loops over layers are unrolled if the program stays small, because XLA then recomputes elementwise
-    operations in the backward pass instead of storing their results. Casts of constants to 16 bits move out of loops.
-    Lookups of one element per row, such as the logit of a label, become a comparison and a sum.
+    - Operands of matrix products are computed before the product, not inside it.
+    - Transposes introduced by vmap are undone.
+    - A weight gradient becomes a product of two matrices, the first of which is the smaller one.
+    - bfloat16 products get float32 sums and a form that XLA computes fast, even if the user wrote the casts.
+    - Poolings whose windows do not overlap, and their gradients, become elementwise operations. The gradient of a max
+      pooling goes to the same element as in XLA, also for ties.
+    - Weight gradients of convolutions get the layout of a forward convolution.
+    - Depthwise convolutions and their gradients become sums of products with shifted arrays.
+    - Convolutions with up to 32 groups become one convolution for each group.
+    - Gradients of transposed convolutions get the form of gradients of strided convolutions.
+    - If most of the FLOPs are in convolutions, compiler options select the library that computes them. For bfloat16,
+      this library is oneDNN, which requires jaxlib 0.12 or later and a CPU with AMX.
 
-    Rules apply to the whole program, after differentiation, so pass the step, not the model. Apply `tune` last. A tuned
-    step that is called with arrays is compiled with the compiler options that suit the program; the donation of a
-    jitted step is kept. Under another transformation (jit, vmap, grad), the step is rewritten as a part of the outer
-    program. The compiler options are then those of the outer jit; a warning names the options that are lost.
+    On a GPU or TPU:
+
+    - Loops over layers are unrolled if the program stays small, because XLA then recomputes elementwise operations in
+      the backward pass instead of storing their results.
+    - Casts of a loop's constants to 16 bits run once, before the loop.
+    - Lookups of one element per row, such as the logit of a label, become a comparison and a sum.
+
+    NaN and Inf occur at the same positions as without `tune`. Dtypes and named scopes do not change.
+
+    Rules apply to the whole program, after differentiation, so pass the step, not the model. Apply `tune` last. If a
+    tuned step is called with arrays, it is compiled with the compiler options that the rules select, and the arguments
+    that a jitted step donates are still donated. If a tuned step is called inside another transformation (jit, vmap,
+    grad), it becomes a part of the outer program. Compiler options are then those of the outer jit, and a warning names
+    the options that have no effect.
 
     Args:
         step: a function of arrays, jitted or not, written with any library. Rules also apply inside loops, branches,
             jit, remat, shard_map and custom derivatives. A step that is not jitted may also have arguments and results
-            that are not arrays, such as a whole Equinox model. The step is traced for each value of these arguments.
+            that are not arrays, such as a whole Equinox model. The step is traced again for each new value of an
+            argument that is not an array.
         chip: "auto" (this device), "cpu" (this machine's CPU), the name of a chip, or a `hardware.Chip`. Default
             "auto".
-        rules: {name of a rule: False}, the rules to disable. `ft.explain(ft.tune(step), *args)` lists the rules that
-            apply. Default None: no rule is disabled.
+        rules: a dict {name of a rule: False} of the rules to disable. `ft.explain(ft.tune(step), *args)` lists the
+            rules that change the step. Default None: no rule is disabled.
         measure: whether to select the rules by timing. The first call with arrays then compiles and times the program
-            with all rules, with no rule, and without each single rule, on copies of its arguments. The fastest form is
-            used (`ft.explain` reports the times) and stored in FNET_CACHE or ~/.cache/fnet for later processes. All
-            rules are used without timing in four cases: the program has callbacks, an argument is neither an array nor
-            a number, copies of the arguments would need more than 10 % of this machine's memory, or there are several
-            processes. Default False.
+            with all rules, with no rule, and without each single rule, on copies of its arguments. The fastest
+            selection of rules is used, and stored in FNET_CACHE or ~/.cache/fnet for later processes. `ft.explain`
+            reports the times. All rules are used without timing in four cases: the program has callbacks, an argument
+            is neither an array nor a number, copies of the arguments would need more than 10 % of this machine's
+            memory, or there are several processes. Default False.
 
     Returns:
         A function with step's signature and results, and with the methods `trace` and `lower` as in `jax.jit`.
@@ -96,7 +107,7 @@ def tune(step: Callable, chip: str | hardware.Chip = "auto", *, rules: Mapping[s
 
 
 class _Tuned:
-    """A tuned step. `trace` and `lower` are methods of a class, because jax.jit copies the attributes of functions."""
+    """A tuned step. It is not a function with attributes `trace` and `lower`, because jax.jit would copy these."""
 
     def __init__(self, step, chip, rules, measure):
         wraps(step)(self)
@@ -147,8 +158,8 @@ class _Tuned:
         return self._programs[structure]
 
     def measured(self, *args, **kwargs) -> Measured | None:
-        """Returns the rules for these arguments, which are timed in the first call. Returns None if `measure` is
-        False."""
+        """Returns the rules that were selected by timing for these arguments. The first call times them. Returns None
+        if `measure` is False."""
         return self._program(args, kwargs).measured if self._measure else None
 
     def _timed(self, plain, args, kwargs):
@@ -204,7 +215,7 @@ class _Program:
         return traced if self._direct and not self._statics else _Stage(self, traced)
 
     def _arguments(self, args, kwargs):
-        """Returns (positional arguments, keyword arguments, nnx modules) for the compiled function."""
+        """Returns (args, kwargs) of the compiled function, and the flax.nnx modules in the step's arguments."""
         if self._direct:
             return args, kwargs, ()
         tree, modules, found = mutable.extract((args, kwargs))
@@ -217,8 +228,8 @@ class _Program:
 
 
 class _Stage:
-    """A stage of ahead-of-time compilation (traced, lowered, compiled) of a program with arguments or results that are
-    not arrays. The compiled stage is called with the step's arguments."""
+    """A stage of ahead-of-time compilation (traced, lowered or compiled), for a program some of whose arguments or
+    results are not arrays. The compiled stage is called with the step's arguments."""
 
     def __init__(self, program, stage):
         self._program, self._stage = program, stage
@@ -274,7 +285,7 @@ def _name(step) -> str:
 
 
 def _compiled(inner, tuner, args, kwargs, *, name):
-    """Tunes and compiles a jitted function, with its donation and the options that suit the program."""
+    """Returns a jitted function that runs the tuned program. It donates the arguments that `inner` donates."""
     try:
         traced = inner.trace(*args, **kwargs)
     except _NOT_TRACED as error:
@@ -294,8 +305,8 @@ def _compiled(inner, tuner, args, kwargs, *, name):
 
 
 def _donated(traced) -> tuple:
-    """Returns which leaves of the arguments are donated. The step may also be a function that only calls a jitted
-    function, such as a functools.partial."""
+    """Returns a tree of bools: whether each leaf of the arguments is donated. If the step only calls a jitted function
+    (such as a functools.partial), this includes the leaves that the jitted function donates."""
     leaves, structure = jax.tree.flatten(traced.args_info)
     program, donated = traced.jaxpr.jaxpr, [leaf.donated for leaf in leaves]
     if len(program.eqns) == 1 and jaxpr.call_name(program.eqns[0]) is not None:
@@ -320,9 +331,9 @@ class Fired(NamedTuple):
 
 
 class _Tuner(Interpreter):
-    """The interpreter of tune, which evaluates a jaxpr equation by equation. The interpreter may attach a note to a
-    value. A note states that the value can be read without a computation (see `_tune_cpu`), or how the value is
-    transposed (see `_tune_layout`)."""
+    """The interpreter of tune, which evaluates a jaxpr equation by equation. The note of a value is True if the value
+    can be read without a computation (see `_tune_cpu`). It is a tuple if the value is a transposed array (see
+    `_tune_layout`). Otherwise, it is None."""
 
     def __init__(self, rules, rows=None):
         super().__init__()
@@ -337,7 +348,8 @@ class _Tuner(Interpreter):
         return None if self.rows is None else object()    # explain needs every call
 
     def select(self, closed) -> list:
-        """Returns the rules that suit a program. Exported programs have symbolic sizes and no compiler options."""
+        """Returns the rules that are used for a program. If the program has symbolic sizes, as for export, `when` is
+        not called: rules that rewrite equations are used, and rules that only set compiler options are not."""
         equations = list(jaxpr.equations(closed.jaxpr)) if any(rule.when for rule in self.all) else []
         known = all(_known(v.aval) for eqn in equations for v in (*eqn.invars, *eqn.outvars))
         return [rule for rule in self.all if rule.when is None or (rule.when(equations) if known else rule.apply)]

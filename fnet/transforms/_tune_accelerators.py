@@ -1,8 +1,8 @@
 """Rules of tune for GPUs and TPUs: forms for which XLA moves fewer bytes, with equal results up to rounding.
 
-The rules were evaluated with roofline estimates of compiled programs (`python -m benchmarks.accelerators`). A rule
-either returns the outputs of an equation (`apply`), or another equation and inputs to evaluate in its place
-(`prepare`).
+The rules were evaluated with roofline estimates of compiled programs (`python -m benchmarks.accelerators`). A rule with
+`apply` returns the outputs of an equation. A rule with `prepare` returns another equation and its inputs, which are
+evaluated instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _ALIKE = ("alias", "layout", "cast")    # kinds of primitives whose output has t
 
 
 def unrolled_layers(eqn, inputs):
-    """Unrolls a loop over layers: a scan whose products read slices (the weights of a layer) instead of constants.
+    """Unrolls a loop over layers. This is a scan in which products read slices of its inputs (the weights of one
+    layer), but no constants.
 
     The forward loop stores the results of every elementwise operation that the backward loop reads. In code without
     loops, XLA recomputes these results from the results of the products. A loop that recomputes activations
@@ -43,8 +44,8 @@ def unrolled_layers(eqn, inputs):
 
 
 def _operands(program, origins):
-    """Yields, for each product in a jaxpr, the origins of its operands: "constant", "slice" or None, given the origins
-    of the variables of the jaxpr."""
+    """Yields the origins of the operands of each product in a jaxpr: a list of "constant", "slice" or None. `origins`
+    is a dict of the known origins of the jaxpr's variables."""
     origins = dict(origins)
     for eqn in program.eqns:
         known = [None if isinstance(v, _jax.Literal) else origins.get(v) for v in eqn.invars]
@@ -97,7 +98,8 @@ def _read_as(program, v) -> set:
 
 
 def _hits(x, indices):
-    """Returns booleans [..., n] that are True at the given index of the last axis of x, for indices [..., 1, 1]."""
+    """Returns a bool array with the shape of x. In each row, one element is True: the one whose index is in `indices`.
+    The shapes are [..., n] of x, and [..., 1, 1] of `indices`."""
     return lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices[..., 0]
 
 

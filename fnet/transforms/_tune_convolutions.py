@@ -108,8 +108,9 @@ def dilated_input(eqn, inputs):
 
 
 def _kind(product, x, w) -> str | None:
-    """Returns "forward" for a convolution or the gradient with respect to its input, "kernel" for the gradient with
-    respect to its kernel, and None for other products."""
+    """Returns the kind of a depthwise convolution, or None for other products. The kind is "kernel" for the gradient
+    with respect to the kernel. It is "forward" for the convolution itself and for the gradient with respect to its
+    input."""
     (lhs, rhs, _), (features, batches) = product.dimensions, product.groups
     if batches == 1 and 1 < features == x[lhs[1]] == w[rhs[0]]:
         return "forward"
@@ -123,7 +124,8 @@ def _taps(window):
 
 
 def _slice(x, tap, step, size, stride):
-    """Returns x[:, tap * step::stride] with `size` elements, on each spatial axis of x [examples, *space, channels]."""
+    """Slices every spatial axis of x, an array [examples, *space, channels]: `size` elements from position tap * step,
+    with the stride `stride`."""
     start = [0, *(k * d for k, d in zip(tap, step)), 0]
     stop = [len(x), *(k * d + s * (n - 1) + 1 for k, d, n, s in zip(tap, step, size, stride)), x.shape[-1]]
     return lax.slice(x, start, stop, [1, *stride, 1])
@@ -135,19 +137,19 @@ def _padded(x, padding, dilation):
 
 
 def _forward(x, w, space, strides, padding, dilation):
-    """Computes the convolution [examples, *space, channels] of x and w [1, *window, channels]."""
+    """Computes the depthwise convolution of x [examples, *space, channels] with the kernel w [1, *window, channels]."""
     x = _padded(x, padding, (1,) * len(space))
     return sum(_slice(x, tap, dilation, space, strides) * _filter(w, tap) for tap in _taps(w.shape[1:-1]))
 
 
 def _filter(w, tap):
-    """Returns the weights of one position of the window, [1, *1, channels]."""
+    """Returns the weights at position `tap` of the window, an array with one element along each spatial axis."""
     return lax.slice(w, (0, *tap, 0), (1, *(k + 1 for k in tap), w.shape[-1]))
 
 
 def _dilated(x, w, space, padding, x_dilation, w_dilation):
-    """Computes the convolution of x with zeros inserted between its elements, as in the gradient of a strided
-    convolution."""
+    """Computes the depthwise convolution of an input with zeros between its elements, as in the gradient of a strided
+    convolution. x is the input without these zeros."""
     total, zero = 0.0, jnp.zeros((), x.dtype)
     for tap in _taps(w.shape[1:-1]):
         low = [first - k * d for (first, _), k, d in zip(padding, tap, w_dilation)]
@@ -158,7 +160,8 @@ def _dilated(x, w, space, padding, x_dilation, w_dilation):
 
 
 def _kernel_gradient(x, g, window, step, padding, dilation, strides):
-    """Computes the kernel's gradient [1, *window, channels] from x and g [examples, *space, channels]."""
+    """Computes the gradient of a depthwise kernel, an array [1, *window, channels]. x is the input and g the cotangent
+    of the convolution, both [examples, *space, channels]."""
     def part(x, g):
         x = _padded(x, padding, dilation)
         taps = [(_slice(x, tap, step, g.shape[1:-1], strides) * g).sum(range(g.ndim - 1)) for tap in _taps(window)]

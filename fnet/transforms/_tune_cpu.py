@@ -1,9 +1,9 @@
 """Rules of tune for CPUs, which rewrite equations into forms for which XLA:CPU generates fast code, with equal results
 up to rounding.
 
-A rule receives an equation and its inputs and returns the outputs, or None if the rule does not apply. The interpreter
-attaches a note to an input. The note is True if the input can be read without a computation, because it is an argument
-of the function, a view of an argument, or a broadcast scalar. For other notes, see `_tune_layout`.
+A rule receives an equation and its inputs. It returns the outputs, or None if the rule does not apply. The note of an
+input is True if the input can be read without a computation: it is an argument of the function, a view of an argument,
+or a broadcast scalar. For other notes, see `_tune_layout`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
-    """A rule of tune: its name, its primitives, its function, a description, and the jaxlib version that disables it.
+    """A rule of tune: its name, the primitives to which it applies, its function, a description, and in `below` the
+    jaxlib version from which on it is disabled by default.
 
-    `when` returns whether the rule is used for a program with these equations; None: for every program. `options` are
-    compiler options for the program. `apply` is None if the rule rewrites no equations. `prepare` returns (equation,
-    inputs) to be evaluated instead, or None if the rule does not apply.
+    `apply` returns the outputs of an equation. `prepare` returns (equation, inputs) to be evaluated instead. Both
+    return None if the rule does not apply; a rule that only sets compiler options has neither. `options` are the
+    compiler options. `when(equations)` returns whether the rule is used for a program; None means for every program.
     """
 
     name: str
@@ -50,8 +51,8 @@ class Rule(NamedTuple):
 
 
 def apart(x):
-    """Returns x behind an optimization barrier, so that x is computed before it is read. Otherwise, XLA computes the
-    elementwise operations that produce x inside strided copies.
+    """Returns x after an optimization barrier, so that x is computed before it is read. Otherwise, XLA fuses the
+    elementwise operations that produce x with strided copies.
     """
     return lax.optimization_barrier(x)
 
@@ -60,10 +61,10 @@ def products(eqn, inputs):
     """Computes the operands of a matrix product before the product. In a product of an array and a matrix, the array is
     the first operand and its last axis is contracted. In x^T y in two dimensions, the smaller operand is the first.
 
-    Under vmap, a dense layer is a product w a with the result [out, ...]. If such results are added to arrays [...,
-    out], XLA recomputes their inputs in every layout that is read. A product x w under vmap over the weights does
-    not change, because the weights would be transposed. Products with batch axes, as in attention, do not change,
-    because XLA's own form is as fast.
+    Under vmap, a dense layer becomes a product whose result has the features as its first axis. If this result is added
+    to an array with the features last, XLA recomputes the inputs of the sum in both layouts. A product under vmap over
+    the weights does not change, because its weights would have to be transposed. Products with batch axes, as in
+    attention, do not change, because XLA's own form is as fast.
     """
     x, y = (value.x for value in inputs)
     if max(x.size, y.size) < LARGE or x.dtype != F32 or y.dtype != F32:
@@ -98,8 +99,8 @@ def products(eqn, inputs):
 
 
 def _ready(value, x):
-    """Returns x, a view of the value, behind a barrier, so that x is computed before it is read. An argument of the
-    function is returned without a barrier."""
+    """Returns x, a view of the value, after an optimization barrier. If x can be read without a computation, it is
+    returned without a barrier."""
     return x if value.note is True else apart(x)
 
 
@@ -120,7 +121,8 @@ def bfloat16_products(eqn, inputs):
 
 
 def _windows(eqn, x):
-    """Returns the window size for each axis of a pooling whose windows tile the array, or None for other poolings."""
+    """Returns the window size along each axis of a pooling whose windows cover x without overlap, or None for other
+    poolings."""
     window = jaxpr.pooling_window(eqn)
     if window is None or any(size % k for size, k in zip(x.shape, window)):
         return None
@@ -128,12 +130,13 @@ def _windows(eqn, x):
 
 
 def _split(shape, window):
-    """Splits every pooled axis into windows and positions in the window."""
+    """Returns a shape in which every pooled axis is split into two: the windows, and the positions in a window."""
     return [part for size, k in zip(shape, window) for part in ((size // k, k) if k > 1 else (size,))]
 
 
 def _tiles(x, window):
-    """Returns one array of the output's shape for each position in the window, in row-major order."""
+    """Returns a list of arrays with the output's shape. Each contains the elements of x at one position of the window;
+    the positions are in row-major order."""
     x = x.reshape(_split(x.shape, window))
     places = itertools.product(*(range(k) if k > 1 else (None,) for k in window))
     return [x[tuple(part for i in place for part in ((slice(None),) if i is None else (slice(None), i)))]
@@ -168,7 +171,7 @@ def max_pool_gradient(eqn, inputs):
 def _ends_swapped(x):
     """Transposes [a, b, c] to [c, b, a] in cache-sized steps. A single step would take four to ten times as long.
 
-    The loop over halves prevents XLA from fusing both steps, and the computation of x, into one strided copy.
+    The loop over halves prevents XLA from fusing both steps and the computation of x into one strided copy.
     """
     a, b, c = x.shape
     halves = 1 if a % 2 else 2

@@ -1,9 +1,9 @@
 """Removes transposes introduced by vmap, for tune: elementwise operations are applied before a transpose, not after it.
 
-XLA:CPU keeps the order of axes of the program. Under vmap, a dense layer's result is [out, batch, time], and
-elementwise operations up to the next product would read and write strided memory. The note (p, q, ...) of a value
-states that the value is `y.transpose(p, q, ...)` of an array y in memory. Elementwise operations are applied to y, so
-that successive transposes cancel.
+XLA:CPU does not change the order of the axes in a program. Under vmap, the result of a dense layer has the shape [out,
+batch, time] and is then transposed. The elementwise operations up to the next product would read and write strided
+memory. Therefore, the value `y.transpose(order)` gets the tuple `order` as its note. Elementwise operations are applied
+to y, so that successive transposes cancel.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fnet.jaxpr import POINTWISE, Value, permutation, plain
 
 
 def transposed(y, order) -> Value:
-    """Returns `y.transpose(order)` with a note."""
+    """Returns `y.transpose(order)` with the note `order`."""
     order = tuple(order)
     return Value(y) if order == tuple(range(y.ndim)) else Value(lax.transpose(y, order), order)
 
 
 def followed(eqn, inputs) -> list[Value] | None:
-    """Applies an equation to the arrays in memory, if all of its inputs have the same transpose, and returns the
-    outputs.
+    """Applies an equation to the arrays before their transposes, if all transposed inputs have the same order of axes.
+    Returns the outputs.
 
     Returns None if the equation is not elementwise or no input is transposed.
     """
@@ -43,5 +43,6 @@ def followed(eqn, inputs) -> list[Value] | None:
 
 
 def _order(value):
-    """Returns the order of axes that a note contains, or None. The note of a loop's slice refers to the whole array."""
+    """Returns the order of axes in the note of a value, or None. Inside a loop, a slice may have the note of the whole
+    array, which has more axes and is ignored."""
     return value.note if isinstance(value.note, tuple) and len(value.note) == np.ndim(value.x) else None

@@ -1,4 +1,4 @@
-"""Selects the library for products and convolutions, for tune on CPUs: the conditions for compiler options.
+"""Conditions for the compiler options with which tune selects the library for products and convolutions on CPUs.
 
 XLA:CPU runs products and convolutions with YNNPACK, Eigen or oneDNN. For bfloat16 convolutions with float32 sums,
 oneDNN needs a tenth of the time of the others on CPUs with AMX. For bfloat16 products, oneDNN is slower than YNNPACK,
@@ -26,16 +26,17 @@ LARGE = 1 << 21    # minimum multiplications of a convolution for a call of oneD
 
 @functools.cache
 def bfloat16_pays() -> bool:
-    """Whether this CPU has fast bfloat16 products (AMX). Other CPUs were not measured."""
+    """Whether this CPU has instructions for bfloat16 products (AMX or AVX-512). The rule is not used on other CPUs,
+    where it was not measured."""
     return not {"amx_bf16", "avx512_bf16"}.isdisjoint(read_cpu().flags)
 
 
 def eigen_pays(equations: Sequence) -> bool:
     """Whether convolutions are most of the work and are not small, and no convolution is grouped.
 
-    Eigen takes 0.50 to 1.10 of YNNPACK's time for ungrouped convolutions, but up to 1.27 for depthwise convolutions.
-    In programs with depthwise convolutions, these take most of the time (`python -m benchmarks.convolutions`,
-    benchmarks/RESULTS.md).
+    Eigen takes 0.50 to 1.10 times as long as YNNPACK for ungrouped convolutions, but up to 1.27 times as long for
+    depthwise convolutions. If a program has depthwise convolutions, they take most of its time (`python -m
+    benchmarks.convolutions`, benchmarks/RESULTS.md).
     """
     found = filter(None, map(product, equations))
     if any(each.op is CONVOLUTION and each.groups != (1, 1) for each in found):
@@ -46,9 +47,10 @@ def eigen_pays(equations: Sequence) -> bool:
 
 
 def pools_apart(equations: Sequence) -> bool:
-    """Whether poolings are separate from convolutions.
+    """Whether XLA computes poolings separately from convolutions, so that the rule for poolings is useful.
 
-    YNNPACK computes a convolution and the pooling of its result together, unless a gradient needs the result itself.
+    YNNPACK computes a convolution and the pooling of its result together, unless the program also computes the gradient
+    of the pooling.
     """
     names = {eqn.primitive.name for eqn in equations}
     return ("conv_general_dilated" not in names or "select_and_scatter_add" in names or eigen_pays(equations)

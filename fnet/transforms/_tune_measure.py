@@ -26,7 +26,8 @@ class Measured(NamedTuple):
 
     Attributes:
         rules: the names of the rules.
-        seconds: {variant: median time of a call}; empty if nothing was measured.
+        seconds: {selection of rules: median time of a call in seconds}, with keys such as "all rules". Empty if nothing
+            was measured.
         reason: why these rules are used.
     """
 
@@ -45,8 +46,9 @@ def measure(compiled: Callable, lowered: Callable[[], str], fired: Callable[[], 
 
     Args:
         compiled: `compiled(rules)` returns the program as a function of `arguments`, which it may donate.
-        lowered: returns the text of the program without rules, which is the key of a stored result.
-        fired: returns the names of the rules that change the program.
+        lowered: a function that returns the text of the program without rules. The key of a stored result depends on
+            this text.
+        fired: a function that returns the names of the rules that change the program.
         rules: all rules.
         chip: the chip.
         arguments: the arguments of a call. They are copied.
@@ -114,7 +116,7 @@ def _known(path, every) -> Measured | None:
 
 
 def _times(programs, arguments) -> dict[str, list[float]]:
-    """Returns the seconds of each program in each round. Every program runs once in a round."""
+    """Returns {name of a program: its times in seconds, one for each round}. In each round, every program runs once."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     end = None
     for number in range(_ROUNDS + 1):                      # the first one compiles
