@@ -40,7 +40,7 @@ def _architecture_of(model):
 
 
 def _numbers(field, default):
-    """Returns the `Fields` for a field of config.json that contains a list of four positive integers."""
+    """Returns a `Fields` entry for a value in config.json that is a list of four positive integers."""
     def read(value, config):
         if not (isinstance(value, list) and len(value) == 4
                 and all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in value)):
@@ -75,11 +75,12 @@ class ConvNeXt(Model):
         widths: number of features in each stage.
         classes: number of logits. None: no last layer; the output is `Encoded`.
         patch: kernel size and stride of the first convolution.
-        epsilon: epsilon of the last norm. All other norms have 1e-6.
+        epsilon: epsilon of the last norm. The epsilon of all other norms is 1e-6.
 
     Input: [batch, height, width, 3]. Height and width are multiples of 32, and 224 for pretrained weights. Output:
-    [batch, classes], or `Encoded` with hidden [batch, height / 32, width / 32, features] before the last norm, and
-    pooled [batch, features].
+    logits [batch, classes], or an `Encoded` if `classes` is None. Its `hidden` [batch, height / 32, width / 32,
+    features] is the output of the last block, and its `pooled` [batch, features] is the mean over positions after the
+    last norm.
 
     Source: Liu et al. (2022), A ConvNet for the 2020s, table 9.
 
@@ -141,7 +142,7 @@ class ConvNeXt(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Computes the input of the last layer: [batch, features]."""
+        """Returns the input of the last layer, an array [batch, features]."""
         return self._pooled(scope, self._encoded(scope, x))
 
     def _pooled(self, scope, x):

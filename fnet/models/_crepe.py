@@ -24,8 +24,8 @@ class Crepe(Model):
     for each of 360 pitches. The pitches are 20 cents apart and start at C1 (32.7 Hz).
 
     Args:
-        width: factor of the channels of all layers, 32 for the full model and 4 for the tiny model. The first
-            convolution has 32 * width channels.
+        width: a number that is proportional to the number of channels of every layer: 32 for the full model and 4 for
+            the tiny model. The first convolution has 32 * width channels.
 
     Input: [batch, 1024], samples at 16 kHz, each row with mean 0 and standard deviation 1. Output: [batch, 360],
     probabilities.
@@ -54,7 +54,7 @@ class Crepe(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Computes the input of the last layer: [batch, 64 width]."""
+        """Returns the input of the last layer, an array [batch, 64 * width]."""
         if x.ndim != 2 or x.shape[1] != SAMPLES:
             raise ValueError(f"Crepe: expected sound [batch, {SAMPLES}], 64 ms at 16 kHz; got {x.shape}")
         x = x[..., None]                                                    # [batch, time, channels]

@@ -75,22 +75,25 @@ class Decoder(LanguageModel):
         kv_heads: number of key/value heads. Each key/value head is used by heads / kv_heads query heads.
         hidden: number of features within the MLP, the output size of `gate` and of `up`.
         context: maximum length of a text in tokens.
-        rotary_base: base of the rotary embedding; in a tuple, None for a block without positions (SmolLM 3).
+        rotary_base: base of the rotary embedding. If it is a tuple, an element None means that a block has no positions
+            (SmolLM 3).
         interleaved: whether the rotary embedding pairs the features (0, 1), (2, 3), ..., as in the weights of Meta and
             llama2.c. If False, it pairs (i, i + head_dim / 2), as in the weights of Hugging Face.
         tied: whether the logits are computed with the embedding table.
         epsilon: epsilon of the norms.
         head_dim: number of features of a head. Default: width / heads.
-        window: number of the last tokens to which a query attends, including its own token, as in Mistral 7B v0.1.
-            Default: all.
+        window: the maximum number of tokens to which a query attends: its own token and the tokens directly before it
+            (Mistral 7B v0.1). Default: no maximum.
         rope_scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `DynamicScaling` or `LongScaling`, for models
             whose context was extended after training.
-        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`. If blocks of different kinds alternate,
-            one iteration of the scan applies one period of the blocks.
+        stacked: whether the blocks are one `nn.Stack`; see `models.unstack`. If different kinds of blocks alternate,
+            for example blocks with and without a window, each iteration of the scan applies several consecutive blocks,
+            one repetition of the pattern.
         rotary_dim: number of features of each head that are rotated. These are the first features (Phi-3, GPT-NeoX).
             Default: all.
-        qkv_bias, out_bias, mlp_bias: whether the projections to queries, keys and values, the output projection of the
-            attention, and the MLP have biases (Qwen 2, GPT-NeoX).
+        qkv_bias, out_bias, mlp_bias: whether these layers have biases: the projections to queries, keys and values
+            (`qkv_bias`); the output projection of the attention (`out_bias`); the MLP (`mlp_bias`). Qwen 2 has
+            the first of these, and GPT-NeoX has all three.
         qk_norm: how queries and keys are normalized: "head", each head separately (Qwen 3, Gemma 3); "all", all heads
             at once (OLMo 2); or None, not at all.
         query_scalar: attention scores are divided by the square root of this number. Default: head_dim.
@@ -99,7 +102,7 @@ class Decoder(LanguageModel):
         activation: activation of the MLP: "silu", "gelu", "gelu_tanh" (Gemma) or "relu".
         gated: whether the MLP has a gate; otherwise it is `down(activation(up(x)))` (GPT-NeoX).
         layer_norm: whether the norms are LayerNorms with bias (GPT-NeoX).
-        norm_offset: offset of the RMSNorms' scales, 1 in Gemma.
+        norm_offset: a number that is added to the scales of the RMSNorms, 1 in Gemma.
         pre_norm, post_norm: whether attention and MLP have a norm before them (`pre_norm`) and after them
             (`post_norm`). Gemma 2 and 3 have both, OLMo 2 has only `post_norm`.
         parallel: whether the attention and the MLP are both applied to the input of the block (GPT-NeoX). If False, the
@@ -119,9 +122,9 @@ class Decoder(LanguageModel):
 
     Source: Touvron et al. (2023), LLaMA: Open and Efficient Foundation Language Models. Grouped queries: Llama 2.
     Grattafiori et al. (2024), The Llama 3 Herd of Models. SwiGLU: Shazeer (2020), GLU Variants Improve Transformer.
-    Gemma Team (2024, 2025), Gemma 2 and Gemma 3. Yang et al. (2025), Qwen3 Technical Report. Abdin et al. (2024),
-    Phi-3 Technical Report. Jiang et al. (2024), Mixtral of Experts. Walsh et al. (2024), 2 OLMo 2 Furious. Black et
-    al. (2022), GPT-NeoX-20B. Biderman et al. (2023), Pythia. Sizes of the stories models: Karpathy's llama2.c.
+    Gemma Team (2024, 2025), Gemma 2 and Gemma 3. Yang et al. (2025), Qwen3 Technical Report. Abdin et al. (2024), Phi-3
+    Technical Report. Jiang et al. (2024), Mixtral of Experts. Walsh et al. (2024), 2 OLMo 2 Furious. Black et al.
+    (2022), GPT-NeoX-20B. Biderman et al. (2023), Pythia. Sizes of the presets "stories...": Karpathy's llama2.c.
 
     >>> model = models.Decoder.preset("stories260k")
     >>> nn.count_parameters(model.spec(model.example()).params)

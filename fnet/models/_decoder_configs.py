@@ -19,7 +19,7 @@ GATED = "gelu_pytorch_tanh"
 
 @dataclasses.dataclass(frozen=True)
 class Count(Use):
-    """A `Use` whose value in config.json is an integer above 0. Null is allowed if `default` is set."""
+    """A `Use` that accepts only integers above 0 in config.json. Null is also accepted if `default` is set."""
 
     def wanted(self, value, config) -> dict[str, Any]:
         return super().wanted(value if value is None and self.default else whole(value), config)
@@ -27,7 +27,7 @@ class Count(Use):
 
 @dataclasses.dataclass(frozen=True)
 class Number(Use):
-    """A `Use` whose value in config.json is a number above 0. Null is allowed if `null` is True."""
+    """A `Use` that accepts only numbers above 0 in config.json. Null is also accepted if `null` is True."""
 
     null: bool = False
 
@@ -37,7 +37,7 @@ class Number(Use):
 
 @dataclasses.dataclass(frozen=True)
 class Flag(Use):
-    """A `Use` whose value in config.json is true or false."""
+    """A `Use` that accepts only true and false in config.json."""
 
     def wanted(self, value, config) -> dict[str, Any]:
         return super().wanted(flag(value), config)
@@ -65,9 +65,9 @@ def biases(absent=False):
 
 
 def read_by_others(check):
-    """Returns the `Fields` for a field of config.json that does not set a field of the model by itself.
+    """Returns a `Fields` entry that checks the value of a field of config.json, but sets no field of the model.
 
-    Its value is checked, and the functions of other fields read the value from config.json.
+    The entries of other fields read the value from config.json.
     """
     return Fields(lambda value, config: (check(value), {})[1])
 
@@ -93,13 +93,13 @@ def head_dim(absent=None):
 def family(fields, architecture, *, irrelevant="", names=("huggingface",), sets="", **constants) -> Config:
     """Returns the `Config` of a family of decoders.
 
-    Its `model_type` sets the fields of `Decoder` that no other field of config.json sets.
+    The entry for `model_type` sets the fields of `Decoder` that do not depend on other fields of config.json.
 
     Args:
-        fields: the fields of config.json.
+        fields: {field of config.json: `Use`, `Must` or `Fields`}.
         architecture: the name of the class in transformers.
-        irrelevant, names: as in the function `transformers`.
-        sets: the fields of `Decoder` that are set by entries of `fields` other than a `Use`, separated by spaces.
+        irrelevant, names: as for the function `transformers`.
+        sets: the names of the fields of `Decoder` that the `Fields` entries in `fields` set, separated by spaces.
         constants: the values of fields of `Decoder` that are constant in this family but differ from Llama's.
     """
     taken = {entry.field for entry in fields.values() if isinstance(entry, Use)} | set(sets.split())

@@ -10,14 +10,14 @@ LLAMA2C = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "rms_att_weight", "rms_ffn_
 
 
 def block(ours, keys):
-    """Rules for the arrays of a Llama block. `keys` are the keys of the kernels in the order of `KERNELS`, with the
-    layout [out, in] in the file, then the keys of the two norms."""
+    """Returns the rules for the arrays of a Llama block. `keys` contains the keys of the kernels in the order of
+    `KERNELS`, then the keys of the two norms. In the file, kernels have the layout [out, in]."""
     paths = (*(f"{ours}/{name}/kernel" for name in KERNELS), f"{ours}/norm1/scale", f"{ours}/norm2/scale")
     return tuple(Rule(path, key, DENSE if path.endswith("kernel") else SAME) for path, key in zip(paths, keys))
 
 
 def both(rules):
-    """Rules for stacked blocks and for unrolled blocks."""
+    """Returns rules for a model with stacked blocks, and rules for a model with a separate path for each block."""
     return rules("blocks"), rules("blocks/{i}")
 
 
@@ -35,8 +35,8 @@ def ends(block_rules):
 
 
 def norms(model, ours, theirs):
-    """Rules for the norms of a block. With `post_norm`, post_attention_layernorm is the norm after the attention, and
-    without it, the norm before the MLP."""
+    """Returns the rules for the norms of a block. The key post_attention_layernorm belongs to the norm after the
+    attention if the model has `post_norm`. Otherwise, it belongs to the norm before the MLP."""
     second = "pre_feedforward_layernorm" if model.post_norm else "post_attention_layernorm"
     return (torch.norm(f"{ours}/norm1", f"{theirs}.input_layernorm"), torch.norm(f"{ours}/norm2", f"{theirs}.{second}"),
             torch.norm(f"{ours}/post_norm1", f"{theirs}.post_attention_layernorm"),
@@ -75,7 +75,8 @@ def huggingface(model):
 
 
 def phi3(model):
-    """Rules for files with one matrix for query, key and value, and one matrix for gate and up."""
+    """Returns the rules for files in which one matrix contains the kernels of query, key and value, and another matrix
+    contains those of gate and up."""
     def rules(ours, theirs="model.layers.{i}"):
         fused = tuple(f"{ours}/attention/{name}/kernel" for name in ("query", "key", "value"))
         return (Rule(fused, f"{theirs}.self_attn.qkv_proj.weight", DENSE),
@@ -87,7 +88,8 @@ def phi3(model):
 
 
 def gpt_neox(model):
-    """Rules for files with one matrix for query, key and value, interleaved by head."""
+    """Returns the rules for files in which one matrix contains the kernels of query, key and value, interleaved by
+    head."""
     layout = interleaved(model.heads)
 
     def rules(ours, theirs="gpt_neox.layers.{i}"):

@@ -69,7 +69,7 @@ def _size(config):
 
 
 def _ratio(model):
-    """Returns the `mlp_ratio` with which config.json describes a model."""
+    """Returns the `mlp_ratio` for config.json from which `_size` computes the model's `hidden`."""
     ratio = model.hidden / model.width * (1.5 if model.gated else 1)
     for each in (round(ratio), ratio):
         if _size({"hidden_size": model.width, "mlp_ratio": each, "use_swiglu_ffn": model.gated})["hidden"] \
@@ -151,7 +151,7 @@ class DINOv2(ViT):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Computes the class token and the mean of the other tokens: [batch, 2 width]."""
+        """Returns the class token concatenated with the mean of the other tokens, an array [batch, 2 * width]."""
         x = nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x))
         return jnp.concatenate([x[:, 0], x[:, 1:].mean(1)], -1)
 

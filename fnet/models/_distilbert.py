@@ -30,8 +30,8 @@ class DistilBert(Bert):
 
     Args:
         vocab_size, width, depth, heads, hidden, context, classes, dropout, epsilon, stacked: as in `Bert`.
-        head: as in `Bert`, except "next_sentence" and "pretraining". The head "sequence" has an additional dense layer
-            with ReLU.
+        head: as in `Bert`, but "next_sentence" and "pretraining" are not supported. The head "sequence" has an
+            additional dense layer with ReLU.
 
     Inputs, output: as in `Bert`, without `segment`.
 

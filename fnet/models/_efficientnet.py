@@ -99,12 +99,14 @@ class EfficientNet(Model):
     """A convolutional network of inverted residual blocks with squeeze and excitation, scaled in width, depth and size.
 
     Args:
-        width: factor of all channels, which are rounded to multiples of 8.
-        depth: factor of the number of blocks of each stage, which is rounded up.
+        width: factor by which the number of channels of each layer is multiplied. The result is rounded to a multiple
+            of 8.
+        depth: factor by which the number of blocks of each stage is multiplied. The result is rounded up.
         classes: number of logits.
         size: height and width of the images with which pretrained weights were trained; other sizes are supported.
-        lite: whether the network is EfficientNet-Lite: ReLU6 instead of SiLU, and no squeeze and excitation. `width`
-            does not change its first and last convolution, `depth` does not change its first and last stage.
+        lite: whether the network is EfficientNet-Lite: ReLU6 instead of SiLU, and no squeeze and excitation. In
+            EfficientNet-Lite, `width` does not affect the first and the last convolution, and `depth` does not affect
+            the first and the last stage.
         padding: zeros around the input of a convolution with stride 2. "same": as in TensorFlow. "symmetric": equal on
             both sides, as in most of timm's weights. "after": one more zero at the end than at the start for every
             size, as in transformers.
@@ -180,7 +182,7 @@ class EfficientNet(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Computes the input of the last layer, before dropout: [batch, channels]."""
+        """Returns the input of the last layer before dropout, an array [batch, channels]."""
         if self.padding not in ("same", "symmetric", "after"):
             raise ValueError(f"EfficientNet: padding must be 'same', 'symmetric' or 'after'; got {self.padding!r}")
         first, last = (32, 1280) if self.lite else (_divisible(32 * self.width), _divisible(1280 * self.width))
@@ -209,7 +211,7 @@ class EfficientNet(Model):
         return x + y if x.shape == y.shape and not (first and self.padding == "after") else y
 
     def _conv(self, scope, x, channels, kernel_size=1, stride=1, centered=False):
-        """A convolution, depthwise if `channels` is None, and BatchNorm."""
+        """Applies a convolution, which is depthwise if `channels` is None, and BatchNorm."""
         half = kernel_size // 2
         after = stride == 2 and self.padding == "after" and not centered
         padding = "SAME" if self.padding == "same" else ((half - after, half),) * 2

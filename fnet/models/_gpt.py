@@ -38,7 +38,7 @@ def gpt_block(scope, x, lengths=None, kind=0, *, heads, hidden, dropout, epsilon
 
 
 def _rules(ours, theirs):
-    """Rules for a block. Files of GPT-2 have kernels [in, out], and one array for query, key and value."""
+    """Rules for a block. Files of GPT-2 have kernels [in, out]. One array contains query, key and value."""
     qkv = tuple(f"{ours}/attention/{name}" for name in ("query", "key", "value"))
     dense = [(f"{ours}/attention/out", f"{theirs}.attn.c_proj"), (f"{ours}/fc", f"{theirs}.mlp.c_fc"),
              (f"{ours}/proj", f"{theirs}.mlp.c_proj"), (qkv, f"{theirs}.attn.c_attn")]
@@ -58,7 +58,7 @@ class GPT(LanguageModel):
     The model has learned position embeddings. Each block has causal attention and an MLP. The attention and the MLP
     each have a LayerNorm before them and a residual connection around them. The defaults are those of the published
     GPT-2: the tanh form of GELU, and tied logits. Kernels and embedding tables are initialized with standard deviation
-    0.02, but the last kernel of each residual branch with 0.02 / sqrt(2 depth).
+    0.02. For the last kernel of each residual branch, it is 0.02 / sqrt(2 * depth).
 
     Args:
         vocab_size: number of tokens.
@@ -74,8 +74,8 @@ class GPT(LanguageModel):
         activation: activation of the MLP: "gelu_tanh", "gelu", "silu" or "relu".
         scale_scores: whether the attention scores are divided by sqrt(width / heads).
         scale_by_depth: whether the attention scores of block i = 1, 2, ... are also divided by i, which keeps them
-            small in low precision (Stanford CRFM's Mistral). Then every block is compiled separately, even if the
-            parameters are stacked.
+            small in low precision (Stanford CRFM's Mistral). If this option is True, XLA compiles each block
+            separately, even if `stacked` is True.
 
     Inputs:
         tokens: integers [batch, time].

@@ -16,7 +16,7 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}    # Pillow's constants
 
 @dataclasses.dataclass(frozen=True)
 class ImageInput:
-    """The preprocessing of a photo with which published weights were evaluated.
+    """The image preprocessing that was used when published weights were evaluated.
 
     Args:
         size: height and width of the network's input in pixels.
@@ -72,7 +72,8 @@ class ImageInput:
         return dataclasses.replace(self, size=size, resize=resize)
 
     def crop(self, photo: Any) -> np.ndarray:
-        """Scales and crops a `PIL.Image`. Returns uint8 [size, size, 3], in the order red, green, blue."""
+        """Scales and crops a `PIL.Image`. Returns a uint8 array [size, size, 3], with the channels in the order red,
+        green, blue."""
         photo = photo.convert("RGB")
         if self.resize is None:
             return np.array(photo.resize((self.size, self.size), _RESAMPLE[self.resample]))
@@ -85,9 +86,9 @@ class ImageInput:
         return np.array(photo.crop((left, top, left + self.size, top + self.size)))
 
     def normalize(self, pixels: np.ndarray) -> np.ndarray:
-        """Converts uint8 pixels [..., 3] in the order red, green, blue to the network's input, float32.
+        """Converts uint8 pixels [..., 3] to the network's input, a float32 array.
 
-        `pixels` is a NumPy or JAX array.
+        `pixels` is a NumPy or JAX array, whose channels are in the order red, green, blue.
         """
         pixels = (pixels if self.order == "rgb" else pixels[..., ::-1]).astype(np.float32)
         lead = (1,) * (pixels.ndim - 1)

@@ -75,7 +75,8 @@ class MobileNetV2(Model):
 
     Args:
         classes: number of logits.
-        width: factor of all channels, which are rounded to multiples of 8. The last layer has at least 1,280 inputs.
+        width: factor by which the number of channels of each layer is multiplied. The result is rounded to a multiple
+            of 8. The last layer has at least 1,280 inputs.
         dropout: dropout rate before the last layer.
 
     Input: [batch, height, width, 3], 224 × 224 for pretrained weights. Output: [batch, classes].
@@ -117,7 +118,8 @@ class MobileNetV2(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Computes the input of the last layer, before dropout: [batch, 1280]."""
+        """Returns the input of the last layer before dropout, an array [batch, channels] with at least 1,280
+        channels."""
         stem = conv_norm(channels=_divisible(32 * self.width), kernel_size=3, stride=2)
         x = jax.nn.relu6(stem(scope["stem"], x))                            # [batch, height / 2, width / 2, 32]
         for s, (expansion, channels, blocks, stride) in enumerate(STAGES):

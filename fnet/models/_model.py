@@ -21,12 +21,11 @@ class Model(nn.Layer):
 
     Subclasses may define:
 
-        PRESETS: {name: fields}, the published configurations.
-        NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
-        CONFIGS: {model_type of config.json: Config}, for `pretrained.load` to compare the model with config.json. The
-            key for timm's config.json is "timm".
-        HUB: {preset: sources of its weights}. A source is a repository of Hugging Face's hub, or "torchvision:NAME" for
-            weights that only torchvision distributes, as pickles.
+        PRESETS: {name: fields}, the published configurations. NAMES: {framework: Names}, the names of the arrays in
+        other frameworks, for `pretrained.load` and `save`. CONFIGS: {model_type of config.json: Config}.
+        `pretrained.load` uses the `Config` to compare the model with config.json. The key for timm's config.json is
+        "timm". HUB: {preset: sources of its weights}. A source is a repository of Hugging Face's hub, or
+        "torchvision:NAME". The latter means that only torchvision distributes these weights, in a pickle file.
 
     >>> model = models.ResNet.preset("resnet18", classes=10)
     >>> nn.count_parameters(model.spec(model.example()).params)
@@ -54,8 +53,8 @@ class Model(nn.Layer):
     def of_keys(self, keys: Collection[str]) -> Model:
         """Returns the model for a file of weights with these keys. By default, this is the model itself.
 
-        `pretrained.load(folder)` calls this method. Subclasses override it if config.json does not determine all
-        fields.
+        `pretrained.load(folder)` calls this method. A subclass overrides it if some of its fields depend on the keys of
+        the file, not only on config.json.
         """
         return self
 
@@ -69,8 +68,8 @@ class Model(nn.Layer):
 
 
 class LanguageModel(Model):
-    """A language model. `_body(scope, tokens, lengths)` returns the head (an `nn.Dense`, or an `nn.Embed` for tied
-    logits), its scope, and its input [batch, time, width]."""
+    """A language model. Subclasses define `_body(scope, tokens, lengths)`, which returns the head, the head's scope,
+    and the head's input [batch, time, width]. The head is an `nn.Dense`, or an `nn.Embed` for tied logits."""
 
     def forward(self, scope: nn.Scope, tokens: jax.Array, lengths: jax.Array | None = None) -> Any:
         head, at, x = self._body(scope, tokens, lengths)
@@ -80,9 +79,10 @@ class LanguageModel(Model):
 
     @nn.method
     def cross_entropy(self, scope: nn.Scope, tokens, labels, lengths=None):
-        """Computes the losses [batch, time], in nats, for the labels [batch, time], which are the next tokens.
+        """Returns the cross-entropy of each label in nats, an array [batch, time]. `labels` [batch, time] contains the
+        next token at each position.
 
-        If there are more than 2^29 logits, they are computed in chunks, so that they are never all in memory; see
+        More than 2^29 logits are computed in chunks, so that they are not all in memory at once; see
         `nn.linear_cross_entropy`.
         """
         head, at, x = self._body(scope, tokens, lengths)

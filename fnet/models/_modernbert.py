@@ -68,8 +68,8 @@ def _window_written(model):
 
 
 def _padding_written(model):
-    """Returns the `pad_token_id` for config.json. It is null if the vocabulary of the model does not contain the
-    default of transformers, because transformers would reject the file."""
+    """Returns the `pad_token_id` for config.json. The default of transformers is 50283. If the vocabulary of the model
+    is too small for this default, null is written, because transformers would otherwise reject the file."""
     return SKIP if model.vocab_size > 50283 else None
 
 
@@ -108,22 +108,23 @@ class ModernBert(Model):
         classes: number of logits of the heads "sequence" and "tokens".
         pooling: the input of the head "sequence": "cls", the features of the first token, or "mean", the mean of all
             valid tokens.
-        activation, head_activation: the activations of the MLPs, and of the dense layer with which every head begins:
-            "gelu", "gelu_tanh", "silu" or "relu".
-        norm_bias, attention_bias, mlp_bias, head_bias, decoder_bias: whether the norms, the projections of the
-            attention, the MLPs, the dense layer with which every head begins, and the logits of "masked_lm" have
-            biases.
-        dropout: dropout rate of embeddings, attention weights, attention outputs and MLPs, and before the last layer of
-            the heads with classes.
+        activation: the activation of the MLPs: "gelu", "gelu_tanh", "silu" or "relu".
+        head_activation: the activation of the dense layer with which every head begins, one of the same values.
+        norm_bias, attention_bias, mlp_bias, head_bias, decoder_bias: whether these have biases: the norms
+            (`norm_bias`); the projections of the attention (`attention_bias`); the MLPs (`mlp_bias`); the dense layer
+            with which every head begins (`head_bias`); the logits of the head "masked_lm" (`decoder_bias`).
+        dropout: dropout rate of embeddings, attention weights, attention outputs and MLPs. It is also the dropout rate
+            before the last layer of every head but "masked_lm".
         epsilon: epsilon of the norms.
-        stacked: whether the blocks after the first are one scan; see `models.unstack`.
+        stacked: whether all blocks but the first are applied in a scan, with stacked parameters; see `models.unstack`.
 
     Inputs:
         tokens: integers [batch, time].
         lengths: integers [batch], the number of valid tokens in each example; the rest is padding. Default: all tokens.
 
-    Output: `Encoded` with `pooled` None if there is no head. With a head, logits: [batch, time, vocab_size] for
-    "masked_lm", [batch, classes] for "sequence", [batch, time, classes] for "tokens", [batch, time, 2] for "questions".
+    Output: an `Encoded` if there is no head; its `pooled` is None. With a head, the output is logits: [batch, time,
+    vocab_size] for "masked_lm", [batch, classes] for "sequence", [batch, time, classes] for "tokens", [batch, time, 2]
+    for "questions".
 
     Source: Warner et al. (2024), Smarter, Better, Faster, Longer: A Modern Bidirectional Encoder for Fast, Memory
     Efficient, and Long Context Finetuning and Inference.

@@ -79,7 +79,7 @@ class LSTMClassifier(Model):
     Args:
         classes: number of logits.
         vocab_size: number of tokens.
-        width: number of features of a token and of each direction.
+        width: number of features of a token, and of the LSTM of each direction.
         depth: number of layers.
         dropout: dropout rate before each layer and before the logits.
 

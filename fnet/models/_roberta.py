@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-R: BERT's encoder, with positions that start after the index of the padding token."""
+"""RoBERTa and XLM-R: BERT's encoder, in which the first position is the index of the padding token plus 1."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Roberta(Bert):
     Args:
         vocab_size, width, depth, heads, hidden, context, segments, classes, pooler, dropout, epsilon, stacked: as in
             `Bert`.
-        head: as in `Bert`, except "next_sentence" and "pretraining".
-        padding: the padding token.
+        head: as in `Bert`, but "next_sentence" and "pretraining" are not supported.
+        padding: the index of the padding token.
 
     Inputs, output: as in `Bert`.
 

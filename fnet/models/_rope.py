@@ -46,7 +46,8 @@ class Llama3Scaling:
 
     Args:
         factor: the divisor of the rates of slow pairs, > 0.
-        low_freq_factor, high_freq_factor: numbers of rotations below which a pair is slow, and above which it is fast.
+        low_freq_factor: the number of rotations below which a pair is slow.
+        high_freq_factor: the number of rotations above which a pair is fast.
         original_context: maximum length in tokens of the texts in the original training.
 
     Source: Grattafiori et al. (2024), The Llama 3 Herd of Models; llama-models, apply_scaling.
@@ -88,7 +89,8 @@ class YarnScaling:
         beta_fast, beta_slow: numbers of rotations within the original context. Pairs with more than `beta_fast`
             rotations are fast, and pairs with fewer than `beta_slow` rotations are slow.
         amplitude: factor of the rotated queries and keys. Default: 0.1 ln(factor) + 1, or 1 if the factor is at most 1.
-        truncate: whether the range of the interpolated pairs is extended so that it begins and ends at integers.
+        truncate: whether the limits of the range of interpolated pairs are rounded to integers, the lower limit down
+            and the upper limit up.
 
     Source: Peng et al. (2023), YaRN: Efficient Context Window Extension of Large Language Models, section 3.
 
@@ -125,7 +127,7 @@ class YarnScaling:
 
 
 def growth(factor: float, strength: float = 1.0) -> float:
-    """Returns the factor by which YaRN multiplies rotated queries and keys, for a scaling by `factor`."""
+    """Returns YaRN's amplitude, a factor of the rotated queries and keys, for positions that are scaled by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 
@@ -167,15 +169,16 @@ class DynamicScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LongScaling:
-    """LongRoPE's scaling of rotary positions, as in Phi-3: a divisor for each pair of features.
+    """LongRoPE's scaling of rotary positions, as in Phi-3: the rotation rate of each pair of features is divided by its
+    own divisor.
 
     There is one list of divisors for texts within the original context and one for longer texts. The list is selected
     for each example by its own length, so examples of one batch are independent. The rotated features are multiplied by
     an amplitude.
 
     Args:
-        short, long: the divisors for texts within the original context and for longer texts, one for each pair of
-            rotated features.
+        short: the divisors for texts within the original context, one for each pair of rotated features.
+        long: the divisors for longer texts.
         original_context: maximum length in tokens of the texts in the original training.
         amplitude: factor of the rotated queries and keys.
 
