@@ -148,16 +148,18 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
         names: the names of the fields for the base and the fraction outside `rope_parameters`.
         turns: whether the family supports a fraction below 1.
         long: other names that the family uses for the rope_type longrope.
-        spread: function (config, base) that returns `rotary_base`, for families with layers without positions.
-        original: for families with `original_max_position_embeddings` outside `rope_parameters`: the value that is used
-            if config.json lacks this field. None: other families.
+        spread: function (config, base) that returns `rotary_base`. Families in which some layers have no positions need
+            it.
+        original: the value of `original_max_position_embeddings` that is used if config.json lacks this field. None:
+            for families that do not write this field outside `rope_parameters`.
     """
     def inner(config) -> Mapping[str, Any]:
         value = config.get("rope_scaling") or config.get("rope_parameters")
         return value if isinstance(value, dict) else {}
 
     def outside(name, value, config):
-        """Whether a field outside `rope_parameters` is used. If it is also inside, both values must be equal."""
+        """Whether to use the value of a field outside `rope_parameters` and `rope_scaling`. It is not used if these
+        objects also contain the field, but both values must be equal."""
         held = inner(config).get(name, value)
         if held != value:
             raise ValueError(f"expected {held!r}, the {name} in rope_parameters or rope_scaling")
@@ -206,11 +208,12 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
 
 
 def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, Fields]:
-    """Returns entries for the fields of rotary positions that differ between layers with and without windows.
+    """Returns entries for the fields that describe rotary positions. In these families, the base and the scaling of
+    layers with windows differ from those of layers without windows.
 
     Args:
-        merged: function of config.json that returns {type of layers: `rope_parameters`}. As in transformers, older
-            fields are also used.
+        merged: function of config.json that returns {type of layers: `rope_parameters`}. Like transformers, it also
+            reads the fields of older versions.
         types: function of config.json that returns the `layer_types` that are used if config.json lacks this field.
         context: the value of `max_position_embeddings` that is used if config.json lacks this field.
     """
@@ -273,8 +276,8 @@ def windows(depth, size, derived: Callable, used: Callable = lambda config: True
 
     Args:
         depth, size: the values of `num_hidden_layers` and `sliding_window` that are used if config.json lacks them.
-        derived: function of config.json, the window and the depth that returns the `layer_types` that are used if
-            config.json lacks this field.
+        derived: function (config, window, depth) that returns the `layer_types` that are used if config.json lacks this
+            field.
         used: function of config.json that returns whether windows are used.
     """
     def window(config):
@@ -300,5 +303,6 @@ def windows(depth, size, derived: Callable, used: Callable = lambda config: True
 
 
 def layers(model, value):
-    """Returns a list with the value of a field of a decoder for each layer."""
+    """Returns a list with one value for each layer. `value` is a single value for all layers, or a tuple that is
+    repeated."""
     return [value[i % len(value)] if isinstance(value, tuple) else value for i in range(model.depth)]

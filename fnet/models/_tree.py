@@ -1,4 +1,4 @@
-"""The child-sum Tree-LSTM. The shapes of the trees are inputs, so one compiled program computes all trees."""
+"""The child-sum Tree-LSTM. The structure of the trees is an input, so one compiled program is used for all trees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ constant = jax.nn.initializers.constant
 
 
 class Trees(NamedTuple):
-    """A batch of trees as arrays: the nodes of each tree in postorder, children before their parent, the root last.
+    """A batch of trees as arrays. The nodes of each tree are in postorder: children come before their parent, and the
+    root is the last node.
 
     It is registered with `jax.export` as "fnet.models.Trees".
 
@@ -44,7 +45,7 @@ export.register_namedtuple_serialization(Trees, serialized_name="fnet.models.Tre
 def pack_trees(trees: Sequence, vocabulary: Mapping[Hashable, int], nodes: int | None = None) -> Trees:
     """Converts trees to arrays.
 
-    A tree is either a label, for a tree with one node, or a tuple of the label of the root and its subtrees.
+    A tree is a tuple of the root's label and the subtrees. A tree with one node may also be given as its label.
 
     Args:
         trees: the trees.
@@ -101,9 +102,10 @@ class TreeLSTM(Model):
         f_k = sigmoid(x_j W_f + h_k U_f + b_f), for each child
         c_j = i * u + sum of f_k * c_k,  h_j = o * tanh(c_j)
 
-    The structure of the trees is in the input arrays, not in the program. The carry of one `lax.scan` over the nodes in
-    postorder contains the two sums over the children of every node. Each node adds its terms to the sums of its parent.
-    So one compiled program with static shapes computes batches of trees of any depth and any number of children.
+    The structure of the trees is in the input arrays, not in the program. One `lax.scan` visits the nodes in postorder.
+    Its carry contains the sums of h_k and of f_k * c_k for every node, and each node adds its terms to the sums of its
+    parent. So one compiled program with static shapes computes batches of trees of any depth and any number of
+    children.
 
     Args:
         classes: number of logits.

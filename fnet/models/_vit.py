@@ -38,7 +38,7 @@ def encoder_block(scope, x, *, heads, hidden, dropout, epsilon, activation=gelu,
 
 
 def fused(weight, bias):
-    """Rules for files with one array for query, key and value."""
+    """Returns the rules for files in which one array contains query, key and value."""
     parts = [tuple(f"blocks/attention/{name}/{leaf}" for name in QKV) for leaf in ("kernel", "bias")]
     return Rule(parts[0], weight, DENSE), Rule(parts[1], bias)
 
@@ -120,9 +120,10 @@ class ViT(Model):
         heads: number of attention heads, which must divide the width.
         classes: number of logits. None: no last layer; the output is `Encoded`.
         patch: height and width of a patch in pixels.
-        size: height and width of the images in pixels, for which positions are learned.
+        size: height and width of the images in pixels.
         hidden: number of features between a block's two dense layers. Default: four times the width.
-        pooler: whether a model without classes has a pooler, a dense layer with tanh on the class token.
+        pooler: whether a model without classes has a pooler. The pooler applies a dense layer and tanh to the class
+            token.
         dropout: dropout rate after the position embeddings, after attention and after each dense layer of the blocks.
         epsilon: epsilon of the norms.
 
@@ -211,11 +212,11 @@ class ViT(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Computes the input of the last layer, the class token: [batch, width]."""
+        """Returns the input of the last layer, an array [batch, width]. It contains the normalized class tokens."""
         return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x)[:, 0])
 
     def _encoded(self, scope, x):
-        """The tokens after all blocks: [batch, tokens, width]."""
+        """Returns the tokens after all blocks, an array [batch, tokens, width]."""
         self._check(x)
         width = self.width
         x = nn.Conv(width, self.patch, self.patch, padding="VALID")(scope["patches"], x)

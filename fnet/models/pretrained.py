@@ -60,16 +60,16 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
     and checksums are compared. The environment variables HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are respected.
 
     If you pass a folder or repository, its config.json (of transformers or timm) determines the model. If you pass a
-    model or a preset, it is compared with the config.json next to the weights, if there is one: every field of
-    config.json must agree with the model, or be known to have no effect on the forward pass.
+    model or a preset, `load` compares it with the config.json next to the weights, if this file exists. Every field of
+    config.json must then agree with the model, or be known to have no effect on the forward pass.
 
     Args:
-        model: a model, to get `(params, state)`. To get `(model, params, state)`: a folder with a config.json, a
-            model.bin of llama2.c, a repository of Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a
-            preset ("resnet50").
-        path: the weights for a model or a preset: a safetensors file, a folder with a safetensors file (or with shards
-            and their index), a model.bin of llama2.c, the name of a folder in ~/.cache/fnet, or a repository of
-            Hugging Face's hub. Required if `model` is a model. Default for a preset: its name.
+        model: a model, or the source of one: a folder with a config.json, a model.bin of llama2.c, a repository of
+            Hugging Face's hub ("HuggingFaceTB/SmolLM2-135M"), or the name of a preset ("resnet50").
+        path: the weights, if `model` is a model or a preset. They are in a safetensors file, a folder with a
+            safetensors file or with shards and their index, a model.bin of llama2.c, a folder in ~/.cache/fnet (pass
+            its name), or a repository of Hugging Face's hub. Required if `model` is a model. Default for a preset: its
+            name.
         dtype: the dtype to which floating-point arrays are cast. Default: the dtypes of the file.
         names: the framework whose parameter names the file contains, a key of the model's `NAMES` such as
             "torchvision". Default: detected from the names.
@@ -122,7 +122,7 @@ def load(model: Model | str | os.PathLike, path: str | os.PathLike | None = None
 
 
 def _load(model, path, dtype, names, check_config):
-    """Returns `(params, state)` of a model, read from an existing path."""
+    """Reads `(params, state)` of a model from an existing path."""
     tensors = _match.renamed(model, _tensors.read(path))
     kinds, leaves = _match.leaves_of(model)
     config = _config.check(model, tensors.path.parent) if check_config else None
@@ -159,10 +159,10 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
             written.
         names: the framework whose names to write, a key of the model's `NAMES`. Default: the only framework that
             matches the model's configuration.
-        like: a file or folder of weights, whose names and metadata are used. Arrays in it that the model does not need
-            (such as num_batches_tracked in PyTorch) are copied. If `like` and `path` are folders, the following are
-            also copied: generation_config.json, the files of the tokenizer, and the fields of config.json that do not
-            affect the output. Default: None.
+        like: a file or folder of weights. Its names and its metadata are used for the new file. Arrays in it that the
+            model does not need (such as num_batches_tracked in PyTorch) are copied. If `like` and `path` are folders,
+            the following are also copied: generation_config.json, the files of the tokenizer, and the fields of
+            config.json that do not affect the output. Default: None.
         max_shard_size: the maximum size of a weight file in a folder: a number of bytes, or a string such as "5GB".
             Larger weights are split into shards with an index, model.safetensors.index.json. An array that exceeds the
             maximum has a file of its own.
@@ -172,8 +172,8 @@ def save(model: Model, params: Mapping, state: Mapping, path: str | os.PathLike,
 
     Raises:
         ValueError: params or state do not match the model in names or shapes; `names` is ambiguous; the folder contains
-            the config.json of a training run; or the folder contains a config.json, but no config.json can describe
-            this model.
+            the config.json of a training run; or the folder contains the config.json of another model, and no
+            config.json can describe this model.
 
     >>> import tempfile
     >>> model = models.ResNet((1,), bottleneck=False, classes=2, width=4)

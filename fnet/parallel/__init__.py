@@ -1,4 +1,5 @@
-"""Runs a training step that was written for one device on many devices. Selects the shardings and distributes batches.
+"""Distributes training over many devices, with a step that was written for one device. Selects the shardings and
+distributes batches.
 
     from fnet import parallel
 

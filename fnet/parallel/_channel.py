@@ -36,10 +36,10 @@ class Closed(Exception):
 class Channel:
     """Lets the processes of a plan agree on each step.
 
-    Before a step, each process writes its status to JAX's key-value store. The first process reads the status of every
-    process and writes the common verdict. The others wait for the verdict. This takes at least three requests to the
-    store in the first process, and two in each of the others. One more request deletes the entries of the previous
-    step.
+    Before a step, each process writes its status to JAX's key-value store. The first process in `processes` reads the
+    status of every process and writes the common verdict. The other processes wait for the verdict. The first process
+    sends at least three requests to the store for each step, and each other process sends two. One more request deletes
+    the entries of the previous step.
 
     Args:
         processes: the indices of all processes, including this one.
@@ -88,8 +88,8 @@ class Channel:
                 self._say(why)
 
     def _end(self):
-        """Runs when the interpreter exits. After an exception, the other processes do not know yet that this process
-        has left."""
+        """Runs when the interpreter exits. Tells the other processes that this process has left, and whether an
+        exception was the reason."""
         error, self.closed = getattr(sys, "last_value", None), True
         if error is None:
             self._say(_LEFT)
@@ -114,8 +114,8 @@ class Channel:
             self._set(f"left/{self.me}", why)
 
     def leave(self, why: str = "has given up waiting") -> None:
-        """Does the same as `close`, for the case that other processes are late or gone. This process does not wait for
-        them when it exits."""
+        """Does the same as `close`, but this process does not wait for the others when it exits. Use it if other
+        processes are late or gone."""
         self.close(why)
         atexit.unregister(self._end)
         _jax.processes.leave()
@@ -153,18 +153,18 @@ class Channel:
         return verdict
 
     def _behind(self, missing, late):
-        """Returns the error about processes without a status, if some of them have left or if they are late. Otherwise,
-        returns None."""
+        """Returns the error about the processes `missing`, which have not written a status. The error names those that
+        have left. If none has left, it names all of them if `late` is True; otherwise the result is None."""
         left = self._list("left")
         if early := [p for p in missing if p in left]:
             return self.gone(early, left[early[0]])
         return self.gone(missing, f"did not come within {self.timeout:g} s") if late else None
 
     def end_process(self, error: PeersGone, taken: threading.Event) -> None:
-        """Ends this process with a line on stderr if the main thread does not receive the error. The main thread is
-        then blocked in a step that waits for a missing process, so that no exception can be raised in it.
+        """Ends this process with a line on stderr if the main thread does not receive the error in time. The main
+        thread is then blocked in a step that waits for a missing process, and no exception can be raised in it.
 
-        Does not end this process if the other process left the loop normally, because the main thread may still run a
+        If the other process left the loop normally, this process is not ended, because its main thread may still run a
         long last step.
         """
         began, seconds = time.monotonic(), math.inf if _LEFT in str(error) else self.timeout
@@ -211,8 +211,8 @@ class Channel:
             return None
 
     def _last(self, seconds=_LINGER, *, stay=False):
-        """Lets the first process wait for the others to end, for a limited time, because the first process runs the
-        store."""
+        """Waits up to `seconds` for the other processes to end. Only the first process waits, because it runs the
+        store, unless `stay` is True."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._set(f"ended/{self.me}", "")
             end = time.monotonic() + seconds

@@ -52,7 +52,8 @@ def state(state, out):
 
 
 def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
-    """Returns the paths of the leaves of a tree that the jaxpr does not read. `inputs` are the variables of the leaves.
+    """Returns the paths of the leaves of a tree that the jaxpr does not read. `inputs` are the jaxpr's input variables
+    for these leaves.
     """
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)}
     read |= {v for v in jaxpr.outvars if not isinstance(v, _jax.Literal)}
@@ -61,7 +62,7 @@ def unused(inputs, jaxpr, tree) -> tuple[str, ...]:
 
 
 def call(plan, state, batch) -> str | None:
-    """Returns the reason why a plan's step cannot take this state and batch, or None."""
+    """Returns the reason why a plan's step does not accept this state and batch, or None if it accepts them."""
     if not plan.attached:
         return f"this plan is for {plan.target}, which are not attached; use devices='local' to run it"
     for name, tree, wanted in (("state", state, plan.state), ("batch", batch, plan.batch)):

@@ -171,7 +171,7 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
 
     Args:
         model, params: as for `generate`.
-        tokenizer: the tokenizer with its `chat_template`, as `models.read_tokenizer(folder)` returns it.
+        tokenizer: the tokenizer that `models.read_tokenizer(folder)` returns.
         messages: the conversation, a list of {"role": "user", "content": "..."}.
         key: a `jax.random.key`, not needed for temperature 0.
         max_tokens: the maximum number of tokens of the answer.
@@ -181,7 +181,7 @@ def chat(model: nn.Layer, params: dict, tokenizer: Any, messages: Sequence[Mappi
         options: `temperature` and the other options of `generate`, except `samples` and `lengths`.
 
     Yields:
-        Strings. Joined, they are the answer.
+        The pieces of the answer, as strings.
 
     Raises:
         ValueError, TypeError: as for `generate` and `ChatTemplate.render`. ValueError also if the tokenizer has no chat

@@ -66,10 +66,10 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
 
     First, one call of the model processes all prompts and stores their keys and values in a cache. Then a
     `lax.while_loop` generates one token of every example in each iteration, until all examples have stopped. Both parts
-    are one compiled program, which is reused for prompt lengths and `max_tokens` up to the next power of two, and for
-    all values of the sampling options. Before the loop, the program copies the parameters, to cast them to `dtype` and
-    to unstack the blocks of a stacked model (`unstack`). Then each iteration reads every weight once and updates every
-    cache in place.
+    are one compiled program. The prompt length and `max_tokens` are rounded up to about a power of two, so the program
+    is reused for similar lengths. It is also reused for other values of the sampling options. Before the loop, the
+    program copies the parameters, to cast them to `dtype` and to unstack the blocks of a stacked model (`unstack`).
+    Then each iteration reads every weight once and updates every cache in place.
 
         out = models.generate(model, params, [tokenizer.encode("Once upon a time")], max_tokens=200, temperature=0)
         print(tokenizer.decode(out.tokens[0, :out.lengths[0]]))
@@ -129,7 +129,7 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
 def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) -> tuple:
     """Checks the arguments. Returns ((prompts, lengths, key), {"room": ..., "capacity": ...}).
 
-    `room` is the static number of tokens that can be generated, and `capacity` is the static length of the cache.
+    `room` is the number of tokens that the compiled program can generate, and `capacity` is the length of its cache.
     """
     if sampled and key is None:
         raise ValueError(f"{caller}: sampling needs key=jax.random.key(...); or pass temperature=0")
@@ -149,7 +149,8 @@ def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) 
 
 
 class Carry(NamedTuple):
-    """The carry of the loop over tokens. `last` [batch] is the last token, `counts` and `seen` are for penalties."""
+    """The carry of the loop over tokens. `last` [batch] is the last token of each example. For the penalties, `seen`
+    and `counts` state which tokens are in the prompt, and how often each token was generated."""
 
     count: jax.Array
     last: jax.Array
@@ -196,7 +197,7 @@ def start(model, params, prompts, lengths, key, options: Sampling, *, room, capa
 
 
 def advance(model, params, carry: Carry, options: Sampling, stop, until, *, sampled) -> Carry:
-    """Generates tokens until their number is `until`, or all examples have stopped."""
+    """Generates tokens until each example has `until` new tokens, or all examples have stopped."""
     seen = carry.seen
 
     def going(carry):
@@ -222,7 +223,7 @@ def advance(model, params, carry: Carry, options: Sampling, stop, until, *, samp
 
 
 def taken(model, cache, rows, batch, capacity):
-    """Returns the entries at the indices `rows` of a cache for `batch` examples."""
+    """Returns the cache of the examples with the indices `rows`, from a cache of `batch` examples."""
     other = jax.eval_shape(lambda: model.cache(jax.ShapeDtypeStruct((2 * batch, capacity), jnp.int32)))
 
     def take(x, other):

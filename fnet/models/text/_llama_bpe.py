@@ -29,8 +29,9 @@ class LlamaBPE:
         tokenizer.encode("Once upon a time")         # 1, 9038, 2501, 263, 931
 
     Args:
-        pieces: all tokens in the order of their indices: <unk>, <s>, </s>, the 256 bytes (<0x00> to <0xFF>, or in old
-            files the code points 0 to 255), then the pieces of text.
+        pieces: all tokens in the order of their indices: <unk>, <s>, </s>, 256 tokens for the bytes, then the pieces of
+            text. The tokens for the bytes are named <0x00> to <0xFF>. In old files, they are the characters with the
+            code points 0 to 255.
         scores: for each piece, the score of a merge that results in this piece.
 
     Raises:
@@ -91,7 +92,7 @@ class LlamaBPE:
             raise ValueError(f"{path} is not a tokenizer.bin of llama2.c: {error}") from None
 
     def encode(self, text: str, *, bos: bool = True, eos: bool = False, special_tokens: bool = True) -> np.ndarray:
-        """Converts text to tokens: int32 [tokens].
+        """Converts text to tokens, an int32 array [tokens].
 
         Args:
             text: the text.

@@ -15,7 +15,7 @@ _RANGES = {"temperature": (0, np.inf), "top_k": (1, np.inf), "top_p": (0, 1), "m
 
 
 class Sampling(NamedTuple):
-    """The options of `generate` with the same names, as float32 scalars. None if an option is not used."""
+    """The sampling options of `generate`, as float32 scalars. An option that is not used is None."""
 
     temperature: jax.Array
     top_k: jax.Array | None = None
@@ -55,7 +55,7 @@ def is_sampled(temperature) -> bool:
 
 
 def penalized(logits: jax.Array, options: Sampling, prompt: jax.Array, counts: jax.Array) -> jax.Array:
-    """Applies the penalties for tokens of the prompt and of the generated text to logits [batch, vocab_size].
+    """Returns logits [batch, vocab_size] after the repetition, presence and frequency penalties.
 
     Args:
         prompt: booleans [batch, vocab_size], whether the prompt contains the token.
@@ -72,14 +72,15 @@ def penalized(logits: jax.Array, options: Sampling, prompt: jax.Array, counts: j
 
 
 def pick(logits: jax.Array, keys: jax.Array | None, options: Sampling) -> jax.Array:
-    """Selects the next token of each example: [batch, vocab_size] to [batch]. Without keys, it is the most probable."""
+    """Returns the next token of each example, an array [batch]. Without keys, this is the most probable token."""
     if keys is None:
         return logits.argmax(-1).astype(jnp.int32)
     return jax.vmap(jax.random.categorical)(keys, candidates(logits, options)).astype(jnp.int32)
 
 
 def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
-    """Returns logits [batch, vocab_size] divided by the temperature. Tokens that must not be sampled have -inf."""
+    """Returns logits [batch, vocab_size] divided by the temperature. The logits of tokens that must not be sampled are
+    -inf."""
     logits = logits / options.temperature
     if options.top_k is not None:
         logits = likeliest(logits, jnp.ones_like(logits), options.top_k)
@@ -91,10 +92,10 @@ def candidates(logits: jax.Array, options: Sampling) -> jax.Array:
 
 
 def likeliest(logits: jax.Array, weights: jax.Array, enough: jax.Array) -> jax.Array:
-    """Keeps the smallest number of largest logits whose weights add up to `enough`, and sets the others to -inf.
+    """Keeps the largest logits, as few as possible, whose weights add up to at least `enough`. Sets the others to -inf.
 
-    The smallest logit that is kept is determined bit by bit, with 32 sums. On a CPU, this takes a tenth of the time of
-    a sort. All arrays are [batch, vocab_size].
+    The smallest logit that is kept is determined bit by bit. This takes 32 sums over the vocabulary, and on a CPU a
+    tenth of the time of a sort. `logits` and `weights` are [batch, vocab_size], and `enough` is a scalar.
     """
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)    # -0 becomes 0
     keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)                   # integers in the order of the logits

@@ -62,15 +62,15 @@ def stream_text(model: nn.Layer, params: dict, tokenizer: Any, prompt: str, key:
 
     Args:
         model, params: as for `generate`.
-        tokenizer: an object with `encode`, `decode`, and `stop`, the tokens that end a text, such as the result of
-            `models.read_tokenizer`.
+        tokenizer: a tokenizer, such as the result of `models.read_tokenizer`. It has the methods `encode` and `decode`,
+            and its attribute `stop` contains the tokens that end a text.
         prompt: the text to continue, at least one token.
         key: a `jax.random.key`, not needed for temperature 0.
         stop: strings that end the text. The text ends before the stop string that is completed first.
         options: `max_tokens` and the other options of `generate`, except `samples` and `lengths`.
 
     Yields:
-        Strings. Joined, they are the generated text.
+        The pieces of the generated text, as strings.
 
     Raises:
         ValueError, TypeError: as for `generate`.
@@ -116,7 +116,8 @@ def pieces(caller: str, model, params, tokenizer, start: list[int], key, stop: S
 
 
 def _end(text: str, stop: Sequence[str]) -> int | None:
-    """Returns the index at which the first stop string to be completed begins, or None.
+    """Returns the start index of the stop string whose end comes first in the text. Returns None if there is no stop
+    string.
 
     The result does not depend on how the text is divided into tokens.
     """

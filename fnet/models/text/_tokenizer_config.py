@@ -25,15 +25,15 @@ _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def wordpiece(folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the options of `WordPiece` for the vocab.txt of a folder, from the other files in it.
+    """Returns the options of `WordPiece` for a vocab.txt, which are read from the other files in its folder.
 
     Args:
         folder: the folder of vocab.txt.
         numbers: {token: its index in vocab.txt}.
 
     Returns:
-        {option: value} for the options that a file sets, such as strip_accents, and always for lowercase. If no file
-        sets lowercase, the value is True if the vocabulary lacks the letters A to Z.
+        {option: value}, the options that the files set, such as strip_accents. The option lowercase is always included.
+        If no file sets it, its value is True if the vocabulary contains none of the letters A to Z.
 
     Raises:
         ValueError: the files describe another tokenizer, or contradict each other.
@@ -162,7 +162,7 @@ def values(folder: Path, table: Config) -> dict[str, Any]:
 
 
 def _flag(option, *more):
-    """Returns the `Fields` for a field that sets `option` and is true, false, or one of `more`."""
+    """Returns a `Fields` entry that sets `option`. It accepts true, false and the values in `more`."""
     def check(value, config):
         if not isinstance(value, bool) and value not in more:
             raise ValueError(f"expected {' or '.join(['true', 'false', *('null' for _ in more)])}")
@@ -172,9 +172,9 @@ def _flag(option, *more):
 
 
 def _token(*tokens):
-    """Returns the `Fields` for a field that contains one of the special tokens `tokens`.
+    """Returns a `Fields` entry that accepts only the special tokens in `tokens`.
 
-    The token is a string, or an object with the field content.
+    In the file, a token is a string, or an object whose field "content" is this string.
     """
     def check(value, config):
         if _content(value) not in tokens:

@@ -34,7 +34,8 @@ class ByteTokenizer:
     stop = ()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
-        """Converts text to its bytes: int32 [bytes]. There are no special tokens, so `special_tokens` has no effect."""
+        """Converts text to its bytes, an int32 array [bytes]. There are no special tokens, so `special_tokens` has no
+        effect."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -70,7 +71,8 @@ class CharTokenizer:
         return len(self.characters)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
-        """Converts text to tokens: int32 [characters]. There are no special tokens, so `special_tokens` has no effect.
+        """Converts text to tokens, an int32 array [characters]. There are no special tokens, so `special_tokens` has no
+        effect.
 
         Raises:
             ValueError: a character is not in the vocabulary.
@@ -169,7 +171,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> np.ndarray:
-        """Converts text to tokens: int32 [tokens].
+        """Converts text to tokens, an int32 array [tokens].
 
         Args:
             text: the text.
@@ -184,7 +186,7 @@ class HuggingFaceTokenizer:
         return clean_up(text) if self._clean_up else text
 
     def _run(self, function, argument):
-        """Calls the library. Its errors (Exception) and panics (BaseException) are raised as ValueError."""
+        """Calls the library, and converts its errors (Exception) and panics (BaseException) to ValueError."""
         try:
             return function(argument)
         except BaseException as error:
@@ -201,7 +203,8 @@ def clean_up(text: str) -> str:
 
 
 def _check_tokenizer(wrong, text):
-    """Returns the content of a tokenizer.json, after checks that Hugging Face's library does not run out of memory.
+    """Returns the content of a tokenizer.json. Raises an error if the file could exhaust the memory in Hugging Face's
+    library.
 
     Raises:
         ValueError: the file is not JSON, has a damaged table of characters, or has replacements that lengthen a text by
@@ -247,10 +250,10 @@ def read_tokenizer(path: str | os.PathLike) -> Any:
             (`HuggingFaceTokenizer`). Or a folder, from which the first of these files is read.
 
     Returns:
-        A tokenizer with `encode(text) -> int32 [tokens]`, `decode(tokens) -> text`, `vocab_size`, and `stop`, the
-        tokens that end a text. `encode(text, special_tokens=False)` adds no tokens before and after the text. If `path`
-        is a folder, `stop` includes the eos_token_id of generation_config.json, and the tokenizer also has
-        `chat_template`, a `ChatTemplate` or None.
+        A tokenizer. `encode(text)` returns an int32 array [tokens], and `decode(tokens)` returns a text. `encode(text,
+        special_tokens=False)` adds no tokens before and after the text. The attribute `vocab_size` is the number of
+        tokens, and `stop` contains the tokens that end a text. If `path` is a folder, `stop` includes the eos_token_id
+        of generation_config.json, and the tokenizer also has the attribute `chat_template`, a `ChatTemplate` or None.
 
     Raises:
         FileNotFoundError: there is no such file.

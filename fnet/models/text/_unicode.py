@@ -1,8 +1,8 @@
-"""The categories of characters for BERT's tokenizer, which do not depend on the version of Python.
+"""Categories of characters for BERT's tokenizer. Unlike those of Python, they do not depend on the version of Python.
 
-Published vocabularies were used with the library tokenizers. The tables of this library are those of Unicode 8 for
-categories, Unicode 9 for decompositions and Unicode 17 for lowercase letters. The tables of Python are those of Unicode
-14 to 17.
+Published models were used with Hugging Face's library tokenizers, so this module follows the tables of this library.
+They are those of Unicode 8 for categories, Unicode 9 for decompositions and Unicode 17 for lowercase letters. The
+tables of Python are those of Unicode 14 to 17.
 """
 
 from __future__ import annotations
@@ -46,5 +46,6 @@ def decomposed(text: str) -> str:
 
 
 def lower(text: str) -> str:
-    """Converts each character of a text to lowercase separately. (`str.lower` of a whole text depends on neighbors.)"""
+    """Converts each character of a text to lowercase. Unlike in `str.lower`, the result does not depend on its
+    neighbors."""
     return "".join(map(str.lower, text.translate(_LOWER)))

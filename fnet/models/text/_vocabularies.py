@@ -1,4 +1,4 @@
-"""Converts vocab.json with merges.txt, and SentencePiece models, to the content of a tokenizer.json."""
+"""Creates the content of a tokenizer.json from a vocab.json and its merges.txt, or from a SentencePiece model."""
 
 from __future__ import annotations
 
@@ -161,9 +161,9 @@ def _added(path, numbers, decoder, special, extra) -> list[dict[str, Any]]:
 
 
 def _byte_level(path, config):
-    """Returns the fields of tokenizer.json for the byte-level BPE of GPT-2, RoBERTa and Qwen.
+    """Returns (fields, own, extra), as `_sentencepiece` does.
 
-    The two empty lists correspond to those of `_sentencepiece`.
+    `fields` are the fields of tokenizer.json for the byte-level BPE of GPT-2, RoBERTa and Qwen. Both lists are empty.
     """
     held = read(path, LARGEST)
     check_count(path, len(held))

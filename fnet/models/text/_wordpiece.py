@@ -88,12 +88,12 @@ class WordPiece:
         Args:
             path: the file.
             lowercase: whether letters become lowercase. Default: the setting in tokenizer_config.json or tokenizer.json
-                in the same folder. If there is neither file, True if the vocabulary lacks the letters A to Z. If you
-                pass `lowercase`, these files are not read.
+                in the same folder. If neither file states it, the default is True if the vocabulary contains none of
+                the letters A to Z. If you pass `lowercase`, these files are not read.
 
         Raises:
-            ValueError: the file is not a vocab.txt, or tokenizer_config.json or tokenizer.json describes another
-                tokenizer or has an unknown field.
+            ValueError: the file is not a vocab.txt; or one of the other two files describes another tokenizer, or has
+                an unknown field.
         """
         text = contents(path, most=SMALL)
         check_count(path, text.count("\n"))
@@ -186,5 +186,6 @@ def _cleaned(char, split):
 
 
 def _is_punctuation(char):
-    """Whether a character is punctuation in Unicode, or ASCII but neither a letter, a digit nor a space."""
+    """Whether a character is punctuation: in a category P of Unicode, or a visible ASCII character except letters and
+    digits."""
     return (33 <= ord(char) <= 126 and not char.isalnum()) or category(char).startswith("P")

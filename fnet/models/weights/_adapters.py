@@ -1,4 +1,4 @@
-"""Adapters of PEFT: low-rank changes of kernels, in files with the names of transformers."""
+"""Reads and writes LoRA adapters (low-rank changes of kernels) in the file format of the library PEFT."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, name
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the adapter is for another model, or uses more than LoRA, such as DoRA, biases or other modules.
+        ValueError: the adapter is for another model, or uses features of PEFT other than plain LoRA, such as DoRA.
 
     >>> import tempfile
     >>> from fnet import compress
@@ -90,7 +90,7 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
         path: the folder to write.
         base: the name of the base model on Hugging Face's hub, which is written to adapter_config.json. Default: null
             is written.
-        prefix: the prefix of module names in the class of transformers to which PEFT applies the adapter:
+        prefix: the prefix of the names of modules, which depends on the class of transformers that PEFT adapts:
             "transformer." for GPT2LMHeadModel, "" for GPT2Model. Default: the prefix for the class with a head.
         names: as for `load_adapter`.
 
@@ -193,7 +193,8 @@ def _pair(given, base):
 
 
 def _kernel(entry):
-    """Returns the sizes of an array's axes except those of copies and of output features: [*window, in]."""
+    """Returns the sizes [*window, in] of an array's axes. The axes of copies and of output features are not
+    included."""
     return entry.specs[0].shape[len(entry.copies):-1]
 
 
@@ -234,7 +235,8 @@ def _scale(config, base, a):
 def _changes(model, entry, arrays, scales, file):
     """Returns {path: (a, b, scale, number of input axes)}.
 
-    `a` and `b` are zero for copies of a block that the adapter does not change, and beyond the rank of a copy.
+    `a` and `b` are zero for each copy of a block that the adapter does not change. If the ranks of the copies differ,
+    `a` and `b` have the largest rank, and copies with a smaller rank are padded with zeros.
     """
     if not _is_supported(entry):
         raise ValueError(f"{file}: changes of {_match.ours(entry)} are supported for dense layers, convolutions in one "

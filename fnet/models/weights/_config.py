@@ -24,7 +24,8 @@ class Use:
         field: the model's field.
         absent: the value that the framework assumes if config.json lacks the field, or a function of config.json that
             returns this value. SKIP: the field is compared only if config.json has it.
-        default: function of the model that returns the meaning of null (None) in config.json and in the model.
+        default: function of the model that returns the value for which null in config.json, or None in the model,
+            stands.
         shorter: whether the model's value may be smaller than the value in config.json.
         square: whether config.json may contain [value, value].
     """
@@ -54,7 +55,7 @@ class Must:
     """A field of config.json for which the model supports only some values.
 
     Args:
-        values: the supported values. One of them is the default of the framework.
+        values: the supported values.
     """
 
     values: tuple
@@ -80,10 +81,9 @@ class Fields:
         absent: as in `Use`.
         write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP to write no
             value. It raises ValueError if config.json cannot describe this model. Default: nothing is written.
-        partial: whether a model with None for these fields is also accepted, such as a model without the head that
-            config.json describes.
-        others: other values that are accepted in the model, such as other heads. The arrays of each such head need
-            names that no other head uses, so that a file without these arrays raises an error.
+        partial: whether these fields may also be None in the model, for example in a model without a head.
+        others: further values of these fields that a model may have, such as other heads. The names of their arrays
+            must be unique, so that a file without these arrays raises an error.
     """
 
     read: Callable[[Any, Mapping], dict[str, Any]]
@@ -106,7 +106,7 @@ class Config:
     Args:
         fields: {field: Use, Must or Fields}.
         irrelevant: the fields that have no effect on the forward pass.
-        names: the keys of the model's `NAMES` that are possible for weights next to this config.json.
+        names: the frameworks (keys of the model's `NAMES`) whose names the weights next to this config.json may have.
     """
 
     fields: Mapping[str, Use | Must | Fields]
@@ -206,8 +206,7 @@ def check(model, folder: Path) -> Config | None:
     """Compares a model with the config.json of a folder.
 
     Returns:
-        The `Config` that was used. None if the folder has no config.json, or if it is the folder of a training run,
-        whose config.json describes the run.
+        The `Config` that was used. None if the folder has no config.json, or has one that describes a training run.
 
     Raises:
         ValueError: config.json is damaged, or describes another model.
@@ -241,8 +240,7 @@ def model(folder: Path, classes: Sequence[type]):
 
     Args:
         folder: the folder.
-        classes: the classes of models. The result is of the first class whose `CONFIGS` contains the `model_type` with
-            a `Config` that supports the architecture.
+        classes: the classes of models. The first class that supports the `model_type` and the architecture is used.
 
     Raises:
         FileNotFoundError: the folder has no config.json.
@@ -298,7 +296,7 @@ def fits(entry, model, want, have):
 
 
 def _comparable(want, have, null=False):
-    """Whether the types of `want` and `have` match, so that a field may be changed. `null` allows None as `want`."""
+    """Whether `want` could replace `have`, judged by their types. `null`: whether `want` may be None."""
     if want is None:
         return null
     if have is None:
@@ -329,16 +327,16 @@ IRRELEVANT = frozenset("""
 
 def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str, Mapping], irrelevant: str = "",
                  other_heads: tuple[str, ...] = (), **options) -> Config:
-    """Returns a `Config` for transformers' config.json, with the fields of one family and those of all families.
+    """Returns a `Config` for transformers' config.json. It contains `fields` and the fields that all families have.
 
     Args:
-        fields: {field: Use, Must or Fields} for this family.
+        fields: {field: Use, Must or Fields}, the fields of one family.
         architectures: the supported values of `architectures`, the names of transformers' classes. A mapping also
             contains the fields of the model for each class, such as {"BertForMaskedLM": {"head": "masked_lm"}}.
-        irrelevant: more fields that have no effect on the forward pass, separated by spaces. If such a field is also in
-            `fields`, `save` writes its value unless `like=` has a value to copy.
-        other_heads: heads that are accepted in the model although `architectures` states another head. No other head
-            uses the names of their arrays, so a file without these arrays raises an error.
+        irrelevant: more fields that have no effect on the forward pass, separated by spaces. If `fields` contains such
+            a field, `save` writes it. The value in the file `like=` has precedence.
+        other_heads: heads that a model may have although `architectures` in config.json states another head. The names
+            of their arrays must be unique, so that a file without these arrays raises an error.
         options: other arguments of `Config`.
     """
     def architecture(value, config):
@@ -373,7 +371,7 @@ def timm(architecture: Callable[[str], dict[str, Any] | None], pool: str, expect
 
     Args:
         architecture: function that returns the fields of the model for the name of a timm architecture, or None.
-        write: the inverse of `architecture`: function that returns the name of a model. It may return an unknown name.
+        write: the inverse of `architecture`. It may return a name for which `architecture` returns None.
         pool: the supported value of `global_pool`.
         expected: a description of the supported architectures, for error messages.
     """

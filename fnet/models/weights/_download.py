@@ -16,7 +16,7 @@ _CHUNK = 1 << 22
 
 
 class _Refused(Exception):
-    """Errors with fnet's own messages."""
+    """Base class of errors whose message is written by fnet, not by huggingface_hub."""
 
 
 class _Unsupported(_Refused, ValueError):
@@ -41,9 +41,9 @@ def unavailable() -> str | None:
 def download(repository: str, revision: str | None, cache: Path) -> Path:
     """Downloads the files that fnet reads: configurations, tokenizers and safetensors. Files in the cache are kept.
 
-    The revision is resolved to a commit once, and every file is of that commit. If the connection is interrupted, the
-    library continues the file. If the download is interrupted, the next call downloads the files that are not complete.
-    The checksum of each downloaded file is compared with the checksum that the hub lists.
+    The revision is resolved to a commit once, and every file is of that commit. If the connection is interrupted,
+    huggingface_hub resumes the download of the file. If the download is interrupted, the next call downloads the files
+    that are not complete. The checksum of each downloaded file is compared with the checksum that the hub lists.
 
     Args:
         repository: "organization/name".

@@ -85,8 +85,8 @@ def describe(model, names: str, like: Mapping) -> dict[str, Any] | None:
 
 
 def check(folder: Path, config: Mapping | None) -> None:
-    """Checks that saving a model into a folder does not replace the config.json of a training run, and does not leave
-    the config.json of another model next to the weights.
+    """Checks whether a model may be saved into a folder. It may not replace the config.json of a training run. If the
+    model has no config.json of its own, the folder must not contain that of another model.
 
     Raises:
         ValueError: the config.json in the folder is that of a training run, and `config` is not None. Or the

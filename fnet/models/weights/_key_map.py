@@ -16,11 +16,12 @@ _FIELD = re.compile(r"\{(\w+)([+-]\d+)?(:letter)?\}")
 
 
 class Entry(NamedTuple):
-    """A rule applied to one array of a model, or to the arrays that form one array of the file.
+    """The result of applying a rule to a model: paths of the model's arrays, and the keys of the same arrays in a file.
 
     Attributes:
         rule: the rule.
-        paths, specs: the paths of the model's arrays, and their shapes and dtypes.
+        paths: the path of an array of the model, or the paths of several arrays that are one array in the file.
+        specs: the shapes and dtypes of these arrays.
         copies: the sizes of the leading axes whose indices are in the keys, such as the axis of an `nn.Stack`.
         keys: one key, or one key for each copy. The index of the last leading axis changes fastest.
     """
@@ -95,7 +96,7 @@ def prefix_to_write(names: Names, leaves: Mapping[str, Any]) -> str:
 
 
 def _places(rule, leaves, who):
-    """Yields (paths, their specs, {field: integer in the paths}) for each match of a rule's paths in a model."""
+    """Yields (paths, specs, {field: integer in the paths}) for each match of a rule in a model."""
     first, *others = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     pattern = _pattern(first)
     for path in leaves:

@@ -13,8 +13,8 @@ def labels(heads: Mapping[str, Mapping], default: str | None = None) -> dict[str
     These fields are `id2label` and `num_labels`.
 
     Args:
-        heads: {architecture: {field of the model: value}}. An architecture has classes if the value of `classes` is
-            `...`.
+        heads: {architecture: {field of the model: value}}. `classes=...`, with an Ellipsis as the value, means that
+            these fields of config.json set the number of classes.
         default: the architecture that is used if config.json lacks the field `architectures`.
     """
     def read(value, config):

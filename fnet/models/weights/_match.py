@@ -22,7 +22,7 @@ def _known(model):
 
 
 def renamed(model, tensors):
-    """Returns the tensors with the names of older files (`Names.aliases`) replaced by the current names."""
+    """Replaces the keys of older files (`Names.aliases`) by the current keys, and returns the tensors."""
     aliases = {old: new for names in _known(model).values() for old, new in names.aliases.items()}
     if not aliases:
         return tensors
@@ -65,7 +65,7 @@ def inputs_of(model):
 
 
 def get(tree, place):
-    """Returns the leaf of a tree at a path of `leaves_of`."""
+    """Returns the leaf of a tree at a path such as "head/kernel"."""
     for part in place.split("/"):
         tree = tree[part]
     return tree
@@ -114,7 +114,7 @@ def names_to_write(model):
 
 
 def described(model, name):
-    """Returns the fields of the model that a config.json sets if it is next to a file with these names."""
+    """Returns the fields of the model that a config.json next to weights with these names can set."""
     return {field for config in model.CONFIGS.values() if name in config.names for field in config.compared()}
 
 

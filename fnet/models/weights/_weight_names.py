@@ -6,8 +6,9 @@ A rule connects the path of an array in fnet with its key in the file, and state
 
 A field in braces, such as `{s}`, matches an integer in the path. In the key, `{s+1}` is this integer plus a constant,
 and `{b:letter}` is the integer as a letter (0 is a). A field that is only in the key is the index of a copy in an
-`nn.Stack`, whose arrays in fnet have a leading axis of copies. If a rule has several paths for one key, the array in
-the file is split along its last axis into the arrays in fnet, for example into query, key and value.
+`nn.Stack`. In fnet, the arrays of all copies are one array, whose leading axis is the index of the copy. If a rule has
+several paths for one key, the array in the file is split along its last axis into the arrays in fnet, for example into
+query, key and value.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Spare:
 
     Args:
         theirs: the key in the file.
-        ours: a path in fnet with the same fields as the key, such as layer numbers. None: the key has no fields.
+        ours: a path in fnet with the same fields as the key. It determines the possible integers in the key, such as
+            layer numbers. None: the key has no fields.
         write: the array that `save` writes under this key. None: the key is not written.
 
     >>> Spare("{s}.bn.num_batches_tracked", "{s}/bn/mean").theirs
@@ -168,7 +170,8 @@ class Names:
         metadata: the metadata that `save` writes into the file.
         image: the image preprocessing with which these weights were trained.
         header: for llama2.c's model.bin, a function from the model to the header. None: the file is safetensors.
-        only_named: whether `save` writes these names only if they are selected with `names=` or `like=`.
+        only_named: if True, `save` does not select these names by default. They must be selected with `names=` or
+            `like=`.
 
     >>> names = models.pretrained.Names((models.pretrained.torch.dense("head", "fc"),), metadata={"format": "pt"})
     """
