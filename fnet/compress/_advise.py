@@ -1,4 +1,4 @@
-"""Advises which formats of parameters make a function faster on a chip, from the bytes and the time of each product."""
+"""Advises which parameters to quantize, and in which formats, from the bytes and the time of each product on a chip."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Advised:
 
     Attributes:
         path: the path of the parameter.
-        product: the products with the parameter, as text.
+        product: the number and the shapes of the products with the parameter, as text.
         bytes: the bytes of the parameter in each format, {name of the format: bytes}. The name "original" means the
             original dtype of the parameter. Formats that cannot represent the parameter are missing.
         seconds: the time of the products in each format, {name of the format: seconds}.
@@ -58,12 +58,13 @@ class Advised:
 
 @dataclasses.dataclass(frozen=True)
 class Advice(Mapping):
-    """The result of `advise`: a recipe {pattern: format} for `quantize`. `print` shows it as a table.
+    """The result of `advise`. It is a mapping {pattern: format}, which can be passed to `quantize` as the recipe.
+    `print` shows it as a table.
 
     Attributes:
         chip: the chip.
         measured: whether times were measured on the chip. Otherwise they are estimated from its peak rates.
-        rows: one `Advised` for each parameter of a product.
+        rows: one `Advised` for each parameter that is an operand of a product.
         formats: the formats that were considered, {name: format}.
         before: the time of the function with the original parameters, in seconds, or None if it is unknown.
         after: the time of the function with the advised formats, in seconds, or None if it is unknown.
@@ -99,7 +100,7 @@ class Advice(Mapping):
         return self._total({row.path: label(row.format) for row in self.rows if row.format is not None})
 
     def predict(self, params: Any) -> float | None:
-        """Predicts the time of the function with other parameters, such as those that `quantize` returned, in seconds.
+        """Predicts the time of the function, in seconds, with other parameters, such as those that `quantize` returned.
 
         Raises:
             ValueError: a parameter has a format that was not considered.
@@ -114,8 +115,8 @@ class Advice(Mapping):
         return self._total(formats)
 
     def _total(self, formats):
-        """Returns the time of the function, in seconds, with these formats. Operations other than products take the
-        same time as before."""
+        """Returns the time of the function, in seconds, with these formats, {path of a parameter: name of its format}.
+        The time of operations that are not products is assumed not to change."""
         if self.before is None:
             return None
         old = sum(row.seconds[_ORIGINAL] for row in self.rows)
@@ -129,23 +130,24 @@ class Advice(Mapping):
 
 def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequence[Format] | None = None,
            measure: bool | None = None) -> Advice:
-    """Advises which parameters to quantize, from the bytes and the time of each product in each format.
+    """Advises which parameters to quantize, and in which formats, so that a function becomes faster on a chip.
 
         advice = compress.advise(model, params, tokens)
         print(advice)
         small = compress.quantize(params, advice)
 
-    On the local chip, each product is timed in each format. A measurement uses several copies of the parameter, so that
-    they are not read from a cache. It also contains elementwise operations before and after the product, because in a
-    network XLA fuses rounding and scaling with such operations. The whole function is also timed, with the original
-    parameters and with all parameters in each format. What XLA fuses depends on the whole function. Therefore the times
-    of the products are multiplied by a factor, so that their sum agrees with the time of the function. For another
-    chip, times are estimates: the longer of FLOPs / peak rate and bytes / bandwidth, plus the time to decode the codes.
+    On the local chip, each product is timed with its parameter in each format. A measurement uses several copies of the
+    parameter, so that they are not read from a cache. It also contains elementwise operations before and after the
+    product, because in a network XLA fuses rounding and scaling with such operations. The whole function is timed as
+    well: with the original parameters, and with all parameters in each format. In the whole function, XLA may fuse the
+    operations differently. Therefore the times of the products in each format are multiplied by a factor, so that their
+    sum agrees with the time of the function. For another chip, times are estimates: the longer of FLOPs / peak rate and
+    bytes / bandwidth, plus the time to decode the codes.
 
-    The fastest format is advised for a parameter if its products then take at most 97 % of the original time. The
-    accuracy of the function is not considered, so measure it separately. Statistics from `calibrate` can improve the
-    accuracy of quantized parameters. If more than two parameters have products, those of the first and the last product
-    are not quantized, because they affect the outputs most.
+    For each parameter, the fastest format is advised if its products then take at most 97 % of the time with the
+    original parameter. The accuracy of the function is not considered, so measure it separately. Statistics from
+    `calibrate` can improve the accuracy of quantized parameters. If more than two parameters are operands of products,
+    the parameters of the first and the last product are not quantized, because rounding them affects the outputs most.
 
     Args:
         f: `f(params, *args)`, a model of any library.
@@ -204,21 +206,20 @@ def advise(f: Callable, params: Any, *args: Any, chip: Any = None, formats: Sequ
 
 
 def label(format: Format) -> str:
-    """The name of a format in a table, without axes and groups."""
+    """Returns the name of a format in a table, such as "Int8 dynamic". It does not contain axes and groups."""
     activations = getattr(format, "activations", None)
     return type(format).__name__ + ("" if activations is None else f" {activations}")
 
 
 def _uncalibrated(format: Format) -> tuple[Format, bool]:
-    """Returns two values: the format without the need for statistics of activations, and whether the format was
-    changed."""
+    """Returns a format that needs no statistics of activations, and whether it differs from the given format."""
     calibrated = getattr(format, "activations", None) in METHODS
     return (dataclasses.replace(format, activations="dynamic") if calibrated else format), calibrated
 
 
 def _fitted(format, product) -> Format | None:
-    """Returns the format for the contracted axes of a product, with a group that divides the last of these axes.
-    Returns None if there is no such group."""
+    """Adapts a format to a product: its axes become the contracted axes, and its group becomes a divisor of the size of
+    the last of these axes. Returns None if the product has no such format."""
     n, group = product.w.shape[product.axes[-1]], format.group
     if format.bits == 4 and n % 2:
         return None
@@ -274,12 +275,10 @@ def _bytes(leaf, format) -> int:
 # Measured times.
 
 def _probed(product: Product, candidates: Mapping[str, Format], *, returned: bool) -> dict[str, float]:
-    """Measures the seconds of one computation of a product, with the original parameter and in each format.
+    """Measures the seconds of one computation of a product, for the original parameter and for each format of it.
 
-    In a network, elementwise operations (biases, norms, activations) compute the operands of a product and use its
-    result. XLA fuses the rounding of x and the scaling of y with these operations, so that they do not read or write
-    the arrays again. Therefore the measurement contains an operation before and after the product. No operation follows
-    a product whose result the function returns.
+    In a network, XLA fuses the rounding of x and the scaling of y with elementwise operations before and after the
+    product. Therefore the measurement contains such operations. None follows a product whose result f returns.
     """
     one = product.w.size * product.w.dtype.itemsize
     copies = max(1, min(64, math.ceil(_COLD / one), int(_WORK / product.flops)))
@@ -303,8 +302,8 @@ def _probed(product: Product, candidates: Mapping[str, Format], *, returned: boo
 
 
 def _encoded(w, format, layers: int) -> Quantized:
-    """Returns a parameter in a format. Its first `layers` axes are the axes of a stack. The scale of its activations is
-    arbitrary."""
+    """Returns a parameter in a format, for the measurement of times. The first `layers` axes are the axes of a stack.
+    If the format needs statistics of activations, their scale is an arbitrary number."""
     stored, calibrated = _uncalibrated(format)
     array = quantize({"kernel": w}, {"kernel": stored})["kernel"]
     if calibrated:
@@ -315,7 +314,8 @@ def _encoded(w, format, layers: int) -> Quantized:
 
 
 def _measured(f, params, args, rows, named, found) -> tuple[float, dict[tuple[str, str], float]]:
-    """Returns (the seconds of the function, {(path, format): the factor for the measured times of the products})."""
+    """Returns the seconds of the function, and the factors for the times of products, {(path, name of a format):
+    factor}."""
     ends = {found[0].path, found[-1].path} if len(rows) > 2 else set()
     within = {name: [row for row in rows if name in row.seconds and row.path not in ends] for name in named}
     within = {name: some for name, some in within.items() if some}
@@ -339,7 +339,7 @@ def _seconds(run, trees, args) -> dict[str, float]:
 
 
 def _in_format(params, format, paths, found) -> Any:
-    """Returns the parameters. Those at the given paths are converted to a format."""
+    """Returns the parameters, of which those at the given paths are converted to a format."""
     first = {product.path: product for product in reversed(found)}
 
     def change(path, leaf):
@@ -355,8 +355,8 @@ def _in_format(params, format, paths, found) -> Any:
 # Estimates.
 
 def _estimated(product: Product, candidates: Mapping[str, Format], chip: hw.Chip) -> dict[str, float]:
-    """Estimates the seconds of one computation of a product in each format. Formats for which a rate is unknown are
-    missing."""
+    """Estimates the seconds of one computation of a product, with the original parameter and with the parameter in each
+    of the formats `candidates`. The result lacks formats for which the peak rate of the chip is unknown."""
     moved = product.x.size * product.x.dtype.itemsize + product.y.size * product.y.dtype.itemsize
     vector = chip.peaks.get("fp32", math.inf)    # not in the catalog for TPUs
     seconds = {}

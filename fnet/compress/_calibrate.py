@@ -31,10 +31,10 @@ _NAME = re.compile(r"(?:.*/)?input of (?P<leaf>\d+), (?P<lead>\d+), (?P<axes>[-\
 class InputStatistics:
     """Statistics of the inputs of the products with one parameter. `calibrate` creates it.
 
-    The input of a product is the operand that is not the parameter. It consists of rows of n elements, which the
-    product contracts with the parameter. For convolutions, n is 1, so each element is a row. `lead` are the sizes of
-    the leading axes of the parameter over which a scan iterates, such as the layers of a `Stack`. The statistics are
-    separate for each index of these axes.
+    The input of a product is the operand that is not the parameter. It consists of rows of n elements, where n is the
+    number of elements over which the product sums. For convolutions, n is 1, so each element is a row. If a scan
+    iterates over the first axes of the parameter, such as the layers of a `Stack`, the statistics are separate for each
+    index of these axes. `lead` are the sizes of these axes.
 
     Attributes:
         rows: [*lead], the number of recorded rows.
@@ -62,15 +62,15 @@ class InputStatistics:
 
     @property
     def bounds(self) -> np.ndarray:
-        """The upper bounds of the bins of the histogram, [1920]."""
+        """The upper bounds of the bins of the histogram, an array [1920]."""
         return 2.0 ** (_LOWEST + np.arange(1, _BINS + 1) / _PER_OCTAVE)
 
     def bound(self, method: str) -> np.ndarray:
         """Returns the magnitudes that the largest 8-bit code represents, as an array [*lead].
 
         Args:
-            method: "absmax" for the largest magnitude, "percentile" for the bound below which 99.99 % of the magnitudes
-                are, or "mse" for the bound for which rounding and clipping have the least mean squared error.
+            method: "absmax": the largest recorded magnitude. "percentile": the bound below which 99.99 % of the
+                magnitudes are. "mse": the bound with the least mean squared error of rounding and clipping to 8 bits.
         """
         largest, counts, bounds = np.asarray(self.largest), np.asarray(self.histogram, float), self.bounds
         if method == "percentile":
@@ -91,11 +91,13 @@ class InputStatistics:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["leaf", "original", "gram"])
 @dataclasses.dataclass(frozen=True)
 class _Observed(Wrapped):
-    """A parameter that tags statistics of the other operand of each product, so that `ft.capture` can record them.
+    """A parameter that computes statistics of the other operand of each of its products. It gives them a name with
+    `tag`, so that `ft.capture` can record them.
 
     Attributes:
-        leaf: the index of the parameter.
-        original: the number of axes of the parameter outside of scans.
+        leaf: the index of the parameter among the leaves of the tree.
+        original: the number of axes of the parameter outside of scans. Inside a scan over stacked layers, the parameter
+            has fewer axes.
         gram: whether to compute x^T x.
     """
 
@@ -135,10 +137,10 @@ def calibrate(f: Callable, params: Any, batches: Iterable[Any], *, gram: bool = 
         params: a tree of arrays. Parameters with fewer than two axes, those named bias, scale, b or offset, and
             implicit arrays are not observed.
         batches: an iterable of batches. A batch is a tuple of the other arguments of f, or an array if there is one
-            other argument. A few hundred rows in total suffice for the ranges of inputs. The correction of rounding
-            errors needs more rows than a row has elements.
-        gram: whether to record x^T x, which `quantize` uses to correct rounding errors. It has n^2 elements for rows of
-            n elements. Default True.
+            other argument. A few hundred rows in total suffice for the scales of activations. The correction of
+            rounding errors (`gram=True`) needs more rows than the number of elements of a row.
+        gram: whether to record the sum of x^T x over the rows x, which `quantize` uses to correct rounding errors. It
+            has n^2 elements for rows of n elements. Default True.
 
     Returns:
         {path of a parameter: `InputStatistics`}, for the parameters that f uses in products or convolutions. Products
@@ -208,7 +210,8 @@ def _add(total, paths, match, found) -> None:
 
 
 def _reduced(x, trailing, lead, reduce):
-    """Reduces an array [*axes of scans and batches, *trailing axes] to [*lead, *trailing axes]."""
+    """Reduces an array [*axes of scans and batches, *trailing axes] to [*lead, *trailing axes] with the function
+    `reduce`. `trailing` is the number of trailing axes."""
     x = np.asarray(x, np.float64 if reduce is np.sum else np.float32)
     outer, kept, start = x.shape[:x.ndim - trailing], [], 0
     for n in lead:

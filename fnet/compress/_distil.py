@@ -67,8 +67,9 @@ def hidden_loss(student: Mapping[str, Any], teacher: Mapping[str, Any], pairs: M
         student, teacher: the captured values, {site: value}, where a site is the name of a value. They are the second
             result of a function that `ft.capture` returns. The teacher's values get no gradient.
         pairs: {site of the student: site of the teacher}.
-        projections: {site of the student: matrix [features, teacher's features]}, for sites at which student and
-            teacher have different numbers of features. Train the matrices with the student. Default: none.
+        projections: {site of the student: matrix [student's features, teacher's features]}, for sites at which student
+            and teacher have different numbers of features. The student's values are multiplied by the matrix. Train the
+            matrices together with the parameters of the student. Default: none.
 
     Returns:
         A scalar: the mean squared difference of each pair, averaged over the pairs.

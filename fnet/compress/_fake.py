@@ -23,14 +23,16 @@ from fnet.jaxpr import Convolution, ImplicitArray, is_implicit
                    meta_fields=["format", "axes"])
 @dataclasses.dataclass(frozen=True)
 class FakeQuantized(ImplicitArray):
-    """A trainable parameter whose values are rounded to multiples of a trainable step when a program uses them.
+    """A trainable parameter. When a program uses it, its values are rounded to multiples of a step, which is also
+    trainable.
 
     `fake_quantize` creates it.
 
     Attributes:
         values: the values of the parameter before rounding.
-        step: the scale of each block of values, as `scale` in `Quantized`.
-        inputs: the step to whose multiples the other operand of a product is rounded, or None.
+        step: the step of each block of values, an array of the shape of `scale` in `Quantized`.
+        inputs: the step for the other operand of a product (the activations), or None if it is not rounded, or if its
+            step is computed at run time.
         format, axes: as in `Quantized`.
 
     >>> from fnet import compress
@@ -92,29 +94,31 @@ class FakeQuantized(ImplicitArray):
 
 
 def _scaled_gradient(step, count, largest):
-    """Returns the step, with its derivative divided by sqrt(count * largest). Steps and values then change at similar
-    rates."""
+    """Returns the step unchanged, but divides its gradient by sqrt(count * largest). Steps and values then change at
+    similar rates during training."""
     factor = 1 / math.sqrt(count * largest)
     return factor * step + lax.stop_gradient(step - factor * step)
 
 
 def _rounded(x, step, largest):
-    """Returns the nearest multiple of `step` from -largest to largest steps. The derivative ignores the rounding, but
-    not these limits."""
+    """Rounds x to the nearest multiple of `step` between -largest * step and largest * step. The derivative ignores the
+    rounding, but it is zero with respect to elements of x outside these limits."""
     scaled = jnp.clip(x / step, -largest, largest)
     return (scaled + lax.stop_gradient(jnp.round(scaled) - scaled)) * step
 
 
 def fake_quantize(params: Any, recipe: Mapping[str, Format], *,
                   stats: Mapping[str, InputStatistics] | None = None) -> Any:
-    """Replaces parameters by trainable parameters that are rounded where they are used (quantization-aware training).
+    """Replaces parameters by `FakeQuantized` parameters, for quantization-aware training.
 
         params = compress.fake_quantize(params, {".*": compress.Int4(group=32)})
         loss = lambda params: f(ft.use_implicit_arrays(model)(params, x))    # train as usual
         params = compress.convert(params)                                    # codes and scales
 
-    The derivative ignores the rounding (straight-through estimator). The steps, which become the scales, are also
-    trained (learned step size quantization). Their initial values are the scales that `quantize` computes.
+    When the model uses such a parameter, its values are rounded to multiples of a step. The derivative ignores the
+    rounding (straight-through estimator). The steps are also trained (learned step size quantization). Their initial
+    values are the scales that `quantize` computes. After training, `convert` replaces the parameters by quantized
+    parameters, whose scales are the steps.
 
     Args:
         params: a tree of arrays.

@@ -1,4 +1,4 @@
-"""Formats of quantized parameters: how codes are computed from values, and values from codes."""
+"""Formats of quantized parameters. A format states how values are converted to codes and back."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Format:
         bits: the number of bits of one code.
         group: the number of values along the last contracted axis that share a scale, or None if all values share one
             scale.
-        axes: the contracted axes, over which values share a scale, or None for the defaults of `quantize`.
-        largest: the decoded value that represents the largest magnitude of a block.
+        axes: the axes over which products contract the parameter. Values along these axes share a scale. None: the
+            defaults of `quantize`.
+        largest: the largest decoded value. The scale of a block is its largest magnitude divided by this number.
     """
 
     bits: ClassVar[int]
@@ -42,8 +43,8 @@ class Format:
                              f"{self.group}")
 
     def encode(self, values: Any) -> Any:
-        """Converts scaled values from -largest to largest to codes. The codes are int8 or float8, or uint8 from 0 to 15
-        for 4 bits."""
+        """Converts scaled values, which lie between -largest and largest, to codes. The codes are int8 or float8, or
+        for 4 bits uint8 from 0 to 15."""
         raise NotImplementedError
 
     def decode(self, codes: Any, dtype: Any) -> Any:
@@ -69,11 +70,12 @@ class Int8(Format):
             scale. A product is then computed with the codes, and its result is scaled.
         axes: the axes over which the parameter is contracted. Default None: see `quantize`.
         activations: the method by which the other operands of products (the activations) are rounded to 8 bits. Default
-            None: they are not rounded (weight-only quantization). With a method, products are computed with integers,
-            and convolutions with the rounded values. With "dynamic", the scale is computed at run time from each row
-            (over all contracted axes), or from each example of a convolution. With "absmax", "percentile" or "mse",
-            there is a single scale, which `quantize` computes from statistics (see `InputStatistics.bound`).
-            Derivatives with respect to activations ignore the rounding (straight-through estimator).
+            None: they are not rounded (weight-only quantization). If they are rounded, matrix products are computed
+            with 8-bit integers, and convolutions with the rounded values in floating point. With "dynamic", the scale
+            of the activations is computed at run time, for each row of a product and for each example of a convolution.
+            With "absmax", "percentile" or "mse", all rows have the same scale, which `quantize` computes from
+            statistics (see `InputStatistics.bound`). Derivatives with respect to activations ignore the rounding
+            (straight-through estimator).
 
     >>> Int8().bits
     8

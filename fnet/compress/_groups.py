@@ -1,4 +1,4 @@
-"""Calls of a function whose parameters may have fewer indices, and the groups of axes that shrink together."""
+"""Groups of axes from which the same indices are removed, and calls of a function after the removal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Cut:
 
     Attributes:
         shape: the original shape of the array.
-        factors: for each axis, the sizes of its factors, such as the number of heads and the features of a head.
+        factors: for each axis, the sizes of its factors. For example, an axis that combines heads and the features of
+            each head has two factors.
         kept: for each axis and factor, the indices that remain, or None for all indices.
     """
 
@@ -60,7 +61,8 @@ class _Output:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """An array among the arguments, with its key, and its path in the parameters or in the state."""
+    """An array in the arguments of a call. `key` is its position in (args, kwargs) as text, and `path` its path in the
+    parameters or in the state."""
 
     key: str
     path: str
@@ -73,7 +75,8 @@ class Call:
     from the axes of `params` and of the keyword argument `state`.
 
     Args:
-        cuts: {key of a leaf: `Cut`}. The arrays with these keys have fewer indices than f expects. Default: none.
+        cuts: {key of a leaf: `Cut`}, for the arrays from which indices have already been removed. f is traced with the
+            original shapes of these arrays. Default: none.
 
     Attributes:
         program: the `TiedProgram`, which states the axes that must have equal sizes.
@@ -101,7 +104,7 @@ class Call:
                                    _returned(traced, kwargs.get("state")), hints)
 
     def evaluate(self, cuts: Mapping[str, Cut]) -> Any:
-        """Returns f's result. The arrays of the call must not contain the indices that `cuts` removes."""
+        """Returns f's result for arrays from which the indices have already been removed, as described by `cuts`."""
         kept: dict[int, np.ndarray] = {}
         for i, leaf in enumerate(self.leaves):
             if leaf.key in cuts:
@@ -135,8 +138,8 @@ def _role(path) -> str:
 
 
 def _returned(traced, state) -> dict[int, int]:
-    """Returns {index of an output: index of the input} for outputs that are new values of inputs: the state in a result
-    (y, state), and flax.nnx variables."""
+    """Finds the outputs of the program that are new values of inputs: those of the state in a result (y, state), and
+    those of flax.nnx variables. Returns {index of the output: index of the input}."""
     jaxpr = traced.closed.jaxpr
     result, modules = traced.tree([_Output(i) for i in range(len(jaxpr.outvars))])
     arrays, found = [] if modules is None else modules.arrays, {}
@@ -159,9 +162,9 @@ class Group:
     """Axes of parameters that must have the same indices, such as the channels between two convolutions.
 
     Attributes:
-        atom: the number of the group in the program.
+        atom: the number that identifies the group in the program.
         size: the number of indices.
-        members: the axes of the group, tuples (index of the leaf, axis, position of the factor in the axis).
+        members: the axes of the group, as tuples (index of the leaf, axis, position of the factor in the axis).
         reason: the reason why no index can be removed, or "" if indices can be removed.
     """
 
@@ -175,8 +178,8 @@ def groups(call: Call) -> list[Group]:
     """Returns the groups of axes of the parameters of a call.
 
     An axis can have several factors, such as the heads and the features of a head. Indices are removed from only one
-    factor of each axis, the first factor that allows it. The groups of the other factors keep their indices in all
-    axes.
+    factor of each axis, the first factor that allows it. If a factor of an axis keeps its indices for this reason, the
+    whole group of the factor keeps them.
     """
     program, members, second = call.program, {}, set()
     for i, leaf in enumerate(call.leaves):

@@ -138,7 +138,7 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
 
 
 def _digest(path) -> int:
-    """Returns a 31-bit hash of a path, which is the same in all processes."""
+    """Returns a 31-bit hash of a path. Unlike Python's `hash`, it is the same in all processes."""
     return zlib.crc32(path.encode()) & 0x7FFFFFFF
 
 

@@ -42,8 +42,8 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
 
         optimizer = optax.chain(optax.adamw(1e-3), compress.prune({"blocks": 0.8, "head": 0.5}, begin=500, end=4000))
 
-    The transformation must be the last one of a chain. The fraction s_t of zeros grows from 0 at update `begin` to the
-    sparsity s of the rule at update `end`:
+    The transformation must be the last one of a chain. At update t, a fraction s_t of the elements is zero. It grows
+    from 0 at update `begin` to the sparsity s of the rule at update `end`:
 
         s_t = s - s (1 - (t - begin) / (end - begin))^3
 
@@ -88,8 +88,8 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
             raise ValueError(f"prune: expected a sparsity between 0 and 1 for {pattern!r}; got {sparsity!r}")
 
     def patterns(params) -> list[str | None]:
-        """Returns the pattern for each leaf, or None. In implicit arrays, only the values of `FakeQuantized` are
-        pruned."""
+        """Returns for each leaf the pattern that applies to it, or None. In implicit arrays, only the values of
+        `FakeQuantized` are pruned."""
         paths = []
         for path, leaf in jax.tree.leaves_with_path(params, is_implicit):
             name = keystr(path, simple=True, separator="/") if is_kernel(path, leaf) else ""
@@ -130,13 +130,13 @@ def _due(count, begin, end, every):
 
 
 def _progress(count, begin, end):
-    """The fraction of the final sparsity at this update: 1 - (1 - elapsed)^3."""
+    """Returns s_t / s, the fraction of the final sparsity at this update."""
     elapsed = jnp.clip((count - begin).astype(jnp.float32) / max(1, end - begin), 0, 1)
     return 1 - (1 - jnp.where(count >= end, 1.0, elapsed)) ** 3
 
 
 def _select(sizes, names, rules, progress, jointly) -> list:
-    """Returns the masks for parameters whose elements have the magnitudes `sizes`."""
+    """Returns new masks for the parameters. `sizes` are the magnitudes of their elements."""
     together: dict[Any, list[int]] = {}
     for i, name in enumerate(names):
         together.setdefault(name if jointly else i, []).append(i)

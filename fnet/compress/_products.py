@@ -1,4 +1,4 @@
-"""The products and convolutions of a function with its parameters."""
+"""Lists the products and convolutions in a function that have a parameter as an operand."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class Product:
 
     Attributes:
         path: the path of the parameter.
-        x, w, y: shapes and dtypes of the other operand, the parameter and the result.
+        x, w, y: the shapes and dtypes of the other operand (x), the parameter (w) and the result (y).
         axes: the contracted axes of the parameter, counted from the end, in increasing order.
-        function: the function (x, w) -> y that computes the product, for a plain or an implicit array w.
+        function: the function (x, w) -> y that computes the product. w can be a plain or an implicit array.
         convolution: whether the product is a convolution.
-        count: the number of times that the product is computed: the iterations of scans times the sizes of vmap.
+        count: the number of times that the product is computed: the number of iterations of the scans around it, times
+            the batch sizes of the vmaps around it.
         sliced: whether w is a slice of the parameter, as in a scan over stacked layers. XLA then copies the slice.
     """
 
@@ -67,7 +68,8 @@ class _Log(list):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["path", "log"])
 @dataclasses.dataclass(frozen=True)
 class _Recorded(Wrapped):
-    """A parameter that adds each of its products to a log, and tags the other operand with the index in the log."""
+    """A parameter that adds each of its products to a log. It gives the other operand a name that contains the index of
+    the product in the log."""
 
     path: str
     log: _Log
@@ -89,11 +91,11 @@ class _Recorded(Wrapped):
 
 
 def products(f: Callable, params: Any, *args: Any) -> list[Product]:
-    """Returns the products and convolutions of f(params, *args) with kernels and embedding tables, in the order of
-    computation.
+    """Returns the products and convolutions that f(params, *args) computes with kernels and embedding tables, in the
+    order of their computation.
 
     Arguments may be `jax.ShapeDtypeStruct`s. Products with implicit arrays, biases or norms are not listed. A product
-    inside a while loop or a branch of cond counts once.
+    inside a while loop or a branch of cond is counted once.
     """
     log, leaves = _Log(), leaves_by_path(params)
 
@@ -125,7 +127,7 @@ def leaves_by_path(params: Any) -> dict[str, Any]:
 
 
 def grouped(found: list[Product]) -> list[list[Product]]:
-    """Groups products into lists. The products of a list differ only in the values of their operands."""
+    """Groups equal products into lists. Products are equal if they differ only in the values of their operands."""
     key = lambda pair: pair[0]
     keyed = sorted(((product.key, i) for i, product in enumerate(found)), key=lambda pair: (repr(pair[0]), pair[1]))
     return [[found[i] for _, i in group] for _, group in itertools.groupby(keyed, key)]

@@ -29,15 +29,16 @@ class Quantized(ImplicitArray):
     it.
 
     Attributes:
-        codes: the codes, int8 or float8 with the shape of the parameter. 4-bit codes are stored in uint8: each byte
-            contains two codes that are adjacent along the last of `axes`.
+        codes: the codes. For 8 bits, an int8 or float8 array with the shape of the parameter. For 4 bits, a uint8 array
+            in which each byte contains two codes that are adjacent along the last of `axes`.
         scale: the scales, float32. The axes in `axes` have length 1. If the format has groups, the last of these axes
             has one element for each group.
         format: the format of the codes.
         axes: the contracted axes of the parameter, a tuple of negative integers (counted from the end).
         dtype: the dtype of the parameter.
-        inputs: the scale of the other operand of a product, or None (the default). All axes except those of a stack of
-            layers have length 1.
+        inputs: the scale with which the other operand of a product is rounded, an array with the rank of the parameter.
+            All its axes have length 1, except those of a stack of layers. None (the default): the other operand is not
+            rounded, or its scale is computed at run time.
 
     >>> params = compress.quantize({"kernel": jnp.ones((64, 4))}, {"kernel": compress.Int8()})
     >>> params["kernel"].codes.dtype, params["kernel"].scale.shape, params["kernel"].shape
@@ -120,8 +121,8 @@ class Quantized(ImplicitArray):
         return low | (high << 4)
 
     def _unpack(self, codes):
-        """Unpacks bytes to one code in each element. The packed axis is counted from the end, so that single rows can
-        also be unpacked."""
+        """Converts bytes with two codes to an array with one code in each element. The packed axis is counted from the
+        end, so `codes` can also be single rows of the parameter."""
         if not self.format.packed:
             return codes
         axis = codes.ndim + self.axes[-1]
@@ -129,8 +130,8 @@ class Quantized(ImplicitArray):
         return pairs.reshape(*codes.shape[:axis], 2 * codes.shape[axis], *codes.shape[axis + 1:])
 
     def _scaled(self, values, scale):
-        """Returns values * scale, which have equal rank. The last contracted axis of `scale` may have one element for
-        each group."""
+        """Returns values * scale. Both arrays have the same rank. The last contracted axis of `scale` may have one
+        element for each group of values."""
         axis = values.ndim + self.axes[-1]
         groups, n = scale.shape[axis], values.shape[axis]
         if groups in (1, n):
@@ -145,8 +146,9 @@ def _codes(x, step):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _integer_dot(axes, x, codes, scale, step):
-    """Rounds x, [..., *contracted], to multiples of `step`, and returns its product with int8 codes over `axes`. The
-    sums are computed in int32. `scale` has the rank of the result, and `step` has the rank of x."""
+    """Rounds x, an array [..., *contracted], to multiples of `step`, and returns its product with `codes`, an int8
+    array, multiplied by `scale`. `axes` are the contracted axes of `codes`. Sums are computed in int32. `scale` has the
+    rank of the result, and `step` has the rank of x."""
     last = tuple(range(x.ndim - len(axes), x.ndim))
     y = lax.dot_general(_codes(x, step).astype(jnp.int8), codes, ((last, axes), ((), ())),
                         preferred_element_type=jnp.int32)
@@ -156,7 +158,7 @@ def _integer_dot(axes, x, codes, scale, step):
 
 @_integer_dot.defjvp
 def _integer_dot_jvp(axes, primals, tangents):
-    """The derivative ignores the rounding of x. Codes have no tangent."""
+    """Computes the derivative. It ignores the rounding of x. Codes have no tangent."""
     (x, codes, scale, step), (dx, _, dscale, _) = primals, tangents
     last = tuple(range(x.ndim - len(axes), x.ndim))
 
@@ -174,11 +176,11 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
 
     Each block of values has one scale, max|w| / largest, where `largest` depends on the format (127, 7, 1 or 448). A
     block extends over the axes `axes` of the format, or over a group along the last of these axes. By default, `axes`
-    is the second-last axis of kernels [in, out] and stacked kernels [depth, in, out]. Of kernels with four or more axes
-    (convolutions [height, width, in, out]), it contains all axes except the last. The results are correct for any
-    choice of `axes`. Products are fastest if `axes` are the axes that the program contracts, because the scale is then
-    applied to the result. For an embedding [vocab, features] that also computes the logits, use the last axis:
-    `axes=-1`.
+    is the second-last axis of kernels [in, out] and stacked kernels [depth, in, out]. For kernels with four or more
+    axes, such as those of convolutions [height, width, in, out], `axes` contains all axes except the last. The results
+    are correct for any choice of `axes`. Products are fastest if `axes` are the axes that the program contracts,
+    because the scale is then applied to the result. For an embedding [vocab, features] that also computes the logits,
+    use the last axis: `axes=-1`.
 
     Args:
         params: a tree of arrays.
@@ -188,17 +190,17 @@ def quantize(params: Any, recipe: Mapping[str, Format], *, stats: Mapping[str, I
             point are not changed.
         stats: statistics of the inputs of products, from `calibrate`. The scales of activations are computed from these
             statistics. Kernels are rounded so that their products with these inputs change as little as possible (GPTQ,
-            Frantar et al. 2023). With 4 bits, the scales with the least squared error are selected. Their magnitudes
-            are between 0.54 and 1 times max|w| / largest, and they may be negative. Default None: every value is
-            rounded to the nearest code.
+            Frantar et al. 2023). For 4-bit formats, several scales are tried for each block, and the one with the least
+            squared error is selected. Their magnitudes are between 0.54 and 1 times max|w| / largest, and they may be
+            negative. Default None: every value is rounded to the nearest code.
 
     Returns:
         The tree with `Quantized` leaves. Biases, norms, and leaves that no pattern matches are unchanged.
 
     Raises:
-        ValueError: a pattern matches no parameter that can be quantized, a group does not divide its axis, a format
-            needs statistics that are missing, or, according to `stats`, a product contracts a parameter over other axes
-            than `axes`.
+        ValueError: a pattern matches no parameter that can be quantized, the size of an axis is not a multiple of
+            `group`, a format needs statistics that are missing, or `stats` shows that a product contracts other axes of
+            a parameter than `axes`.
         TypeError: a format is not `Int8`, `Int4`, `NF4` or `Float8`.
 
     >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.ones(2)}
@@ -235,8 +237,8 @@ def _quantized(stats, path, w, format) -> Quantized:
 
 
 def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> jax.Array:
-    """Returns the scale of the other operand of a product, computed by the method of the format. It has the rank of the
-    parameter."""
+    """Returns the scale of the other operand of a product, an array with the rank of the parameter. It is computed from
+    the statistics by the method of the format."""
     method = array.format.activations
     if found is None:
         raise ValueError(f"quantize: {path} needs statistics of its inputs for activations={method!r}; pass "
@@ -246,8 +248,8 @@ def input_scale(path: str, found: InputStatistics | None, array: Quantized) -> j
 
 
 def _corrected(path, array, found):
-    """Returns the parameter with the scales of least error, and with values that compensate for rounding errors
-    (GPTQ)."""
+    """Returns the parameter with the scales of least error and with values that GPTQ has rounded. Its codes are still
+    float32 values, as in the result of `unrounded`."""
     if found.conflict or found.axes != array.axes:
         reason = found.conflict or f"products contract it over axes {found.axes}"
         raise ValueError(f"quantize: {path} has scales for axes {array.axes}, but {reason}; set `axes` of its format, "
@@ -267,8 +269,8 @@ def _corrected(path, array, found):
 
 
 def _searched(array, weights):
-    """Returns the parameter with the scales that have the least weighted squared error in each block. Scales are tried
-    with both signs, because 4-bit codes represent one more negative than positive value."""
+    """Returns the parameter with the scales that have the least weighted squared error in each block. Positive and
+    negative scales are tried, because 4-bit codes represent one more negative value than positive values."""
     best, least = array.scale, jnp.inf
     for factor in np.outer([1, -1], np.linspace(1, 0.54, 24)).flat if array.format.packed else ():
         candidate = dataclasses.replace(array, scale=array.scale * factor)

@@ -17,7 +17,8 @@ _STEPS = 8    # iterations of the bisection: the fraction is found to 1 / 256
 
 
 def shrunk_function(f: Callable, found: Mapping[str, Cut]) -> Callable:
-    """Returns f as a function of arguments from which indices have been removed."""
+    """Returns a function that computes f for arguments from which the indices described by `found` have been
+    removed."""
     @wraps(f)
     def shrunk(*args, **kwargs):
         return Call(f, args, kwargs, found).evaluate(found)
@@ -33,8 +34,8 @@ class Removal:
         free: the groups that can change.
         fractions: the fractions that the rules of `keep` state, {atom: fraction of the indices to keep}.
         ranks: the order of the indices, {atom: all indices, the most important first}.
-        chip: the chip for `seconds`. With a chip, the remaining axes fill the tiles of its matrix units. None: axes may
-            have any size.
+        chip: the chip for `seconds`. The sizes of the axes after the removal are multiples of the tile sizes of its
+            matrix units. None: axes may have any size.
     """
 
     def __init__(self, f: Callable, args: tuple, kwargs: dict, call: Call, free: list[Group],
@@ -91,8 +92,8 @@ def _type(x: Any) -> Any:
 
 
 def _tile(call, group, chip) -> int:
-    """Returns an integer: the axes of a group fill the chip's tiles if the number of indices is a multiple of this
-    integer."""
+    """Returns the number of which the number of indices of a group must be a multiple, so that the axes of the group
+    fill the tiles of the chip's matrix units."""
     unit = 1
     for i, axis, position in group.members:
         sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]

@@ -17,16 +17,16 @@ _VECTORS = {"bias", "scale", "b", "offset"}    # names in fnet, Flax and Haiku; 
 
 
 def is_kernel(path: Any, leaf: Any) -> bool:
-    """Whether a leaf is a kernel or an embedding table: it is floating point, has at least two axes, and does not have
-    the name of a bias or a scale."""
+    """Whether a leaf is a kernel or an embedding table. Such a leaf is floating point and has at least two axes, and
+    its name is not bias, scale, b or offset."""
     return (keystr(path[-1:], simple=True) not in _VECTORS and len(getattr(leaf, "shape", ())) >= 2
             and jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable, accepts: Callable,
                 change: Callable) -> Any:
-    """Replaces each kernel or embedding table that a rule matches by `change(path, leaf, option)`, if `accepts(leaf)`
-    is true.
+    """Replaces kernels and embedding tables by `change(path, leaf, option)`. A leaf is replaced if a rule matches its
+    path and `accepts(leaf)` is true. `option` is the option of the rule.
 
     Args:
         who: the name of the public function, for error messages.
@@ -55,10 +55,11 @@ def apply_rules(who: str, params: Any, rules: Mapping[str, Any], check: Callable
 def matching(who: str, rules: Mapping[str, Any], paths: Sequence[str], what: str,
              check: Callable = lambda pattern, option: None, others: Mapping[str, str] = MappingProxyType({})
              ) -> dict[str, str]:
-    """Returns {path: the first pattern that matches the whole path or its first parts}. Raises the errors of
-    `apply_rules`.
+    """Returns {path: pattern} for the paths that a pattern matches, as a whole or in their first parts. If several
+    patterns match a path, the first pattern is returned. Raises the errors of `apply_rules`.
 
-    `others` is {path: kind} of the leaves that cannot be changed, for the error message.
+    The other arguments are used for error messages: `who` is the name of the public function, `what` the kind of the
+    leaves, and `others` is {path: name of the class} for the leaves that cannot be changed.
     """
     if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
         raise TypeError(f"{who}: expected rules {{pattern: option}}; got {rules!r}")

@@ -20,7 +20,8 @@ _NAME = re.compile(r"(?:.*/)?" + ACTIVATIONS.format(r"(?P<atom>\d+)") + r"(?:#\d
 
 def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tuple, kwargs: dict,
            loss: Callable | None) -> dict[int, np.ndarray]:
-    """Returns {atom: the score of each index} for groups that can change. The atom is the number of a group."""
+    """Returns {atom: array of the scores of all indices} for the given groups. The atom is the number that identifies a
+    group."""
     if method == "activations":
         found = _activations(call)
         return {group.atom: found.get(group.atom, np.zeros(group.size)) for group in groups}
@@ -34,8 +35,8 @@ def scores(method: str, call: Call, groups: list[Group], f: Callable, args: tupl
 
 
 def _mean_square(call, x, i, axis, position):
-    """Returns the mean square for each index of one factor of an axis, [size]. The mean is over all other axes and
-    factors."""
+    """Returns an array [size] with the mean square of x for each index of one factor of an axis. The mean is over all
+    other axes and factors."""
     sizes = [call.program.atoms.size(atom) for atom in call.program.factors(i)[axis]]
     x = np.moveaxis(np.asarray(x, float), axis, 0).reshape(*sizes, -1)
     return np.square(x).mean(tuple(k for k in range(x.ndim) if k != position))

@@ -25,8 +25,8 @@ class Axes:
 
     Attributes:
         parameters: a tuple with the string "path (axis)" for each axis.
-        size, kept: the number of indices before and after the removal. If an axis has several factors, such as heads
-            and features, these are the numbers for one factor.
+        size, kept: the number of indices before the removal (`size`) and after it (`kept`). If an axis has several
+            factors, such as heads and features, these are the numbers for one factor.
         reason: the reason why these axes kept all indices, or "" if indices were removed.
     """
 
@@ -41,7 +41,7 @@ class ShrinkReport:
     """A report of what `shrink` removed and what it could not remove. `print` shows it as a table.
 
     Attributes:
-        axes: the groups of axes that lost indices, then the other axes.
+        axes: the rows of the report: first the axes that lost indices, then the other axes.
         parameters: the number of parameters before and after the removal.
         flops: the number of FLOPs before and after the removal.
         seconds: the time before and after the removal, as estimated by the roofline model of the chip, or None without
@@ -117,10 +117,10 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
     between two convolutions (and of the normalization in between), all channels that residual connections add to each
     other, the heads in the four kernels of an attention, and the key/value heads with their query heads. From each
     group, the indices with the lowest scores are removed in all parameters of the group. The result of the shrunk
-    function equals that of f with the removed parameters set to zero. An axis for which this is impossible, for example
-    the features that a LayerNorm averages, keeps all indices. Axes of arguments and results of f also keep all indices.
-    `report` states the reason for each of these axes. If an axis has several factors, such as the heads and the
-    features of a head, indices are removed from the first factor that allows it.
+    function equals that of f with the removed parameters set to zero. If this is impossible for an axis, for example
+    for the features that a LayerNorm averages, the axis keeps all indices. Axes of arguments and results of f also keep
+    all indices. `report` states the reason for each of these axes. If an axis has several factors, such as the heads
+    and the features of a head, indices are removed from the first factor that allows it.
 
     Exactly one of `fraction`, `flops` and `seconds` is required.
 
@@ -135,8 +135,8 @@ def shrink(f: Callable, params: Any, *args: Any, fraction: float | None = None, 
         flops: the maximum FLOPs of the shrunk function for the example arguments, as counted by `hardware.count`. All
             groups keep the same fraction of indices, which is the largest fraction within this limit.
         seconds: the maximum time of the shrunk function on `chip`, in seconds, as estimated by the roofline model. As
-            with `flops`, all groups keep the same fraction of indices. The remaining sizes are multiples of the tile
-            sizes of the chip's matrix units.
+            with `flops`, all groups keep the same fraction of indices. The sizes of the axes after the removal are
+            multiples of the tile sizes of the chip's matrix units.
         chip: a chip, a device or a device kind, for `seconds`. Default: the local chip.
         score: the score by which indices are ranked. "magnitude" (the default): the mean square of their parameters.
             "taylor": the mean square of each parameter times the derivative of `loss` with respect to it.
@@ -193,8 +193,8 @@ def _size(params) -> int:
 
 
 def _rows(call, found, kept, fractions) -> tuple[Axes, ...]:
-    """Returns one row for each group that loses indices, then one row for all other groups of the same size and
-    reason."""
+    """Returns the rows of the report: first one row for each group that loses indices, then one row for all other
+    groups that have the same size and keep their indices for the same reason."""
     cut, whole = [], {}
     for group in found:
         names = _names(call, group)

@@ -19,15 +19,15 @@ _MOST = 512    # combinations of fields that are tried
 
 def smaller_model(f: Any, shrunk: Callable, args: tuple, kwargs: dict,
                   removed: Mapping[str, Cut]) -> Any:
-    """Returns the model f with smaller integers in its fields, if its program equals that of `shrunk` for these
-    arguments.
+    """Finds a model like f, with smaller integers in its fields, whose program for these arguments is equal to that of
+    `shrunk`.
 
-    The result is None if there is no such model.
+    Returns the model, or None if there is no such model.
 
     Args:
         f: a model. If f is not a dataclass, the result is None.
         shrunk: the shrunk function of `args` and `kwargs`, whose arrays have fewer indices.
-        removed: the indices that remain in each leaf, {key of the leaf: `Cut`}.
+        removed: the removed and the remaining indices of each leaf, {key of the leaf: `Cut`}.
     """
     if not dataclasses.is_dataclass(f) or isinstance(f, type):
         return None
