@@ -24,8 +24,8 @@ class Crepe(Model):
     for each of 360 pitches. The pitches are 20 cents apart and start at C1 (32.7 Hz).
 
     Args:
-        width: a number that is proportional to the number of channels of every layer: 32 for the full model and 4 for
-            the tiny model. The first convolution has 32 * width channels.
+        width: number by which the channels of every layer are scaled: 32 for the full model and 4 for the tiny model.
+            The first convolution has 32 * width channels.
 
     Input: [batch, 1024], samples at 16 kHz, each row with mean 0 and standard deviation 1. Output: [batch, 360],
     probabilities.

@@ -69,7 +69,7 @@ def _size(config):
 
 
 def _ratio(model):
-    """Returns the `mlp_ratio` for config.json from which `_size` computes the model's `hidden`."""
+    """Returns the `mlp_ratio` for config.json. From this value, `_size` computes the model's `hidden`."""
     ratio = model.hidden / model.width * (1.5 if model.gated else 1)
     for each in (round(ratio), ratio):
         if _size({"hidden_size": model.width, "mlp_ratio": each, "use_swiglu_ffn": model.gated})["hidden"] \

@@ -58,7 +58,7 @@ class GPT(LanguageModel):
     The model has learned position embeddings. Each block has causal attention and an MLP. The attention and the MLP
     each have a LayerNorm before them and a residual connection around them. The defaults are those of the published
     GPT-2: the tanh form of GELU, and tied logits. Kernels and embedding tables are initialized with standard deviation
-    0.02. For the last kernel of each residual branch, it is 0.02 / sqrt(2 * depth).
+    0.02. For the last kernel of each residual branch, the standard deviation is 0.02 / sqrt(2 * depth).
 
     Args:
         vocab_size: number of tokens.

@@ -21,11 +21,12 @@ class Model(nn.Layer):
 
     Subclasses may define:
 
-        PRESETS: {name: fields}, the published configurations. NAMES: {framework: Names}, the names of the arrays in
-        other frameworks, for `pretrained.load` and `save`. CONFIGS: {model_type of config.json: Config}.
-        `pretrained.load` uses the `Config` to compare the model with config.json. The key for timm's config.json is
-        "timm". HUB: {preset: sources of its weights}. A source is a repository of Hugging Face's hub, or
-        "torchvision:NAME". The latter means that only torchvision distributes these weights, in a pickle file.
+        PRESETS: {name: fields}, the published configurations.
+        NAMES: {framework: Names}, the names of the arrays in other frameworks, for `pretrained.load` and `save`.
+        CONFIGS: {model_type of config.json: Config}. `pretrained.load` uses the `Config` to compare the model with
+            config.json. The key for timm's config.json is "timm".
+        HUB: {preset: sources of its weights}. A source is a repository of Hugging Face's hub, or "torchvision:NAME" for
+            weights that only torchvision distributes, in a pickle file.
 
     >>> model = models.ResNet.preset("resnet18", classes=10)
     >>> nn.count_parameters(model.spec(model.example()).params)

@@ -133,7 +133,7 @@ def growth(factor: float, strength: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicScaling:
-    """Rotary positions whose base grows with the length of a text that is longer than the original context.
+    """Rotary positions for texts that are longer than the original context. The base grows with the length of the text.
 
     The base is computed for each example from its own length, so examples of one batch are independent.
 

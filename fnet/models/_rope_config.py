@@ -158,8 +158,8 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
         return value if isinstance(value, dict) else {}
 
     def outside(name, value, config):
-        """Whether to use the value of a field outside `rope_parameters` and `rope_scaling`. It is not used if these
-        objects also contain the field, but both values must be equal."""
+        """Whether to use the value of a field outside `rope_parameters` and `rope_scaling`. If these objects also
+        contain the field, both values must be equal, and the value outside is not used."""
         held = inner(config).get(name, value)
         if held != value:
             raise ValueError(f"expected {held!r}, the {name} in rope_parameters or rope_scaling")
@@ -208,8 +208,8 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
 
 
 def rope_by_type(merged: Callable, types: Callable, context: int) -> dict[str, Fields]:
-    """Returns entries for the fields that describe rotary positions. In these families, the base and the scaling of
-    layers with windows differ from those of layers without windows.
+    """Returns entries for the fields that describe rotary positions, for models with two kinds of layers. Layers with
+    windows have another base and another scaling than layers without windows.
 
     Args:
         merged: function of config.json that returns {type of layers: `rope_parameters`}. Like transformers, it also

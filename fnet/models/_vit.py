@@ -212,7 +212,8 @@ class ViT(Model):
 
     @nn.method
     def features(self, scope: nn.Scope, x: jax.Array) -> jax.Array:
-        """Returns the input of the last layer, an array [batch, width]. It contains the normalized class tokens."""
+        """Returns the input of the last layer, an array [batch, width]. It contains the class token of each image after
+        the last norm."""
         return nn.LayerNorm(epsilon=self.epsilon)(scope["norm"], self._encoded(scope, x)[:, 0])
 
     def _encoded(self, scope, x):

@@ -56,9 +56,9 @@ class ChatTemplate:
     def read(cls, folder: str | os.PathLike) -> ChatTemplate:
         """Reads the chat template of a folder of weights.
 
-        The template is read from chat_template.jinja, and further templates from the folder additional_chat_templates.
-        Otherwise, templates are read from the field chat_template of tokenizer_config.json. The special tokens are read
-        from tokenizer_config.json.
+        If the folder contains a chat_template.jinja, the template is read from this file, and further templates are
+        read from the folder additional_chat_templates. Otherwise, templates are read from the field chat_template of
+        tokenizer_config.json. The special tokens are always read from tokenizer_config.json.
 
         Raises:
             FileNotFoundError: the folder has no chat template.

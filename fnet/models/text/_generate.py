@@ -150,7 +150,7 @@ def prepare(caller, model, prompts, lengths, key, sampled, samples, max_tokens) 
 
 class Carry(NamedTuple):
     """The carry of the loop over tokens. `last` [batch] is the last token of each example. For the penalties, `seen`
-    and `counts` state which tokens are in the prompt, and how often each token was generated."""
+    states which tokens are in the prompt, and `counts` states how often each token was generated."""
 
     count: jax.Array
     last: jax.Array

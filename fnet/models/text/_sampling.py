@@ -55,7 +55,7 @@ def is_sampled(temperature) -> bool:
 
 
 def penalized(logits: jax.Array, options: Sampling, prompt: jax.Array, counts: jax.Array) -> jax.Array:
-    """Returns logits [batch, vocab_size] after the repetition, presence and frequency penalties.
+    """Applies the repetition, presence and frequency penalties, and returns the new logits [batch, vocab_size].
 
     Args:
         prompt: booleans [batch, vocab_size], whether the prompt contains the token.

@@ -1,4 +1,5 @@
-"""tokenizer_config.json and tokenizer.json next to a vocabulary: each field is used, irrelevant, or raises an error."""
+"""Reads the tokenizer_config.json and the tokenizer.json next to a vocabulary. Fields that are neither supported nor
+irrelevant raise an error."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def save_adapter(model: Model, params: Mapping, path: str | os.PathLike, *, base
         path: the folder to write.
         base: the name of the base model on Hugging Face's hub, which is written to adapter_config.json. Default: null
             is written.
-        prefix: the prefix of the names of modules, which depends on the class of transformers that PEFT adapts:
+        prefix: the prefix of the names of modules. It depends on the class of transformers that PEFT adapts:
             "transformer." for GPT2LMHeadModel, "" for GPT2Model. Default: the prefix for the class with a head.
         names: as for `load_adapter`.
 

@@ -1,4 +1,5 @@
-"""config.json next to pretrained weights: each field is compared with the model, is irrelevant, or raises an error."""
+"""Compares the config.json next to pretrained weights with a model. Fields that are neither supported nor irrelevant
+raise an error."""
 
 from __future__ import annotations
 
@@ -24,8 +25,7 @@ class Use:
         field: the model's field.
         absent: the value that the framework assumes if config.json lacks the field, or a function of config.json that
             returns this value. SKIP: the field is compared only if config.json has it.
-        default: function of the model that returns the value for which null in config.json, or None in the model,
-            stands.
+        default: function of the model that returns a value. Null in config.json and None in the model mean this value.
         shorter: whether the model's value may be smaller than the value in config.json.
         square: whether config.json may contain [value, value].
     """
@@ -82,8 +82,8 @@ class Fields:
         write: the inverse of `read`: function of the model that returns the value in config.json, or SKIP to write no
             value. It raises ValueError if config.json cannot describe this model. Default: nothing is written.
         partial: whether these fields may also be None in the model, for example in a model without a head.
-        others: further values of these fields that a model may have, such as other heads. The names of their arrays
-            must be unique, so that a file without these arrays raises an error.
+        others: further values of these fields that a model may have, such as other heads. No two heads may share the
+            names of arrays, so that a file with the arrays of another head raises an error.
     """
 
     read: Callable[[Any, Mapping], dict[str, Any]]
@@ -276,7 +276,7 @@ def names_for(table, cls):
 
 
 def kind_of(config):
-    """Returns the `model_type`, or "timm" if config.json has an `architecture` instead, as in timm; otherwise None."""
+    """Returns the `model_type` or None. Returns "timm" if config.json has an `architecture` instead, as in timm."""
     kind = config.get("model_type")
     return "timm" if kind is None and "architecture" in config else kind
 
@@ -335,8 +335,8 @@ def transformers(fields: Mapping, *, architectures: Sequence[str] | Mapping[str,
             contains the fields of the model for each class, such as {"BertForMaskedLM": {"head": "masked_lm"}}.
         irrelevant: more fields that have no effect on the forward pass, separated by spaces. If `fields` contains such
             a field, `save` writes it. The value in the file `like=` has precedence.
-        other_heads: heads that a model may have although `architectures` in config.json states another head. The names
-            of their arrays must be unique, so that a file without these arrays raises an error.
+        other_heads: heads that a model may have although `architectures` in config.json states another head. No two
+            heads may share the names of arrays, so that a file with the arrays of another head raises an error.
         options: other arguments of `Config`.
     """
     def architecture(value, config):

@@ -99,7 +99,8 @@ def commit(path: Path) -> str | None:
 
 
 def _snapshot(repository: str, revision: str | None) -> Path | None:
-    """Returns the snapshot of a revision in Hugging Face's cache, or None. Default: main, or else the newest one."""
+    """Returns the snapshot of a revision in Hugging Face's cache, or None. If `revision` is None, returns the snapshot
+    of main, or else the newest snapshot."""
     snapshots = _download.snapshots(hugging_face(), repository)
     if revision is not None and (snapshots / revision).is_dir():
         return snapshots / revision

@@ -43,7 +43,7 @@ def _swap(array):
 
 
 def flattened(height: int, width: int) -> Layout:
-    """The layout of the kernel of a dense layer after an image is flattened.
+    """The layout of the kernel of a dense layer whose input is a flattened image.
 
     The kernel is [out, c h w] in the file and [h w c, out] in fnet.
 
