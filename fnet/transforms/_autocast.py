@@ -1,7 +1,7 @@
 """autocast: mixed precision for any JAX function, by rewriting its jaxpr.
 
-Only values that were traced as float32 get a low dtype. An operation that autocast does not know receives its inputs in
-the dtypes in which they were traced, so that it runs unchanged.
+Only values that were traced as float32 get a low-precision dtype. An operation that autocast does not know receives its
+inputs in the dtypes in which they were traced, so that it runs unchanged.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def autocast(f: Callable, policy: Policy | str = "auto", *, rules: Mapping[str, 
         step = ft.autocast(ft.value_and_grad(loss))                 # the dtype depends on the chip
         step = ft.autocast(ft.value_and_grad(loss), "bfloat16", rules={"head": "float32"})
 
-    The operands of products have the low dtype, and their sums are float32. Reshapes and simple arithmetic have the
-    dtype of their inputs. exp, log, powers, sums over axes, norms, softmax and unknown operations run in float32. A
-    value that is only used in float32 is computed in float32. Loop carries, branches and the outputs of `f` keep their
-    dtypes, and gradients of float32 parameters are float32. Explicit casts and an explicit `precision=` are respected.
-    Autocast can be applied to a loss or to its `value_and_grad`; the results are the same.
+    The operands of products have the policy's dtype, and products are summed in float32. Reshapes and simple arithmetic
+    have the dtype of their inputs. exp, log, powers, sums over axes, norms, softmax and unknown operations run in
+    float32. A value that is only used in float32 is computed in float32. Loop carries, branches and the outputs of `f`
+    keep their dtypes, and gradients of float32 parameters are float32. Explicit casts and an explicit `precision=` are
+    respected. Autocast can be applied to a loss or to its `value_and_grad`; the results are the same.
 
     Args:
         f: any JAX function: a model, a loss, a gradient or a complete step, written with any library.

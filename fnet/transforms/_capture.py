@@ -57,8 +57,8 @@ class SiteInfo:
     Attributes:
         name: the name of the site.
         value: a tree of `jax.ShapeDtypeStruct` with the shapes and dtypes of the captured value.
-        scans: the lengths of the scans around the site, a tuple. They are the lengths of the first axes of the captured
-            value.
+        scans: the lengths of the scans around the site, a tuple. The first axes of the captured value have these
+            lengths.
         inside: the construct that prevents capturing the value ("a while loop", "a branch of cond", ...), or None.
 
     >>> site = ft.sites(lambda x: ft.tag(2 * x, "double").sum())(jnp.ones(3))[0]
@@ -145,9 +145,9 @@ def intervene(f: Callable, changes: Mapping[str, Callable]) -> Callable:
     Args:
         f: any function. For its gradient, use `grad(intervene(f, changes))`, not `intervene(grad(f), changes)`.
         changes: {pattern: change}, with patterns as in `capture`. `change(value, index)` returns a tree with the
-            structure, shapes and dtypes of `value`. `index` is a tuple with the index of the iteration for each scan
-            around the site, outermost first: (), or (layer,) in a stack. Several changes of a site are applied in
-            order.
+            structure, shapes and dtypes of `value`. `index` is a tuple with the index of the iteration of each scan
+            around the site, the outermost scan first. In a stack of layers, it is (layer,); outside of scans, it is ().
+            Several changes of a site are applied in order.
 
     Returns:
         A function with f's arguments and results.

@@ -95,7 +95,7 @@ def explain(f: Callable, *args: Any, **kwargs: Any) -> Explanation | Tuning | Us
 
     Args:
         f: the result of `autocast`, `tune`, `fold` or `use_implicit_arrays`, possibly under `jit` or
-            `functools.partial`. If several transforms were applied, the outer one is explained.
+            `functools.partial`. If several of these transforms were applied, the outermost one is explained.
         args, kwargs: the arguments of f, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:

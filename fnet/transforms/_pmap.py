@@ -86,7 +86,7 @@ def pmap(f: Callable, axis_name: Hashable = "devices", *, in_axes: Any = 0, out_
 
 
 def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """Splits the rows of a batch over devices: [rows, ...] becomes [devices, rows / devices, ...].
+    """Splits the rows of a batch over devices: an array [rows, ...] becomes an array [devices, rows / devices, ...].
 
     Args:
         tree: a tree of arrays.
@@ -109,7 +109,8 @@ def shard(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
-    """Copies a tree to each device; leaves [...] become [devices, ...]. The original may still be used or donated.
+    """Copies a tree to each device: a leaf [...] becomes an array [devices, ...]. The original may still be used or
+    donated.
 
     >>> replicate({"w": np.zeros(3)}, jax.devices()[:1])["w"].shape
     (1, 3)
@@ -123,7 +124,8 @@ def replicate(tree: Any, devices: Sequence[jax.Device] | None = None) -> Any:
 
 
 def unreplicate(tree: Any) -> Any:
-    """Returns the first device's copy of a result of `replicate` or `pmap`: [devices, ...] becomes [...].
+    """Returns the first device's slice of a result of `replicate` or `pmap`: an array [devices, ...] becomes an array
+    [...].
 
     Raises:
         ValueError: a leaf has no axis of devices.

@@ -1,8 +1,8 @@
 """Rematerialization of a complete step: its backward pass recomputes activations instead of reading stored ones.
 
-`jax.checkpoint` determines what is stored before a function is differentiated. Here, the step is already
-differentiated. The jaxpr of the step contains the residuals that the forward pass stores for the backward pass. This
-module removes some of these residuals.
+`jax.checkpoint` must be applied before a function is differentiated. Here, the step is already differentiated: its
+jaxpr contains the residuals that the forward pass stores for the backward pass. This module removes some of these
+residuals.
 """
 
 from __future__ import annotations

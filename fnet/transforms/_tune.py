@@ -228,8 +228,8 @@ class _Program:
 
 
 class _Stage:
-    """A stage of ahead-of-time compilation (traced, lowered or compiled), for a program some of whose arguments or
-    results are not arrays. The compiled stage is called with the step's arguments."""
+    """A stage of ahead-of-time compilation (traced, lowered or compiled). The program has arguments or results that are
+    not arrays. The compiled stage is called with the step's arguments."""
 
     def __init__(self, program, stage):
         self._program, self._stage = program, stage

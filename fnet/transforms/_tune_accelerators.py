@@ -98,8 +98,8 @@ def _read_as(program, v) -> set:
 
 
 def _hits(x, indices):
-    """Returns a bool array with the shape of x. In each row, one element is True: the one whose index is in `indices`.
-    The shapes are [..., n] of x, and [..., 1, 1] of `indices`."""
+    """Returns a bool array with the shape of x, [..., n]. In each row, the element at the row's index is True.
+    `indices` is an array [..., 1, 1] with one index for each row."""
     return lax.broadcasted_iota(indices.dtype, x.shape, x.ndim - 1) == indices[..., 0]
 
 

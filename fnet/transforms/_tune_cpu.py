@@ -32,8 +32,8 @@ VIEWS = frozenset(("transpose", "reshape", "broadcast_in_dim", "squeeze"))
 
 
 class Rule(NamedTuple):
-    """A rule of tune: its name, the primitives to which it applies, its function, a description, and in `below` the
-    jaxlib version from which on it is disabled by default.
+    """A rule of tune. It applies to equations with `primitives`. With the jaxlib version `below` and later versions, it
+    is disabled by default.
 
     `apply` returns the outputs of an equation. `prepare` returns (equation, inputs) to be evaluated instead. Both
     return None if the rule does not apply; a rule that only sets compiler options has neither. `options` are the

@@ -85,8 +85,8 @@ class Reading:
             of saving. With several processes, each process reads and verifies only the shards that its devices need.
           step: the step of the checkpoint. Default None: the newest undamaged checkpoint.
           cast: whether to convert a leaf of another dtype to the dtype in `target`. Default False.
-          part: the path of the subtree to restore, which has the structure of `target`, such as "state". Default "":
-            the complete saved tree.
+          part: the path of the subtree to restore, such as "state". `target` must have the structure of this subtree.
+            Default "": the complete saved tree.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.

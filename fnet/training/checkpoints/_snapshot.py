@@ -1,4 +1,4 @@
-"""A copy of a tree that does not change during further training, and the parts of the copy that this process writes."""
+"""Copies a tree before further training changes it, and selects the parts of the copy that this process writes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def snapshot(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Copies the leaves: device arrays on the device, without waiting for the copy, and host arrays on the host.
 
     The copy is necessary because the next step reuses the donated buffers while they are still being written to disk.
-    If the device has too little memory for the copy, the leaves are copied to the host, which waits for the device.
+    If the device has too little memory for the copy, the leaves are copied to the host. This copy waits for the device.
     """
     copies: dict[str, Any] = {}
     places: dict[Any, list[str]] = {}

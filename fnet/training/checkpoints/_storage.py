@@ -185,7 +185,7 @@ class StorePath:
         return self.read_bytes().decode(encoding)
 
     def read_range(self, begin: int, end: int) -> Any:
-        """Returns the bytes from `begin` to `end`, or to the end of the object."""
+        """Returns the bytes from `begin` to `end`, or fewer if the object ends before `end`."""
         return memoryview(self._do(self._store.get_range, self.key, start=begin, end=end)) if end > begin else b""
 
     def keys(self) -> list[str]:

@@ -11,8 +11,8 @@ _LEAF = 1      # None is null; a dict {"dict": {...}}, a list {"list": [...]}, a
 
 
 def describe(tree: Any) -> Any:
-    """Returns the structure of `tree`. Containers other than dicts, lists and tuples, such as dataclasses, become dicts
-    of their fields."""
+    """Returns the structure of `tree`. Containers of other types than dict, list and tuple become dicts of their
+    fields, for example named tuples and dataclasses."""
     if tree is None:
         return None
     if jax.tree_util.all_leaves([tree]):

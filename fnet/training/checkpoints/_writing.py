@@ -27,7 +27,7 @@ def write(steps: Folder | Objects, head: Mapping[str, Any], entries: Mapping[str
       head: the first fields of the manifest: step, metrics, notes.
       entries: for each leaf, its entry in the manifest without the locations of its bytes.
       copies: the result of `snapshot`.
-      hurry: an event that is set if the run has failed, to shorten the wait.
+      hurry: an event that is set if the run has failed. The wait for other processes then ends after two seconds.
 
     Returns:
       In process 0, the manifest, which the caller must commit. The other processes wait until it has been committed,

@@ -69,7 +69,7 @@ class Batches:
         return {"examples": self.length, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.shuffle}
 
     def steps(self, epochs: float) -> int:
-        """Returns the smallest number of batches that contain at least `epochs` times the number of examples."""
+        """Returns the number of batches in `epochs` epochs, rounded up."""
         return -int(-epochs * self.length // self.batch_size)
 
     def _permutation(self, epoch: int) -> np.ndarray:

@@ -96,13 +96,12 @@ def read_cifar10(files):
     """Reads CIFAR-10's binary version.
 
     Args:
-        files: the unpacked files as a dict {name: path}, with data_batch_1.bin to
-            data_batch_5.bin, test_batch.bin and optionally batches.meta.txt; or the path of the
-            .tar.gz file.
+        files: the path of the .tar.gz file, or a dict {name: path} of the unpacked files. The names are
+            data_batch_1.bin to data_batch_5.bin, test_batch.bin and optionally batches.meta.txt.
 
     Returns:
-        (train_images, train_labels, test_images, test_labels, classes): uint8 images
-        [n, 32, 32, 3], int32 labels [n], and the ten class names or None.
+        (train_images, train_labels, test_images, test_labels, classes). Images are uint8 arrays [n, 32, 32, 3], and
+        labels are int32 arrays [n]. `classes` are the ten class names, or None without batches.meta.txt.
 
     Raises:
         ValueError: a file does not have the expected content.
@@ -162,8 +161,8 @@ class _BadArchive(Exception):
 def _read_archive(path):
     """Parses the known members of the archive. Returns {name: result of _parse_member}.
 
-    CIFAR-10's archive needs regular files with short names only. All other members are skipped, including those in
-    which GNU tar and pax store long names and other attributes. Nothing is written and no link is followed.
+    The files of CIFAR-10 are regular files with short names. All other members are skipped, including those in which
+    GNU tar and pax store long names and other attributes. Nothing is written and no link is followed.
     """
     wanted, parts, left = {*CIFAR_TRAIN, CIFAR_TEST, CIFAR_NAMES}, {}, _ARCHIVE_LIMIT
     try:

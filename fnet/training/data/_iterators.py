@@ -37,10 +37,10 @@ def from_iterator(source: Any, *, batch_size: int | None = None, seed: int = 0, 
     After the last batch of an epoch, the first batch of the next epoch follows. The attribute `batches.resume` is the
     guarantee about the batches of a resumed run. `fit` logs it. It has one of three values:
 
-    - "exact": the resumed run gets the batches of an uninterrupted run. A sequence, a Grain MapDataset and a Hugging
-      Face Dataset are read by index. The state of an iterable or iterator with state_dict and load_state_dict, or with
-      get_state and set_state, is stored in each checkpoint. Examples are a Hugging Face IterableDataset, a torchdata
-      StatefulDataLoader and a Grain IterDataset.
+    - "exact": the resumed run gets the batches of an uninterrupted run. Two kinds of sources have this guarantee. A
+      sequence, a Grain MapDataset and a Hugging Face Dataset are read by index. If an iterable or its iterator has the
+      methods state_dict and load_state_dict, or get_state and set_state, its state is stored in each checkpoint.
+      Examples are a Hugging Face IterableDataset, a torchdata StatefulDataLoader and a Grain IterDataset.
     - "epoch": the interrupted epoch is read again, and the batches before the interruption are skipped. The resumed run
       gets the batches of an uninterrupted run if the source yields the same batches each time an epoch is read.
       Examples are functions of the epoch, and a torch DataLoader in fixed order. A Hugging Face IterableDataset after

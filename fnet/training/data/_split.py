@@ -24,8 +24,8 @@ def split(data: Any, sizes: float | Sequence[float], *, seed: int = 0, stratify:
         any number of parts, a sequence of the sizes of all parts: fractions with the sum 1, or numbers of examples.
       seed: the seed of the random assignment of examples to parts. Default 0.
       stratify: the class of each example, integers [n]. If given, every part has nearly the same proportions of classes
-        as `data`: the number of examples of a class in a part differs by at most one from the exact proportion. Default
-        None.
+        as `data`: the number of examples of a class in a part differs by at most one from the exact proportional
+        number. Default None.
 
     Returns:
       The parts, each with the structure of `data`.

@@ -34,9 +34,9 @@ def compilation_cache(path: str | os.PathLike | None = None) -> Iterator[None]:
             state = init(jax.random.key(0))        # a second process starts without compiling
 
     `fit` and the experiments use this cache automatically. JAX identifies a program by its operations, shapes, devices,
-    options and versions. This cache also uses the instruction set of the CPU. If JAX_COMPILATION_CACHE_DIR is set,
-    JAX's own cache in that folder is used instead. JAX_ENABLE_COMPILATION_CACHE=false disables both caches. A program
-    that cannot be read or is damaged is compiled again.
+    options and versions. This cache also uses the instruction set and the number of cores of the CPU. If
+    JAX_COMPILATION_CACHE_DIR is set, JAX's own cache in that folder is used instead. JAX_ENABLE_COMPILATION_CACHE=false
+    disables both caches. A program that cannot be read or is damaged is compiled again.
 
     Args:
       path: the folder of the cache, which grows to at most 4 GiB. The programs in the folder are executed, so the

@@ -41,8 +41,8 @@ class EarlyStop:
             raise ValueError(f"min_delta={self.min_delta}: the smallest improvement is a number from 0 up")
 
     def update(self, best: float, stale: int, value: float) -> tuple[float, int]:
-        """Returns the best value and the number of evaluations since the best, including the new evaluation `value`.
-        Before the first evaluation, `best` is NaN."""
+        """Returns the new best value and the number of evaluations since then. `value` is the result of the latest
+        evaluation. Before the first evaluation, `best` is NaN."""
         if better(value, best, self.mode, self.min_delta):
             return value, 0
         return best, stale + 1

@@ -144,10 +144,10 @@ def fit(
         rounding. For a long run on a CPU, the rewrite rules are selected by timing: the step runs with and without each
         rule, on copies of the state. A run is long if it takes at least ten minutes at the CPU's peak rate. A resumed
         run uses the rules that were selected when it was started. Default True.
-      profile_steps: a range of consecutive steps to profile, such as range(100, 105). The time of these steps by path
-        and phase (see `introspect.profile`) is written to workdir/profile/100-105, as profile.txt, profile.html and
-        profile.json, and trace.json.gz for ui.perfetto.dev. The first step of a process is not profiled, because its
-        time includes compilation. Default None.
+      profile_steps: a range of consecutive steps to profile, such as range(100, 105). Their time by path and phase (see
+        `introspect.profile`) is written to profile.txt, profile.html and profile.json in workdir/profile/100-105, and a
+        trace for ui.perfetto.dev to trace.json.gz. The first step of a process is not profiled, because its time
+        includes compilation. Default None.
 
     Returns:
       The state after the last step, or the best state if `restore_best` is True. With a `workdir`, this state is also

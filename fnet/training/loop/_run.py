@@ -50,7 +50,7 @@ class PeerLost(RuntimeError):
 
 
 class Run:
-    """A run of `fit`. The attribute `loop` is saved in the checkpoint, together with the state."""
+    """A run of `fit`. Checkpoints contain the state and `loop`: sums of metrics, best values and the like."""
 
     checkpoints: Checkpoints | None = None
     logger: Logger | None = None

@@ -68,7 +68,7 @@ class Signals:
 
 
 def _no_alarm() -> bool:
-    """Whether this process does not use SIGALRM."""
+    """Whether SIGALRM exists and has its default handler."""
     return hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 

@@ -42,7 +42,8 @@ class Spread:
         return step if self.plan is None else self.plan.jit(step)
 
     def state(self, state: Any) -> Any:
-        """Copies the state to the shardings of the plan. The step donates this copy, not the caller's state.
+        """Copies the state to the devices, with the plan's shardings. The step donates this copy, not the caller's
+        state.
 
         Raises:
           ValueError: the state has another structure than the state of the plan.
