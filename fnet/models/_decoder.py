@@ -37,7 +37,8 @@ def decoder_mlp(scope, x, *, hidden, activation, gated, use_bias):
 
 @nn.layer
 def decoder_block(scope, x, lengths=None, kind=0, *, attentions, mlp, norm, pre_norm, post_norm, parallel):
-    """Attention and MLP with residual connections. `attentions[kind]` is the attention layer of this block."""
+    """Applies attention and an MLP, each with a residual connection. `attentions[kind]` is the attention layer of this
+    block."""
     def branch(f, x, number):
         y = norm(scope[f"norm{number}"], x) if pre_norm else x
         y = f(y)

@@ -27,7 +27,7 @@ def header(model):
 
 
 def ends(block_rules):
-    """Rules for the blocks, and for the arrays before and after the blocks."""
+    """Returns the rules for the blocks, and for the arrays before and after the blocks."""
     rates = "model.layers.{i}.self_attn.rotary_emb.inv_freq"
     return (torch.embed("embed", "model.embed_tokens"), torch.dense("head", "lm_head"), both(block_rules),
             torch.norm("norm", "model.norm"), Tied("lm_head.weight", "embed/embedding"),
@@ -44,7 +44,7 @@ def norms(model, ours, theirs):
 
 
 def experts(ours, theirs, router="mlp.gate", name="mlp.experts.{e}.{}_proj", parts=("gate", "up", "down")):
-    """Rules for the router of an MLP with experts, and for the kernels of each expert."""
+    """Returns the rules for the router of an MLP with experts, and for the kernels of each expert."""
     kernels = zip(("gate", "up", "down"), parts)
     return (torch.dense(f"{ours}/router", f"{theirs}.{router}"),
             *(Rule(f"{ours}/{mine}", f"{theirs}.{name.replace('{}', part)}.weight", DENSE) for mine, part in kernels))

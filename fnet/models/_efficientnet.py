@@ -71,7 +71,7 @@ def _torch(ours, conv, norm):
 
 
 def _names_of_blocks(key, expand, depthwise, squeeze, project):
-    """Rules for keys that number the blocks consecutively across all stages."""
+    """Returns the rules for keys that number the blocks consecutively across all stages."""
     return (_torch("block{b}/expand", *(f"{key}.{each}" for each in expand)),
             _torch("block{b}/depthwise", *(f"{key}.{each}" for each in depthwise)),
             torch.conv("block{b}/reduce", f"{key}.{squeeze[0]}"), torch.conv("block{b}/restore", f"{key}.{squeeze[1]}"),
@@ -79,8 +79,8 @@ def _names_of_blocks(key, expand, depthwise, squeeze, project):
 
 
 def _timm():
-    """Rules for timm's keys, which number the blocks of each stage from 0. They are for models with depth 1 (B0 and
-    Lite0)."""
+    """Returns the rules for timm's keys, which number the blocks of each stage from 0. The rules are for models with
+    depth 1 (B0 and Lite0)."""
     number = 0
     for s, (_, _, blocks, _, _) in enumerate(STAGES):
         inner = ("conv_dw", "bn1"), ("conv_pw", "bn2")

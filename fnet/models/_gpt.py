@@ -26,7 +26,8 @@ normal = functools.cache(jax.nn.initializers.normal)    # equal options give the
 @nn.layer
 def gpt_block(scope, x, lengths=None, kind=0, *, heads, hidden, dropout, epsilon, activation, scales, kernel_init,
               residual_init):
-    """Attention and MLP with residual connections. `scales[kind]` is the factor of this block's attention scores."""
+    """Applies attention and an MLP, each with a residual connection. `scales[kind]` is the factor of this block's
+    attention scores."""
     norm, drop, width = nn.LayerNorm(epsilon=epsilon), nn.Dropout(dropout), x.shape[-1]    # [batch, time, width]
     attention = nn.Attention(heads, causal=True, scale=scales[kind], dropout=dropout, kernel_init=kernel_init,
                              out_init=residual_init)

@@ -28,7 +28,8 @@ _DEPTH, _CONTEXT, _WINDOW, _BASES = 22, 8192, 128, (160000.0, 10000.0)
 @nn.layer
 def modernbert_block(scope, x, lengths=None, kind=0, *, attentions, hidden, activation, mlp_bias, norm, dropout,
                      first=False):
-    """Attention and MLP with residual connections. `attentions[kind]` is the attention layer of this block."""
+    """Applies attention and an MLP, each with a residual connection. `attentions[kind]` is the attention layer of this
+    block."""
     drop, width = nn.Dropout(dropout), x.shape[-1]                         # [batch, time, width]
     y = x if first else norm(scope["norm1"], x)    # the embeddings have their own norm
     x = x + drop(scope["drop1"], attentions[kind](scope["attention"], y, lengths=lengths))
@@ -74,7 +75,7 @@ def _padding_written(model):
 
 
 def _rope(config):
-    """Returns `rope_parameters`, derived from older fields in the same way as in transformers."""
+    """Returns `rope_parameters`. Like transformers, derives them from the fields of older versions if necessary."""
     held, scaling = ({} if not isinstance(config.get(name), dict) else config[name]
                      for name in ("rope_parameters", "rope_scaling"))
     return {kind: {"rope_theta": config.get(older, base), **(held.get(kind) or {"rope_type": "default"}), **scaling}

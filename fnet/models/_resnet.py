@@ -17,7 +17,7 @@ from fnet.models.weights._weight_names import Names, keras, torch
 
 @nn.layer
 def residual_block(scope, x, *, channels, stride, bottleneck, version, use_bias, epsilon):
-    """Two convolutions, or three in a bottleneck, and a residual connection.
+    """Applies two convolutions, or three in a bottleneck, with a residual connection around them.
 
     The last convolution of a bottleneck has four times as many channels as the others.
     """

@@ -138,7 +138,7 @@ def rope(theta=10000.0, partial=1.0, *, context, names=("rope_theta", "partial_r
 
     These fields are the base, the scaling, and the fraction of each head that is rotated.
 
-    Before version 5, transformers writes `rope_theta` and `rope_scaling`. Later versions write both values in
+    Versions of transformers before 5 write `rope_theta` and `rope_scaling`. Later versions write both values in
     `rope_parameters`. If a config.json has `rope_scaling` and `rope_parameters`, `rope_scaling` is used, as in
     transformers.
 

@@ -56,7 +56,7 @@ def _architecture(name):
 
 
 def _architecture_of(model):
-    """The inverse of `_architecture`."""
+    """Returns timm's name for the architecture of a model: the inverse of `_architecture`."""
     sizes = model.width, model.depth, model.heads
     size = next((size for size, each in _TIMM.items() if each == sizes), "other")
     return f"vit_{size}_patch{model.patch}_{model.size}"

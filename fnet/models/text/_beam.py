@@ -53,8 +53,8 @@ def beam_search(model: nn.Layer, params: dict, prompts: jax.Array, *, beams: int
         model, params, prompts, lengths, stop, dtype: as for `generate`.
         beams: number of texts that are kept for each prompt.
         max_tokens: the maximum number of tokens to generate.
-        length_penalty: the sum of the log-probabilities of n tokens is divided by n ** length_penalty. With 0, the
-            score is the sum itself, which prefers short texts.
+        length_penalty: the sum of the log-probabilities of n tokens is divided by n ** length_penalty. If it is 0, the
+            score is the sum itself, which favors short texts.
 
     Returns:
         `Beams(tokens, lengths, scores)`, sorted by scores.

@@ -106,8 +106,8 @@ def generate(model: nn.Layer, params: dict, prompts: jax.Array, key: jax.Array |
         `Generated(tokens, lengths, log_probs)`, with tokens [batch * samples, max_tokens].
 
     Raises:
-        ValueError: prompts of another shape, lengths outside 1 .. time, an option outside its range, more tokens than
-            the model's context, or sampling without a key.
+        ValueError: prompts whose shape is not [batch, time], lengths outside 1 .. time, an option outside its range,
+            more tokens than the model's context, or sampling without a key.
         TypeError: prompts that are not integers.
 
     >>> from fnet import models

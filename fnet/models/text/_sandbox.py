@@ -66,7 +66,8 @@ class _Counted(visitor.NodeTransformer):
 
 
 class _Dict:
-    """`dict(...)` and `dict.fromkeys`, without the other attributes of `dict`."""
+    """The object `dict` in templates. It supports `dict(...)` and `dict.fromkeys`, but no other attributes of
+    `dict`."""
 
     def __call__(self, *args, **kwargs):
         return dict(*args, **kwargs)
@@ -76,7 +77,8 @@ class _Dict:
 
 
 class _Namespace(utils.Namespace):
-    """`namespace(...)`, without attributes that start with an underscore, because Python itself reads some of them."""
+    """The class `namespace` in templates. It rejects names of attributes that start with an underscore, because Python
+    itself reads some of these."""
 
     def __init__(*args, **kwargs):    # without a named argument, so that a template can write namespace(self=1)
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -144,7 +146,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
 
 
 def _limited(name, function):
-    """A filter with limits on its arguments and its result."""
+    """Returns a filter that calls `function`, with limits on its arguments and its result."""
 
     @functools.wraps(function)    # copies the attribute that states whether the first argument is Jinja's context
     def limited(*args, **kwargs):

@@ -98,7 +98,7 @@ def hugging_face(folder: Path, tokenizer, encode: Callable, description: Mapping
         description: the contents of tokenizer.json.
 
     Returns:
-        A tuple with the index of eos_token, or () if there is none.
+        A tuple with the index of eos_token in the vocabulary, or () if there is no eos_token.
 
     Raises:
         ValueError: the two files contradict each other, or a field is not known.

@@ -110,7 +110,8 @@ def _config(path):
 
 
 def _older(folder, config):
-    """Adds the content of special_tokens_map.json and added_tokens.json, which older folders have, to `config`."""
+    """Adds the content of special_tokens_map.json and added_tokens.json to `config`. Older folders contain these
+    files."""
     path = folder / "special_tokens_map.json"
     if os.path.lexists(path):
         for key, value in read(path).items():

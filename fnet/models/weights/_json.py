@@ -14,7 +14,7 @@ def read(path: Path, most: int = SMALL) -> dict[str, Any]:
     """Reads a JSON object from a file. Duplicate fields, NaN and infinity are errors.
 
     Raises:
-        ValueError: the file is not such a JSON object, or has more than `most` bytes.
+        ValueError: the file does not contain a valid JSON object, or has more than `most` bytes.
     """
     def unique(pairs):
         held = {}
