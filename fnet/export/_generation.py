@@ -15,9 +15,10 @@ from fnet.export._spec import spec, spec_of
 def generation(program: Program, model: nn.Layer, *, context: int) -> Program:
     """Returns the program with the entry points "prefill" and "decode", with which `fnet serve` generates text.
 
-    Both entry points take tokens and a cache, and return a dict of the logits of the last token, [batch, vocab_size],
-    and the new cache: {"logits": logits, "cache": cache}. "prefill" reads several tokens of each text, and "decode"
-    reads one token. Both use the weights of "predict". All elements of the first cache must be 0.
+    The inputs of both entry points are tokens and a cache. Their output is a dict {"logits": logits, "cache": cache},
+    which contains the logits of the last token, [batch, vocab_size], and the new cache. "prefill" reads several tokens
+    of each text, and "decode" reads one token. Both use the weights of "predict". For the first call, all elements of
+    the cache must be 0.
 
         program = export.program(gpt, params, tokens=export.spec("b, t", "int32", where="t <= 1024"))
         export.generation(program, gpt, context=1024).save("gpt.fnet", tokenizer="characters.json")

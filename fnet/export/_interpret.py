@@ -1,6 +1,6 @@
 """Runs the stable form of an exported program with NumPy.
 
-The stable form is a description of a program as JSON data, which does not depend on JAX's version. Every bundle
+The stable form is a description of a program as JSON data. It does not depend on the version of JAX. Every bundle
 contains a copy of this module as interpret.py.
 
 This module imports only NumPy. Therefore it can run a program that the installed version of JAX cannot read, and its
@@ -27,7 +27,8 @@ def run(program, constants, inputs, sizes):
 
     Args:
         program: the stable form of the program, a dict that was read from JSON.
-        constants, inputs: the constants and the inputs, lists of arrays in the order in which the program lists them.
+        constants, inputs: the values of the constants and of the inputs, two lists of arrays in the order of the lists
+            "constants" and "inputs" in `program`.
         sizes: the values of the size variables, {name: integer}.
 
     Returns:
@@ -161,7 +162,7 @@ def _dynamic_update_slice(run, options, types, x, update, *starts):
 
 
 def _where(options, shape, indices, sizes, dropped):
-    """Returns (indices, inside), the positions of the windows of a gather or scatter.
+    """Returns (indices, inside), which describe the windows of a gather or scatter.
 
     `indices` contains one index array for each axis of the operand. The index arrays broadcast to [*batch, *window].
     `inside` states for each window whether it lies inside the operand.
@@ -254,8 +255,8 @@ def _dot(run, options, types, x, y):
 
 
 def _taps(x, options, window):
-    """Yields (position, slices) for each position in a window. x[slices] contains the elements at this position of all
-    windows. x must already be padded and dilated."""
+    """Yields (position, slices) for each position in the window of a pooling or convolution. x[slices] contains one
+    element of each window, the element at this position. x must already be padded and dilated."""
     for at in np.ndindex(*window):
         stops = [i * d + (n - (w - 1) * d - 1) // s * s + 1 for i, d, n, w, s in
                  zip(at, options["dilation"], x.shape, window, options["strides"])]

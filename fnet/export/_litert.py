@@ -1,9 +1,9 @@
 """Writes programs as LiteRT models, and compares the outputs of LiteRT's interpreter with those of the program.
 
-The converter of the package litert-converter reads StableHLO. It has no public API, so only `_converted` calls it. It
-does not support loops, and it supports symbolic sizes in only some operations. Therefore the stable form of a program
-(JSON data, see `jaxpr.stable`) is traced for fixed sizes, with scans unrolled. Each choice of sizes becomes a signature
-of the LiteRT model, that is, a function that can be called.
+The package litert-converter converts StableHLO to LiteRT. It has no public API, so only `_converted` calls it. It does
+not support loops, and it supports symbolic sizes in only some operations. Therefore the program is traced for fixed
+sizes, with scans unrolled, from its stable form (JSON data, see `jaxpr.stable`). For each choice of sizes, the LiteRT
+model contains one signature, that is, a function that can be called.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _packages() -> dict[str, Any]:
 
 
 def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
-    """Returns {name of the signature: {size variable: value}}. If there is one choice of sizes, the signature has the
-    name of the entry point."""
+    """Returns {name of the signature: {size variable: value}}. If there is only one choice of sizes, its signature has
+    the name of the entry point."""
     variables = size_variables(traced.inputs)
     if sizes is None:
         choices = [default_sizes(traced)]
@@ -150,8 +150,8 @@ def _signatures(traced, entry, sizes) -> dict[str, dict[str, int]]:
 
 
 def default_sizes(traced: Any) -> dict[str, int]:
-    """Returns {size variable: value}. The value is the upper bound of the variable (64 for t <= 64), or the smallest
-    valid value if it has no upper bound."""
+    """Returns {size variable: value} for `sizes=None`. The value is the upper bound of the variable, such as 64 for t
+    <= 64. If the variable has no upper bound, it is the smallest valid value."""
     names = size_variables(traced.inputs)
     bounds = {name: int(n) for constraint in traced.constraints
               for name, n in re.findall(r"^(\w+) <= (\d+)$", constraint.strip())}
@@ -191,8 +191,8 @@ def _unrolled(run, options, types, *arrays):
 
 
 def _scatter(run, options, types, x, indices, updates):
-    """Evaluates a scatter that adds whole rows as a product with a one-hot matrix, because LiteRT's interpreter does
-    not support such a scatter."""
+    """Evaluates a scatter. A scatter that adds whole rows is computed as a product with a one-hot matrix, because
+    LiteRT's interpreter does not support it."""
     indexed, window, shape = options["indexed"], options["window"], x.shape
     kept = [axis for axis in range(x.ndim) if axis not in options["inserted"]]
     whole = [updates.shape[i] for i in window] == [shape[axis] for axis in kept]
@@ -213,8 +213,8 @@ def _scatter(run, options, types, x, indices, updates):
 
 
 def _convolution(run, options, types, x, kernel):
-    """Evaluates a convolution. If it has input dilation (transposed convolution), the zeros are first inserted into the
-    input, because the converter loses the padding of convolutions with input dilation."""
+    """Evaluates a convolution. If the convolution has input dilation, as a transposed convolution has, the zeros are
+    inserted into the input before the convolution. Otherwise the converter would ignore the padding."""
     padding = [(0, 0, 0)] * x.ndim
     for axis, dilation in zip(options["input"][2:], options["input_dilation"]):
         padding[axis] = (0, 0, dilation - 1)
@@ -227,8 +227,8 @@ _OPERATIONS = {"scan": _unrolled, "scatter": _scatter, "convolution": _convoluti
 
 
 def _converted(packages, signatures) -> bytes:
-    """Converts signatures to one LiteRT model, and returns its bytes. A signature is (name, StableHLO, inputs,
-    outputs)."""
+    """Converts signatures to one LiteRT model, and returns its bytes. Each signature is a tuple (name, program as
+    StableHLO, inputs, outputs)."""
     ir, api = packages["ir"], packages["api"]
     context = ir.Context()
     api.prepare_mlir_context(context)

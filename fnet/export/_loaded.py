@@ -187,8 +187,8 @@ class Bundle:
             A list with a line of text for each entry point.
 
         Raises:
-            BundleError: an output differs from the output in the bundle by more than 1e-5 of its largest element (2e-2
-                if the program uses a 16-bit floating-point dtype).
+            BundleError: an output differs too much from the output that is stored in the bundle. The allowed difference
+                is 1e-5 of the largest element of the output, or 2e-2 if the program uses a 16-bit floating-point dtype.
         """
         lines = []
         for entry, (inputs, wanted) in self.tests().items():
@@ -204,7 +204,7 @@ class Bundle:
         return lines
 
     def checked_by_numpy(self, entry, inputs, wanted):
-        """Performs the part of `check` that needs no JAX, for one entry point."""
+        """Performs the check of one entry point with NumPy, which is part of `check` and needs no JAX."""
         description = self._entry(entry)
         output = self.interpret(entry, **signature.named(description, inputs))
         return _compared(self.path, entry, "NumPy", description, output, wanted)
@@ -229,7 +229,7 @@ class Bundle:
         return self.manifest["entries"][entry]
 
     def _program(self, entry):
-        """Returns the compiled function of (weights, inputs)."""
+        """Returns the program of an entry point as a jitted function of (weights, inputs)."""
         if entry not in self._programs:
             import jax
 

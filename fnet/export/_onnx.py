@@ -89,8 +89,8 @@ class _Model:
     """The ONNX model that is being written.
 
     Attributes:
-        weights: the possible initializers of the ONNX model, {name: array}: the weights and constants of the program,
-            and weights in other layouts, such as transposed kernels.
+        weights: the arrays that can become initializers of the ONNX model, {name: array}. They are the weights and
+            constants of the program, and weights in other layouts, such as transposed kernels.
         path: the path of the operation that is being converted, a prefix of the names of its nodes.
     """
 
@@ -121,7 +121,8 @@ class _Model:
         return name
 
     def derived(self, source: str, array: np.ndarray, kind: str, *inputs: str, **attributes: Any) -> str:
-        """Adds `array`, the weight `source` in another layout, to the weights, and returns its name.
+        """Adds a weight in another layout to the weights, and returns its name. `source` is the name of the original
+        weight, and `array` is the weight in the other layout.
 
         `kind`, `inputs` and `attributes` define the node that computes this layout from `source`. The node is used only
         if the ONNX model also contains `source`, see `_computed`.
@@ -136,7 +137,8 @@ class _Model:
         return self._layouts[key]
 
     def _computed(self, used: set[str]) -> list:
-        """Returns nodes that compute layouts of weights, so that each weight is stored only once.
+        """Returns nodes that compute the other layouts of weights, so that each weight is stored only once. `used` are
+        the names of the values that the model uses.
 
         If a weight is used in one layout only, this layout is stored and needs no node. Otherwise, the original weight
         is stored, and nodes compute the other layouts.
@@ -302,8 +304,8 @@ class Equation:
         raise KeyError(a)
 
     def loose(self, i: int) -> tuple[str, list]:
-        """Returns (name, shape) of the i-th input before it was broadcast. If it was not broadcast, this is the input
-        itself."""
+        """Returns (name, shape) of the value from which the i-th input was broadcast. If the input is not the result of
+        a broadcast, this is the input itself."""
         a, graph = self.ins[i], self.g
         while graph is not None and not isinstance(a, list) and a not in graph.names:
             if a in graph.loose:
@@ -312,7 +314,8 @@ class Equation:
         return self.x(i), self.in_types[i][1]
 
     def loosely(self, i: int, name: str, narrow: list) -> None:
-        """Sets the i-th output to a value of the shape `narrow`, which can be broadcast to the shape of the output."""
+        """Sets the i-th output to the value `name`. Its shape `narrow` can be broadcast to the shape of the output. The
+        broadcast is added only where it is necessary."""
         self.g.names.pop(self.outs[i], None)
         self.g.loose[self.outs[i]] = name, narrow
 

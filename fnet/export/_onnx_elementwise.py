@@ -36,7 +36,7 @@ def _not_equal(e, x, y):
 
 
 def _divide(e, x, y):
-    """Converts a division. Quotients of integers are rounded towards zero in JAX and in ONNX."""
+    """Converts a division. JAX and ONNX both round quotients of integers towards zero."""
     return e.g.op("Div", x, y)
 
 
@@ -216,8 +216,8 @@ def top_k(e):
 
 
 def _start(e, i, n, length):
-    """Returns input i, a start index of a dynamic slice, as a vector with one element. It is clamped so that the slice
-    lies inside the operand."""
+    """Returns the name of the start index of a dynamic slice along one axis, as a vector with one element. The index is
+    input i, clamped so that the slice lies inside the operand. The axis has n elements, the slice `length`."""
     start = e.g.reshape(e.g.cast(e.x(i), INT64), [], [1])
     last = e.g.size(added(n, -length if isinstance(length, int) else f"-({length})"))
     return e.g.op("Max", e.g.op("Min", start, last), e.g.integers(0))
@@ -237,7 +237,8 @@ def dynamic_update_slice(e):
     axes = [axis for axis, (n, length) in enumerate(zip(shape, sizes)) if not same(n, length)]
 
     def updated(x, axes):
-        """Replaces a window of x by the update. The window is smaller than x along `axes`."""
+        """Replaces a window of x by the update, and returns the name of the result. Along `axes`, the window is smaller
+        than x. Along the other axes, it covers x."""
         if not axes:
             return e.x(1)
         axis, at = axes[0], e.g.integers(axes[0])

@@ -1,9 +1,9 @@
 """Finds normalizations, GELUs and attentions in a program, and replaces them by operators of ONNX.
 
-A candidate is a group of equations around an operation that such a function contains: rsqrt in a normalization, erf or
-tanh in a GELU, exp in an attention. NumPy evaluates the equations for random inputs, and the results are compared with
-the definition of the ONNX operator. Therefore it does not matter how a library writes a normalization, and a candidate
-that computes something else is not replaced.
+A candidate is a group of equations around an operation that is typical of such a function: rsqrt in a normalization,
+erf or tanh in a GELU, exp in an attention. NumPy evaluates the equations for random inputs, and the results are
+compared with the definition of the ONNX operator. Therefore it does not matter how a library writes a normalization,
+and a candidate that computes something else is not replaced.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _VALUES = 1 << 24             # elements of the largest value that is evaluated
 
 
 def fused(stable: dict, opset: int) -> dict:
-    """Returns the program, in stable form, with the operators of this opset in place of the equations that compute the
-    same."""
+    """Replaces equations of a program in stable form by operators of ONNX that compute the same, and returns the new
+    program. Only operators that are available in `opset` are used."""
     kinds = {kind for kind, since in _SINCE.items() if opset >= since}
     return _fused(stable, stable["values"], kinds)
 
@@ -47,7 +47,7 @@ def _options(options, values, kinds):
 
 
 def _needed(equations, outputs):
-    """The equations whose outputs are used."""
+    """Returns the equations whose outputs are used."""
     used, kept = {a for a in outputs if isinstance(a, int)}, []
     for equation in reversed(equations):
         if used & set(equation[2]):
@@ -57,7 +57,7 @@ def _needed(equations, outputs):
 
 
 class _Candidate:
-    """The equations around the equation with the index `start`."""
+    """A candidate: the equations around the equation with the index `start`."""
 
     def __init__(self, equations, values, start):
         self.equations, self.values, self.start = equations, values, start
@@ -73,8 +73,8 @@ class _Candidate:
         return [a for a in equation[1] if isinstance(a, int)]
 
     def before(self, value, cuts=(), reach=_REACH) -> list[int]:
-        """The values from which a value is computed, nearest first. The search goes back at most `reach` equations, and
-        does not go beyond the values in `cuts`."""
+        """Returns the values from which a value is computed, the nearest first. The search follows at most `reach`
+        equations backwards, and ends at the values in `cuts`."""
         found, front = [], [value]
         for _ in range(reach):
             step = [a for v in front if v in self.made and v not in cuts
@@ -84,8 +84,9 @@ class _Candidate:
         return found
 
     def after(self, value) -> Iterator[int]:
-        """Yields the value, and the results of the elementwise and layout operations that follow. The iteration ends at
-        a value that is not used by exactly one such operation."""
+        """Yields the value, then the result of the operation that uses it, then the result of the operation that uses
+        this result, and so on. The iteration ends at a value that is used by several equations, or by an operation that
+        is neither elementwise nor a change of layout."""
         yield value
         for _ in range(_REACH):
             users = [equation for equation in self.equations if value in equation[1]]
@@ -95,7 +96,8 @@ class _Candidate:
             yield value
 
     def region(self, root, cuts) -> tuple[list, list[int]]:
-        """Returns (the equations that compute `root` from `cuts`, the other values that these equations need)."""
+        """Returns two lists: the equations that compute `root` from the values in `cuts`, and the inputs and constants
+        of the program that these equations also need."""
         wanted, places, free = [root], set(), []
         while wanted:
             value = wanted.pop()
@@ -265,7 +267,8 @@ def _order(c, dot, side, contracted_last):
 
 
 def _narrow(c, value):
-    """Returns the value from which a value was broadcast. If it was not broadcast, this is the value itself."""
+    """Returns the value with at least four axes from which `value` was broadcast. If `value` is not the result of such
+    a broadcast, it is returned itself."""
     while value in c.made and c.equations[c.made[value]][0] == "broadcast" and isinstance(
             c.equations[c.made[value]][1][0], int) and len(c.shape(c.equations[c.made[value]][1][0])) >= 4:
         value = c.equations[c.made[value]][1][0]
@@ -273,8 +276,8 @@ def _narrow(c, value):
 
 
 def _drawn(c, root, cuts, masks):
-    """Returns random queries, keys and values. If the mask depends on other inputs, the result also contains a random
-    mask, in which all keys of the first row are masked."""
+    """Returns random queries, keys and values. If `root` also depends on other inputs through a mask, the result also
+    contains a random mask, in which all keys of the first row are masked."""
     draw = np.random.default_rng(0)
     given = {name: draw.normal(size=c.shape(name)).astype(np.float32) for name in sorted(cuts)}
     if c.region(root, given)[1] and masks:

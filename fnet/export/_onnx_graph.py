@@ -18,7 +18,7 @@ class Graph:
     Attributes:
         nodes: the nodes in order.
         names: the names of the values in the graph, {index of the value in the stable form: name}.
-        loose: the values that are not yet broadcast to their shape, {index of the value: (name, shape before the
+        loose: the values whose broadcast is not yet part of the graph, {index of the value: (name, shape before the
             broadcast)}. Sizes are integers or expressions.
     """
 
@@ -30,8 +30,8 @@ class Graph:
         self.kept: dict[Any, str] = {}       # a size or shape -> the node that computes it
 
     def look(self, table: str, key: Any) -> Any:
-        """Returns the value of a key in an attribute (such as "kept") of this graph or of an enclosing graph, or
-        None."""
+        """Looks up a key in the dict that is the attribute `table` (such as "kept") of this graph, then in those of the
+        enclosing graphs. Returns the value, or None if no graph has the key."""
         graph: Graph | None = self
         while graph is not None:
             if key in (entries := getattr(graph, table)):

@@ -56,8 +56,8 @@ def convolution(e):
 
 
 def _windows(e, x, start, kind: str, **attributes):
-    """Converts a pooling. ONNX pools arrays [batch, channels, *space], so axes with windows of size 1 are moved to the
-    front."""
+    """Converts a pooling. ONNX pools the last axes of arrays [batch, channels, *space], so axes that are not pooled are
+    moved to the front."""
     options, shape = e.options, e.in_types[0][1]
     padding = options["padding"]
     dynamic = any(not isinstance(n, int) or n < 0 for pair in padding for n in pair)
@@ -144,8 +144,8 @@ def _indices(e, shape, sizes, dropped):
     """Returns (indices, inside, axes, windows) for a gather or scatter whose windows have the given sizes.
 
     `indices`, [*batch, *windows, len(axes)], are the positions along `axes`. `inside` states which windows lie inside
-    the operand (None if no window can lie outside). `windows` are the axes along which a window has several elements,
-    but not all elements of the axis.
+    the operand (None if no window can lie outside). `windows` are the axes along which a window has more than one
+    element, but not all elements of the axis.
     """
     options, indices = e.options, e.x(1)
     (_, index_shape), batch = e.in_types[1], len(e.in_types[1][1]) - 1
@@ -301,7 +301,8 @@ def cond(e):
     index = e.x(0)
 
     def chosen(graph, i):
-        """Returns the outputs of branch i if the index is at most i, and otherwise those of a later branch."""
+        """Returns the names of the outputs of the branches from i on: of branch i if the index is at most i, otherwise
+        of a later branch."""
         if i == len(branches) - 1:
             return e.body(graph, branches[i], names)
         first, rest = graph.inner(), graph.inner()

@@ -9,8 +9,8 @@ import numpy as np
 
 
 def compare(where: str, names: Iterable[str], results: Iterable[Any], wanted: Iterable[Any], tolerance: float) -> float:
-    """Returns the largest difference between results and expected results, relative to the largest element of each
-    output.
+    """Compares the outputs `results` with the expected outputs `wanted`. Returns the largest difference, where the
+    difference of an output is divided by its largest expected element.
 
     Raises:
         ValueError: the difference is larger than the tolerance.

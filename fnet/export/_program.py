@@ -29,7 +29,8 @@ class Entry:
     Attributes:
         closed: the closed jaxpr. Its arguments are the weights, in the order of `weights`, and the leaves of the
             inputs. Its results are the leaves of the output.
-        weights: the names of its weights. The name of an array that the function closed over is constants/DIGEST.
+        weights: the names of its weights. An array that the function closes over is also a weight. Its name is
+            constants/DIGEST, where DIGEST is a hash of the array.
         inputs: the descriptions of the inputs, [(name, tree of {"dtype", "shape"})].
         output: the description of the output, a tree of {"dtype", "shape"}.
         constraints: the constraints on the size variables, a list of strings.
@@ -42,7 +43,8 @@ class Entry:
 
     @functools.cached_property
     def portable(self) -> export.Exported:
-        """The program for all platforms. It maps ({name: weight}, list of inputs) to the list of outputs."""
+        """The program, exported for all platforms. Its arguments are the weights, {name: array}, and the list of
+        inputs. Its result is the list of outputs."""
         return self.exported(PLATFORMS)
 
     def exported(self, platforms: tuple[str, ...]) -> export.Exported:
@@ -114,8 +116,8 @@ class Program:
             differentiable: whether the bundle contains the gradients of the programs. Default False.
             kernels: the platforms ("cuda", "tpu") for which the bundle also contains a program with attention kernels.
                 Default: none.
-            about: a dict of JSON data that is added to the provenance in the manifest, such as the data set and the
-                accuracy. Default None.
+            about: a dict of JSON data about the model, such as the data set and the accuracy. It is added to the
+                provenance in the manifest. Default None.
 
         Raises:
             ValueError: an argument is not valid, or a weight has a dtype that safetensors files cannot hold.
@@ -166,9 +168,10 @@ class Program:
             path: the file to write, such as "digits.tflite".
             entry: the name of the entry point. Default "predict".
             sizes: the value of each size variable, such as {"b": 1, "t": 64}, or a list of several such dicts. With one
-                dict, the model has one signature, which has the name of the entry point. With a list, each dict defines
-                a signature with a name such as predict_b1_t64, and the signatures share the weights. Default None: each
-                variable has its upper bound (64 for t <= 64), or the smallest valid value if it has no upper bound.
+                dict, the model has one signature, whose name is that of the entry point. With several dicts, each dict
+                defines a signature with a name such as predict_b1_t64, and the signatures share the weights. Default
+                None: the value of each variable is its upper bound, such as 64 for t <= 64. If a variable has no upper
+                bound, the value is the smallest valid one.
             dtype: the dtype of the weights, "float32" (the default), "float16" or "int8". With "int8", products and
                 convolutions are computed in int8 (dynamic quantization).
             check: whether to run the model on small random inputs in LiteRT and compare the outputs. Default True.
@@ -196,11 +199,12 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
         f: a model, or any JAX function f(params, *inputs), for example of Flax, Equinox or Haiku.
         params: the parameters, a tree of arrays. Implicit arrays, such as quantized parameters, are exported as the
             arrays that they store (codes and scales).
-        state: the state, a tree of arrays, or None (the default). If there is a state, and f is a model or has a
-            parameter `state`, f is called with `state=state` and must return (output, new state). Only the output is
-            exported.
-        specs: the type of each input, `name=export.spec(...)`, or a tree of such types. Inputs are passed by name if f
-            has parameters with these names, and otherwise by position, in this order.
+        state: the state, a tree of arrays, or None (the default). With a state, f is called with `state=state` and must
+            return (output, new state), of which only the output is exported. A function that does not accept `state` is
+            called without it.
+        specs: the type of each input, `name=export.spec(...)`. An input can be a tree of arrays, described by a tree of
+            such types. Inputs are passed by name if f has parameters with these names, and otherwise by position, in
+            the order of `specs`.
 
     Returns:
         A `Program`.
@@ -220,7 +224,7 @@ def program(f: Callable, params: Any, state: Any = None, /, **specs: Any) -> Pro
 
 
 def _traced(f, params, state, specs):
-    """Returns (the `Entry` of f, {name: array} of the arrays that f closes over)."""
+    """Traces f. Returns its `Entry`, and the arrays that f closes over, {name: array}."""
     if not specs:
         raise TypeError("export.program: expected the type of each input by name, x=export.spec('b, 28, 28, 1')")
     inputs, constraints = _spec.resolve(specs)
@@ -266,7 +270,8 @@ def _constant(x):
 
 
 def _called(f, names) -> tuple[bool, bool]:
-    """Returns (whether f has parameters with these names after its first parameter, whether f accepts a state)."""
+    """Returns two bools: whether f has parameters with these names after its first parameter, and whether f accepts a
+    state."""
     forward = isinstance(f, nn.Layer)
     try:
         parameters = list(inspect.signature(type(f).forward if forward else f).parameters.values())

@@ -80,7 +80,7 @@ class Archive:
         return sorted(name for name in self._entries if name.startswith(folder))
 
     def read(self, name, known=True):
-        """Returns the bytes of a file in the bundle. If `known` is true, their SHA-256 is compared with the
+        """Returns the bytes of a file in the bundle. If `known` is true, their SHA-256 must be equal to that in the
         manifest."""
         if name not in self._entries:
             raise self.error(f"there is no {name}")

@@ -80,8 +80,8 @@ def _entry(bundle, name) -> Entry:
 
 
 def function(bundle: _loaded.Bundle, name: str, sizes: Mapping[str, int]) -> Callable:
-    """Returns an entry point as a function f(weights, inputs) -> outputs for the given sizes, created from its stable
-    form.
+    """Creates a function f(weights, inputs) -> outputs from the stable form of an entry point, for the given values of
+    the size variables.
 
     Unlike a program that JAX has serialized, this function can be optimized by `ft.tune`.
 
@@ -166,7 +166,8 @@ def _highest(dtype):
 
 
 def _window_select_add(run, options, types, source, x):
-    """Computes the operation as the derivative of a pooling, because JAX's own operation is not public."""
+    """Computes the operation window_select_add, the gradient of a pooling, as the derivative of the pooling. JAX's own
+    operation for it is not public."""
     kind = (lax.max, _lowest) if options["largest"] else (lax.min, _highest)
     pooled = lambda x: _window(*kind)(run, options, types, x)
     return jax.vjp(pooled, x)[1](source)[0]

@@ -19,7 +19,8 @@ KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"
 
 
 def bound(path, entry, description, inputs, named):
-    """Returns two values: the input arrays of a call, in order, and the values of the size variables, {name: value}.
+    """Checks the inputs of a call. Returns two values: the list of the input arrays, in the order of the signature, and
+    the values of the size variables, {name: value}.
 
     Raises:
         BundleError: the inputs do not match the signature.
@@ -72,8 +73,8 @@ def _sizes(expected, constraints, leaves):
 
 
 def satisfied(constraint, sizes):
-    """Whether sizes satisfy a constraint such as "t <= 64". True if the constraint contains a variable without a
-    value."""
+    """Whether sizes satisfy a constraint such as "t <= 64". If `sizes` has no value for a variable in the constraint,
+    the result is True."""
     left, relation, right = re.split("(<=|>=|==)", constraint, maxsplit=1)
     try:
         x, y = (size(part.strip(), sizes) for part in (left, right))
@@ -122,13 +123,13 @@ def unflatten(tree, leaves):
 
 
 def named(description, inputs):
-    """Returns {name: input}, where `inputs` are the leaves of all inputs in order."""
+    """Combines the leaves of all inputs, in order, to trees. Returns {name of the input: tree}."""
     leaves = iter(inputs)
     return {name: unflatten(tree, leaves) for name, tree in description["inputs"]}
 
 
 def chosen(description, weights, held):
-    """Returns the weights of an entry point, {name: array}, from a tree of weights.
+    """Selects the weights of an entry point from a tree of weights, and returns them as {name: array}.
 
     Arrays that the function closed over may be missing in `weights`. They are then taken from `held`, the weights of
     the bundle.

@@ -43,8 +43,8 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
 
     Args:
         shape: the sizes of the axes, separated by commas. A size is a number, the name of a size variable, or an
-            expression of variables, for example "b, 2*h, 2*w, 3". The value of a variable is the same in all inputs of
-            a program, and at least 1.
+            expression of variables, for example "b, 2*h, 2*w, 3". A variable has the same value, at least 1, in all
+            inputs of a program.
         dtype: the dtype of the input, such as "int32". Default "float32".
         where: the constraints on the variables, a string or several strings, for example "t <= 64" or ("h >= 32",
             "mod(h, 2) == 0"). Default: no constraints.
@@ -63,7 +63,8 @@ def spec(shape: str, dtype: Any = "float32", *, where: str | Iterable[str] = ())
 
 
 def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
-    """Describes an input that is a tree of arrays, such as a cache, by a function that returns such a tree.
+    """Returns the type of an input that is a tree of arrays, such as a cache. The type is described by a function that
+    returns such a tree.
 
         cache = export.spec_of(lambda b: model.cache(jax.ShapeDtypeStruct((b, 64), jnp.int32)))
 
@@ -78,7 +79,8 @@ def spec_of(function: Callable, *, where: str | Iterable[str] = ()) -> SpecOf:
 
 
 def resolve(specs: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns (the inputs as trees of `jax.ShapeDtypeStruct`, all constraints). All inputs share the size variables."""
+    """Returns two values: the types of the inputs, {name: tree of `jax.ShapeDtypeStruct`}, and a tuple of all
+    constraints. A size variable has the same value in all inputs."""
     special = lambda x: isinstance(x, (Spec, SpecOf))
     leaves = [x for x in jax.tree.leaves(specs, is_leaf=special) if special(x)]
     where = tuple(dict.fromkeys(constraint for x in leaves for constraint in x.where))

@@ -36,8 +36,8 @@ def described(tree: Any) -> Any:
 
 
 def described_leaves(trees: list[tuple[str, Any]]) -> list[tuple[str, dict]]:
-    """Returns [(path, leaf)] of described trees, given as [(name, tree)]. The paths are strings such as
-    "cache/keys"."""
+    """Returns a list [(path, leaf)] of the leaves of described trees. `trees` is a list [(name, tree)]. The paths are
+    strings such as "cache/keys"."""
     leaves: list = []
 
     def collect(name, tree):

@@ -30,10 +30,11 @@ def web(program: Program, folder: str | os.PathLike, *, labels: Iterable[Any] | 
         # python -m http.server --directory site
 
     Args:
-        program: a program whose entry point "predict" maps images [batch, height, width, 1 or 3], float32 or uint8, to
-            scores [batch, classes]. If the program has the entry point "preprocess", the drawing is passed to
-            "preprocess" with values from 0 to 255, and the output of "preprocess" to "predict". Otherwise the drawing
-            is passed to "predict", with values from 0 to 1 for a float32 input, and from 0 to 255 for a uint8 input.
+        program: a program whose entry point "predict" maps images to scores [batch, classes]. The images are an array
+            [batch, height, width, channels] of dtype float32 or uint8 with 1 or 3 channels. If the program has the
+            entry point "preprocess", the drawing is passed to "preprocess" with values from 0 to 255, and the output of
+            "preprocess" to "predict". Otherwise the drawing is passed to "predict", with values from 0 to 1 for a
+            float32 input, and from 0 to 255 for a uint8 input.
         folder: the folder to write. It is created if necessary.
         labels: the names of the classes. Default: 0, 1, 2, ...
         margin: the fraction of the image's size that stays empty at each edge, a number in [0, 0.5). Default 0. A

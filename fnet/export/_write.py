@@ -143,8 +143,8 @@ def _data(x) -> np.ndarray:
 
 
 def _inputs(path, name, description, given) -> list | None:
-    """Returns test inputs for an entry point: `given`, or random inputs of small sizes. None if no sizes satisfy the
-    constraints."""
+    """Returns the leaves of test inputs for an entry point: those of `given`, or random arrays of small sizes if
+    `given` is None. Returns None if no small sizes satisfy the constraints."""
     if given is not None:
         return _signature.bound(path, name, description, (), dict(given))[0]
     sizes = _small_sizes(description)

@@ -100,7 +100,8 @@ class _Server:
         return {"Connection": "close"} if self.draining else {}
 
     def endpoint(self, path: str, function: Callable) -> Callable:
-        """Returns the function of a path, extended by the checks and the error responses that all paths share."""
+        """Returns a function that responds to the requests for a path. It performs the checks that all paths share,
+        calls `function`, and converts errors to responses."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response
 

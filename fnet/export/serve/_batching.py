@@ -27,12 +27,12 @@ class Batcher:
     """A thread that computes the requests for one model.
 
     The thread computes a batch as soon as the requests in the queue have `max_batch` rows, or after it has waited
-    `max_delay` seconds for more requests. While a batch is computed, new requests wait for the next batch. Requests
-    share a batch only if the dtypes of their inputs are equal, and the shapes are equal except for the first axis.
+    `max_delay` seconds for more requests. While a batch is computed, new requests wait for the next batch. Two requests
+    can be in the same batch only if their inputs have equal dtypes, and equal shapes except for the first axis.
 
     Args:
         compute: a function of a list of arrays that returns a list of arrays. If `max_batch` is not 1, the first axis
-            of all arrays is the batch.
+            of all arrays is the batch axis.
         max_batch: the maximum number of rows of a batch. A request with more rows is computed alone.
         max_delay: the maximum time in seconds to wait for more requests.
         max_queue: the maximum number of requests in the queue.

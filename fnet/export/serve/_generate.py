@@ -18,7 +18,8 @@ _LARGEST = 1 << 12      # the maximum number of tokens of a prompt that are comp
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A text to continue: its tokens, and options for the selection of the next tokens."""
+    """A request to continue a text. Its fields are the tokens of the text, and options for the selection of the next
+    tokens."""
 
     tokens: list[int]
     max_tokens: int

@@ -20,7 +20,7 @@ _WARMED = 32        # programs that are compiled at the start
 
 
 def leaves(name: str, tree: Any) -> list[tuple[str, dict]]:
-    """Returns [(name, {"dtype", "shape"})] of the arrays in a described tree. Parts of a tree have names such as
+    """Returns a list of (name, {"dtype", "shape"}) for the arrays in a described tree. Their names are paths such as
     cache/keys."""
     if tree is None:
         return []
@@ -37,8 +37,9 @@ class Model:
     Attributes:
         name, version: the name and the version of the model, as in the paths of the protocol.
         inputs, outputs: the types of the arrays, [(name, {"dtype", "shape"})].
-        batched: whether the first axis of all inputs and outputs is a batch of independent rows. This is the case if
-            the size of this axis is the same variable everywhere, and no other axis and no constraint contains it.
+        batched: whether the first axis of all inputs and outputs is a batch of independent rows. This is assumed if the
+            size of this axis is the same variable in all inputs and outputs, and this variable occurs in no other axis
+            and in no constraint.
     """
 
     def __init__(self, name: str, version: str, bundle: Bundle, entry: str, max_batch: int,
@@ -63,7 +64,7 @@ class Model:
                 raise ValueError(f"serve: {self.name}: outputs have sizes computed from {name!r}; it cannot be padded")
 
     def bound(self, arrays: list[np.ndarray]) -> list:
-        """Checks the inputs, and returns them in the dtypes of the signature.
+        """Checks the inputs against the signature, and returns them converted to its dtypes.
 
         Raises:
             BundleError: the inputs do not match the signature.
@@ -94,8 +95,8 @@ class Model:
         return outputs
 
     def _piece(self, arrays):
-        """Computes the outputs of some rows. Copies of the last row are added until the number of rows is a power of
-        two, or `max_batch`."""
+        """Computes the outputs for at most `max_batch` rows. Copies of the last row are added until the number of rows
+        is a power of two or `max_batch`, so that few programs are compiled."""
         rows = len(arrays[0])
         size = min(1 << (rows - 1).bit_length(), self.max_batch)
         if size > rows:
@@ -116,7 +117,7 @@ class Model:
         """Returns the compiled program for these shapes.
 
         On a CPU, the program is created from its stable form and optimized by `ft.tune`. On other devices, or if there
-        is no stable form, it is the program that JAX has serialized.
+        is no stable form, it is the program in the bundle that JAX serialized.
         """
         if self._stable:
             rest = iter(arrays)
@@ -130,7 +131,8 @@ class Model:
         return len(self._programs)
 
     def warm(self) -> None:
-        """Compiles the programs for all sizes that are known in advance, and tests that padding has no effect.
+        """Compiles the programs for the batch sizes and padded sizes that can occur, if all sizes are known in advance.
+        Tests that the padding has no effect on the outputs.
 
         Raises:
             ValueError: an output depends on padding.
