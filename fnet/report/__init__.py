@@ -1,7 +1,7 @@
 """Reports of training runs, each a single HTML file that loads no other files.
 
-- `write`: writes a report of one or several runs, like the command `fnet report`.
-- `read`: reads the data in a run's folder. Damaged or missing files result in notes, not in errors.
+- `write`: writes a report of one or several runs. The command `fnet report` calls it.
+- `read`: reads the data in a run's folder. Damaged or missing files do not raise errors: `Run.notes` lists them.
 """
 
 from fnet.report._read import Run, read

@@ -31,15 +31,17 @@ class Run:
         name: the name of the folder.
         metrics: a dict {name: (steps, values)}, in which a value that is not finite is None.
         config: the hyperparameters, a dict; {} if none were recorded.
-        facts: the notes of the newest checkpoint, a dict that may contain the chip, policy, plan and versions.
+        facts: facts about the run that `fit` stored as the notes of the newest checkpoint, a dict. It may contain the
+            chip, the policy, the plan and the versions of libraries.
         checkpoints: a list of (step, metrics, bytes), in the order of the steps.
         damaged: the names of damaged checkpoints, which were renamed.
-        events: a list of (step, Unix time or None, text).
+        events: a list of (step, time, text). The time is a Unix time, or None if it is unknown.
         predictions: a dict {"classes", "confusion", "mistakes"}, or {}.
         summary: the rows of `introspect.summary`, or [].
         samples: the text samples, a dict {file name: text}.
         plan: the comparison of strategies, as printed by `parallel.Plan.explain`, or "".
-        profiles: a dict {steps, such as "100-105": rows of `introspect.profile`}.
+        profiles: a dict of the profiles. A key is the range of the profiled steps, such as "100-105". A value contains
+            the rows of `introspect.profile`.
         notes: messages about files and values that could not be used.
 
     >>> import tempfile
@@ -197,8 +199,8 @@ def _metrics(run: Run) -> None:
 
 
 def thinned(steps: list[int], values: list[float | None]) -> tuple[list[int], list[float | None]]:
-    """Reduces a curve to about `_POINTS` points: the smallest and the largest value of each section, and the points at
-    which the values become non-finite."""
+    """Reduces a curve to about `_POINTS` points. The curve is divided into sections, and the smallest and the largest
+    value of each section are kept. Some non-finite points are also kept, so that gaps in the curve remain visible."""
     if len(steps) <= _POINTS:
         return steps, values
     size, kept = math.ceil(len(steps) / (_POINTS // 2)), {0, len(steps) - 1}

@@ -31,7 +31,8 @@ def configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def environment(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Returns a table of the notes in the newest checkpoints, such as the chip, policy, plan and versions."""
+    """Returns a table of the facts about each run, such as the chip, the policy, the plan and the versions of
+    libraries."""
     order = ["chip", "kind", "devices", "processes", "jaxlib", "policy", "weights", "weights_revision", "tune", "plan"]
     hidden = {"fit", "evaluated", "position"}
     facts = []
@@ -83,7 +84,8 @@ def summary(run: Run, name: str) -> str:
 
 
 def profiles(run: Run, name: str) -> str:
-    """Returns tables of the time by path and phase of the steps that were profiled with `fit(profile_steps=)`."""
+    """Returns one table for each profile of a run. It lists the time of each path of the model in each phase, such as
+    forward and backward."""
     parts = []
     for steps, rows in run.profiles.items():
         present = [key for key in ("forward", "backward", "recomputed", "optimizer", "other")
@@ -123,7 +125,7 @@ _WARNINGS = ("is compiled again", "not finite", "rolled back", "skipped", "ended
 
 
 def events(run: Run, name: str) -> str:
-    """Returns a table of the events, in which unusual events are marked."""
+    """Returns a table of the events of a run. Unusual events are marked."""
     if not run.events:
         return ""
     rows = [_row(["step", "time", "event"], "th")]

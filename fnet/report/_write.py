@@ -130,7 +130,8 @@ def seed_groups(runs: Sequence[Run]) -> list[int]:
 
 
 def _charts(runs) -> tuple[list[dict], int]:
-    """Returns (charts, number of omitted charts). A chart shows all metrics with the same last part of the name."""
+    """Returns (charts, number of omitted charts). A chart shows all metrics whose names have the same last part, such
+    as train/loss and validation/loss."""
     found: dict[tuple[bool, str], list[dict]] = {}
     for i, run in enumerate(runs):
         for name, (steps, values) in run.metrics.items():
@@ -203,7 +204,8 @@ def _card(run, name, i) -> str:
 
 
 def _shown(run) -> list[str]:
-    """Returns the metrics of a card: losses and accuracies, those of evaluations before those of training."""
+    """Returns the names of up to four metrics for the card of a run: losses and accuracies, first those of evaluations,
+    then those of training."""
     names = [name for name in run.metrics if name.rpartition("/")[2] in _FIRST]
     return sorted(names, key=lambda name: (name.startswith("train/"), _FIRST.index(name.rpartition("/")[2]), name))[:4]
 

@@ -23,8 +23,8 @@ class Halving:
     Attributes:
       state: the population of the m members that were trained to the end, best first.
       scores: the scores of these members, [m].
-      indices: the indices of these members in the initial hyperparameters, [m].
-      rungs: (members, steps, best score) of each rung.
+      indices: the indices of these members in the hyperparameters that were passed to `halving`, [m].
+      rungs: a tuple (members, steps, best score) for each rung (stage of the search).
       member_steps: the total number of steps, summed over all members and rungs.
 
     >>> print(search.Halving(None, np.array([0.9]), np.array([3]), ((4, 10, 0.8), (1, 40, 0.9)), 70))
@@ -49,21 +49,23 @@ def halving(init_n: Callable, step_n: Callable, hyper: Any, batches: Callable, s
             **options: Any) -> Halving:
     """Successive halving: trains all members for a few steps, the best 1 / eta of them for longer, and so on.
 
-    The first rung (stage of the search) trains all n members up to step `first`. Each further rung keeps the best
-    1 / eta of the members and continues their training up to eta times the step number of the previous rung, or up to
-    `steps` if that is smaller.
+    The first rung (stage of the search) trains all n members up to step `first`. Each further rung keeps the best 1 /
+    eta of the members and trains them up to a step that is eta times the last step of the previous rung. The last rung
+    ends at step `steps`.
 
     Args:
       init_n, step_n: the results of `population`.
-      hyper: the hyperparameters of the members of the first rung, a tree whose leaves have a leading axis [n].
+      hyper: the hyperparameters of the n members of the first rung, a tree whose leaves have a leading axis [n].
       batches: the batches, as for `tr.fit`.
-      score: a function of a population, `score(state) -> [n]`; larger is better, NaN is the worst.
+      score: a function `score(state)` that returns the scores of the members of a population, an array [members].
+        Larger is better, NaN is the worst.
       steps: the total number of steps of a member that reaches the last rung.
       first: the number of steps of the first rung.
-      eta: the factor by which the number of members decreases, and the number of steps increases, from one rung to the
-        next.
+      eta: the factor between two rungs. The number of members is divided by it, and the number of steps is multiplied
+        by it.
       key: the PRNG key for `init_n`.
-      workdir: a folder for the checkpoints of each rung, from which an interrupted search continues; or None.
+      workdir: a folder for the checkpoints of each rung, or None. With a folder, an interrupted search can be
+        continued.
       **options: options of `tr.fit`, such as progress and log_every.
 
     Returns:
@@ -113,14 +115,17 @@ def hyperband(init_n: Callable, step_n: Callable, space: Space, batches: Callabl
 
     Args:
       init_n, step_n, batches, score, steps, eta, options: as for `halving`.
-      space: the space of the hyperparameters, all of which must be numbers. Each bracket draws its own random points.
+      space: the space of the hyperparameters, all of which must be numbers. Each bracket uses other random points of
+        this space.
       seed: the seed of the random points and of the PRNG keys of the members.
-      most: the largest number of brackets. None: as many as possible if every first rung has at least one step.
+      most: the largest number of brackets. Default None: as many as possible. Their number is limited, because the
+        first rung of each bracket must have at least one step.
       fixed: further hyperparameters, with the same value for all members; or None.
       workdir: a folder that receives one folder for each bracket; or None.
 
     Returns:
-      A list with a `Halving` for each bracket. The best member is the first member of the bracket with the best score.
+      A list with a `Halving` for each bracket. In each of them, the best member is first. The best member of all is the
+      first member of the bracket with the highest score.
 
     Source: Li et al. (2018), Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization.
 

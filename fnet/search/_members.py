@@ -18,14 +18,14 @@ _FIELDS = ("step", "members", "hyper", "diverged")
 class Population:
     """The state of a population, which is a state for `tr.fit`. It is immutable.
 
-    With the method "loop", each member has separate arrays between the steps. When `members` or the leaves of the
-    population are read, for example for an evaluation or a checkpoint, these arrays are copied to combined arrays.
+    With the method "loop", the members are stored in separate arrays between the steps. They are copied to combined
+    arrays when `members` or the leaves of the population are read, for example for an evaluation or a checkpoint.
 
     Fields:
       step: the number of completed steps, an int32 scalar.
       members: the states of the members, each leaf with a leading axis [n].
       hyper: the hyperparameters, a tree of arrays [n, ...].
-      diverged: whether a metric of the member was NaN or infinite, bool [n].
+      diverged: a bool array [n], True for each member that has had a metric that was NaN or infinite.
 
     >>> init = lambda key, hyper: {"w": jax.random.normal(key, (3,))}
     >>> init_n, step_n = search.population(init, lambda state, batch, hyper: (state, {}))
@@ -75,7 +75,7 @@ class Separate:
       states: the states, a sequence with one tree for each member.
       hypers: the hyperparameters, a sequence with one tree for each member.
       hyper: the hyperparameters of all members in one tree, each leaf with a leading axis of members.
-      mesh: the devices, each with the same number of consecutive members; None: all members are on one device.
+      mesh: the mesh of the devices over which the members are distributed, or None if all members are on one device.
     """
 
     def __init__(self, states: Sequence[Any], hypers: Sequence[Any], hyper: Any, mesh: Mesh | None):
@@ -94,7 +94,7 @@ class Separate:
 
 
 def separate(population: Population, mesh: Mesh | None) -> Separate:
-    """Copies the members of a population to separate arrays. The combined arrays are deleted, except `hyper`."""
+    """Copies the members of a population to separate arrays. The combined arrays of the states are deleted."""
     found, hyper, n = population._members, population.hyper, population.diverged.shape[0]
     if not isinstance(found, Separate):
         states, hypers = zip(*parts((found, hyper), n, mesh))

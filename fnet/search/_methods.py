@@ -60,8 +60,9 @@ class Step:
     """The step of a population, `step_n(state, batch) -> (state, metrics)`. It donates the state.
 
     Attributes:
-      plain: the step of all members as one traceable function.
-      separate: whether a step runs several compiled programs, a bool. Known after the first call or `prepare`.
+      plain: the step of all members as one function that JAX can trace.
+      separate: True if a step calls several compiled programs. The value is valid after the first call, or after
+        `prepare`.
     """
 
     def __init__(self, step: Callable, method: str, mesh: Mesh | None, own_batches: bool):
@@ -90,8 +91,8 @@ class Step:
         """Selects the method for the number of members in `state`, by measurement if necessary.
 
         Args:
-          state, batch: as for a step. The state is copied, not donated.
-          known: the result of an earlier call, whose method is used again; or None.
+          state, batch: the arguments of a step. The state is not donated.
+          known: None, or the result of `prepare` in an earlier process. Then the method of this result is used.
 
         Returns:
           The fields of `Methods`, a dict of JSON types.
@@ -152,7 +153,7 @@ class Step:
         return self._programs[name]
 
     def _traceable(self, name: str) -> Callable:
-        """Returns one traceable function of all members."""
+        """Returns the step of all members as one function that JAX can trace."""
         step = checked(split_convolutions(self._step) if name == "split" else self._step)
 
         def over(members, hyper, diverged, batch):
@@ -180,7 +181,7 @@ class Step:
                       out_shardings=None if mesh is None else (NamedSharding(mesh, P()), rows, rows))
 
         def placed(batch, n, here):
-            """Returns the batch of each member of this process."""
+            """Returns a list with one batch for each member on the devices of this process."""
             if self._own:
                 return _state.parts(batch, n, mesh)
             if mesh is None:
@@ -215,7 +216,7 @@ class Step:
 def checked(step: Callable) -> Callable:
     """Returns the step of one member, `(state, hyper, batch) -> (state, metrics)`, with checks of the results.
 
-    Means in the metrics become `MemberMean`s.
+    A `Mean` in the metrics is converted to a `MemberMean`.
 
     Raises:
       TypeError: the step does not return (state, metrics), or the structure of the returned state differs from that of
@@ -235,11 +236,12 @@ def checked(step: Callable) -> Callable:
 
 
 def marked(diverged: jax.Array, metrics: Any) -> tuple[jax.Array, Any]:
-    """Marks members that have diverged. Returns (diverged, metrics), where diverged members have weight 0 in metrics.
+    """Marks members that have diverged. Returns (diverged, metrics). In the metrics, the values and weights of diverged
+    members are 0.
 
-    A member has diverged if one of its metrics is or was NaN or infinite. The leaves of metrics have a leading axis of
-    members. The states are not checked, because the check would take a third of the time of a small MLP's step, and a
-    member with NaN or infinite values does not affect the other members.
+    A member has diverged if one of its metrics is NaN or infinite, or was so in an earlier step. The leaves of
+    `metrics` have a leading axis of members. The states are not checked: this would take a third of the time of a small
+    MLP's step. It is not necessary either, because a member with NaN or infinite values does not affect the others.
     """
     for leaf in jax.tree.leaves(metrics):
         diverged = diverged | ~jnp.isfinite(leaf).reshape(len(leaf), -1).all(1)

@@ -16,16 +16,17 @@ def evolve(state: Population, scores: Any, space: Space, key: jax.Array, *, frac
            factors: tuple[float, float] = (0.8, 1.2), resample: float = 0.25) -> Population:
     """Returns the population after one generation of population-based training (PBT).
 
-    The members with the lowest scores are replaced (truncation selection). Each of these members becomes a copy of a
-    member that is drawn at random from an equal number of the best members. The copy has the parameters, optimizer
-    state and hyperparameters of that member. Then each hyperparameter of the copy is changed. With probability
-    `resample`, it is drawn from the space. Otherwise, it is multiplied by one of the two factors and clipped to its
-    range. Members that have diverged have the lowest score.
+    The m members with the lowest scores are replaced (truncation selection). Each of them becomes a copy of a member
+    that is drawn at random from the m best members. A copy consists of the parameters, the optimizer state and the
+    hyperparameters. Then each hyperparameter of the copy is changed. With probability `resample`, it is drawn from the
+    space. Otherwise, it is multiplied by one of the two factors and clipped to its range. Members that have diverged
+    have the lowest score.
 
     Args:
       state: a population, whose `hyper` is a dict.
       scores: the scores of the members, [n]; larger is better, NaN is the worst.
-      space: the ranges of the hyperparameters that change. Other hyperparameters, such as seeds, are copied unchanged.
+      space: the ranges of the hyperparameters that change. Hyperparameters that are not in it, such as seeds, are
+        copied unchanged.
       key: a PRNG key. Pass a different key for each generation.
       fraction: the fraction of the members that are replaced, in (0, 0.5].
       factors: the two factors of the perturbation.
@@ -79,13 +80,14 @@ def pbt(step_n: Callable, score: Callable, space: Space, *, interval: int, seed:
         step = search.pbt(step_n, lambda state: accuracy(state), space, interval=200)
         state = tr.fit(step, init_n(key, hyper), batches, steps=2000, workdir="runs/pbt")
 
-    The steps between two calls of `evolve` are a generation. Each call depends only on the state. So a run that is
-    interrupted at any step and then resumed has the same results as an uninterrupted run, bit for bit.
+    The steps between two calls of `evolve` are a generation. The random choices of a call depend only on `seed` and on
+    the step. So a run that is interrupted at any step and then resumed has the same results as an uninterrupted run,
+    bit for bit.
 
     Args:
       step_n: the step that `population` returns.
-      score: a JAX function of the whole population, `score(state) -> [n]`, for example the accuracy on validation data.
-        Larger is better. It is called at the end of each generation.
+      score: a JAX function `score(state)` that returns the scores of all members, an array [n], for example the
+        accuracies on validation data. Larger is better. It is called at the end of each generation.
       space: the ranges of the hyperparameters, as for `evolve`.
       interval: the number of steps of a generation.
       seed: the seed of the random choices of `evolve`.
@@ -124,7 +126,7 @@ class PBT:
 
     @property
     def separate(self) -> bool:
-        """Whether a step runs several compiled programs, which `fit` does not compile again. Always True."""
+        """True, because a step calls several compiled programs. `fit` then does not compile it as one program."""
         return True
 
     def plain(self, state, batch):

@@ -1,4 +1,4 @@
-"""Populations: n trainings of one program, each with its own hyperparameters and random key."""
+"""Populations: n models are trained by the same step, each with its own hyperparameters and random key."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
         state = init_n(jax.random.key(0), {"learning_rate": jnp.logspace(-3, 0, 16)})
         state = tr.fit(step_n, state, batches, steps=1000, workdir="runs/population")
 
-    `hyper` may contain any hyperparameter that can be a traced array: learning rate, weight decay, label smoothing,
-    strength of augmentation, dropout (`nn.Dropout()(scope, x, rate=hyper["dropout"])`) or a seed. Member i equals, up
-    to rounding, a single training that starts from `init(jax.random.fold_in(key, i), hyper[i])`.
+    `hyper` may contain any hyperparameter that can be a traced array: the learning rate, the weight decay, the label
+    smoothing, the strength of augmentation, the dropout rate (`nn.Dropout()(scope, x, rate=hyper["dropout"])`) or a
+    seed. Up to rounding, member i has the same results as a single training that starts from
+    `init(jax.random.fold_in(key, i), h)`, where h contains the i-th value of each hyperparameter.
 
-    On a CPU, `vmap` over the kernels of convolutions is several times slower than a loop. So there are three methods to
-    run the members:
+    The members can run by three methods. Which of them is fastest depends on the model and the device. For example, if
+    each member has its own convolution kernels, `vmap` on a CPU is several times slower than a loop.
 
         vmap    the step under jax.vmap
         split   vmap, but convolutions with a kernel for each member are computed one by one
         loop    one compiled program, run for one member after another
 
-    With "auto", the first call measures these methods on copies of the state, and the fastest method is used.
+    With "auto", the first call measures the methods on copies of the state, and selects the fastest one.
     `ft.explain(step_n, state, batch)` shows the times. `tr.fit` stores the method in its checkpoints, so a resumed run
     uses the same method.
 
-    If a metric of a member is NaN or infinite, the member is marked in `state.diverged` and has no metrics from then
-    on. It does not affect the other members, and `tr.fit` continues.
+    If a metric of a member is NaN or infinite, the member is marked in `state.diverged`, and its later metrics are
+    ignored. The other members are not affected, and `tr.fit` continues.
 
     Args:
       init: the init function of one member, `init(key, hyper) -> state`.
@@ -59,13 +60,13 @@ def population(init: Callable, step: Callable, *, method: str = "auto", devices:
       method: "auto", "vmap", "split" or "loop".
       devices: the devices over which the members are distributed. The number of members must be a multiple of the
         number of devices. None: the default device.
-      own_batches: whether each member has its own batch, so that the leaves of a batch have a leading axis of members.
-        False: all members receive the same batch.
+      own_batches: if True, each member has its own batch, and the leaves of a batch must have a leading axis of
+        members. If False, all members receive the same batch.
 
     Returns:
-      (init_n, step_n). `init_n(key, hyper)` returns a `Population`. The leaves of hyper must have a leading axis [n].
-      `step_n(state, batch) -> (state, metrics)` is compiled on its first call, and donates the state. Each metric is a
-      `tr.MemberMean`, whose `result()` has shape [n].
+      Two functions, (init_n, step_n). `init_n(key, hyper)` returns a `Population`. The leaves of `hyper` must have a
+      leading axis [n]. `step_n(state, batch)` returns (state, metrics). It is compiled on its first call, and donates
+      the state. Each metric is a `tr.MemberMean`, whose `result()` is an array [n].
 
     Raises:
       TypeError: init or step is not a function.

@@ -1,4 +1,5 @@
-"""Search over hyperparameters that change the program, such as the depth: costs, limits, Bayesian optimization."""
+"""Search over hyperparameters that change the program, such as the depth: the cost of a program, limits on this cost,
+and Bayesian optimization."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ class Cost:
 
     Attributes:
       flops: the exact number of floating-point operations.
-      bytes: the memory for arguments, results and temporaries of the compiled program, in bytes; None: not compiled.
-      seconds: the measured median time on this device, or the roofline bound (estimated lower bound of the time) for
-        another chip, in seconds; None: unknown.
+      bytes: the memory for arguments, results and temporaries of the compiled program, in bytes, or None if it was not
+        compiled.
+      seconds: the time in seconds, or None if it is unknown. On this device, it is the median of measured times. For
+        another chip, it is the roofline bound, an estimated lower bound.
       basis: whether `seconds` is "measured" or "estimated".
 
     >>> print(search.Cost(2e6, 4e6, 0.005, "measured"))
@@ -72,7 +74,8 @@ def cost(f: Callable, *args: Any, chip: str = "auto", calls: int = 7) -> Cost:
 def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: float | None = None,
              memory: float | None = None, seconds: float | None = None,
              chip: str = "auto") -> list[tuple[Mapping[str, Any], Cost]]:
-    """Returns the points whose programs are within limits, such as all networks that run in 5 ms on this CPU.
+    """Returns the points whose programs do not exceed given limits, for example all networks that need at most 5 ms on
+    this CPU.
 
     Args:
       points: the hyperparameters, such as `space.sobol(16)`.
@@ -80,11 +83,11 @@ def feasible(points: Sequence[Mapping[str, Any]], program: Callable, *, flops: f
       flops: the largest number of floating-point operations, or None for no limit.
       memory: the largest memory in bytes, or None for no limit.
       seconds: the largest time in seconds, or None for no limit.
-      chip: the chip, as for `cost`. A limit for `memory` requires "auto".
+      chip: the chip, as for `cost`. It must be "auto" if `memory` is given.
 
     Returns:
-      A list of (point, cost) for the points within the limits, in the order of `points`. The limit of FLOPs is checked
-      first, so a program with too many FLOPs is not compiled.
+      A list of (point, cost) for the points within the limits, in the order of `points`. Programs with too many FLOPs
+      are not compiled.
 
     Raises:
       ValueError: no limit is given, or `memory` is given for a chip other than "auto".
@@ -123,7 +126,7 @@ class Bayesian:
 
     Args:
       space: the space of the hyperparameters.
-      seed: the seed of the sampler. The same seed and the same scores result in the same points.
+      seed: the seed of the sampler. With the same seed and the same scores, `ask` returns the same points.
 
     Raises:
       ModuleNotFoundError: Optuna is not installed.
@@ -161,7 +164,7 @@ class Bayesian:
         return points
 
     def tell(self, points: Sequence[Mapping[str, Any]], scores: Sequence[float]) -> None:
-        """Reports the scores of points, which may include points that `ask` did not return, such as those of an earlier
+        """Reports the scores of points. They may be points that `ask` did not return, such as those of an earlier
         run."""
         for point, score in zip(points, scores, strict=True):
             failed = score != score

@@ -1,4 +1,5 @@
-"""A round of federated averaging: the clients on each device train, and their weighted changes are added."""
+"""A round of federated averaging: the clients on each device train, and a weighted sum of their changes of the
+parameters is computed."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from fnet.training._metrics import as_metrics
 class Round:
     """A round of federated averaging, as a step for `tr.fit`.
 
-    A round calls a compiled program for each local step, because on CPUs, convolutions in a compiled loop are slow.
+    A round calls a compiled program for each local step. A compiled loop over the steps would be slower on CPUs, where
+    convolutions in such a loop are slow.
 
-    With the method "loop", a client finishes before the next client starts, so that its parameters stay in the cache.
+    With the method "loop", a client finishes all of its steps before the next client starts, so that its parameters
+    stay in the CPU's cache.
 
     Attributes:
-      plain: the round as one traceable function.
-      separate: whether a round runs several compiled programs, which `tr.fit` does not compile again. Always True.
+      plain: the round as one function that JAX can trace.
+      separate: True, because a round calls several compiled programs. `tr.fit` then does not compile it as one program.
     """
 
     separate = True
@@ -94,7 +97,8 @@ class Round:
         return self._begin_jit(server, data[1], np.int32(first), self._each)[0], (np.int32(0), data, server[0])
 
     def _begin(self, server, sizes, first, count):
-        """Returns `count` of the drawn clients as a population, and whether each of them answers."""
+        """Returns (clients, answers) for `count` of the drawn clients. `clients` is a population in its initial state.
+        `answers` is a bool array that states which of these clients will answer."""
         params, key, step = server
         keys, rows = jax.random.split(jax.random.fold_in(key, step), 3), first + jnp.arange(count, dtype=jnp.int32)
         answers = jax.random.uniform(keys[1], (self._sampled,)) >= self._dropout
@@ -104,7 +108,7 @@ class Round:
         return Population(jnp.zeros((), jnp.int32), members, hyper, jnp.zeros(count, bool)), answers[rows]
 
     def _member(self, carry, batch, hyper):
-        """A local step of one client."""
+        """Runs a local step of one client."""
         (at, (data, sizes), server), client, longest = batch, hyper["client"], self._longest
         size, order_key = sizes[client], jax.random.fold_in(hyper["key"], at // self._per_epoch)
         draws = jax.random.uniform(order_key, (longest,))
@@ -123,7 +127,8 @@ class Round:
         return jax.tree.map(keep, new, carry), metrics
 
     def _close(self, clients, answers, metrics, server, sizes):
-        """Returns sums over clients: the weighted changes, the weights, the number of answers, and the metrics."""
+        """Returns four values: the sum of the clients' weighted changes, the sum of their weights, the number of
+        answers, and the sum of their metrics."""
         answers = answers & ~clients.diverged
         weights = jnp.where(answers, sizes[clients.hyper["client"]], 0).astype(jnp.float32)
 

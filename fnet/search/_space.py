@@ -82,11 +82,11 @@ class Uniform:
     high: float
 
     def at(self, u: float) -> float:
-        """Returns the value at the fraction u of the range, with u in [0, 1]."""
+        """Maps u from [0, 1] to the range of values: 0 becomes the lowest value, 1 the highest."""
         return float(self.low + u * (self.high - self.low))
 
     def where(self, value: float) -> float:
-        """Returns the fraction of the range at which a value is located, the inverse of `at`."""
+        """Maps a value to [0, 1]. The inverse of `at`."""
         return (value - self.low) / ((self.high - self.low) or 1)
 
 
@@ -165,7 +165,7 @@ class Space(dict):
         """Converts n points to the hyperparameters of a population: a dict of arrays [n], float32 or int32.
 
         Raises:
-          TypeError: a value is not a number. Train a separate program for each such value.
+          TypeError: a value is not a number. Such values need a separate program each.
         """
         for name in self:
             if any(isinstance(point[name], bool | str) or point[name] is None for point in points):

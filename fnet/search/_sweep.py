@@ -1,4 +1,4 @@
-"""Sweeps: trials of an experiment in separate processes, with locks that remain held if a worker is killed.
+"""Sweeps: trials of an experiment, each in a separate process. Several workers can run the trials of one sweep.
 
     FOLDER/sweep.json              script, space, metric, sampler, flags
     FOLDER/trials/0000/trial.json  the hyperparameters
@@ -6,9 +6,10 @@
     FOLDER/trials/0000/result.json the status and the value of the metric, written last
     FOLDER/index.html              the table and plots
 
-A worker locks a trial with `flock` and passes the lock to the process of the trial. If the worker is killed, the lock
-is released when the process of the trial has ended, too. Then another worker continues the trial from its checkpoint.
-A worker ends when every trial has a result, or when its time is used up.
+A worker locks a trial with `flock` and passes the lock to the process of the trial. The lock is released when both have
+ended, so a trial is never run twice at the same time, even if its worker is killed. If the trial has no result then,
+another worker continues it from its checkpoint. A worker ends when every trial has a result, or when its time is used
+up.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Sweep:
 
     @contextlib.contextmanager
     def planning(self):
-        """Holds the lock under which trials are created, as a context manager."""
+        """A context manager that holds the lock of the sweep, so that only one worker at a time creates a trial."""
         while True:
             try:
                 lock = Lock(self.folder)
@@ -104,9 +105,10 @@ class Sweep:
         return [Trial(path) for path in sorted((self.folder / "trials").iterdir()) if (path / "trial.json").exists()]
 
     def claim(self, most: int | None) -> tuple[Trial, Lock] | None:
-        """Locks an interrupted trial or a new trial. Returns (trial, lock), or None if no trial may be started.
+        """Locks an interrupted trial, or creates and locks a new trial. Returns (trial, lock), or None if there is no
+        interrupted trial and no new one may be created.
 
-        `most` is the largest number of trials, or None.
+        `most` is the largest number of trials, or None for no limit.
         """
         with self.planning():
             trials = self.trials()
@@ -146,7 +148,7 @@ class Sweep:
                 f"--workdir={os.fspath(workdir)}"]
 
     def outcome(self, trial: Trial, code: int, seconds: float) -> dict[str, Any] | None:
-        """Returns the result of a trial whose process has ended; None if the trial was interrupted."""
+        """Returns the result of a trial whose process has ended, or None if the trial was interrupted."""
         ended = {"seconds": seconds, "value": None}
         output = (trial.folder / "output.txt").read_text(errors="replace").strip()
         if code != 0:
@@ -166,7 +168,7 @@ class Sweep:
 
 def run(script: str, space: str, workdir: str, *, seconds: float, trials: int | None, metric: str | None,
         mode: str | None, sampler: str, seed: int, flags: Sequence[str], workers: int = 1) -> int:
-    """Runs trials until the time or the number of trials is used up; returns the exit code."""
+    """Runs trials until the time is over or all trials have a result. Returns the exit code."""
     if not Path(script).is_file():
         raise ValueError(f"{script}: no such file; expected an experiment")
     settings = {"script": os.path.abspath(script), "space": Space.read(space).json(), "metric": metric, "mode": mode,

@@ -25,7 +25,8 @@ def best(trials: Sequence[Any]) -> Any:
 
 def importance(points: Sequence[Mapping[str, Any]], values: Sequence[float], space: Mapping[str, Any]
                ) -> dict[str, float]:
-    """Returns the share of the variance of the values that each hyperparameter explains alone, from 0 to 1.
+    """Returns the importance of each hyperparameter: the share of the variance of the values that it explains alone,
+    from 0 to 1.
 
     The trials are divided into up to four groups by the value of the hyperparameter. The share is the adjusted R^2 of a
     one-way analysis of variance over these groups, or 0 if it is negative.

@@ -36,7 +36,8 @@ class FederatedState:
       step: the number of completed rounds, an int32 scalar.
       params: the parameters of the server.
       opt_state: the state of the server's optimizer.
-      key: the PRNG key for the clients, the orders of the examples and the dropouts of each round.
+      key: the PRNG key for the random choices of each round: the clients, the order of their examples, and the clients
+        that do not answer.
       bytes: the number of bytes that the server has sent and received so far, a float32 scalar.
 
     >>> state = search.federated.init(jax.random.key(0), {"w": jnp.zeros(3)}, optax.sgd(1.0))
@@ -123,9 +124,10 @@ class Local(NamedTuple):
     """The local training of a client.
 
     Attributes:
-      init: a function `init(params) -> carry`, with the parameters as `carry[0]`.
-      step: a function for one update, `step(carry, batch, weight, key, server) -> (carry, metrics)`. `weight` [batch]
-        is 1 for an example and 0 for padding. `server` contains the parameters of the server.
+      init: a function `init(params) -> carry`. The carry is a tuple of the values that change during the local
+        training. Its first item contains the parameters.
+      step: a function for one update, `step(carry, batch, weight, key, server) -> (carry, metrics)`. `weight`, an array
+        [batch], is 1 for an example and 0 for padding. `server` contains the parameters of the server.
 
     >>> def step(carry, batch, weight, key, server):
     ...     return (carry[0] - 0.5 * ((carry[0] - batch) * weight).sum() / weight.sum(),), {}
@@ -144,10 +146,10 @@ def local(loss: Callable, optimizer: optax.GradientTransformation, *, proximal: 
       loss: a function `loss(params, batch, weight, key) -> scalar`, the mean over the examples with weight 1.
       optimizer: the local optimizer, usually `optax.sgd(rate)`.
       proximal: the coefficient mu of FedProx, which adds mu / 2 |w - w_server|^2 to the loss.
-      clip: the largest norm of the gradient of an example, for differential privacy; None: no differential privacy. The
-        gradient of each example is clipped to this norm, and noise is added to the sum of the gradients
-        (`optax.contrib.differentially_private_aggregate`). This protects the examples of a client from the server. fnet
-        does not compute the privacy budget.
+      clip: the norm to which the gradient of each example is clipped, for differential privacy. Default None: no
+        differential privacy. With a norm, the gradient of each example is clipped, and noise is added to the sum of the
+        gradients (`optax.contrib.differentially_private_aggregate`). This protects the examples of a client from the
+        server. fnet does not compute the privacy budget.
       noise: the standard deviation of the noise, as a multiple of `clip`.
 
     Raises:
@@ -201,8 +203,8 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
 
     The server's optimizer determines the algorithm: `optax.sgd(1.0)` is FedAvg, `optax.sgd(1.0, momentum=0.9)` is
     FedAvgM, and `optax.adam(...)` is FedAdam. For FedProx, use `local(..., proximal=mu)`. The optimizer can be chained
-    with other Optax transformations of the mean difference. With one epoch and `batch_size=None`, a round on all
-    clients is FedSGD, which is a step on one large batch.
+    with other Optax transformations of the mean difference. If all clients take part, with one epoch and
+    `batch_size=None`, a round is FedSGD: it equals one step on a batch that contains the examples of all clients.
 
     Args:
       local_step: the result of `local`, a `Local`, or a function `(params, batch, weight, key) -> (params, metrics)`.
@@ -212,17 +214,17 @@ def fedavg(local_step: Local | Callable, data: Clients, *, server: optax.Gradien
       epochs: the number of local passes over the data of a client. Each pass has a different random order.
       batch_size: the number of examples in a local batch; None: all examples of a client.
       dropout: the probability that a client receives the parameters but does not answer. If no client answers, the
-        parameters do not change. A client whose loss is NaN or infinite also counts as not answering.
+        parameters do not change. A client with a NaN or infinite loss is treated as if it had not answered.
       method: the method by which the clients of a round run, as for `population`.
       devices: the devices over which the clients of a round are distributed; None: the default device. `sampled` must
-        be a multiple of the number of devices. The devices may belong to several processes (`parallel.initialize`).
-        Then each process calls the round with the same data and the same state, runs the clients of its own devices,
-        and returns the same result.
+        be a multiple of the number of devices. The devices may belong to several processes (`parallel.initialize`). In
+        this case, each process must call the round with the same data and the same state. It runs the clients of its
+        own devices, and all processes return the same result.
 
     Returns:
-      `round(state, batch) -> (state, metrics)`, which ignores the batch. The metrics are those of the local steps,
-      "answers" (the number of clients that answered) and "megabytes" (the size of the parameters sent in both
-      directions).
+      `round(state, batch) -> (state, metrics)`, which ignores the batch. The metrics contain those of the local steps
+      and two more: "answers" is the number of clients that answered, and "megabytes" is the size of all parameters that
+      the server sent and received.
 
     Raises:
       ValueError: an argument is out of range, or this process has none of the devices.
