@@ -186,11 +186,11 @@ def _environment(variables: dict[str, str]):
 
 
 def _rates(chip, axes, group, ring=4) -> tuple[float | None, float | None]:
-    """Returns the bytes/s that a device sends within its group and between groups.
+    """Returns two rates in bytes/s: the rate at which a device can send within its group, and the rate between groups.
 
-    In a torus, a chip has two links along each axis (one link along an axis of length two). An axis that is too short
-    for a ring has two ends. All chips except those at the ends send at the same rate as in a ring. The devices of a
-    chip share its links.
+    In a torus, a chip has two links along each axis, or one link if the axis has only two chips. An axis that is too
+    short to be a ring is treated as a ring, because only the two chips at its ends have fewer links. If a chip has
+    several devices, they share its links.
     """
     links = chip.links
     if links is None:

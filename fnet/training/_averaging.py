@@ -15,8 +15,8 @@ class AverageState(NamedTuple):
 
     Attributes:
         step: the number of updates, an int32 scalar.
-        count: the number of updates whose results are included in the mean, an int32 scalar.
-        mean: the mean of the parameters, a tree with their structure; initially zeros.
+        count: the number of parameter trees that have been averaged so far, an int32 scalar.
+        mean: the mean of these trees; zeros if `count` is 0.
 
     >>> tr.average_weights(start=2).init({"w": jnp.ones(3)}).mean["w"].tolist()
     [0.0, 0.0, 0.0]
@@ -34,13 +34,13 @@ def average_weights(*, start: int, every: int = 1) -> optax.GradientTransformati
         params = tr.averaged_weights(state.opt_state)
         stats = tr.batch_statistics(model, params, state.state, batches)
 
-    The average is the mean of the parameters after updates number `start`, `start + every`, ... (the first update has
-    number 1). The transformation does not change the updates.
+    The average is the mean of the parameters after the updates with the numbers `start`, `start + every` and so on. The
+    first update has number 1. The transformation does not change the updates.
 
     Args:
-        start: the number of the first update whose result is averaged.
-        every: the number of updates between two averaged results, usually the length of an epoch or of a cycle of the
-            schedule. Default 1.
+        start: the number of the first update after which the parameters are averaged.
+        every: the number of updates after which parameters are averaged again. It is usually the length of an epoch, or
+            of a cycle of the learning-rate schedule. Default 1.
 
     Raises:
         ValueError: `start` or `every` is less than 1.
@@ -109,8 +109,8 @@ def batch_statistics(f: Callable, params: Any, state: Any, batches: Iterable[Any
         f: the model, a function that is called as `f(params, *batch, state=state, key=key, train=True)` and returns
             (output, new state).
         params: the parameters.
-        state: the state of the model, for example from the training run. Leaves that are not running averages are
-            returned unchanged. Of all other leaves, only the shape and the dtype are used.
+        state: the state of the model, for example from the training run. The values of running averages are not used
+            and may be arbitrary. Leaves that are not running averages, such as counters, are returned unchanged.
         batches: the batches, all of the same size. A batch is a tuple of the arguments of f after `params`, or an array
             if there is only one such argument.
         key: a PRNG key for f. Default None.

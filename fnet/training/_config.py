@@ -75,7 +75,7 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
     """Reads a configuration from a JSON file, which may be local or in an object store.
 
     Raises:
-      ConfigError: the file does not exist or does not contain a JSON object, or `from_dict` raises an error.
+      ConfigError: the file does not exist, or does not contain a JSON object that `from_dict` accepts.
 
     >>> import dataclasses, tempfile
     >>> @dataclasses.dataclass(frozen=True)
@@ -100,9 +100,9 @@ def load_config(cls: type[Config], path: str | os.PathLike) -> Config:
 
 
 def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
-    """Writes `workdir/config.json` and returns its path.
+    """Writes a configuration to `workdir/config.json` and returns the path of this file.
 
-    `fit(config=)` does this after it has locked the folder.
+    `fit(config=)` calls this function after it has locked the folder.
 
     Args:
       config: a dataclass, or a dict of JSON types.
@@ -127,13 +127,13 @@ def save_config(config: Any, workdir: str | os.PathLike) -> Path | StorePath:
 
 
 def same_config(config: Any, workdir: str | os.PathLike, *, but: tuple[str, ...] = ()) -> None:
-    """Raises an error if `workdir` contains a run with another configuration. `fit(config=)` does this, too.
+    """Raises an error if `workdir` contains a run with another configuration. `fit(config=)` calls this function.
 
     Args:
       config: the current configuration.
-      workdir: the run's folder. If `workdir` has no config.json, nothing is compared.
-      but: the names of fields that may differ. Fields declared with `compare=False` may also differ, and steps and
-        epochs may increase. Default ().
+      workdir: the run's folder. If it contains no config.json, no error is raised.
+      but: the names of fields that may differ. Fields that were declared with `compare=False` may also differ, and the
+        fields `steps` and `epochs` may be larger than before. Default ().
 
     Raises:
       ConfigError: a field differs; the message lists each such field with both values.

@@ -31,11 +31,11 @@ def option(default: Any, help: str, *, within: str | None = None, choices: Seque
     """Returns a dataclass field for a configuration.
 
     Args:
-      default: the value if the flag is not given. With None, the value is determined elsewhere, for example by a
-        preset.
+      default: the value if the flag is not given. None means that another source, such as a preset, determines the
+        value.
       help: the help text of the flag.
       within: the interval of allowed values, such as "[0, 1)" or "(0, 100]". Default None: any value.
-      choices: the allowed strings. Default None: any value.
+      choices: the allowed values, a sequence of strings. Default None: any value.
       decides: whether the field affects the result of a run. If True, a run can be resumed only with the same value.
         Default True.
 
@@ -51,13 +51,14 @@ def option(default: Any, help: str, *, within: str | None = None, choices: Seque
 
 
 def define(cls: type, values: FlagValues, *, by: str | None = None) -> None:
-    """Defines a flag for every field of a dataclass, and the flag --config, a JSON file of values.
+    """Defines a flag for every field of a dataclass. Also defines the flag --config, the path of a JSON file that
+    contains values of the fields.
 
     Args:
       cls: the dataclass. The type of each field is bool, int, float or str, or a union of one of these types and None.
       values: the object in which the flags are defined, such as absl.flags.FLAGS.
-      by: the name of the field that selects a preset. The help texts then state that the preset determines the fields
-        without a default. Default None: there are no presets.
+      by: the name of the field that selects a preset. For fields with the default None, the help text then states that
+        the preset determines the value. Default None: there are no presets.
     """
     from absl import flags
 
@@ -75,15 +76,16 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
          by: str | None = None) -> Config:
     """Returns the configuration that the flags describe.
 
-    The sources of a value, in the order of precedence, are the flag itself, the file --config, the preset that the
-    field `by` names, and the default of the field.
+    The value of a field is taken from the first of these sources that contains it: the flag of the field, the file
+    --config, the preset, and the default of the field.
 
     Args:
       cls: the dataclass that was passed to `define`.
       values: the parsed flags.
-      presets: the values of the fields for each preset, by the name of the preset, such as
-        `presets.IMAGE_CLASSIFICATION`. Default None: there are no presets.
-      by: the name of the field whose value is the name of a preset. Default None: there are no presets.
+      presets: a dict {name of a preset: values of its fields}, such as `presets.IMAGE_CLASSIFICATION`. Default None:
+        there are no presets.
+      by: the name of the field that selects a preset. Its value is the name of the preset. Default None: there are no
+        presets.
 
     Raises:
       ConfigError: the preset is unknown, or a value has the wrong type. Intervals and choices are checked by `check`.
@@ -103,7 +105,8 @@ def read(cls: type[Config], values: FlagValues, presets: Mapping[str, Mapping[st
 
 
 def check(config: Any) -> None:
-    """Raises ConfigError if a value is not allowed by `within` or `choices` of the `option` that defined its field."""
+    """Raises ConfigError if the value of a field is outside its interval or not one of its choices, as declared with
+    `option`."""
     for field in dataclasses.fields(config):
         value, choices = getattr(config, field.name), field.metadata.get("choices")
         if value is None:
@@ -127,7 +130,7 @@ def check_within(name: str, value: float, interval: str) -> None:
 
 
 def regular_file(name: str, path: str | Path) -> None:
-    """Raises ConfigError if the path is a pipe or a device, because reading from these may never end."""
+    """Raises ConfigError if the path is a pipe or a device. Reading from a pipe or a device may never end."""
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"--{name}={path}: expected a regular file")

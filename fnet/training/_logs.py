@@ -24,11 +24,11 @@ METRICS, EVENTS, NOTES = "metrics.jsonl", "tensorboard", "events.jsonl"
 
 
 class LogWarning(UserWarning):
-    """Lines of metrics.jsonl could not be read and were removed; a copy of the file with these lines was kept."""
+    """Damaged lines of metrics.jsonl were removed. A copy of the original file was kept."""
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads a run's metrics.jsonl. Returns one dict for each line, and [] if there is no file.
+    """Reads a run's metrics.jsonl. Returns a list with one dict for each line, which is empty if there is no file.
 
     An incomplete last line, written by a process that was killed, is omitted.
 
@@ -57,7 +57,8 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _parsed(raw: bytes) -> tuple[list[dict[str, Any]], dict[int, str], int]:
-    """Returns (the rows, {line number: line} of the lines that cannot be parsed, the number of the last line)."""
+    """Parses the lines of a log. Returns a list of the rows, a dict {line number: line} of the lines that cannot be
+    parsed, and the number of the last line."""
     rows, wrong, number = [], {}, 0
     for number, line in enumerate(raw.splitlines(), 1):
         try:
@@ -78,14 +79,14 @@ class Logger:
     TensorBoard's files.
 
     Args:
-      workdir: the run's folder, as a path or a URL. In an object store, each call of `write` rewrites the object, so a
-        line is stored when the call returns. After 256 KiB, a new object is started (metrics.jsonl.0001).
-      step: the step from which the run is resumed. Lines of later steps, which a killed process wrote after its last
-        checkpoint, are removed, because the resumed run writes them again. Damaged lines are also removed, with a
-        `LogWarning`, and the original file is kept as metrics.jsonl.damaged. Default 0.
+      workdir: the run's folder, as a path or a URL. In an object store, each call of `write` writes the complete object
+        again. When an object has 256 KiB, a new one is started, such as metrics.jsonl.0001.
+      step: the step from which the run is resumed. Lines of later steps are removed, because the resumed run writes
+        them again. A process that is killed may have written such lines after its last checkpoint. Damaged lines are
+        also removed, with a `LogWarning`, and the original file is kept as metrics.jsonl.damaged. Default 0.
       tensorboard: whether to write TensorBoard's event files, too. Default True.
-      again: the names of evaluations and values that the resumed run computes again at `step`. The lines with these
-        names at `step` are removed, too. Default ().
+      again: names of values, such as "validation/loss", or of evaluations, such as "validation", that the resumed run
+        computes again at `step`. Lines of this step that contain such values are removed. Default ().
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -158,8 +159,8 @@ class Logger:
 class _Events:
     """Writes a TensorBoard event file, with tensorboardX's protocol buffers.
 
-    tensorboardX's SummaryWriter is not used: it writes in a thread, which on a full disk prints tracebacks instead of
-    raising an error in the run."""
+    tensorboardX's SummaryWriter is not used, because it writes in a thread. If the disk is full, this thread prints
+    tracebacks, and no error is raised in the run."""
 
     def __init__(self, folder: Path | StorePath, first: int):
         folder.mkdir(parents=True, exist_ok=True)

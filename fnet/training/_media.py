@@ -45,9 +45,9 @@ class Image:
     """A picture, or a grid of pictures, for `StepEnd.log` and the results of evaluations.
 
     Args:
-      pixels: an array [height, width], [height, width, channels] or [pictures, height, width, channels] with 1 channel
-        (gray), 3 (RGB) or 4 (RGB and opacity). Values are uint8 from 0 to 255, or floating-point from 0 to 1.
-        Floating-point values outside this range are clipped.
+      pixels: an array [height, width] or [height, width, channels], or for a grid, [pictures, height, width, channels].
+        The number of channels is 1 (gray), 3 (RGB) or 4 (RGB and opacity). The values are uint8 numbers from 0 to 255,
+        or floating-point numbers from 0 to 1. Floating-point values outside this range are clipped.
 
     Raises:
       ValueError: the array has another shape or dtype.
@@ -98,11 +98,11 @@ MEDIA = Histogram | Image | Text
 
 
 def hyperparameters(values: Mapping[str, Any], metrics: Collection[str]) -> list[Any]:
-    """Returns the values of the event that TensorBoard's HPARAMS tab reads.
+    """Returns the values of a TensorBoard event that shows the hyperparameters of a run in the tab HPARAMS.
 
     Args:
-      values: the hyperparameters, of JSON types, by name; lists and dicts are shown as JSON.
-      metrics: the names of the scalars by which runs are compared.
+      values: a dict {name: hyperparameter}. The hyperparameters have JSON types; lists and dicts are shown as JSON.
+      metrics: the names of the scalars that this tab shows for each run, for a comparison.
     """
     from tensorboardX import summary
 

@@ -20,7 +20,8 @@ from fnet.training.loop._signals import poll
 
 @struct.dataclass
 class Mean:
-    """A partial weighted mean, `total / count`. Both fields are float32 scalars. `+` combines two partial means.
+    """A weighted mean, stored as two float32 scalars: `total` is the weighted sum, and `count` is the sum of the
+    weights. Their quotient is the mean. `+` combines the means of two sets of examples.
 
     >>> average = tr.mean(jnp.array([1.0, 2.0])) + tr.mean(jnp.array([6.0]))
     >>> float(average.total / average.count)
@@ -43,7 +44,7 @@ class Mean:
 
 @struct.dataclass
 class MemberMean(Mean):
-    """The means of the members of a population: `total / count`, both [members].
+    """The means of the members of a population, `total / count`. Both fields are arrays [members].
 
     A metric `name` of this type is logged as name/0, name/1, ..., one value for each member, and as name/mean, name/min
     and name/max over the members. The value of a member that has diverged is NaN, and name/mean, name/min and name/max
@@ -55,7 +56,7 @@ class MemberMean(Mean):
     """
 
     def values(self, name: str) -> dict[str, float]:
-        """Returns the values to log for the metric `name`, by their logged names."""
+        """Returns a dict {logged name: value} for the metric `name`."""
         values = np.asarray(self.result(), np.float64)
         known = values[~np.isnan(values)]
         known = known if len(known) else np.full(1, np.nan)
@@ -72,7 +73,8 @@ def logged_names(metrics: Mapping[str, Any]) -> list[str]:
 
 @struct.dataclass
 class Total:
-    """A sum over all batches, of any shape, such as a confusion matrix. `+` adds two partial sums.
+    """An array that is summed over all batches, such as a confusion matrix. It may have any shape. `+` adds two partial
+    sums.
 
     >>> both = tr.confusion(jnp.array([0]), jnp.array([1]), 2) + tr.confusion(jnp.array([1]), jnp.array([1]), 2)
     >>> both.total.tolist()
@@ -138,7 +140,8 @@ def confusion(
 
 
 def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts plain scalars to means over the steps. Returns Mean and Total unchanged."""
+    """Converts plain scalars in a dict of metrics to `Mean`s, which are then averaged over the steps. `Mean`s and
+    `Total`s are not changed."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"step(state, batch) must return (state, metrics) with a dict of metrics; got a "
                         f"{type(metrics).__name__} in its place")
@@ -186,7 +189,7 @@ def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zeros(shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns metrics of these shapes with all values zero, the initial value for sums with `add`."""
+    """Returns metrics of these shapes whose values are all zero. They are the initial values for sums with `add`."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), dict(shapes))
 
 
@@ -212,21 +215,22 @@ def evaluator(
 ) -> Callable[[Any], dict[str, Any]]:
     """Returns a function that evaluates a state on a complete data set, without dropping or repeating examples.
 
-    All batches have the same size, so that one compiled program evaluates them: if the last batch is partial, it is
-    padded. Every batch contains `weight`, which is 1.0 for an example and 0.0 for padding. If a plan has placed the
-    state on several devices, each device evaluates a part of the examples.
+    All batches have the same size, so the evaluation is compiled only once. If the last batch has fewer examples, it is
+    padded. Every batch contains an array of weights [batch], which are 1.0 for examples and 0.0 for padding. If a plan
+    has placed the state on several devices, each device evaluates a part of the examples.
 
     Args:
-      metrics: a pure function, `metrics(state, batch) -> dict`. The values of the dict are results of
-        `mean(values, batch["weight"])` or other metrics of this module. A plain scalar raises an error, because it
-        would include the padding.
-      data: a data set, as for `Batches`. For a dict, a batch is a dict with the additional key "weight". For a tuple
-        (x, y), a batch is (x, y, weight). For a single array, a batch is (x, weight).
+      metrics: a pure function, `metrics(state, batch) -> dict`. The values of the dict must be `Mean`s or `Total`s that
+        ignore the padding, such as `mean(values, batch["weight"])`. A plain scalar raises an error, because it would
+        include the padding.
+      data: a data set, as for `Batches`. It determines the form of a batch. If it is a dict, a batch is a dict with the
+        additional key "weight". If it is a tuple (x, y), a batch is (x, y, weight). If it is a single array, a batch is
+        (x, weight).
       batch_size: number of examples in a batch. On several devices, the batch size is rounded up to a multiple of the
         number of devices.
 
     Returns:
-      `evaluate(state) -> dict` of floats and arrays on the host.
+      A function `evaluate(state)`, which returns a dict of floats and NumPy arrays.
 
     Raises:
       ValueError: the arrays have different lengths, an array is named "weight", or a metric is a plain scalar.
@@ -294,8 +298,8 @@ def _weighted(batch: Any, weight: np.ndarray) -> Any:
 
 
 def _rows(state: Any) -> NamedSharding | None:
-    """Returns the sharding of a batch's rows over the devices of a state, or None for one device or without a data
-    axis."""
+    """Returns the sharding with which a batch is split over the devices of a state. Returns None if the state is on one
+    device, or if its mesh has no axis for the batch."""
     for x in jax.tree.leaves(state):
         place = getattr(x, "sharding", None)
         if isinstance(place, NamedSharding) and place.mesh.size > 1:

@@ -35,8 +35,8 @@ SCHEDULES = ("constant", "cosine", "linear", "step", "one_cycle")
 
 
 def _usual_promotion(function: Schedule) -> Schedule:
-    """Returns the schedule, evaluated with standard dtype promotion. Optax's schedules divide integer counts by floats,
-    which is an error under strict dtype promotion."""
+    """Returns the same schedule, but evaluates it with standard dtype promotion. Optax's schedules divide integers by
+    floats, which is an error under strict dtype promotion."""
 
     def rate(count):
         with jax.numpy_dtype_promotion("standard"):
@@ -50,8 +50,8 @@ def schedule(
 ) -> Schedule:
     """Returns a learning-rate schedule for a run of known length, by name.
 
-    During the first part of the run, the fraction `warmup`, the rate rises linearly from 0 to `peak`. After that, the
-    rate is
+    At the beginning of the run, the rate rises linearly from 0 to `peak`. This warm-up is the fraction `warmup` of the
+    run. After that, the rate is
 
         constant    peak
         cosine      peak (final + (1 - final) (1 + cos(pi s)) / 2)
@@ -59,14 +59,15 @@ def schedule(
         step        peak; peak / 10 from t = 1/2; peak / 100 from t = 3/4
         one_cycle   a cosine rise over the first 30 % and a cosine fall (Smith & Topin 2018)
 
-    where t = step / steps, and s increases from 0 to 1 between the end of the warm-up and the end of the run.
+    where t is step / steps, and s rises linearly from 0 at the end of the warm-up to 1 at the end of the run.
 
     Args:
       name: one of `SCHEDULES`.
       peak: the largest learning rate.
       steps: the number of updates in the whole run.
       warmup: the length of the warm-up, as a fraction of the run in [0, 1). one_cycle ignores `warmup`. Default 0.
-      final: the last learning rate of cosine and linear, as a fraction of `peak`. Default 0.
+      final: the learning rate at the end of the run, as a fraction of `peak`. It is used only by cosine and linear.
+        Default 0.
 
     Returns:
       A function of the step, for `optimizer` or any Optax optimizer.
@@ -185,7 +186,8 @@ class LookaheadState(NamedTuple):
 
 def lookahead(optimizer: optax.GradientTransformation, *, period: int = 5,
               rate: float = 0.5) -> optax.GradientTransformation:
-    """Returns `optax.lookahead` with the slow weights in the optimizer state, so that params keep their structure.
+    """Returns an optimizer that equals `optax.lookahead`, but stores the slow weights in its state instead of in the
+    parameters.
 
     Every `period` steps, the slow weights move toward the weights w, and w is set to the slow weights:
 

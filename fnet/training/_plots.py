@@ -73,8 +73,8 @@ def curves(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike | None = N
 
 def confusion_matrix(counts: Any, classes: Sequence[str], path: str | os.PathLike | None = None, *,
                      title: str = "") -> Figure:
-    """Plots a confusion matrix. Each cell shows a count. The color of a cell off the diagonal shows its count as a
-    share of the row.
+    """Plots a confusion matrix. Each cell shows a count. The color of a cell that is not on the diagonal shows the
+    count divided by the sum of the row.
 
     Args:
       counts: the confusion matrix, [classes, classes]; rows are the true classes.

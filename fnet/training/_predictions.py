@@ -18,8 +18,8 @@ PREDICTIONS = "predictions.json"
 
 def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any, *,
                      classes: Sequence[str] | None = None, images: Any = None, worst: int = 24) -> Path:
-    """Writes predictions.json: the confusion matrix of a classifier, and its wrong predictions with the highest
-    probabilities.
+    """Writes predictions.json, which contains the confusion matrix of a classifier and the wrong predictions in which
+    it was most confident.
 
     Args:
       workdir: the run's folder, a local path.
@@ -27,7 +27,8 @@ def save_predictions(workdir: str | os.PathLike, probabilities: Any, labels: Any
       labels: the true classes, integers [examples].
       classes: the names of the classes. Default None: "0", "1", ...
       images: the images of the examples, [examples, height, width, channels], as for `Image`. Default None: no images.
-      worst: the number of wrong predictions to save, those with the highest probability first. Default 24.
+      worst: the number of wrong predictions to save. Those with the highest predicted probability are selected. Default
+        24.
 
     Raises:
       ValueError: the shapes do not match, or a label is not an index of `classes`.

@@ -92,7 +92,7 @@ def svrg(optimizer: optax.GradientTransformation) -> optax.GradientTransformatio
 def refresh_anchor(state: SVRGState, params: Any, full_gradient: Callable[[Any], Any]) -> SVRGState:
     """Returns the state of `svrg` with these parameters as the anchor.
 
-    In a jitted loop, call `refresh_anchor` in a branch of `jax.lax.cond`.
+    To refresh the anchor only in some steps of a jitted loop, call this function in a branch of `jax.lax.cond`.
 
     Args:
         state: the state of `svrg`.

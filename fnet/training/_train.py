@@ -34,14 +34,14 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
         `optax.softmax_cross_entropy_with_integer_labels`.
       optimizer: an Optax gradient transformation.
       epochs, steps: the length of the training, in epochs or in steps. Pass exactly one of the two.
-      validation: a data set with the structure of the batches. The loss and metrics of this data set are logged as
-        "validation/loss" and so on. Default None: no validation.
-      metrics: a dict of further functions like `loss`, such as {"accuracy": lambda logits, y: logits.argmax(-1) == y}.
-        Default None: only the loss.
+      validation: a data set for evaluations, with the structure of the batches. Its loss and metrics are logged as
+        "validation/loss", "validation/accuracy" and so on. Default None: no validation.
+      metrics: a dict {name: function} of further functions like `loss`, such as {"accuracy": lambda logits, y:
+        logits.argmax(-1) == y}. Default None: only the loss.
       inputs, targets: the keys of the inputs and the targets, if batches are dicts. Default "x" and "y".
       seed: the seed of the initial parameters and of dropout. Default 0.
-      ema: the decay of a moving average of the parameters. With a decay, the evaluation uses the average instead of the
-        parameters. Default None: no average.
+      ema: the decay of a moving average of the parameters. If it is given, the evaluation uses this average instead of
+        the parameters. Default None: no average.
       every: the number of steps between two evaluations. Default None: one epoch, or the whole run if the length of an
         epoch is unknown.
       **options: further arguments for `fit`, such as workdir, early_stop, restore_best, progress and config.
@@ -115,7 +115,7 @@ def train(model: Layer, data: Callable[[int], Any], loss: Callable[[Any, Any], j
 
 
 def _steps(data: Callable, epochs: float) -> int | None:
-    """Returns the number of batches in this number of epochs, or None if the length of the source is unknown."""
+    """Returns the number of batches in `epochs` epochs, or None if the length of an epoch is unknown."""
     try:
         return data.steps(epochs)
     except (AttributeError, TypeError):                    # a function; an iterable without a length

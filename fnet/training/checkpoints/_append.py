@@ -1,5 +1,5 @@
-"""Logs to which lines are appended: a local file, or a sequence of objects in a store. The last object is rewritten for
-each line, until it is full."""
+"""Logs to which lines are appended. A log is a local file, or a sequence of objects in an object store. An object
+cannot be extended, so the last object is written again for each line, until it is full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _FULL = 256 << 10      # bytes of an object, after which the next object is star
 
 
 def parts(path: Path | StorePath) -> list[Path | StorePath]:
-    """Returns the files of a log, in order. In a store, they are metrics.jsonl, metrics.jsonl.0001 and so on."""
+    """Returns the parts of a log, in order: one file, or objects in a store, such as metrics.jsonl and
+    metrics.jsonl.0001."""
     if isinstance(path, Path):
         return [path] if path.exists() else []
     pattern = re.compile(rf"{re.escape(path.name)}(\.\d+)?")
@@ -22,10 +23,9 @@ def parts(path: Path | StorePath) -> list[Path | StorePath]:
 
 
 def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
-    """Replaces the content of each part by `keep(content)`, the last part first.
+    """Replaces the content of each part of a log by `keep(content)`, in reverse order.
 
-    If the process is killed during this call, the earlier parts still have the old content, and the later parts have
-    the new content.
+    If the process is killed during this call, the first parts of the log still have the old content.
     """
     for part in reversed(parts(path)):
         raw = part.read_bytes()
@@ -42,7 +42,8 @@ def rewrite(path: Path | StorePath, keep: Callable[[bytes], bytes]) -> None:
 class Objects:
     """A log in a store, with the methods of an unbuffered file. When `write` returns, the line is in the store.
 
-    A store cannot append: each line rewrites the last object, and a new object is started when the last one is full.
+    An object store cannot append to an object, so each `write` writes the last object again. When this object is full,
+    a new one is started.
 
     Args:
       path: the path of the first object.

@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically and in the background, verified when read."""
+"""Checkpoints, which are written atomically and in the background, and verified when they are read."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from fnet.training.checkpoints._writing import write
 class Checkpoints(Reading):
     """The checkpoints of one run. They are saved in the background. The latest and the best checkpoints are kept.
 
-    A checkpoint is a folder whose name is its step. It contains safetensors files, and a manifest with the checksum of
-    every shard, of every file and of the manifest. In a local folder, the checkpoint is written under a temporary name,
-    fsynced and renamed. In an object store, its manifest is written last. If the process is killed at any moment, the
-    previous checkpoint remains valid. Reading verifies every byte that it uses.
+    A checkpoint is a folder whose name is its step. It contains safetensors files and a manifest. The manifest contains
+    the checksums of every shard, of every file and of the manifest itself. In a local folder, the checkpoint is written
+    under a temporary name, fsynced and renamed. In an object store, its manifest is written last. So if the process is
+    killed while it saves a checkpoint, the earlier checkpoints remain valid. All bytes that are read are verified.
 
     Args:
       folder: the folder of the checkpoints, a path or a URL (s3://bucket/prefix, gs://, az://). It is created if
@@ -82,12 +82,12 @@ class Checkpoints(Reading):
         self.close()
 
     def lock(self) -> None:
-        """Locks the folder for this process until `close` or the end of the process, and removes the files of
-        incomplete saves.
+        """Locks the folder for this process, and removes the files of incomplete saves. The lock is held until `close`
+        or until the process ends.
 
         Raises:
-          CheckpointError: another run uses the folder, the folder cannot be written to, or the folder was replaced
-            after it had been locked.
+          CheckpointError: another run uses the folder, or the folder cannot be written to. Also if this process already
+            held the lock, and the folder has been replaced since.
         """
         if jax.process_index() > 0:
             return
@@ -123,7 +123,8 @@ class Checkpoints(Reading):
         self._values.clear()
 
     def _ready(self) -> None:
-        """Locks the folder. Before the first save, every process waits until the first process has locked it."""
+        """Locks the folder. Only process 0 owns the lock. Before the first save, all processes wait until it has locked
+        the folder."""
         if self._shared or jax.process_count() == 1:
             self.lock()
             return
@@ -148,7 +149,8 @@ class Checkpoints(Reading):
 
     def save(self, step: int, tree: Any, *, metrics: Mapping[str, float] | None = None,
              notes: Mapping[str, Any] | None = None, sound: Any = None) -> None:
-        """Starts to save `tree` as the checkpoint of step `step`. Returns when the copy on the device is dispatched.
+        """Starts to save `tree` as the checkpoint of step `step`. Dispatches a copy of its arrays on the device and
+        returns; the copy is written in the background.
 
         An earlier checkpoint of the same step is replaced. An error of the background save is raised by the next
         `save`, by `wait` and by `close`.
@@ -158,8 +160,8 @@ class Checkpoints(Reading):
           tree: any pytree of JAX arrays, NumPy arrays, PRNG keys and Python numbers.
           metrics: metrics by name, including the metric of `best`. Default None.
           notes: other data of JSON types to store in the manifest, by name. Default None.
-          sound: a bool array on the device. If the value is False, the checkpoint is not saved. Default None: the
-            checkpoint is saved.
+          sound: a bool scalar on the device, for example whether all parameters are finite. If it is False, the
+            checkpoint is not saved. Default None: the checkpoint is always saved.
 
         Raises:
           CheckpointError: the folder cannot be written to, another run uses it, or the previous save failed.
@@ -177,7 +179,7 @@ class Checkpoints(Reading):
 
     def amend(self, step: int, *, metrics: Mapping[str, float] | None = None,
               notes: Mapping[str, Any] | None = None) -> None:
-        """Adds metrics and notes to the manifest of a saved step, after all pending saves.
+        """Adds metrics and notes to the manifest of a saved step, in the background. A pending save is finished first.
 
         The arrays are not written again. If the step was not saved because `sound` was False, this call has no effect.
 

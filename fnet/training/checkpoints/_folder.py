@@ -1,4 +1,5 @@
-"""The checkpoints in a local folder: commits, renames and removes them so that a killed process loses nothing."""
+"""The checkpoints in a local folder. They are committed, renamed and removed in such a way that no complete checkpoint
+is lost if the process is killed."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Folder:
             return []
 
     def foreign(self) -> list[str]:
-        """Returns the names of entries that do not belong to checkpoints."""
+        """Returns the names of files and folders that do not belong to checkpoints."""
         def own(entry):
             if entry.name == LOCK:
                 return True
@@ -77,13 +78,13 @@ class Folder:
         return f"arrays-{process}.safetensors"
 
     def write_part(self, step: int, process: int, text: str) -> None:
-        """Writes a description (JSON) of the file of `process`, for the first process, which commits the step."""
+        """Writes a JSON description of the file of `process`. Process 0 reads it before it commits the step."""
         part = self._part(step, process)
         part.with_suffix(".new").write_text(text)
         os.replace(part.with_suffix(".new"), part)
 
     def take_part(self, step: int, process: int) -> str | None:
-        """Returns and removes the description that `process` has written. Returns None if it has not been written
+        """Removes the description that `process` has written, and returns it. Returns None if it has not been written
         yet."""
         part = self._part(step, process)
         if not part.exists():
@@ -146,7 +147,8 @@ class Folder:
         return name
 
     def tidy(self) -> None:
-        """Removes the files of interrupted saves, and undoes an interrupted replacement."""
+        """Removes the files of interrupted saves. If the replacement of a checkpoint was interrupted, restores the old
+        checkpoint."""
         for entry in list(os.scandir(self.folder)):
             if entry.name.startswith((".saving-", ".deleting-")):
                 shutil.rmtree(entry.path, ignore_errors=True)

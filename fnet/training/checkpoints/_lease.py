@@ -19,13 +19,13 @@ BEAT, EXPIRY = 5.0, 30.0      # seconds between two renewals; seconds after the 
 
 
 class Lease:
-    """The lock of a prefix: an object that is created if it does not exist, and removed by `release`.
+    """The lock of a prefix: an object under this prefix. The constructor creates it, and `release` removes it.
 
-    A thread renews the lock every `BEAT` seconds. Another run can take over the lock, by a conditional write, in two
-    cases. In the first case, the process of the owner has ended, which can be detected only on the same machine. In the
-    second case, the owner has not renewed the lock for `EXPIRY` seconds of the store's clock. A run that finds a lock
-    waits for this time, and raises `Locked` as soon as the lock is renewed. An owner that was suspended for a longer
-    time detects that it has lost the lock before it writes a manifest.
+    A thread of the owner renews the lock every `BEAT` seconds. If the owner has not renewed it for `EXPIRY` seconds, as
+    measured by the store's clock, another run can take over the lock by a conditional write. A run on the same machine
+    can take it over as soon as the owner's process has ended. A run that finds a lock waits until it expires, or raises
+    `Locked` as soon as it is clear that the owner is still running. An owner that was suspended for longer than
+    `EXPIRY` seconds may have lost the lock, and detects this before it writes a manifest.
 
     Args:
       folder: the prefix.
@@ -67,7 +67,7 @@ class Lease:
             time.sleep(0.5)
 
     def _age(self, meta: Meta) -> float:
-        """Returns the seconds since the last renewal of the lock, by the clock of the store."""
+        """Returns the number of seconds since the last renewal of the lock, as measured by the store's clock."""
         probe = self._path.parent / f"{LOCK}-probe-{self._me['owner']}"
         probe.write_bytes(b"")
         try:
@@ -89,7 +89,7 @@ class Lease:
             return False
 
     def kept(self) -> bool:
-        """Returns whether this object owned the lock at the last renewal. No request is sent to the store."""
+        """Returns whether this object owned the lock when it last tried to renew it. Sends no request to the store."""
         return not (self._done.is_set() or self._lost.is_set())
 
     def release(self) -> None:
@@ -135,7 +135,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 def _process() -> dict[str, Any]:
-    """Returns values that identify this process on its machine. The last three are available only on Linux."""
+    """Returns values that identify this process. "boot", "namespace" and "started" are available only on Linux."""
     known: dict[str, Any] = {"host": socket.gethostname(), "process": os.getpid()}
     with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -146,7 +146,8 @@ def _process() -> dict[str, Any]:
 
 
 def _started(pid: int) -> str | None:
-    """Returns the start time of a process in kernel ticks, or None if it does not exist or is a zombie."""
+    """Returns the start time of a process in kernel ticks, as text, or None if the process does not exist or is a
+    zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -74,7 +74,8 @@ def describe(leaf: Mapping[str, Any]) -> str:
 
 
 def mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, cast: bool = False) -> list[str]:
-    """Returns one line for each leaf that differs in path, shape or dtype. With `cast`, the dtype may differ."""
+    """Compares saved leaves with the wanted leaves. Returns one line for each leaf that is missing in one of them, or
+    that differs in shape or dtype. With `cast`, the dtype may differ."""
     lines = []
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in saved:
@@ -104,8 +105,8 @@ def number_bytes(value: Any) -> np.ndarray:
 
 
 def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
-    """Returns a saved leaf without a target: a Python number, a PRNG key or an array. The array is a NumPy array if JAX
-    would change its dtype."""
+    """Converts a saved leaf to a Python number, a PRNG key or a JAX array, for a restore without a target. Arrays whose
+    dtype JAX would change remain NumPy arrays."""
     if "python" in saved:
         return number(saved["python"], array.tobytes())
     if "key" in saved:
@@ -114,7 +115,7 @@ def plain(array: np.ndarray, saved: Mapping[str, Any]) -> Any:
 
 
 def like(leaf: Any, array: np.ndarray, saved: Mapping[str, Any]) -> Any:
-    """Converts a saved array to the type, dtype and placement of the target's leaf."""
+    """Converts a saved array to an array with the type, the dtype and the sharding of `leaf`, a leaf of the target."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if array.dtype != leaf.dtype:
             array = array.astype(leaf.dtype)

@@ -1,4 +1,5 @@
-"""Reads the saved states of a run: as a `Snapshot`, for which the code of the run is not needed, or as a full state."""
+"""Reads the saved states of a run. `load` returns a `Snapshot` and does not need the code of the run. `restore` returns
+the full state."""
 
 from __future__ import annotations
 
@@ -47,22 +48,25 @@ class Snapshot:
 
 
 def load(workdir: str | os.PathLike, which: str | int = "last") -> Snapshot:
-    """Loads the best, the last or another saved state of a run. The code that created the state is not needed.
+    """Loads a saved state of a run: the best one, the last one or that of a given step. The code that created the state
+    is not needed.
 
     Every byte is verified. The files contain only JSON and arrays, and nothing in them is executed.
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      which: "best" (by the metric of `fit(best=)` or `fit(early_stop=)`), "last", or the number of a step. Default
-        "last".
+      which: "best", "last" or the number of a step. "best" is the state with the best value of the metric that was
+        passed to `fit(best=)` or `fit(early_stop=)`. Default "last".
 
     Returns:
-      A `Snapshot`. If the state is not a `TrainState`, `params` is the complete state.
+      A `Snapshot`. Its `params` are the parameters of a `TrainState` or of another state with a part "params". For
+      other states, `params` is the complete state.
 
     Raises:
       FileNotFoundError: `workdir` contains no run, or the step was not saved.
-      CheckpointError: the checkpoint is damaged, or `which` is "best" and the run has no metric for `best`.
-      ValueError: `which` has another value.
+      CheckpointError: the checkpoint is damaged, or `which` is "best" but the run has no metric that determines the
+        best state.
+      ValueError: `which` is neither "best" nor "last" nor a number.
 
     Example:
       >>> snapshot = load("runs/digits", which="best")                     # doctest: +SKIP
@@ -82,9 +86,11 @@ def restore(workdir: str | os.PathLike, like: Any, which: str | int = "last", *,
 
     Args:
       workdir: the folder or URL that was passed to `fit(workdir=)`.
-      like: a state with the same structure, such as `TrainState.create(...)`. Its arrays may be jax.ShapeDtypeStruct.
+      like: a state with the same structure, such as `TrainState.create(...)`. Its leaves may be `jax.ShapeDtypeStruct`s
+        instead of arrays.
       which: "best", "last" or the number of a step, as for `load`. Default "last".
-      cast: whether to convert a leaf of another dtype to the dtype in `like`. Default False.
+      cast: whether leaves may have another dtype than in `like`. They are then converted to the dtype in `like`.
+        Default False.
 
     Returns:
       The state, for example to train it further with `fit(step, state, ...)` in another workdir.

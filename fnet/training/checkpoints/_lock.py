@@ -22,7 +22,7 @@ class Locked(Exception):
 
 
 class Lock:
-    """The lock of a folder, held until `release` or until the process ends, even if it is killed.
+    """The lock of a folder. It is held until `release` is called or the process ends, for example because it is killed.
 
     Args:
       folder: the folder, which must exist.
@@ -69,8 +69,8 @@ class Lock:
     kept = holds                                           # no request is necessary
 
     def fileno(self) -> int:
-        """Returns the file descriptor. If a child process gets it by `pass_fds` of `subprocess`, the lock is held until
-        both processes end."""
+        """Returns the file descriptor of the lock. If it is passed to a child process (`pass_fds` of
+        `subprocess.Popen`), the lock is held until both processes have ended."""
         return self._file.fileno()
 
     def release(self) -> None:

@@ -2,8 +2,8 @@
 
 Each process writes its arrays to one safetensors file, which other frameworks can read. `manifest.json` contains the
 step, each file with its size and CRC-32, and each shard of each leaf with its dtype, shape, index, offset and CRC-32.
-The last field is a BLAKE2b checksum of the manifest. CRC-32 detects every error within 32 neighboring bits and is twice
-as fast as BLAKE2b, which is used only for the short manifest.
+Its last field is a BLAKE2b checksum of all bytes before this field. BLAKE2b is used only for the manifest, which is
+short. For the arrays, CRC-32 is twice as fast, and it detects every error that affects at most 32 neighboring bits.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class Damaged(Exception):
 
 
 def write_arrays(path: Path | StorePath, arrays: list[tuple[str, np.ndarray]]) -> tuple[dict, list[dict]]:
-    """Writes a safetensors file and syncs it to the disk, or writes it as an object.
+    """Writes arrays to a safetensors file, which is synced to the disk, or to an object in a store.
 
     Returns:
-      The entry of the file in the manifest, and the location of each array in the file: {"at": [begin, end], "crc32"}.
+      Two values: the entry of the file in the manifest, and a list with a dict {"at": [begin, end], "crc32": checksum}
+      for each array, which states its location in the file.
     """
     header, places, at = {}, [], 0
     for name, array in arrays:
@@ -152,7 +153,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs the names in a folder to the disk."""
+    """Syncs a folder to the disk, so that new and renamed files in it are not lost if the machine loses power."""
     with contextlib.suppress(PermissionError):      # Windows cannot open folders
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -187,8 +188,8 @@ def read_manifest(folder: Path | StorePath) -> dict[str, Any]:
 
 
 def _check(content):
-    """Checks that a manifest is consistent. Reading then allocates no more memory than the files contain, even if the
-    manifest is not trustworthy."""
+    """Checks that a manifest is consistent, because it may be untrusted. After this check, a reader cannot be made to
+    allocate more memory than the files contain."""
     def natural(value):
         if type(value) is not int or not 0 <= value < 1 << 62:
             raise ValueError(f"{value!r} is no count")
@@ -245,11 +246,12 @@ def _check(content):
 def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
     """Opens a regular file or an object for reading. Yields (file, size).
 
-    Links and pipes raise an error, because a link may point to any file and a pipe may never end.
+    Links and pipes raise an error: a link may point to any file of the machine, and reading from a pipe may never end.
 
     Raises:
       Damaged: the file is missing, or a local file cannot be read.
-      OSError: reading is not permitted, or the object store cannot be reached. The file itself may be undamaged.
+      OSError: reading is not permitted, or the object store cannot be reached. In these cases, the file may be
+        undamaged.
     """
     if isinstance(path, StorePath):
         try:
@@ -279,7 +281,7 @@ def opened(path: Path | StorePath) -> Iterator[tuple[Any, int]]:
 
 
 class _Whole:
-    """A raw file whose reads are complete: as many bytes as requested, or all up to the end."""
+    """An unbuffered file whose `read` and `readinto` return fewer bytes than requested only at the end of the file."""
 
     def __init__(self, file):
         self._file = file
@@ -299,7 +301,8 @@ class _Whole:
 
 
 def read_leaves(folder: Path | StorePath, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads every leaf as an array (a Python number as bytes). Every byte of every file is verified.
+    """Returns a dict {path: array} of all leaves of a checkpoint. A Python number is returned as an array of its bytes.
+    Every byte of every file is verified.
 
     Raises:
       Damaged: a file or a leaf is damaged; the message names it.

@@ -15,11 +15,11 @@ from fnet.training.checkpoints._storage import StorageError, StorePath
 
 
 class Objects:
-    """The checkpoints in an object store, each under a separate prefix, with the methods of `_folder.Folder`.
+    """The checkpoints in an object store. Each of them has its own prefix. The methods are those of `_folder.Folder`.
 
-    Every save writes its arrays to objects with new names, so it never overwrites the arrays of a checkpoint. Then it
-    writes manifest.json with a conditional write, which succeeds only if no other process has created or changed the
-    manifest in the meantime. A prefix without a manifest is not a checkpoint.
+    A save first writes the arrays to objects with new names, so the arrays of an existing checkpoint are never
+    overwritten. Then it writes manifest.json with a conditional write, which succeeds only if no other process has
+    created or changed this object in the meantime. A prefix without a manifest is not a checkpoint.
 
     Args:
       folder: the prefix of all steps.
@@ -31,7 +31,8 @@ class Objects:
         self.folder = folder
 
     def _names(self) -> dict[str, list[str]]:
-        """Returns the names of the objects, grouped by the first part of the name, such as the step."""
+        """Returns a dict {first part: [rest, ...]} of the names of all objects. The first part of a name is usually a
+        step."""
         names: dict[str, list[str]] = {}
         for key in self.folder.keys():
             first, _, rest = key.partition("/")
@@ -96,14 +97,14 @@ class Objects:
             raise StorageError(f"{path}: another process wrote this object at the same time")
 
     def _sweep(self, step, content):
-        """Removes the objects that the manifest of a step does not name."""
+        """Removes the objects of a step that are not listed in its manifest."""
         for name in self.partial(step).keys():
             if name != _manifest.MANIFEST and name not in content["files"]:
                 (self.partial(step) / name).unlink(missing_ok=True)
 
     def discard(self, step: int) -> None:
-        """Abandons a step that could not be committed, so that the other processes continue. The arrays are kept until
-        `tidy`, because the manifest may have been written even if the response of the store was lost."""
+        """Abandons a step that could not be committed, so that the other processes no longer wait for it. The arrays
+        are kept until `tidy`, because the manifest may exist although no response of the store arrived."""
         with contextlib.suppress(OSError):
             for name in self.partial(step).keys():
                 if name.startswith(".part-"):
@@ -134,8 +135,8 @@ class Objects:
         return name
 
     def tidy(self) -> None:
-        """Removes the remains of interrupted saves and removals: prefixes without a manifest, and objects that the
-        manifest of their step does not name."""
+        """Removes the objects that interrupted saves and removals have left: those of prefixes without a manifest, and
+        those that are not listed in the manifest of their step."""
         for name, inside in self._names().items():
             if not name.isdecimal() or inside == [""]:
                 continue
