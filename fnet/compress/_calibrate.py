@@ -37,13 +37,15 @@ class InputStatistics:
     index of these axes. `lead` are the sizes of these axes.
 
     Attributes:
-        rows: [*lead], the number of recorded rows.
-        largest: [*lead], the largest magnitude of an element.
-        magnitude: [*lead, n], the mean magnitude of each element of a row.
-        histogram: [*lead, 1920], the number of magnitudes in each bin. `bounds` contains the upper bounds of the bins.
-        gram: [*lead, n, n], the sum of x^T x over all rows x, or None for convolutions and with `gram=False`.
+        rows: the number of recorded rows, an array [*lead].
+        largest: the largest magnitude of an element, an array [*lead].
+        magnitude: the mean magnitude of each element of a row, an array [*lead, n].
+        histogram: the number of magnitudes in each bin, an array [*lead, 1920]. `bounds` contains the upper bounds of
+            the bins.
+        gram: the sum of x^T x over all rows x, an array [*lead, n, n]. None for convolutions and with `gram=False`.
         axes: the contracted axes of the parameter, counted from the end (negative).
-        conflict: the reason why the statistics do not describe all products with the parameter, or "" if they do.
+        conflict: the reason why the statistics do not describe all products with the parameter, or "" if they describe
+            all.
 
     >>> from fnet import compress
     >>> x, params = jnp.array([[1.0, -3.0]]), {"kernel": jnp.ones((2, 3))}

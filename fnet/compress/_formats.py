@@ -23,8 +23,8 @@ class Format:
 
     Attributes:
         bits: the number of bits of one code.
-        group: the number of values along the last contracted axis that share a scale, or None if all values share one
-            scale.
+        group: the number of values along the last contracted axis that share a scale, or None if all values along this
+            axis share one scale.
         axes: the axes over which products contract the parameter. Values along these axes share a scale. None: the
             defaults of `quantize`.
         largest: the largest decoded value. The scale of a block is its largest magnitude divided by this number.
@@ -43,8 +43,8 @@ class Format:
                              f"{self.group}")
 
     def encode(self, values: Any) -> Any:
-        """Converts scaled values, which lie between -largest and largest, to codes. The codes are int8 or float8, or
-        for 4 bits uint8 from 0 to 15."""
+        """Converts scaled values (values / scale), which lie between -largest and largest, to codes. The codes are int8
+        or float8, or for 4 bits uint8 from 0 to 15."""
         raise NotImplementedError
 
     def decode(self, codes: Any, dtype: Any) -> Any:
@@ -66,8 +66,8 @@ class Int8(Format):
     """8-bit integers from -127 to 127. They need a quarter of the bytes of float32.
 
     Args:
-        group: the number of values along the contracted axis that share a scale. Default None: all values share one
-            scale. A product is then computed with the codes, and its result is scaled.
+        group: the number of values along the contracted axis that share a scale. Default None: all values along this
+            axis share one scale. A product is then computed with the codes, and its result is multiplied by the scale.
         axes: the axes over which the parameter is contracted. Default None: see `quantize`.
         activations: the method by which the other operands of products (the activations) are rounded to 8 bits. Default
             None: they are not rounded (weight-only quantization). If they are rounded, matrix products are computed
@@ -106,8 +106,8 @@ class Int4(Format):
     """4-bit integers from -8 to 7, two in each byte. The scale of a block is its largest magnitude divided by 7.
 
     Args:
-        group: the number of values along the contracted axis that share a scale, or None for all values. Default: 32,
-            as in GGUF.
+        group: the number of values along the contracted axis that share a scale, or None for all values
+            along this axis. Default: 32, as in GGUF.
         axes: the axes over which the parameter is contracted. Default None: see `quantize`.
 
     >>> Int4().group
@@ -131,8 +131,8 @@ class NF4(Format):
     """4-bit codes that represent 16 quantiles of a normal distribution, two in each byte.
 
     Args:
-        group: the number of values along the contracted axis that share a scale, or None for all values. Default: 64,
-            as in the paper.
+        group: the number of values along the contracted axis that share a scale, or None for all values
+            along this axis. Default: 64, as in the paper.
         axes: the axes over which the parameter is contracted. Default None: see `quantize`.
 
     Source: Dettmers et al. (2023), QLoRA: Efficient Finetuning of Quantized LLMs, section 3.
@@ -158,8 +158,8 @@ class Float8(Format):
     """8-bit floating point (float8_e4m3fn), with 4 bits of exponent, 3 bits of mantissa and the largest value 448.
 
     Args:
-        group: the number of values along the contracted axis that share a scale. Default None: all values share one
-            scale.
+        group: the number of values along the contracted axis that share a scale. Default None: all values along this
+            axis share one scale.
         axes: the axes over which the parameter is contracted. Default None: see `quantize`.
 
     Source: Micikevicius et al. (2022), FP8 Formats for Deep Learning.

@@ -20,7 +20,7 @@ def gptq(rounded: Callable, values: Any, scale: Any, gram: Any) -> jax.Array:
     of each row. This keeps |x (values - scale * result)|^2 small.
 
     Args:
-        rounded: a function that rounds scaled values to the values that the format represents.
+        rounded: a function that rounds scaled values (values / scale) to the values that the format represents.
         values: the kernel, [stack, n, outputs], where n is the number of inputs.
         scale: the scale of each value, [stack, n, outputs].
         gram: [stack, n, n], the sum of x^T x over the calibration batches.

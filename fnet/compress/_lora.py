@@ -104,7 +104,7 @@ def lora(key: jax.Array, params: Any, rules: Mapping[str, int], *, alpha: float 
         rules: {pattern: rank}. A pattern is a regular expression that matches the whole path of a parameter, or the
             first parts of the path such as "blocks". The first pattern that matches a parameter applies. Parameters
             with fewer than two axes, and parameters named bias, scale, b or offset, are not changed.
-        alpha: the scale of the change times its rank. Default: twice the rank.
+        alpha: a number. The change is multiplied by alpha / rank. Default: twice the rank.
 
     Returns:
         The tree with `LowRank` leaves.

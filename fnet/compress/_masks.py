@@ -54,15 +54,16 @@ def prune(rules: Mapping[str, float], *, begin: int = 0, end: int, every: int = 
         rules: {pattern: sparsity between 0 and 1}. A pattern is a regular expression that matches the whole path of a
             parameter, or the first parts of the path such as "blocks". The first pattern that matches a parameter
             applies. Parameters with fewer than two axes, and parameters named bias, scale, b or offset, are not pruned.
-        begin, end: the numbers of the first and the last update at which elements are selected. Updates are counted
-            from 0. Default 0 for `begin`.
+        begin, end: the numbers of the first and the last update at which the elements to set to zero are selected.
+            Updates are counted from 0. Default 0 for `begin`.
         every: the number of updates from one selection to the next. Default 1.
         jointly: whether the elements of all parameters of a rule are ranked together (global pruning), so that the
             fraction of zeros differs between parameters. Default False: each parameter has the same fraction of zeros.
-            Stacked layers are one parameter.
+            The layers of a stack are one parameter, so their elements are always ranked together.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs` with a `PruneState`. Its update function needs the parameters.
+        An `optax.GradientTransformationExtraArgs` with a `PruneState`. Its `update` must be called with the parameters:
+        `update(gradients, state, params)`.
 
     Raises:
         ValueError: a sparsity is not between 0 and 1, `begin` is negative or larger than `end`, `every` is less than 1,

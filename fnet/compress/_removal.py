@@ -31,7 +31,7 @@ class Removal:
     of a group.
 
     Args:
-        free: the groups that can change.
+        free: the groups from which indices can be removed.
         fractions: the fractions that the rules of `keep` state, {atom: fraction of the indices to keep}.
         ranks: the order of the indices, {atom: all indices, the most important first}.
         chip: the chip for `seconds`. The sizes of the axes after the removal are multiples of the tile sizes of its
@@ -45,7 +45,8 @@ class Removal:
         self._tiles = {group.atom: 1 if chip is None else _tile(call, group, chip) for group in free}
 
     def kept(self, fraction: float) -> dict[int, np.ndarray]:
-        """Returns {atom: the indices that remain} for the groups that lose indices."""
+        """Returns {atom: the indices that remain} for the groups that lose indices. `fraction` is the fraction of the
+        indices of each group to keep."""
         found = {}
         for group in self._free:
             tile = self._tiles[group.atom]
@@ -56,7 +57,8 @@ class Removal:
         return found
 
     def largest(self, name: str, limit: float) -> float:
-        """Returns the largest fraction for which the FLOPs or seconds are within a limit."""
+        """Returns the largest fraction of the indices to keep for which the FLOPs or the seconds do not exceed `limit`.
+        `name` is "flops" or "seconds"."""
         units = {"flops": "FLOPs", "seconds": f"s at the roofline of {self.chip and self.chip.name}"}[name]
         cost = lambda fraction: getattr(self, name)(self.kept(fraction))
         if (whole := cost(1)) <= limit:

@@ -63,7 +63,8 @@ def _gradients(f, args, kwargs, loss):
 
 
 def _activations(call) -> dict[int, np.ndarray]:
-    """Returns {atom: for each index, the mean square of the inputs of the program's products}."""
+    """Returns {atom: array}. The array contains one number for each index of the group: the mean square, at this index,
+    of the inputs of the program's products."""
     arrays = [jnp.asarray(leaf.array) for leaf in call.leaves]
     evaluate = lambda *arrays: observe(call.program, list(arrays))
     names = [site.name for site in sites(evaluate)(*arrays) if _NAME.fullmatch(site.name) and site.inside is None]

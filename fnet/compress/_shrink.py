@@ -24,7 +24,7 @@ class Axes:
     """One row of the report of `shrink`, which describes one or several axes of parameters.
 
     Attributes:
-        parameters: a tuple with the string "path (axis)" for each axis.
+        parameters: the axes, a tuple of strings "path (axis)".
         size, kept: the number of indices before the removal (`size`) and after it (`kept`). If an axis has several
             factors, such as heads and features, these are the numbers for one factor.
         reason: the reason why these axes kept all indices, or "" if indices were removed.
@@ -86,7 +86,8 @@ class Shrunk:
             compiled and batched.
         params, state: the parameters and the state without the removed indices. `state` is None if the original
             function was called without state.
-        model: the original model with smaller values in its fields, if such a model computes the same as `f`, or None.
+        model: a model of the same class as the original model, with smaller values in its fields, that computes the
+            same as `f`. None if there is no such model.
         report: what was removed and what could not be removed, a `ShrinkReport`.
 
     >>> model, x = nn.Sequential(nn.Dense(8), jax.nn.relu, nn.Dense(2)), jnp.ones((1, 3))

@@ -1,4 +1,4 @@
-"""Programs: functions traced for symbolic sizes, with their weights."""
+"""A program: the functions of a model, traced for symbolic sizes, and their weights."""
 
 from __future__ import annotations
 

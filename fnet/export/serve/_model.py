@@ -35,7 +35,7 @@ class Model:
     """An entry point of a bundle, which the server offers as a model.
 
     Attributes:
-        name, version: the name and the version of the model, as in the paths of the protocol.
+        name, version: the name and the version of the model, strings that occur in the URLs of the server.
         inputs, outputs: the types of the arrays, [(name, {"dtype", "shape"})].
         batched: whether the first axis of all inputs and outputs is a batch of independent rows. This is assumed if the
             size of this axis is the same variable in all inputs and outputs, and this variable occurs in no other axis
