@@ -54,9 +54,9 @@ def feed(batches: Iterable[Any], plan: Plan, *, drop_remainder: bool = False, ti
         ValueError: a batch has more rows than the share of the process, its leaves, shapes or dtypes differ from the
             plan's, or a batch must be padded but the step does not read `batch["weight"]`. The message names the leaf,
             its shape and the share.
-        PeersGone: another process is late, has ended or has left the loop. The message names this other process. The
-            remaining processes can exit without waiting for it. A process that cannot raise the error, because it is
-            blocked in a step, prints one line to stderr and exits.
+        PeersGone: another process did not answer within `timeout` seconds, has ended or has left the loop. The message
+            names this process. The remaining processes can exit without waiting for it. A process that cannot raise the
+            error, because it is blocked in a step, prints one line to stderr and exits.
         TypeError: `batches` is not iterable.
 
     Source: jax.make_array_from_process_local_data. For unequal numbers of rows, PyTorch's DistributedSampler repeats or

@@ -96,8 +96,8 @@ class Ledger(NamedTuple):
 
 
 def ledger(program: jax.stages.Compiled | str) -> Ledger:
-    """Lists the collectives of a compiled program, with the bytes that each chip sends. All iterations of loops are
-    included.
+    """Lists the collectives of a compiled program, with the bytes that each chip sends. A collective in a loop is
+    counted for each iteration.
 
         print(parallel.ledger(jax.jit(step).lower(state, batch).compile()))
 

@@ -31,7 +31,7 @@ class Candidate:
         exact: True if `persistent` and `arguments` are exact, False if they are estimated.
         estimate: estimated peak memory and transfers.
         compiled: peak memory and transfers of the compiled program, or None if the candidate was not compiled.
-        time: the minimum time of a step.
+        time: the times of a step at the chips' peak rates. `time.seconds` is the minimum time of the step.
         verdict: a text that begins with "chosen", or the reason why the candidate was not selected.
 
     >>> step = lambda state, batch: ({"w": state["w"] - 0.1 * batch.mean(0)}, {"mean": batch.mean()})
@@ -164,7 +164,7 @@ class Plan:
 
         The step is written for one device and receives the whole batch. Means over the batch, including batch
         statistics, are computed over all devices, so the results are equal to those on one device, up to rounding. The
-        state keeps the plan's shardings and is donated.
+        step donates the state, and the new state has the plan's shardings.
 
         Args:
             step: the step that was passed to `parallel.plan`.

@@ -49,13 +49,18 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
     remaining strategies, it selects the simplest one that leaves half of the memory free. If none does, it selects the
     one that leaves most memory free.
 
-    Strategies: "data" is data parallelism. "zero1" also splits the optimizer's state (Rajbhandari et al., 2020, ZeRO,
-    stage 1). "fsdp" also splits the parameters and gathers them for each use (stage 3; Zhao et al., 2023, PyTorch
-    FSDP). "fsdp+pins" also keeps the activations split over the batch. Without these constraints, XLA may sum
-    activations over all chips instead of gathering weights. Which of "fsdp" and "fsdp+pins" sends fewer bytes depends
-    on the model, so both are compiled. If no strategy fits, each strategy is tried with "+remat": `ft.rematerialize`
-    recomputes activations in the backward pass. If none of these fits, "+microbatches=2", 4, ... are also tried.
-    Microbatches require that the step has a keyword argument `microbatches` and passes it to `ft.microbatch`.
+    The strategies are:
+
+    - "data": data parallelism. Each device has the whole state.
+    - "zero1": the optimizer's state is split over the devices (Rajbhandari et al., 2020, ZeRO, stage 1).
+    - "fsdp": the parameters are also split, and are gathered for each use (stage 3; Zhao et al., 2023, PyTorch FSDP).
+    - "fsdp+pins": in addition, sharding constraints keep the activations split over the batch. Without these
+      constraints, XLA may sum activations over all chips instead of gathering weights.
+
+    Which of "fsdp" and "fsdp+pins" sends fewer bytes depends on the model, so both are compiled. If no strategy fits,
+    each strategy is tried with "+remat": `ft.rematerialize` recomputes activations in the backward pass. If none of
+    these fits, "+microbatches=2", 4, ... are also tried. Microbatches require that the step has a keyword argument
+    `microbatches` and passes it to `ft.microbatch`.
 
     Args:
         step: a function `step(state, batch) -> (state, metrics)`, written for one device.
@@ -63,24 +68,25 @@ def plan(step: Callable, init: Callable, batch: Any, *, devices: str | Sequence[
             `state[0]`.
         batch: a batch, or a tree of its shapes and dtypes. The first axis of each leaf contains the rows, which are the
             examples of the batch.
-        devices: "local" (all devices of this run; default), a list of devices, or the name of devices that need not be
-            attached: a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs ("h100:4x8": four machines
-            with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). To compile for TPUs that are not
-            attached, install libtpu (`pip install 'fnet[tpu-plan]'`). JAX's CUDA plugin can compile for some GPUs. If
-            the step cannot be compiled, the plan is an estimate, and its table states this.
+        devices: "local", a list of devices, or the name of devices that need not be attached. "local" means all devices
+            of this run. A name specifies a slice of TPUs ("v5e:16x16", or "v5p:4x4x4*2" for two slices), GPUs
+            ("h100:4x8" for four machines with eight GPUs each), a chip ("RTX 3080"), or a system ("dgx-1"). Default
+            "local". To compile for TPUs that are not attached, install libtpu (`pip install 'fnet[tpu-plan]'`). JAX's
+            CUDA plugin can compile for some GPUs. If the step cannot be compiled, the plan is an estimate, and its
+            table states this.
         strategy: "auto", or one of `parallel.STRATEGIES`, optionally followed by "+remat" and "+microbatches=N". With
             "fsdp", "fsdp+pins" is also compared. Default "auto".
-        mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. One length may be -1, which means all
-            remaining devices. If "data" is omitted, its length is -1. By default, all devices of a TPU slice or GPU
-            machine are along "data", and the slices or machines are along "slice". The state is split over the devices
-            of a slice, and each slice has a complete state. Between slices, only sums over the batch, such as
-            gradients, are sent.
+        mesh: the lengths of the mesh's axes, such as {"data": -1, "tensor": 4}. One length may be -1; it is then
+            computed from the number of devices. If "data" is omitted, its length is -1. By default, all devices of a
+            TPU slice or GPU machine are along "data", and the slices or machines are along "slice". The state is split
+            over the devices of a slice, and each slice has a complete state. Between slices, only sums over the batch,
+            such as gradients, are sent.
         rules: rules for tensor parallelism. A key is a regular expression that matches the complete path of a
             parameter, such as "blocks/fc/kernel". A value is a tuple that contains, for each axis of the parameter, the
             mesh axis over which it is split, or None. `parallel.rules` creates these rules from the logical axis names
             of layers. Default: none.
-        compile: whether the step is compiled. With False, memory and transfers are only estimated, which takes seconds
-            for any number of chips. Default True.
+        compile: whether the step is compiled. If False, memory and transfers are only estimated. This takes only
+            seconds, for any number of chips. Default True.
 
     Returns:
         A `Plan`.

@@ -27,7 +27,7 @@ def rules(spec: Any, axes: Mapping[str, str]) -> dict[str, tuple[str | None, ...
         tuple that contains, for each axis of the parameter, a mesh axis or None.
 
     Raises:
-        ValueError: no parameter has an axis with one of these names.
+        ValueError: a logical axis name in `axes` occurs in no parameter.
 
     >>> from fnet import layers as nn, parallel
     >>> spec = nn.Dense(8, axes=("embed", "mlp")).spec(jax.ShapeDtypeStruct((2, 4), "float32"))

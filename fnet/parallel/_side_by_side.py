@@ -38,7 +38,7 @@ class OnChips:
         target: the chips.
         policy: the dtype policy for these chips, a `hardware.Policy`.
         count: FLOPs and bytes of the step.
-        time: the minimum time of the step at the chips' peaks.
+        time: the times of a step at the chips' peak rates. `time.seconds` is the minimum time of the step.
         peak: estimated number of bytes that the step needs on each JAX device.
         memory: bytes of memory of each JAX device, or None if unknown.
         rows: two estimates of the largest number of rows of a batch: for the unchanged step, and for the step with
